@@ -1,0 +1,67 @@
+# Needs only make and a Python of at least 3.11. Everything is installed into .venv, with the exact
+# versions of constraints.txt. Use another interpreter with `make PYTHON=python3.12 ...`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+DEMO_ARGS ?= --check
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/grpo_addition).
+	$(BIN)/python examples/grpo_addition.py $(DEMO_ARGS)
+
+.PHONY: test
+test: $(STAMP) ## Run the tests; pass options with PYTEST_ARGS="-k name".
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## Check style, format and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+.PHONY: format
+format: $(STAMP) ## Format the code and fix what can be fixed.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: install
+install: $(STAMP) ## Make .venv, or bring it up to date.
+
+.PHONY: clean
+clean: ## Remove caches, build outputs and demo outputs; keep .venv.
+	rm -rf build dist outputs .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## Remove .venv as well.
+	rm -rf $(VENV)
+
+# An environment that cannot run pip (made by an interrupted run, or moved) is made anew.
+# The build backend is installed first and build isolation is off: otherwise pip would fetch an
+# unpinned one.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "error: '$(PYTHON)' was not found; Python 3.11 or newer is needed." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed, but '$(PYTHON)' is" \
+	    "$$($(PYTHON) -c 'import platform; print(platform.python_version())')." \
+	    "Try: make PYTHON=python3.11" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  rm -rf $(VENV); \
+	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	  exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation -e ".[dev]"
+	@touch $@
