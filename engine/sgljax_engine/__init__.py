@@ -1,0 +1,73 @@
+"""An embedded, single-process inference engine in JAX. Usable without Tunix.
+
+Importing this package imports no JAX, starts no thread and touches no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sgljax_engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SchedulerConfig,
+)
+from sgljax_engine.errors import (
+    CompileForbiddenError,
+    EngineError,
+    EngineShutdownError,
+    EngineStepError,
+    InvalidConfigError,
+    InvalidRequestError,
+    UnsupportedModelError,
+    WeightLoadError,
+    WeightSyncError,
+)
+from sgljax_engine.metrics import EngineCounters, EngineState
+from sgljax_engine.seeds import derive_seed
+from sgljax_engine.types import FinishReason, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from sgljax_engine.engine import Engine
+    from sgljax_engine.weights.rules import Rule, flatten_named
+
+_LAZY = {
+    "Engine": "sgljax_engine.engine",
+    "Rule": "sgljax_engine.weights.rules",
+    "flatten_named": "sgljax_engine.weights.rules",
+}
+
+__all__ = [
+    "CacheConfig",
+    "CompileForbiddenError",
+    "Engine",
+    "EngineConfig",
+    "EngineCounters",
+    "EngineError",
+    "EngineShutdownError",
+    "EngineState",
+    "EngineStepError",
+    "FinishReason",
+    "InvalidConfigError",
+    "InvalidRequestError",
+    "ModelConfig",
+    "RequestOutput",
+    "Rule",
+    "RuntimeConfig",
+    "SamplingParams",
+    "SchedulerConfig",
+    "UnsupportedModelError",
+    "WeightLoadError",
+    "WeightSyncError",
+    "derive_seed",
+    "flatten_named",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,212 @@
+"""Puts an engine's parts together from its configuration."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.cache.kv_pages import kv_bytes_per_token
+from sgljax_engine.config import EngineConfig, ModelConfig, read_json
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.attention import get_backend
+from sgljax_engine.loop import EngineLoop
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ModelContext, ParamKind
+from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
+from sgljax_engine.runner.placement import Placement, place
+from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.tokenizer import Tokenizer
+from sgljax_engine.weights import loader, sync
+from sgljax_engine.weights.rules import Rule, flatten_named
+
+TOKEN_BLOCK = 16
+"""Query tokens of one request that prefill attention handles together."""
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+_names = itertools.count()
+
+
+class WeightSource(NamedTuple):
+    """Named arrays and the rules that map them onto the engine's parameters."""
+
+    arrays: Mapping[str, Any]
+    rules: Sequence[Rule]
+
+
+class Limits(NamedTuple):
+    """What one request may ask for.
+
+    Attributes:
+        max_model_len: Prompt plus output tokens.
+        max_kv_tokens: Tokens that the whole KV pool holds.
+    """
+
+    max_model_len: int
+    max_kv_tokens: int
+
+
+def identity_rules(model: ModelConfig) -> list[Rule]:
+    """Rules for a source that already has the engine's names and logical shapes."""
+    return [Rule(name, name) for name in get_model(model.architecture).param_specs(model)]
+
+
+def folder_weights(model: ModelConfig, folder: str | Path) -> WeightSource:
+    """The weights of a Hugging Face folder, still on the host."""
+    specs = get_model(model.architecture).param_specs(model)
+    kinds = {name: spec.kind is ParamKind.LINEAR for name, spec in specs.items()}
+    rules = loader.hf_rules(kinds, tied=model.tie_word_embeddings)
+    return WeightSource(loader.read_hf_folder(folder), rules)
+
+
+def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
+    """Random weights."""
+    specs = get_model(model.architecture).param_specs(model)
+    shapes = {name: spec.shape for name, spec in specs.items()}
+    return WeightSource(loader.random_weights(shapes, seed), identity_rules(model))
+
+
+def checkpoint_dtype(folder: str | Path) -> str:
+    """The dtype that a folder's config.json names, float32 when it names none."""
+    config = read_json(Path(folder) / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def build_loop(
+    *,
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    weights: WeightSource,
+    tokenizer: Tokenizer | None,
+    mesh: jax.sharding.Mesh | None,
+) -> tuple[EngineLoop, Limits]:
+    """Checks the configuration, takes memory, transforms the weights, starts the threads."""
+    max_model_len = _max_model_len(model, config)
+    enable_compilation_cache(config.runtime.compilation_cache_dir)
+    placement = place(model, mesh, dtype)
+    page_size = config.cache.page_size
+    num_pages = _num_pages(model, config, placement, max_model_len)
+
+    definition = get_model(model.architecture)
+    static = ProgramContext(
+        model=definition,
+        context=ModelContext(model, placement.layout),
+        attention=get_backend(config.runtime.attention_backend),
+        page_size=page_size,
+        max_steps=config.scheduler.decode_steps,
+    )
+    targets = placement.weight_targets(definition.param_specs(model))
+    arrays = flatten_named(weights.arrays)
+    plan = sync.plan_sync(sync.source_spec(arrays), weights.rules, targets)
+
+    batch_buckets, token_buckets = _buckets(config)
+    runner = ModelRunner(
+        static=static,
+        placement=placement,
+        weights=sync.apply(plan, arrays),
+        num_pages=num_pages,
+        table_width=-(-max_model_len // page_size),
+        batch_buckets=batch_buckets,
+        token_buckets=token_buckets,
+        token_block=TOKEN_BLOCK,
+        forbid_compile=config.runtime.forbid_compile,
+    )
+    allocator = PageAllocator(num_pages)
+    scheduler = Scheduler(
+        config.scheduler,
+        allocator,
+        page_size=page_size,
+        token_block=TOKEN_BLOCK,
+        max_prefill_tokens=token_buckets[-1],
+    )
+    loop = EngineLoop(
+        scheduler=scheduler,
+        allocator=allocator,
+        runner=runner,
+        targets=targets,
+        tokenizer=tokenizer,
+        page_size=page_size,
+        name=f"sgljax-engine-{next(_names)}",
+    )
+    return loop, Limits(max_model_len, num_pages * page_size)
+
+
+def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    asked = config.max_model_len
+    if asked is not None and asked > model.context_length:
+        raise InvalidConfigError(
+            f"max_model_len must be at most the model's context length {model.context_length}, "
+            f"got {asked}"
+        )
+    return asked or model.context_length
+
+
+def _buckets(config: EngineConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    max_running = config.scheduler.max_running_requests
+    budget = -(-config.scheduler.chunked_prefill_size // TOKEN_BLOCK) * TOKEN_BLOCK
+    batch = config.runtime.batch_buckets or default_batch_buckets(max_running)
+    tokens = config.runtime.token_buckets or default_token_buckets(budget, TOKEN_BLOCK)
+    if batch[-1] < max_running:
+        raise InvalidConfigError(
+            f"batch_buckets must reach max_running_requests ({max_running}), got {batch}"
+        )
+    if any(size % TOKEN_BLOCK for size in tokens):
+        raise InvalidConfigError(f"token_buckets must be multiples of {TOKEN_BLOCK}, got {tokens}")
+    if tokens[-1] < budget:
+        raise InvalidConfigError(
+            f"token_buckets must reach chunked_prefill_size ({budget}), got {tokens}"
+        )
+    return batch, tokens
+
+
+def _num_pages(
+    model: ModelConfig, config: EngineConfig, placement: Placement, max_model_len: int
+) -> int:
+    cache = config.cache
+    if cache.num_kv_tokens is not None:
+        return cache.num_kv_tokens // cache.page_size
+    per_token = kv_bytes_per_token(
+        model.num_layers, model.num_kv_heads, model.head_dim, placement.dtype
+    )
+    budget = cache.mem_fraction_static * _free_bytes(placement.mesh) * placement.num_tensor_shards
+    affordable = int(budget // (per_token * cache.page_size))
+    needed = config.scheduler.max_running_requests * -(-max_model_len // cache.page_size)
+    if affordable < 1:
+        raise InvalidConfigError(
+            f"mem_fraction_static {cache.mem_fraction_static} of the free memory does not hold one "
+            f"KV page of {per_token * cache.page_size} bytes"
+        )
+    return min(affordable, needed)
+
+
+def _free_bytes(mesh: jax.sharding.Mesh) -> int:
+    """Free memory of the mesh's first device; of the host, when the device does not say."""
+    stats = mesh.devices.flat[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def enable_compilation_cache(folder: str | None) -> None:
+    """Turns on JAX's persistent compilation cache, unless the process already configured one.
+
+    Args:
+        folder: "auto" for a folder in the user's cache directory, None to do nothing.
+    """
+    if folder is None or jax.config.jax_compilation_cache_dir is not None:
+        return
+    path = Path.home() / ".cache" / "tunix_sgljax" / "xla" if folder == "auto" else Path(folder)
+    from jax.experimental.compilation_cache import compilation_cache
+
+    # JAX decides once, at the first compilation, whether to use a cache: decide again.
+    compilation_cache.reset_cache()
+    compilation_cache.set_cache_dir(str(path))

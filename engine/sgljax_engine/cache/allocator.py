@@ -1,0 +1,57 @@
+"""Which KV pages are free and which are in use. Host-only; no JAX."""
+
+from __future__ import annotations
+
+from sgljax_engine.errors import EngineError
+
+
+class PageAllocator:
+    """Hands out page ids from a fixed pool. Not thread-safe: the engine thread owns it.
+
+    Freed pages are handed out again last-in first-out, so a small working set stays in cache.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        """Starts with pages 0 .. num_pages - 1 free."""
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._is_used = bytearray(num_pages)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that are allocated now."""
+        return self.num_pages - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages, or raises EngineError and takes none."""
+        if count > len(self._free):
+            raise EngineError(f"cannot allocate {count} KV pages, {len(self._free)} are free")
+        if count == 0:
+            return []
+        pages = self._free[-count:][::-1]
+        del self._free[-count:]
+        for page in pages:
+            self._is_used[page] = 1
+        return pages
+
+    def free(self, pages: list[int]) -> None:
+        """Gives pages back; a page that is not in use raises EngineError."""
+        for page in pages:
+            if not 0 <= page < self.num_pages or not self._is_used[page]:
+                raise EngineError(f"KV page {page} freed but it is not in use")
+            self._is_used[page] = 0
+        self._free.extend(reversed(pages))
+
+    def check_integrity(self) -> None:
+        """Raises EngineError unless free and used pages add up to the pool."""
+        if len(set(self._free)) != len(self._free):
+            raise EngineError("a KV page is free twice")
+        if sum(self._is_used) + len(self._free) != self.num_pages:
+            raise EngineError(
+                f"{sum(self._is_used)} used + {len(self._free)} free KV pages != {self.num_pages}"
+            )

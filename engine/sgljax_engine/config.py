@@ -1,0 +1,329 @@
+"""Configuration of the engine and of the model. Frozen, validated on construction; no JAX.
+
+`EngineConfig` nests one small dataclass per concern. `EngineConfig.from_options` builds it from
+the flat option names that SGLang uses (`page_size=16, max_running_requests=64, ...`); every
+option name exists in exactly one of the nested classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sgljax_engine.errors import (
+    InvalidConfigError,
+    UnsupportedModelError,
+    unknown_name_message,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _require(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise InvalidConfigError(f"{name} must be {limit}, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: object, low: int = 1) -> None:
+    _require(_is_int(value) and value >= low, name, value, f"an integer >= {low}")  # type: ignore[operator]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a dense decoder-only transformer, named as in Hugging Face's config.json.
+
+    Attributes:
+        architecture: HF class name, a key of `models.registry`.
+        tie_word_embeddings: The output projection is the embedding table.
+        context_length: Tokens in one sequence at most (HF's max_position_embeddings).
+        eos_token_ids: End-of-sequence ids; generation stops after one unless `ignore_eos`.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    context_length: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the first field that is out of range."""
+        for name in (
+            "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+            "context_length"
+        ).split():
+            _check_count(name, getattr(self, name))
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_heads",
+            self.num_heads,
+            f"a multiple of num_kv_heads ({self.num_kv_heads})",
+        )
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (rotary embedding)")
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, name, value, "a positive number")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Builds from the contents of an HF config.json.
+
+        Raises:
+            UnsupportedModelError: for an architecture or a setting that is not implemented.
+            InvalidConfigError: for a missing or wrong field.
+        """
+        architecture = (config.get("architectures") or [None])[0]
+        if architecture != "Qwen3ForCausalLM":
+            raise UnsupportedModelError(
+                f"architecture {architecture!r} is not supported; supported: Qwen3ForCausalLM"
+            )
+        _refuse_unsupported_settings(config)
+
+        def get(name: str) -> Any:
+            if config.get(name) is None:
+                raise InvalidConfigError(f"config.json has no {name!r}")
+            return config[name]
+
+        hidden_size, num_heads = get("hidden_size"), get("num_attention_heads")
+        eos = config.get("eos_token_id")
+        return cls(
+            architecture=architecture,
+            vocab_size=get("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=get("intermediate_size"),
+            num_layers=get("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            rope_theta=_rope_theta(config),
+            rms_norm_eps=float(get("rms_norm_eps")),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            context_length=get("max_position_embeddings"),
+            eos_token_ids=_as_ids(eos),
+        )
+
+    @classmethod
+    def from_hf_folder(cls, folder: str | Path) -> ModelConfig:
+        """Reads config.json, and the end-of-sequence ids of generation_config.json if it is there."""
+        model = cls.from_hf(read_json(Path(folder) / "config.json"))
+        eos = read_generation_config(folder).get("eos_token_id")
+        return dataclasses.replace(model, eos_token_ids=_as_ids(eos)) if eos is not None else model
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object from a file, or raises InvalidConfigError naming the file."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidConfigError(f"no such file: {path}") from None
+    except (OSError, ValueError) as error:
+        raise InvalidConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise InvalidConfigError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
+    return loaded
+
+
+def read_generation_config(folder: str | Path) -> dict[str, Any]:
+    """The contents of a model folder's generation_config.json; {} when there is none."""
+    path = Path(folder) / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    # transformers 4 writes rope_theta at the top level, transformers 5 inside rope_parameters.
+    for place in (config.get("rope_parameters") or {}, config):
+        if place.get("rope_theta") is not None:
+            return float(place["rope_theta"])
+    raise InvalidConfigError("config.json has no 'rope_theta', neither top-level nor in rope_parameters")
+
+
+def _refuse_unsupported_settings(config: Mapping[str, Any]) -> None:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    unsupported = {
+        "rope_type": (rope_type, "default"),
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(config.get("attention_bias", False)), False),
+        "use_sliding_window": (bool(config.get("use_sliding_window", False)), False),
+    }
+    for name, (value, supported) in unsupported.items():
+        if value != supported:
+            raise UnsupportedModelError(f"{name}={value!r} is not supported, only {supported!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV pool.
+
+    Attributes:
+        page_size: Tokens in a page.
+        num_kv_tokens: Tokens that the pool holds, rounded down to whole pages. None takes
+            what `max_running_requests` sequences of `max_model_len` need, but at most
+            `mem_fraction_static` of the memory that is free (device memory; host memory on CPU).
+        mem_fraction_static: See `num_kv_tokens`. In (0, 1).
+    """
+
+    page_size: int = 16
+    num_kv_tokens: int | None = None
+    mem_fraction_static: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        _check_count("page_size", self.page_size)
+        if self.num_kv_tokens is not None:
+            _check_count("num_kv_tokens", self.num_kv_tokens, self.page_size)
+        fraction = self.mem_fraction_static
+        _require(0 < fraction < 1, "mem_fraction_static", fraction, "in (0, 1)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Continuous batching.
+
+    Attributes:
+        max_running_requests: Sequences decoded together at most.
+        chunked_prefill_size: Tokens prefilled in one dispatch at most; longer prompts go in chunks.
+        decode_steps: Decode steps in one dispatch at most; bounds how long a command waits.
+        init_new_token_ratio: Fraction of their remaining max_new_tokens that running requests are
+            expected to use; admission keeps that many KV tokens free. In [0, 1].
+        min_new_token_ratio: Where the ratio decays to. In [0, init_new_token_ratio].
+        new_token_ratio_decay: Subtracted from the ratio at each decode dispatch.
+    """
+
+    max_running_requests: int = 64
+    chunked_prefill_size: int = 2048
+    decode_steps: int = 16
+    init_new_token_ratio: float = 0.7
+    min_new_token_ratio: float = 0.1
+    new_token_ratio_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        for name in ("max_running_requests", "chunked_prefill_size", "decode_steps"):
+            _check_count(name, getattr(self, name))
+        init, low = self.init_new_token_ratio, self.min_new_token_ratio
+        _require(0 <= init <= 1, "init_new_token_ratio", init, "in [0, 1]")
+        _require(0 <= low <= init, "min_new_token_ratio", low, f"in [0, {init}]")
+        decay = self.new_token_ratio_decay
+        _require(0 <= decay <= 1, "new_token_ratio_decay", decay, "in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Device programs.
+
+    Attributes:
+        dtype: Of weights, activations and KV cache; None takes the checkpoint's or float32.
+        batch_buckets: Decode batch sizes to compile for; None takes powers of two.
+        token_buckets: Prefill sizes in tokens to compile for; None takes powers of four.
+        forbid_compile: Raise CompileForbiddenError when a step after `warmup` needs a new program.
+        compilation_cache_dir: JAX's persistent compilation cache: "auto" uses a folder in the
+            user's cache directory unless the process configured one, None leaves JAX alone, any
+            other value is the folder to use.
+        attention_backend: "auto" or a name from `layers.attention.BACKENDS`.
+        random_seed: Seeds the fresh seeds of requests that bring none, and random weights. None
+            takes the operating system's entropy for requests and 0 for weights.
+    """
+
+    dtype: str | None = None
+    batch_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+    forbid_compile: bool = False
+    compilation_cache_dir: str | None = "auto"
+    attention_backend: str = "auto"
+    random_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        _require(self.dtype in (None, *DTYPES), "dtype", self.dtype, f"None or one of {DTYPES}")
+        for name in ("batch_buckets", "token_buckets"):
+            buckets = getattr(self, name)
+            if buckets is None:
+                continue
+            _require(
+                len(buckets) > 0 and all(_is_int(b) and b >= 1 for b in buckets),
+                name,
+                buckets,
+                "a non-empty list of integers >= 1",
+            )
+            object.__setattr__(self, name, tuple(sorted(set(buckets))))
+        if self.random_seed is not None:
+            _check_count("random_seed", self.random_seed, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine but its model, weights, tokenizer and mesh.
+
+    Attributes:
+        max_model_len: Prompt plus output tokens of one sequence at most; None takes the model's
+            context length.
+    """
+
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        if self.max_model_len is not None:
+            _check_count("max_model_len", self.max_model_len, 2)
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """The flat option names that `from_options` accepts."""
+        return [*_OPTION_GROUPS, "max_model_len"]
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Builds from flat options; an unknown name raises InvalidConfigError with the nearest."""
+        groups: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "runtime": {}}
+        top: dict[str, Any] = {}
+        for name, value in options.items():
+            if name == "max_model_len":
+                top[name] = value
+            elif name in _OPTION_GROUPS:
+                groups[_OPTION_GROUPS[name]][name] = value
+            else:
+                raise InvalidConfigError(
+                    unknown_name_message("engine option", name, cls.option_names())
+                )
+        return cls(
+            cache=CacheConfig(**groups["cache"]),
+            scheduler=SchedulerConfig(**groups["scheduler"]),
+            runtime=RuntimeConfig(**groups["runtime"]),
+            **top,
+        )
+
+
+_OPTION_GROUPS: dict[str, str] = {
+    field.name: group
+    for group, config_class in (
+        ("cache", CacheConfig),
+        ("scheduler", SchedulerConfig),
+        ("runtime", RuntimeConfig),
+    )
+    for field in dataclasses.fields(config_class)
+}

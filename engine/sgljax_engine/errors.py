@@ -1,0 +1,54 @@
+"""The engine's exception tree.
+
+Every error that the engine raises on purpose derives from `EngineError`. Errors caused by bad
+input also derive from `ValueError` and say which field was wrong, its value and the limit.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EngineError(Exception):
+    """Base class of all errors raised by the engine."""
+
+
+class InvalidConfigError(EngineError, ValueError):
+    """An engine or model option is unknown, out of range or inconsistent with another."""
+
+
+class InvalidRequestError(EngineError, ValueError):
+    """A request cannot be served as it was written; the engine goes on serving others."""
+
+
+class UnsupportedModelError(EngineError, ValueError):
+    """The model's architecture, or a setting of it, is not implemented."""
+
+
+class WeightLoadError(EngineError, ValueError):
+    """A checkpoint is missing, truncated or inconsistent with the model."""
+
+
+class WeightSyncError(EngineError, ValueError):
+    """New weights do not cover or do not fit the model; the old weights keep serving."""
+
+
+class EngineShutdownError(EngineError, RuntimeError):
+    """The engine was shut down before, or while, it handled the call."""
+
+
+class EngineStepError(EngineError, RuntimeError):
+    """A device step failed; the requests it touched fail with this, the engine lives on."""
+
+
+class CompileForbiddenError(EngineError, RuntimeError):
+    """`forbid_compile` is set and a step needed a program that warm-up did not build."""
+
+
+def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
+    """Says that `name` is no known `kind`, with the nearest known one or the list of all."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"unknown {kind} {name!r}; {hint}"

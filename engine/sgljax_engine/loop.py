@@ -1,0 +1,283 @@
+"""The engine thread: the one place where anything changes.
+
+It takes commands only between two dispatches and blocks on the command queue when there is
+nothing to run. It knows nothing of the `Engine` object that feeds it, so that dropping the last
+reference to an engine can end its thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from sgljax_engine import commands as cmd
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.detokenizer import Detokenizer, reject, resolve
+from sgljax_engine.errors import EngineShutdownError, EngineStepError
+from sgljax_engine.metrics import EngineCounters, EngineState
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.tokenizer import Tokenizer
+from sgljax_engine.types import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestStatus,
+    SchedulerOutput,
+    StepOutput,
+)
+from sgljax_engine.weights import sync
+from sgljax_engine.weights.rules import flatten_named
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Scheduler, runner and futures, driven by commands.
+
+    Only `submit`, `request_stop`, `stop` and `weight_version` may be used from other threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        allocator: PageAllocator,
+        runner: ModelRunner,
+        targets: dict[str, sync.TargetSpec],
+        tokenizer: Tokenizer | None,
+        page_size: int,
+        name: str,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            scheduler: Fresh, over `allocator`.
+            allocator: The page pool.
+            runner: Holds weights and pages.
+            targets: What weight updates must cover.
+            tokenizer: For output text.
+            page_size: Tokens in a page.
+            name: Of the threads.
+        """
+        self.weight_version = 0
+        self._scheduler = scheduler
+        self._allocator = allocator
+        self._runner = runner
+        self._targets = targets
+        self._page_size = page_size
+        self._counters = EngineCounters()
+        self._plan: tuple[tuple[Any, ...], sync.SyncPlan] | None = None
+        self._futures: dict[str, Future[RequestOutput]] = {}
+        self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
+        self._submit_lock = threading.Lock()
+        self._is_closed = False
+        self._detokenizer = Detokenizer(tokenizer, f"{name}-detokenizer")
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # A daemon thread must not touch the device while the interpreter is torn down.
+        atexit.register(self.stop)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ any thread
+
+    def submit(self, command: cmd.Command) -> None:
+        """Queues a command, or raises EngineShutdownError when nobody would answer it."""
+        with self._submit_lock:
+            if self._is_closed:
+                raise EngineShutdownError("the engine was shut down")
+            self._commands.put(command)
+
+    def request_stop(self) -> None:
+        """Lets the thread fail what is unfinished and end, without waiting. Idempotent."""
+        with self._submit_lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._commands.put(cmd.Shutdown())
+
+    def stop(self) -> None:
+        """`request_stop`, then waits for both threads to end."""
+        self.request_stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._scheduler.has_work:
+                    self._step()
+        except BaseException as error:  # a bug: never leave a caller waiting
+            logger.exception("the engine thread failed")
+            self._close(EngineShutdownError(f"the engine thread failed: {error!r}"))
+        else:
+            self._close(EngineShutdownError("the engine was shut down"))
+
+    def _take_commands(self) -> bool:
+        """Handles all queued commands, waiting for one when idle; False at shutdown."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._scheduler.has_work)
+            except queue.Empty:
+                return True
+            if isinstance(command, cmd.Shutdown):
+                return False
+            self._handle(command)
+
+    def _handle(self, command: cmd.Command) -> None:
+        if isinstance(command, cmd.AddRequests):
+            self._add(command)
+            return
+        assert not isinstance(command, cmd.Shutdown)
+        try:
+            result = self._answer(command)
+        except Exception as error:  # handed to the caller, who asked for it
+            reject(command.future, error)
+        else:
+            resolve(command.future, result)
+
+    def _answer(self, command: cmd.Command) -> Any:
+        if isinstance(command, cmd.AbortRequests):
+            return self._abort(command.rids)
+        if isinstance(command, cmd.UpdateWeights):
+            return self._update_weights(command)
+        if isinstance(command, cmd.Score):
+            return self._runner.score(command.sequences, command.temperature)
+        if isinstance(command, cmd.Warmup):
+            return self._runner.warmup()
+        assert isinstance(command, cmd.GetState)
+        return self._state()
+
+    def _add(self, command: cmd.AddRequests) -> None:
+        for request, future in zip(command.requests, command.futures, strict=True):
+            self._futures[request.rid] = future
+            self._scheduler.add(request)
+            self._counters.num_requests += 1
+
+    def _abort(self, rids: list[str]) -> int:
+        wanted = set(rids)
+        found = [r for r in self._scheduler.requests() if r.rid in wanted]
+        for request in found:
+            self._scheduler.finish(request, FinishReason("abort", message="aborted by the caller"))
+            self._deliver(request)
+        return len(found)
+
+    def _state(self) -> EngineState:
+        return EngineState(
+            running_batch_size=len(self._scheduler.running),
+            waiting_queue_size=len(self._scheduler.waiting),
+            available_kv_tokens=self._allocator.num_free * self._page_size,
+            total_kv_tokens=self._allocator.num_pages * self._page_size,
+            weight_version=self.weight_version,
+            new_token_ratio=self._scheduler.policy.new_token_ratio,
+            num_compiles=self._runner.num_compiles,
+            compile_s=self._runner.compile_s,
+            counters=copy.copy(self._counters),
+        )
+
+    # ------------------------------------------------------------------ weights
+
+    def _update_weights(self, command: cmd.UpdateWeights) -> int:
+        """Builds all new weights, then swaps; any failure before leaves the old ones serving."""
+        started = time.perf_counter()
+        source = flatten_named(command.source)
+        spec = sync.source_spec(source)
+        key = (tuple(spec.items()), tuple(command.rules))
+        if self._plan is None or self._plan[0] != key:
+            self._plan = (key, sync.plan_sync(spec, command.rules, self._targets))
+        weights = sync.apply(self._plan[1], source)
+        # Keys and values of running requests belong to the old weights: prefill them again.
+        for request in list(self._scheduler.running):
+            self._retract(request)
+        self._runner.swap_weights(weights)
+        self.weight_version += 1
+        self._counters.num_weight_updates += 1
+        self._counters.update_s += time.perf_counter() - started
+        return self.weight_version
+
+    def _retract(self, request: Request) -> None:
+        self._scheduler.retract(request)
+        self._counters.num_retractions += 1
+
+    # ------------------------------------------------------------------ one dispatch
+
+    def _step(self) -> None:
+        output = self._scheduler.schedule()
+        if output.is_empty:
+            raise EngineStepError("the scheduler has requests but nothing to run")
+        try:
+            step = self._dispatch(output)
+        except Exception as error:  # fails these requests; the thread lives on
+            self._fail_step(output, error)
+            return
+        for request in output.decode:
+            request.weight_version = self.weight_version
+            request.num_cache_misses += step.num_cache_misses
+        for request in self._scheduler.update(output, step):
+            self._deliver(request)
+        self._count(output, step)
+
+    def _dispatch(self, output: SchedulerOutput) -> StepOutput:
+        compiles = self._runner.num_compiles
+        started = time.perf_counter()
+        if output.prefill:
+            self._runner.prefill(output.prefill)
+        prefilled = time.perf_counter()
+        rows = self._runner.decode(output) if output.decode else []
+        self._counters.prefill_s += prefilled - started
+        self._counters.decode_s += time.perf_counter() - prefilled
+        return StepOutput(rows, self._runner.num_compiles - compiles)
+
+    def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
+        counters = self._counters
+        counters.num_dispatches += 1
+        counters.num_retractions += len(output.retracted)
+        counters.num_prefill_tokens += sum(chunk.num_tokens for chunk in output.prefill)
+        counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
+
+    def _deliver(self, request: Request) -> None:
+        self._counters.num_finished += 1
+        self._detokenizer.put(request, self._futures.pop(request.rid))
+
+    def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
+        """Ends the requests that the step touched; others keep going."""
+        logger.exception("a device step failed")
+        self._counters.num_failed_steps += 1
+        touched = {r.rid: r for r in [*output.decode, *(c.request for c in output.prefill)]}
+        for request in touched.values():
+            self._scheduler.finish(request, FinishReason("error", message=repr(error)))
+            self._counters.num_finished += 1
+            failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
+            failure.__cause__ = error
+            reject(self._futures.pop(request.rid), failure)
+        # A step that failed after it took the donated pages took everybody's keys and values.
+        if self._runner.ensure_kv():
+            for request in list(self._scheduler.running):
+                self._retract(request)
+
+    # ------------------------------------------------------------------ the end
+
+    def _close(self, reason: EngineShutdownError) -> None:
+        with self._submit_lock:
+            self._is_closed = True
+        self._detokenizer.stop()
+        for request in self._scheduler.requests():
+            request.status = RequestStatus.FINISHED
+        for future in self._futures.values():
+            reject(future, reason)
+        self._futures.clear()
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, cmd.AddRequests):
+                for future in command.futures:
+                    reject(future, reason)
+            elif not isinstance(command, cmd.Shutdown):
+                reject(command.future, reason)
+        self._runner.release()
+        atexit.unregister(self.stop)

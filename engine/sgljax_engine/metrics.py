@@ -1,0 +1,62 @@
+"""Counters of what the engine did. Written by the engine thread, copied out for callers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class EngineCounters:
+    """Totals since the engine started.
+
+    Attributes:
+        num_requests: Requests added.
+        num_finished: Requests that ended, whatever the reason.
+        num_prefill_tokens: Tokens prefilled, again after retractions included.
+        num_output_tokens: Tokens generated.
+        num_dispatches: Scheduler steps that ran something on the device.
+        num_retractions: Times a running request lost its pages.
+        num_weight_updates: Weight swaps.
+        num_failed_steps: Steps that raised.
+        prefill_s, decode_s: Seconds the engine thread spent dispatching prefill and in decode.
+        update_s: Seconds spent transforming and swapping weights.
+    """
+
+    num_requests: int = 0
+    num_finished: int = 0
+    num_prefill_tokens: int = 0
+    num_output_tokens: int = 0
+    num_dispatches: int = 0
+    num_retractions: int = 0
+    num_weight_updates: int = 0
+    num_failed_steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    """One consistent look at the engine, taken between two dispatches.
+
+    Attributes:
+        running_batch_size: Requests that hold KV pages.
+        waiting_queue_size: Requests that wait for room.
+        available_kv_tokens: Tokens that free pages hold.
+        total_kv_tokens: Tokens that all pages hold.
+        weight_version: 0 for the first weights, one more with every update.
+        new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
+        num_compiles: Device programs compiled so far.
+        compile_s: Seconds spent compiling them.
+        counters: Totals.
+    """
+
+    running_batch_size: int
+    waiting_queue_size: int
+    available_kv_tokens: int
+    total_kv_tokens: int
+    weight_version: int
+    new_token_ratio: float
+    num_compiles: int
+    compile_s: float
+    counters: EngineCounters

@@ -1,0 +1,80 @@
+"""What a model tells the rest of the engine about itself."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.config import ModelConfig
+from sgljax_engine.layers.basic import Layout
+
+Params = Mapping[str, jax.Array]
+"""Physical weights by parameter name, a pytree of leaves that programs take as an argument."""
+
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, LayerKV | None], tuple[jax.Array, LayerKV | None]
+]
+"""`attend(q[T, N, H], k[T, K, H], v[T, K, H], layer_kv) -> (out[T, N, H], new layer_kv)`.
+
+The model computes q, k and v; whoever runs it decides where keys live: in pages (prefill and
+decode) or nowhere (scoring), with `layer_kv` None.
+"""
+
+
+class ParamKind(enum.Enum):
+    """What a parameter is, which decides its physical layout and how HF stores it."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    NORM = "norm"
+
+
+class ParamSpec(NamedTuple):
+    """One parameter in its *logical* form.
+
+    Attributes:
+        shape: Logical shape: linear weights are [in, out], embedding tables [vocab, dim].
+        kind: See `ParamKind`.
+        axes: Logical axis names, one a dimension, for sharding; None is never sharded.
+        alias: The name that Tunix's `sglang_jax` mappings use for it.
+    """
+
+    shape: tuple[int, ...]
+    kind: ParamKind
+    axes: tuple[str | None, ...]
+    alias: str
+
+
+class ModelContext(NamedTuple):
+    """Static facts that a forward pass is compiled for. Hashable."""
+
+    config: ModelConfig
+    layout: Layout
+
+
+class ModelDefinition(NamedTuple):
+    """An architecture.
+
+    Attributes:
+        param_specs: All parameters of a config, by Hugging Face's dotted names.
+        forward: (params, context, input_ids[T], positions[T], attend, kv) -> (hidden[T, D], kv).
+        logits: (params, context, hidden[T, D]) -> [T, V] float32.
+    """
+
+    param_specs: Callable[[ModelConfig], dict[str, ParamSpec]]
+    forward: Callable[
+        [
+            Params,
+            ModelContext,
+            jax.Array,
+            jax.Array,
+            Attend,
+            tuple[LayerKV, ...] | None,
+        ],
+        tuple[jax.Array, tuple[LayerKV, ...] | None],
+    ]
+    logits: Callable[[Params, ModelContext, jax.Array], jax.Array]

@@ -1,0 +1,1 @@
+"""From a scheduler's decision to device programs and back."""

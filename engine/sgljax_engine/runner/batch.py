@@ -1,0 +1,149 @@
+"""Host arrays for one dispatch, padded to bucket sizes.
+
+Every array is built fresh for its dispatch and never written to afterwards: JAX on CPU may read
+an aligned numpy array in place instead of copying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from sgljax_engine.sampling.sampler import SamplingBatch
+from sgljax_engine.types import MAX_STOP_TOKEN_IDS, PrefillChunk, Request
+
+NO_SLOT = np.iinfo(np.int32).max
+"""A slot beyond every pool: writes to it are dropped."""
+
+
+class ForwardBatch(NamedTuple):
+    """Ragged tokens of several requests, cut into blocks of `T // N` tokens of one request.
+
+    Shape:
+        input_ids, positions: [T] int32; padding is 0.
+        slot_mapping: [T] int32, where each token's K and V go; `NO_SLOT` for padding.
+        page_table: [N, P] int32, the pages of each block's request.
+        seq_lens: [N] int32, keys that each block may see, itself included; 0 for unused blocks.
+    """
+
+    input_ids: jax.Array | np.ndarray
+    positions: jax.Array | np.ndarray
+    slot_mapping: jax.Array | np.ndarray
+    page_table: jax.Array | np.ndarray
+    seq_lens: jax.Array | np.ndarray
+
+
+class DecodeBatch(NamedTuple):
+    """Rows that decode together, one request each.
+
+    Shape (all [B] unless said):
+        input_ids: int32, each request's newest token.
+        positions: int32, that token's position.
+        page_table: [B, P] int32.
+        step_limits: int32, steps that the row may take; 0 for padding rows.
+        ends_at_limit: bool, the row reaches its max_new_tokens at `step_limits`.
+    """
+
+    input_ids: jax.Array | np.ndarray
+    positions: jax.Array | np.ndarray
+    page_table: jax.Array | np.ndarray
+    step_limits: jax.Array | np.ndarray
+    ends_at_limit: jax.Array | np.ndarray
+
+
+def pick_bucket(buckets: Sequence[int], size: int) -> int:
+    """The smallest bucket that holds `size`. `buckets` ascend and the last holds everything."""
+    return next(bucket for bucket in buckets if bucket >= size)
+
+
+def default_batch_buckets(max_running: int) -> tuple[int, ...]:
+    """1, then powers of two from 8, then `max_running` itself."""
+    powers = [1, *(2**i for i in range(3, 32))]
+    return (*(p for p in powers if p < max_running), max_running)
+
+
+def default_token_buckets(max_tokens: int, block: int) -> tuple[int, ...]:
+    """`4 * block` and its multiples by powers of four, then `max_tokens`."""
+    sizes = [4 * block * 4**i for i in range(16)]
+    return (*(s for s in sizes if s < max_tokens), max_tokens)
+
+
+def build_prefill_batch(
+    chunks: Sequence[PrefillChunk],
+    *,
+    buckets: Sequence[int],
+    block: int,
+    page_size: int,
+    table_width: int,
+) -> ForwardBatch:
+    """Packs chunks block by block into the smallest bucket of tokens that holds them."""
+    num_blocks = [-(-chunk.num_tokens // block) for chunk in chunks]
+    size = pick_bucket(buckets, sum(num_blocks) * block)
+    input_ids = np.zeros(size, np.int32)
+    positions = np.zeros(size, np.int32)
+    slot_mapping = np.full(size, NO_SLOT, np.int32)
+    page_table = np.zeros((size // block, table_width), np.int32)
+    seq_lens = np.zeros(size // block, np.int32)
+    token = row = 0
+    for chunk, count in zip(chunks, num_blocks, strict=True):
+        request, end = chunk.request, chunk.start + chunk.num_tokens
+        where = slice(token, token + chunk.num_tokens)
+        input_ids[where] = request.tokens(chunk.start, end)
+        at = np.arange(chunk.start, end, dtype=np.int32)
+        positions[where] = at
+        pages = np.asarray(request.pages, np.int32)
+        slot_mapping[where] = pages[at // page_size] * page_size + at % page_size
+        page_table[row : row + count, : len(pages)] = pages
+        ends = chunk.start + block * np.arange(1, count + 1)
+        seq_lens[row : row + count] = np.minimum(ends, end)
+        token += count * block
+        row += count
+    return ForwardBatch(input_ids, positions, slot_mapping, page_table, seq_lens)
+
+
+def build_decode_batch(
+    requests: Sequence[Request],
+    step_limits: Sequence[int],
+    *,
+    buckets: Sequence[int],
+    table_width: int,
+) -> DecodeBatch:
+    """One row a request, padded to a batch bucket with rows that take no step."""
+    size = pick_bucket(buckets, len(requests))
+    input_ids = np.zeros(size, np.int32)
+    positions = np.zeros(size, np.int32)
+    page_table = np.zeros((size, table_width), np.int32)
+    limits = np.zeros(size, np.int32)
+    ends_at_limit = np.zeros(size, bool)
+    for row, (request, limit) in enumerate(zip(requests, step_limits, strict=True)):
+        input_ids[row] = request.last_token
+        positions[row] = request.kv_len
+        page_table[row, : len(request.pages)] = request.pages
+        limits[row] = limit
+        ends_at_limit[row] = limit == request.num_remaining
+    return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit)
+
+
+def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int) -> SamplingBatch:
+    """Sampling settings of the rows of a decode batch; padding rows are greedy."""
+    temperature = np.zeros(size, np.float32)
+    top_k = np.full(size, vocab_size, np.int32)
+    top_p = np.ones(size, np.float32)
+    min_p = np.zeros(size, np.float32)
+    seed = np.zeros((size, 2), np.uint32)
+    step = np.zeros(size, np.int32)
+    stop_ids = np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32)
+    for row, request in enumerate(requests):
+        params = request.params
+        temperature[row] = params.temperature
+        if params.top_k is not None and params.top_k > 0:
+            top_k[row] = min(params.top_k, vocab_size)
+        top_p[row] = params.top_p
+        min_p[row] = params.min_p
+        seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
+        step[row] = len(request.output_ids)
+        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+    return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, stop_ids)  # type: ignore[arg-type]

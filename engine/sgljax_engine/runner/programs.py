@@ -1,0 +1,205 @@
+"""The device programs: pure functions over pytrees, compiled once per bucket by the runner.
+
+Prefill writes keys and values and computes no logits: the newest token of a request is always
+the input of a decode step, so every sampled token comes from the decode program.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
+from sgljax_engine.layers.attention import BlockTables, PagedAttention, dense_attention
+from sgljax_engine.models.spec import Attend, ModelContext, ModelDefinition, Params
+from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
+from sgljax_engine.sampling.sampler import SamplingBatch, sample
+
+_SCORE_CHUNK_TOKENS = 256
+
+
+class ProgramContext(NamedTuple):
+    """What all programs of an engine are compiled for. Static and hashable."""
+
+    model: ModelDefinition
+    context: ModelContext
+    attention: PagedAttention
+    page_size: int
+    max_steps: int
+
+
+class DecodeOutput(NamedTuple):
+    """What a decode dispatch generated. Row b's tokens are the first `num_tokens[b]` of column b.
+
+    Shape:
+        token_ids: [max_steps, B] int32.
+        logprobs, scaled_logprobs: [max_steps, B] float32; see `sampler.Sampled`.
+        num_tokens: [B] int32.
+        stopped: [B] bool, the last token is one of the row's stop ids.
+    """
+
+    token_ids: jax.Array
+    logprobs: jax.Array
+    scaled_logprobs: jax.Array
+    num_tokens: jax.Array
+    stopped: jax.Array
+
+
+def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables) -> Attend:
+    """An `attend` that writes the new keys to `slots`, then reads the pages."""
+    num_blocks, num_queries = tables.positions.shape
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerKV | None
+    ) -> tuple[jax.Array, LayerKV | None]:
+        assert layer is not None
+        layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
+        blocks = q.reshape(num_blocks, num_queries, *q.shape[1:])
+        return static.attention(blocks, layer, tables, static.page_size).reshape(q.shape), layer
+
+    return attend
+
+
+def prefill(
+    params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext
+) -> KVPages:
+    """Writes the batch's keys and values into its pages. `kv` is donated."""
+    tables = BlockTables(
+        page_table=jnp.asarray(batch.page_table),
+        positions=jnp.asarray(batch.positions).reshape(batch.seq_lens.shape[0], -1),
+        kv_lens=jnp.asarray(batch.seq_lens),
+    )
+    attend = _paged_attend(static, jnp.asarray(batch.slot_mapping), tables)
+    _, new_kv = static.model.forward(
+        params,
+        static.context,
+        jnp.asarray(batch.input_ids),
+        jnp.asarray(batch.positions),
+        attend,
+        kv,
+    )
+    assert new_kv is not None
+    return new_kv
+
+
+class _Carry(NamedTuple):
+    step: jax.Array
+    kv: KVPages
+    input_ids: jax.Array
+    output: DecodeOutput
+
+
+def decode(
+    params: Params,
+    kv: KVPages,
+    rows: DecodeBatch,
+    sampling: SamplingBatch,
+    num_steps: jax.Array,
+    max_finished: jax.Array,
+    *,
+    static: ProgramContext,
+) -> tuple[KVPages, DecodeOutput]:
+    """Generates up to `num_steps` tokens a row in one dispatch. `kv` is donated.
+
+    Ends early when no row can go on, or when `max_finished` rows have finished for good.
+    """
+    batch_size = rows.input_ids.shape[0]
+
+    def is_active(carry: _Carry) -> jax.Array:
+        return (carry.step < rows.step_limits) & ~carry.output.stopped
+
+    def keep_going(carry: _Carry) -> jax.Array:
+        at_end = (carry.step >= rows.step_limits) & rows.ends_at_limit & (rows.step_limits > 0)
+        num_finished = jnp.sum(carry.output.stopped | at_end, dtype=jnp.int32)
+        in_time = (carry.step < num_steps) & (num_finished < max_finished)
+        return in_time & jnp.any(is_active(carry))
+
+    def body(carry: _Carry) -> _Carry:
+        step, out = carry.step, carry.output
+        active = is_active(carry)
+        positions = rows.positions + step
+        page = positions // static.page_size
+        page = jnp.minimum(page, rows.page_table.shape[1] - 1)
+        page_id = jnp.take_along_axis(jnp.asarray(rows.page_table), page[:, None], axis=1)[:, 0]
+        slots = page_id * static.page_size + positions % static.page_size
+        tables = BlockTables(
+            page_table=jnp.asarray(rows.page_table),
+            positions=positions[:, None],
+            kv_lens=jnp.where(active, positions + 1, 0),
+        )
+        attend = _paged_attend(static, jnp.where(active, slots, NO_SLOT), tables)
+        hidden, new_kv = static.model.forward(
+            params, static.context, carry.input_ids, positions, attend, carry.kv
+        )
+        assert new_kv is not None
+        logits = static.model.logits(params, static.context, hidden)
+        sampled = sample(logits, sampling, step)
+        is_stop = jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
+        return _Carry(
+            step=step + 1,
+            kv=new_kv,
+            input_ids=jnp.where(active, sampled.token, carry.input_ids),
+            output=DecodeOutput(
+                token_ids=out.token_ids.at[step].set(sampled.token),
+                logprobs=out.logprobs.at[step].set(sampled.logprob),
+                scaled_logprobs=out.scaled_logprobs.at[step].set(sampled.scaled_logprob),
+                num_tokens=out.num_tokens + active.astype(jnp.int32),
+                stopped=out.stopped | (active & is_stop),
+            ),
+        )
+
+    per_step = (static.max_steps, batch_size)
+    start = _Carry(
+        step=jnp.zeros((), jnp.int32),
+        kv=kv,
+        input_ids=jnp.asarray(rows.input_ids),
+        output=DecodeOutput(
+            token_ids=jnp.zeros(per_step, jnp.int32),
+            logprobs=jnp.zeros(per_step, jnp.float32),
+            scaled_logprobs=jnp.zeros(per_step, jnp.float32),
+            num_tokens=jnp.zeros(batch_size, jnp.int32),
+            stopped=jnp.zeros(batch_size, bool),
+        ),
+    )
+    end = lax.while_loop(keep_going, body, start)
+    return end.kv, end.output
+
+
+def score(
+    params: Params, input_ids_BL: jax.Array, temperature: jax.Array, *, static: ProgramContext
+) -> jax.Array:
+    """Log-probs of given tokens: out[b, t] = log softmax(logits[b, t] / temperature)[ids[b, t+1]].
+
+    Returns:
+        [B, L - 1] float32. Padding belongs at the end of a row, where it disturbs nothing.
+    """
+    batch, length = input_ids_BL.shape
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, _: LayerKV | None
+    ) -> tuple[jax.Array, LayerKV | None]:
+        def split(x: jax.Array) -> jax.Array:
+            return x.reshape(batch, length, *x.shape[1:])
+
+        return dense_attention(split(q), split(k), split(v)).reshape(q.shape), None
+
+    hidden, _ = static.model.forward(
+        params, static.context, input_ids_BL.reshape(-1), positions, attend, None
+    )
+    targets = jnp.roll(input_ids_BL, -1, axis=1).reshape(-1)
+    pad = -hidden.shape[0] % _SCORE_CHUNK_TOKENS
+    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, _SCORE_CHUNK_TOKENS, hidden.shape[1])
+    targets = jnp.pad(targets, (0, pad)).reshape(-1, _SCORE_CHUNK_TOKENS)
+
+    def chunk_logprobs(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden_TD, target_T = chunk
+        scaled = static.model.logits(params, static.context, hidden_TD) / temperature
+        chosen = jnp.take_along_axis(scaled, target_T[:, None], axis=-1)[:, 0]
+        return chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+    logprobs = lax.map(chunk_logprobs, (hidden, targets)).reshape(-1)
+    return logprobs[: batch * length].reshape(batch, length)[:, :-1]

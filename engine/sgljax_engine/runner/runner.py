@@ -1,0 +1,245 @@
+"""Owns the weights, the KV pages and the compiled programs. Engine thread only."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
+from sgljax_engine.config import ModelConfig
+from sgljax_engine.errors import CompileForbiddenError
+from sgljax_engine.runner import programs
+from sgljax_engine.runner.batch import (
+    DecodeBatch,
+    ForwardBatch,
+    build_decode_batch,
+    build_prefill_batch,
+    build_sampling_batch,
+    pick_bucket,
+)
+from sgljax_engine.runner.placement import Placement
+from sgljax_engine.types import PrefillChunk, RowOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Turns chunks and rows into device programs.
+
+    Programs are compiled ahead of time, one a bucket, and counted in `num_compiles`.
+    """
+
+    def __init__(
+        self,
+        *,
+        static: programs.ProgramContext,
+        placement: Placement,
+        weights: Mapping[str, jax.Array],
+        num_pages: int,
+        table_width: int,
+        batch_buckets: Sequence[int],
+        token_buckets: Sequence[int],
+        token_block: int,
+        forbid_compile: bool,
+    ) -> None:
+        """Allocates the KV pages.
+
+        Args:
+            static: What programs are compiled for.
+            placement: Devices and shardings.
+            weights: Physical weights by name.
+            num_pages: KV pages in the pool.
+            table_width: Pages of the longest request.
+            batch_buckets: Decode batch sizes, ascending.
+            token_buckets: Prefill sizes, ascending, multiples of `token_block`.
+            token_block: Tokens in a prefill block.
+            forbid_compile: Refuse to compile once `warmup` has run.
+        """
+        self._static = static
+        self._placement = placement
+        self._num_pages = num_pages
+        self._table_width = table_width
+        self._batch_buckets = tuple(batch_buckets)
+        self._token_buckets = tuple(token_buckets)
+        self._token_block = token_block
+        self._forbid_compile = forbid_compile
+        self._is_warm = False
+        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self.num_compiles = 0
+        self.compile_s = 0.0
+        self.weights: dict[str, jax.Array] = dict(weights)
+        self.kv: KVPages = self._allocate_kv()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._static.context.config
+
+    # ------------------------------------------------------------------ steps
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Dispatches the chunks; does not wait for the device."""
+        batch = build_prefill_batch(
+            chunks,
+            buckets=self._token_buckets,
+            block=self._token_block,
+            page_size=self._static.page_size,
+            table_width=self._table_width,
+        )
+        self._run_prefill(batch)
+
+    def _run_prefill(self, batch: ForwardBatch) -> None:
+        program = self._program("prefill", (batch,), donate=True)
+        self.kv = program(self.weights, self.kv, batch)
+
+    def decode(self, output: SchedulerOutput) -> list[RowOutput]:
+        """Runs the decode rows and waits for their tokens."""
+        batch = build_decode_batch(
+            output.decode,
+            output.step_limits,
+            buckets=self._batch_buckets,
+            table_width=self._table_width,
+        )
+        size = len(batch.input_ids)
+        sampling = build_sampling_batch(output.decode, size, self.model_config.vocab_size)
+        max_finished = 1 if output.yield_on_finish else size + 1
+        result = self._run_decode(batch, sampling, output.num_steps, max_finished)
+        return [_row_output(result, row) for row in range(len(output.decode))]
+
+    def _run_decode(
+        self, batch: DecodeBatch, sampling: Any, num_steps: int, max_finished: int
+    ) -> programs.DecodeOutput:
+        args = (batch, sampling, np.int32(num_steps), np.int32(max_finished))
+        program = self._program("decode", args, donate=True)
+        self.kv, result = program(self.weights, self.kv, *args)
+        return jax.device_get(result)
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
+        """Log-probs of each sequence's tokens from its second on, one float32 array a sequence.
+
+        Sequences are padded to a power of two and batched up to the largest token bucket.
+        """
+        longest = max(len(s) for s in sequences)
+        length = max(self._token_block, 1 << (longest - 1).bit_length())
+        rows = max(self._token_buckets[-1] // length, 1)
+        results: list[np.ndarray] = []
+        for start in range(0, len(sequences), rows):
+            group = sequences[start : start + rows]
+            size = pick_bucket([1, rows], len(group))
+            ids = np.zeros((size, length), np.int32)
+            for row, sequence in enumerate(group):
+                ids[row, : len(sequence)] = sequence
+            args = (ids, np.float32(temperature))
+            logprobs = jax.device_get(self._program("score", args, donate=False)(self.weights, *args))
+            results.extend(logprobs[row, : len(s) - 1] for row, s in enumerate(group))
+        return results
+
+    # ------------------------------------------------------------------ state
+
+    def swap_weights(self, weights: Mapping[str, jax.Array]) -> None:
+        """Serves these weights from the next dispatch on; the old ones are let go."""
+        self.weights = dict(weights)
+
+    def ensure_kv(self) -> bool:
+        """Allocates the pages anew if a failed step left them donated; True if it had to."""
+        if not any(layer.k.is_deleted() or layer.v.is_deleted() for layer in self.kv):
+            return False
+        self.kv = self._allocate_kv()
+        return True
+
+    def release(self) -> None:
+        """Lets go of weights, pages and programs."""
+        self.weights, self.kv = {}, ()
+        self._programs.clear()
+
+    def _allocate_kv(self) -> KVPages:
+        config = self.model_config
+        return allocate_kv_pages(
+            num_layers=config.num_layers,
+            num_slots=self._num_pages * self._static.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._placement.dtype,
+            sharding=self._placement.kv_sharding,
+        )
+
+    # ------------------------------------------------------------------ programs
+
+    def warmup(self) -> int:
+        """Compiles and runs every prefill and decode bucket; returns how many were new."""
+        before = self.num_compiles
+        for size in self._token_buckets:
+            self._run_prefill(self._empty_prefill(size))
+        for size in self._batch_buckets:
+            batch = build_decode_batch([], [], buckets=[size], table_width=self._table_width)
+            sampling = build_sampling_batch([], size, self.model_config.vocab_size)
+            self._run_decode(batch, sampling, 1, 1)
+        self._is_warm = True
+        return self.num_compiles - before
+
+    def _empty_prefill(self, size: int) -> ForwardBatch:
+        return build_prefill_batch(
+            [],
+            buckets=[size],
+            block=self._token_block,
+            page_size=self._static.page_size,
+            table_width=self._table_width,
+        )
+
+    def _program(self, name: str, args: tuple[Any, ...], *, donate: bool) -> Callable[..., Any]:
+        """The compiled program for arguments of these shapes, compiled now if it is new."""
+        key = (name, *(np.shape(leaf) for leaf in jax.tree.leaves(args)))
+        if key not in self._programs:
+            if self._forbid_compile and self._is_warm:
+                raise CompileForbiddenError(
+                    f"forbid_compile is set and {name} needs a new program for shapes {key[1:]}; "
+                    "warmup did not cover it"
+                )
+            self._programs[key] = self._compile(name, args, donate=donate)
+        return self._programs[key]
+
+    def _compile(self, name: str, args: tuple[Any, ...], *, donate: bool) -> Callable[..., Any]:
+        started = time.perf_counter()
+        function = functools.partial(getattr(programs, name), static=self._static)
+        everywhere = self._placement.replicated
+        state: tuple[Any, ...] = (self.weights, self.kv) if donate else (self.weights,)
+        in_shardings = jax.tree.map(lambda x: x.sharding, state)
+        in_shardings += jax.tree.map(lambda _: everywhere, args)
+        kv_shardings = jax.tree.map(lambda x: x.sharding, self.kv)
+        out_shardings = {
+            "prefill": kv_shardings,
+            "decode": (kv_shardings, everywhere),
+            "score": everywhere,
+        }[name]
+        jitted = jax.jit(
+            function,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=(1,) if donate else (),
+        )
+        compiled = jitted.lower(*state, *args).compile()
+        self.num_compiles += 1
+        seconds = time.perf_counter() - started
+        self.compile_s += seconds
+        logger.info("compiled %s for %s in %.2f s", name, _shapes(args), seconds)
+        return compiled
+
+
+def _row_output(result: programs.DecodeOutput, row: int) -> RowOutput:
+    count = int(result.num_tokens[row])
+    return RowOutput(
+        token_ids=result.token_ids[:count, row].tolist(),
+        logprobs=result.logprobs[:count, row].tolist(),
+        scaled_logprobs=result.scaled_logprobs[:count, row].tolist(),
+        stopped=bool(result.stopped[row]),
+    )
+
+
+def _shapes(args: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(args)]

@@ -1,0 +1,191 @@
+"""Sampling next tokens from logits, on the device, for a batch of rows with different settings.
+
+No step sorts the vocabulary and none draws a random number per vocabulary entry:
+
+- The k-th largest logit (top-k) and the nucleus's smallest logit (top-p) are found by bisection
+  over the 32 bits of the float's order-preserving integer form, one compare-and-sum a bit; the
+  result is exact. Ties with the threshold are kept.
+- A token is drawn by inverting the cumulative distribution at one uniform number a row, in two
+  levels: over the sums of blocks of 128 entries, then inside one block.
+
+Filters apply in the order of vLLM and SGLang: temperature, top-k, then top-p over what top-k
+kept, then min-p. Batches in which no row filters skip them at run time (`lax.cond`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_BLOCK = 128
+
+
+class SamplingBatch(NamedTuple):
+    """Settings of each row of a decode batch.
+
+    Shape (all [B] unless said):
+        temperature: float32; 0 is greedy.
+        top_k: int32 in [1, vocab]; vocab keeps all.
+        top_p, min_p: float32.
+        seed: [B, 2] uint32, a threefry key.
+        step: int32, tokens that the request has generated; with `seed` it fixes the draw.
+        stop_ids: [B, MAX_STOP_TOKEN_IDS] int32, padded with -1.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    step: jax.Array
+    stop_ids: jax.Array
+
+
+class Sampled(NamedTuple):
+    """Shape: all [B].
+
+    token: int32.
+    logprob: float32, log softmax(logits)[token].
+    scaled_logprob: float32, log softmax(logits / temperature)[token]; `logprob` when greedy.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    scaled_logprob: jax.Array
+
+
+def sample(logits_BV: jax.Array, rows: SamplingBatch, step_offset: jax.Array) -> Sampled:
+    """Draws one token a row.
+
+    Args:
+        logits_BV: [B, V] float32.
+        rows: Settings of the rows.
+        step_offset: Scalar int32 added to `rows.step`, the steps already done in this dispatch.
+    """
+    is_greedy = rows.temperature == 0.0
+    temperature = jnp.where(is_greedy, 1.0, rows.temperature)
+    peak = jnp.max(logits_BV, axis=-1)
+    greedy = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    total = jnp.sum(jnp.exp(logits_BV - peak[:, None]), axis=-1)
+
+    # From here on the peak is 0 and weights are unnormalised probabilities in [0, 1].
+    scaled_BV = (logits_BV - peak[:, None]) / temperature[:, None]
+    weights_BV = jnp.exp(scaled_BV)
+    scaled_total = jnp.sum(weights_BV, axis=-1)
+
+    vocab_size = logits_BV.shape[1]
+    is_filtering = (rows.top_k < vocab_size) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+
+    def draw(_: None) -> jax.Array:
+        kept_BV = lax.cond(
+            jnp.any(is_filtering & ~is_greedy),
+            lambda: filter_weights(scaled_BV, weights_BV, rows.top_k, rows.top_p, rows.min_p),
+            lambda: weights_BV,
+        )
+        uniform = _uniform(rows.seed, rows.step + step_offset)
+        return invert_cdf(kept_BV, uniform)
+
+    token = lax.cond(jnp.all(is_greedy), lambda _: greedy, draw, None)
+    token = jnp.where(is_greedy, greedy, token)
+    chosen = jnp.take_along_axis(logits_BV, token[:, None], axis=-1)[:, 0] - peak
+    return Sampled(
+        token=token,
+        logprob=chosen - jnp.log(total),
+        scaled_logprob=chosen / temperature - jnp.log(scaled_total),
+    )
+
+
+def filter_weights(
+    scaled_BV: jax.Array,
+    weights_BV: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+) -> jax.Array:
+    """Zeroes the weights that top-k, top-p or min-p remove.
+
+    top-p keeps a token while the probability of all likelier kept tokens is below `top_p`, so
+    at least one token always stays.
+
+    Args:
+        scaled_BV: [B, V] logits over temperature, shifted so that each row's peak is 0.
+        weights_BV: [B, V] their exponentials.
+        top_k: [B] int32.
+        top_p: [B] float32.
+        min_p: [B] float32.
+    """
+    order_BV = _ordered_bits(scaled_BV)
+    # Largest threshold with at least k entries at or above it: the k-th largest entry.
+    kth = _bisect(order_BV, lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32) >= top_k)
+    kept_BV = jnp.where(order_BV >= kth[:, None], weights_BV, 0.0)
+    # Largest threshold whose entries at or above it hold the nucleus's mass.
+    target = top_p * jnp.sum(kept_BV, axis=-1)
+    nucleus = _bisect(
+        order_BV, lambda mask: jnp.sum(jnp.where(mask, kept_BV, 0.0), axis=-1) >= target
+    )
+    keep_all = top_p >= 1.0
+    in_nucleus = (order_BV >= nucleus[:, None]) | keep_all[:, None]
+    return jnp.where(in_nucleus & (weights_BV >= min_p[:, None]), kept_BV, 0.0)
+
+
+def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+    """Index whose cumulative weight first exceeds `uniform * total`; never one of weight 0.
+
+    Args:
+        weights_BV: [B, V] float32 >= 0 with a positive entry in each row.
+        uniform_B: [B] float32 in [0, 1).
+    """
+    batch, vocab_size = weights_BV.shape
+    padded = jnp.pad(weights_BV, ((0, 0), (0, -vocab_size % _BLOCK)))
+    blocks = padded.reshape(batch, -1, _BLOCK)
+    ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    target = uniform_B * ends[:, -1]
+    block = _first_above(ends, target)
+    start = jnp.where(block > 0, _pick(ends, jnp.maximum(block - 1, 0)), 0.0)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    offset = _first_above(jnp.cumsum(inside, axis=-1), target - start)
+    # Rounding can leave the target beyond the block's own sum; the last entry takes the rest.
+    last = _BLOCK - 1 - jnp.argmax(inside[:, ::-1] > 0, axis=-1).astype(jnp.int32)
+    return block * _BLOCK + jnp.minimum(offset, last)
+
+
+def _first_above(cumulative: jax.Array, target: jax.Array) -> jax.Array:
+    """First index whose cumulative weight is above the target; the last that grew if none is."""
+    above = cumulative > target[:, None]
+    grew = cumulative >= cumulative[:, -1:]
+    last = jnp.argmax(grew, axis=-1)
+    return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last).astype(jnp.int32)
+
+
+def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
+
+
+def _uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
+    def one(seed: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, step))
+
+    return jax.vmap(one)(seed_B2, step_B)
+
+
+def _ordered_bits(values: jax.Array) -> jax.Array:
+    """Maps float32 to uint32 so that integer order is float order."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits & sign, ~bits, bits | sign)
+
+
+def _bisect(order_BV: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Largest uint32 threshold a row such that `is_enough(order >= threshold)` still holds."""
+
+    def body(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(is_enough(order_BV >= candidate[:, None]), candidate, threshold)
+
+    start = jnp.zeros(order_BV.shape[0], jnp.uint32)
+    return lax.fori_loop(0, 32, body, start)

@@ -1,0 +1,1 @@
+"""Continuous batching: which requests run next, on which pages. Imports no JAX."""

@@ -1,0 +1,37 @@
+"""Seeds of random draws."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+from sgljax_engine.types import MAX_SEED
+
+_MASK = (1 << 64) - 1
+
+
+class SeedSource:
+    """Hands out fresh seeds to requests that bring none. Thread-safe."""
+
+    def __init__(self, seed: int | None) -> None:
+        """Starts from a seed, or from the operating system's entropy."""
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def fresh(self) -> int:
+        """A seed in [0, MAX_SEED]."""
+        with self._lock:
+            return self._random.randint(0, MAX_SEED)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request; sample 0 keeps the request's own.
+
+    Mixes with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) & MAX_SEED

@@ -1,0 +1,1 @@
+"""Weight synchronisation: rules, proof of coverage, transformation, checkpoint folders."""

@@ -1,0 +1,85 @@
+"""Reading weights from a Hugging Face model folder, and making random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from sgljax_engine.config import read_json
+from sgljax_engine.errors import InvalidConfigError, WeightLoadError
+from sgljax_engine.weights.rules import Rule
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_hf_folder(folder: str | Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder's safetensors files, by name.
+
+    Reads `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+
+    Raises:
+        WeightLoadError: names the file that is missing, truncated or contradicts the index.
+    """
+    folder = Path(folder)
+    if not (folder / _INDEX_FILE).exists():
+        return dict(_read_file(folder / _SINGLE_FILE))
+    try:
+        index = read_json(folder / _INDEX_FILE)
+    except InvalidConfigError as error:
+        raise WeightLoadError(str(error)) from error
+    weight_map: dict[str, str] = index.get("weight_map") or {}
+    tensors: dict[str, np.ndarray] = {}
+    for file_name in sorted(set(weight_map.values())):
+        for name, tensor in _read_file(folder / file_name):
+            if weight_map.get(name) != file_name:
+                raise WeightLoadError(f"{folder / file_name} holds {name!r}, the index says not")
+            tensors[name] = tensor
+    missing = sorted(set(weight_map) - set(tensors))
+    if missing:
+        raise WeightLoadError(f"{folder}: the index lists {missing}, which no shard holds")
+    return tensors
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    if not path.is_file():
+        raise WeightLoadError(f"no such weights file: {path}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise WeightLoadError(f"cannot read {path}: {error} (truncated download?)") from error
+
+
+def hf_rules(kinds: Mapping[str, bool], *, tied: bool) -> list[Rule]:
+    """Rules for weights as HF stores them.
+
+    Args:
+        kinds: For each engine parameter, whether it is a projection: HF stores those [out, in].
+        tied: The model has no output projection; a checkpoint may carry a copy all the same.
+    """
+    rules = [Rule(name, name, (1, 0) if is_linear else None) for name, is_linear in kinds.items()]
+    rules.append(Rule("model.layers.*.self_attn.rotary_emb.inv_freq", None))
+    if tied:
+        rules.append(Rule("lm_head.weight", None))
+    return rules
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Any]:
+    """Random weights in logical shapes: ones for vectors (norms), normal(0, 0.02) for the rest.
+
+    Each tensor depends on the seed and its own name alone.
+    """
+    weights = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            weights[name] = np.ones(shape, np.float32)
+            continue
+        rng = np.random.default_rng([seed, *name.encode()])
+        weights[name] = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
+    return weights

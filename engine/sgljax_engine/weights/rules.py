@@ -1,0 +1,85 @@
+"""How names and shapes of a source of weights map onto the engine's parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+Hook = Callable[[jax.Array], jax.Array]
+"""Changes a weight on its way; traced by JAX, so it must not look at values."""
+
+
+class Rule(NamedTuple):
+    """One mapping of source parameters to engine parameters.
+
+    Attributes:
+        source: Dotted source name; `*` stands for one component (a layer number, say).
+        target: Engine name, its `*`s filled with what the source's matched; None ignores the
+            source parameter on purpose.
+        transpose: Permutation of the source's axes, applied first.
+        hook: Applied after the transpose.
+    """
+
+    source: str
+    target: str | None
+    transpose: tuple[int, ...] | None = None
+    hook: Hook | None = None
+
+
+class Match(NamedTuple):
+    """A rule applied to one source name."""
+
+    target: str | None
+    rule: Rule
+
+
+def match(rules: Sequence[Rule], source: str) -> Match | None:
+    """The first rule whose pattern is the source name, or None."""
+    for rule in rules:
+        found = re.fullmatch(_pattern(rule.source), source)
+        if found is not None:
+            return Match(_fill(rule.target, found.groups()), rule)
+    return None
+
+
+def _pattern(source: str) -> str:
+    return re.escape(source).replace(r"\*", r"([^.]+)")
+
+
+def _fill(target: str | None, groups: Sequence[str]) -> str | None:
+    if target is None:
+        return None
+    parts = target.split("*")
+    filled = parts[0]
+    for i, part in enumerate(parts[1:]):
+        filled += (groups[i] if i < len(groups) else "*") + part
+    return filled
+
+
+def flatten_named(tree: Any) -> dict[str, Any]:
+    """Flattens a pytree of arrays into `{"layers.0.attn.q_proj.w": array, ...}`.
+
+    Works for nested dicts and lists and for `flax.nnx.State`, whose `Variable` wrappers leave no
+    trace in the names. A flat dict with dotted keys stays as it is.
+    """
+    flat: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        keys = [_key_name(key) for key in path]
+        # An nnx.Variable is a node with a single child called "value".
+        if isinstance(path[-1], jax.tree_util.GetAttrKey) and keys[-1] in ("value", "raw_value"):
+            keys.pop()
+        flat[".".join(keys)] = leaf
+    return flat
+
+
+def _key_name(key: Any) -> str:
+    if isinstance(key, jax.tree_util.DictKey):
+        return str(key.key)
+    if isinstance(key, jax.tree_util.SequenceKey):
+        return str(key.idx)
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return key.name
+    return str(key)

@@ -1,0 +1,212 @@
+"""Plan, check, transform: from a source's arrays to the engine's physical weights.
+
+`plan_sync` proves on shapes alone, before any data moves, that every engine parameter is covered
+exactly once, that every source parameter is used or ignored on purpose, and that shapes fit.
+`apply` then runs the whole plan as one device program. It never touches the weights in use, so
+a failure leaves them serving; the caller swaps the returned weights in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine.errors import WeightSyncError
+from sgljax_engine.weights.rules import Hook, Rule, match
+
+
+class TargetSpec(NamedTuple):
+    """One engine parameter as weight sync sees it.
+
+    Attributes:
+        shape: Logical shape, the one that rules map onto ([in, out] for projections).
+        dtype: What it is stored as.
+        is_transposed: The engine stores it with its two axes swapped.
+        sharding: Where it lives.
+        alias: Another name by which rules may call it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    is_transposed: bool
+    sharding: jax.sharding.Sharding
+    alias: str
+
+
+class SourceSpec(NamedTuple):
+    """Shape and dtype of one source parameter."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+class Step(NamedTuple):
+    """How one engine parameter is made: transpose, hook, reshape, cast, physical transpose."""
+
+    source: str
+    target: str
+    transpose: tuple[int, ...] | None
+    hook: Hook | None
+
+
+class SyncPlan(NamedTuple):
+    """A checked plan. Reusable for every source of the same specification.
+
+    Attributes:
+        source_spec: What the source must look like.
+        steps: One step a target parameter.
+        targets: The parameters to make.
+        program: Compiled on first use; takes the source arrays in the order of `steps`.
+    """
+
+    source_spec: dict[str, SourceSpec]
+    steps: tuple[Step, ...]
+    targets: Mapping[str, TargetSpec]
+    program: Any
+
+
+def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
+    """Shapes and dtypes of named arrays; a leaf that is no array raises WeightSyncError."""
+    spec = {}
+    for name, array in source.items():
+        try:
+            spec[name] = SourceSpec(tuple(array.shape), jnp.dtype(array.dtype))
+        except (AttributeError, TypeError):
+            raise WeightSyncError(
+                f"source parameter {name!r} must be an array, got {type(array).__name__}"
+            ) from None
+    return spec
+
+
+def plan_sync(
+    source: Mapping[str, SourceSpec],
+    rules: Sequence[Rule],
+    targets: Mapping[str, TargetSpec],
+) -> SyncPlan:
+    """Matches rules and proves coverage and shapes.
+
+    Raises:
+        WeightSyncError: names every parameter that is missing, unused, mapped twice, mapped to
+            an unknown name or of the wrong shape or kind, with both shapes.
+    """
+    names = {spec.alias: name for name, spec in targets.items()} | {name: name for name in targets}
+    steps: dict[str, Step] = {}
+    problems: list[str] = []
+    for name, spec in source.items():
+        found = match(rules, name)
+        if found is None:
+            problems.append(f"source parameter {name!r} {list(spec.shape)} is mapped by no rule")
+            continue
+        if found.target is None:
+            continue
+        target = names.get(found.target)
+        if target is None:
+            problems.append(f"{name!r} maps to {found.target!r}, which the model does not have")
+        elif target in steps:
+            problems.append(f"{name!r} and {steps[target].source!r} both map to {target!r}")
+        else:
+            steps[target] = Step(name, target, found.rule.transpose, found.rule.hook)
+            problems.extend(_shape_problems(spec, steps[target], targets[target]))
+    problems.extend(
+        f"parameter {name!r} {list(spec.shape)} is missing from the source"
+        for name, spec in targets.items()
+        if name not in steps
+    )
+    if problems:
+        raise WeightSyncError(
+            f"weights do not fit the model ({len(problems)} problem(s)):\n  "
+            + "\n  ".join(problems)
+        )
+    ordered = tuple(steps[name] for name in targets)
+    return SyncPlan(dict(source), ordered, targets, _build_program(ordered, targets))
+
+
+def _shape_problems(spec: SourceSpec, step: Step, target: TargetSpec) -> list[str]:
+    where = f"{step.source!r} {list(spec.shape)} for {step.target!r} {list(target.shape)}"
+    if not jnp.issubdtype(spec.dtype, jnp.floating):
+        return [f"{where}: dtype {spec.dtype.name} is not a floating-point type"]
+    try:
+        shape = jax.eval_shape(
+            lambda x: _transform(x, step), jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        ).shape
+    except Exception as error:  # a user's hook may raise anything
+        return [f"{where}: {error}"]
+    if not _is_regrouping(shape, target.shape):
+        after = f" (after transpose and hook: {list(shape)})" if shape != spec.shape else ""
+        return [f"{where}: shapes do not fit{after}"]
+    return []
+
+
+def _is_regrouping(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """True when one shape becomes the other by merging or splitting neighbouring axes."""
+    if math.prod(a) != math.prod(b):
+        return False
+    few, many = sorted((a, b), key=len)
+    rest = list(many)
+    for size in few:
+        product = 1
+        while product < size and rest:
+            product *= rest.pop(0)
+        if product != size:
+            return False
+    return all(size == 1 for size in rest)
+
+
+def _transform(x: jax.Array, step: Step) -> jax.Array:
+    if step.transpose is not None:
+        x = jnp.transpose(x, step.transpose)
+    return step.hook(x) if step.hook is not None else x
+
+
+def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> Any:
+    def run(sources: list[jax.Array]) -> dict[str, jax.Array]:
+        made = {}
+        for x, step in zip(sources, steps, strict=True):
+            target = targets[step.target]
+            y = _transform(x, step).reshape(target.shape).astype(target.dtype)
+            # The copy keeps JAX from handing the source's own buffer back.
+            made[step.target] = jnp.copy(y.T if target.is_transposed else y)
+        return made
+
+    shardings = {step.target: targets[step.target].sharding for step in steps}
+    return jax.jit(run, out_shardings=shardings), jax.jit(run), shardings
+
+
+def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Makes all engine parameters from the source and waits for them. Any thread.
+
+    The source may live on other devices than the engine; then it is transformed where it is and
+    moved afterwards. The result never shares memory with the source.
+
+    Args:
+        plan: From `plan_sync`.
+        source: Arrays by name, of exactly the plan's `source_spec`.
+
+    Raises:
+        WeightSyncError: when the source is not what was planned or the transformation fails.
+    """
+    if source_spec(source) != plan.source_spec:
+        raise WeightSyncError("the source changed its names, shapes or dtypes since it was planned")
+    arrays = [source[step.source] for step in plan.steps]
+    in_place, at_source, shardings = plan.program
+    try:
+        if _devices(arrays) <= _devices(shardings.values()):
+            made = in_place(arrays)
+        else:
+            made = jax.device_put(at_source(arrays), shardings)
+        return jax.block_until_ready(made)
+    except Exception as error:
+        raise WeightSyncError(f"transforming the new weights failed: {error}") from error
+
+
+def _devices(things: Any) -> set[jax.Device]:
+    devices: set[jax.Device] = set()
+    for thing in things:
+        sharding = thing.sharding if isinstance(thing, jax.Array) else thing
+        if isinstance(sharding, jax.sharding.Sharding):
+            devices |= sharding.device_set
+    return devices
