@@ -1,0 +1,30 @@
+"""Tunix rollouts on the embedded sgljax_engine.
+
+The one-line switch in a GRPO script: `ClusterConfig(..., rollout_engine=SglJaxRollout)`.
+
+Importing this package imports neither Tunix nor JAX; the names below load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
+    from tunix_sgljax.rollout import SglJaxRollout
+
+_LAZY = {
+    "GrpoLearner": "tunix_sgljax.factory",
+    "RLCluster": "tunix_sgljax.factory",
+    "SglJaxRollout": "tunix_sgljax.rollout",
+    "create_sgljax_rollout": "tunix_sgljax.factory",
+}
+
+__all__ = ["GrpoLearner", "RLCluster", "SglJaxRollout", "create_sgljax_rollout"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,132 @@
+"""The other ways in: a factory, and Tunix's cluster and learner with `rollout_worker=`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from tunix.rl import rl_cluster as tunix_cluster
+from tunix.rl.grpo import grpo_learner as tunix_grpo
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
+
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.rollout import SglJaxRollout
+
+
+def create_sgljax_rollout(
+    model: nnx.Module,
+    tokenizer: Any,
+    model_config: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    max_model_len: int | None = None,
+    rollout_config: RolloutConfig | None = None,
+    **engine_options: Any,
+) -> SglJaxRollout:
+    """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
+
+    Args:
+        model: The Tunix model whose weights it starts with.
+        tokenizer: A Tunix TokenizerAdapter or anything it wraps.
+        model_config: The model's shape: a Tunix ModelConfig, an HF config dict or the engine's
+            ModelConfig; None takes `model.config`.
+        mesh: Where to run; None takes JAX's first device.
+        max_model_len: Prompt plus output tokens of one sequence at most.
+        rollout_config: A training RolloutConfig, when it is known already.
+        **engine_options: Flat `EngineConfig` options.
+
+    Raises:
+        InvalidConfigError: names the option, its value and its limit.
+        UnsupportedModelError: for a model that the engine does not implement.
+    """
+    if max_model_len is not None:
+        engine_options["max_model_len"] = max_model_len
+    return SglJaxRollout(
+        rollout_actor=model,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        rollout_config=rollout_config,
+        model_config=model_config,
+        **engine_options,
+    )
+
+
+class RLCluster(tunix_cluster.RLCluster):
+    """Tunix's RLCluster that also takes a rollout worker made beforehand."""
+
+    def __init__(
+        self,
+        *,
+        actor: tunix_cluster.ModelOrPath,
+        tokenizer: Any,
+        cluster_config: tunix_cluster.ClusterConfig,
+        critic: tunix_cluster.ModelOrPath | None = None,
+        reference: tunix_cluster.ModelOrPath | None = None,
+        reward: tunix_cluster.ModelOrPath | None = None,
+        perf_config: Any = None,
+        rollout_worker: BaseRollout | None = None,
+    ) -> None:
+        """As Tunix's; `rollout_worker` takes the place of `cluster_config.rollout_engine`.
+
+        Raises:
+            InvalidConfigError: when `rollout_worker` is no BaseRollout.
+        """
+        if rollout_worker is not None:
+            if not isinstance(rollout_worker, BaseRollout):
+                raise InvalidConfigError(
+                    f"rollout_worker must be a BaseRollout, got {type(rollout_worker).__name__}"
+                )
+            engine = functools.partial(_ExistingRollout, rollout_worker=rollout_worker)
+            # Tunix's annotation leaves out the partial that its code accepts.
+            cluster_config = dataclasses.replace(cluster_config, rollout_engine=engine)  # type: ignore[arg-type]
+        super().__init__(
+            actor=actor,
+            critic=critic,
+            reference=reference,
+            reward=reward,
+            tokenizer=tokenizer,
+            cluster_config=cluster_config,
+            perf_config=perf_config,
+        )
+
+
+class _ExistingRollout(BaseRollout):
+    """Stands in for a class where Tunix wants one; "constructing" it gives the worker itself."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        *,
+        rollout_worker: BaseRollout,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh,
+        rollout_config: RolloutConfig,
+    ) -> BaseRollout:
+        del rollout_actor, tokenizer, mesh  # the worker has its own
+        if isinstance(rollout_worker, SglJaxRollout):
+            rollout_worker.bind(rollout_config)
+        return rollout_worker
+
+
+class GrpoLearner(tunix_grpo.GRPOLearner):
+    """Tunix's GRPOLearner with the argument order of the rollout's specification."""
+
+    def __init__(
+        self,
+        rl_cluster: tunix_cluster.RLCluster,
+        reward_fns: Callable[..., Any] | list[Callable[..., Any]],
+        grpo_config: tunix_grpo.GRPOConfig,
+        metric_fns: Sequence[Callable[..., Any]] | None = None,
+        data_shuffle_seed: int | None = None,
+    ) -> None:
+        """See `tunix.rl.grpo.grpo_learner.GRPOLearner`."""
+        super().__init__(
+            rl_cluster=rl_cluster,
+            algo_config=grpo_config,
+            reward_fns=reward_fns,
+            metric_fns=metric_fns,
+            data_shuffle_seed=data_shuffle_seed,
+        )

@@ -1,0 +1,322 @@
+"""SglJaxRollout: Tunix's BaseRollout on the embedded engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.generate.tokenizer_adapter import TokenizerAdapter, TokenizerType
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+from sgljax_engine import (
+    Engine,
+    EngineConfig,
+    EngineShutdownError,
+    InvalidConfigError,
+    InvalidRequestError,
+    ModelConfig,
+    RequestOutput,
+    SamplingParams,
+    derive_seed,
+    flatten_named,
+)
+from tunix_sgljax import mappings, padding, sampling
+from tunix_sgljax.model_config import to_model_config
+
+_MIN_CONTEXT_LENGTH = 32768
+"""Context of a Tunix model whose config names none; rotary embeddings set no limit."""
+
+
+class SglJaxRollout(BaseRollout):
+    """A rollout worker that samples on an engine inside this process.
+
+    The engine is built at the first call that needs it, with the weights that the actor has by
+    then (a checkpoint may be restored into the actor after construction). From there on the
+    engine holds its own copy, replaced by `update_params`. All methods are thread-safe, and
+    prompts of concurrent `generate` calls are batched together.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh | None = None,
+        rollout_config: RolloutConfig | None = None,
+        model_config: Any = None,
+        **engine_options: Any,
+    ) -> None:
+        """Checks the configuration; takes no device memory yet.
+
+        Args:
+            rollout_actor: The policy being trained (a Tunix NNX model).
+            tokenizer: A Tunix TokenizerAdapter or anything it wraps.
+            mesh: Where to run; None takes JAX's first device.
+            rollout_config: The training RolloutConfig.
+            model_config: The model's shape, when the actor's `.config` does not tell.
+            **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
+
+        Raises:
+            InvalidConfigError: for an option or a RolloutConfig field that has no meaning here.
+            UnsupportedModelError: for a model that the engine does not implement.
+        """
+        is_adapter = isinstance(tokenizer, TokenizerAdapter)
+        self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
+        if self.pad_id() == self.eos_id():
+            raise InvalidConfigError(
+                f"the tokenizer's pad and end tokens are both {self.pad_id()}; Tunix masks "
+                "completions by pad id, so they must differ"
+            )
+        self._mesh = mesh
+        self._actor: nnx.Module | None = rollout_actor
+        self._given_model_config = model_config
+        self._explicit_options = dict(engine_options)
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._is_closed = False
+        self._pending: dict[str, Any] | None = None
+        self._rules: dict[tuple[str, ...], Any] = {}
+        self._call_counts: dict[int, Any] = defaultdict(itertools.count)
+        self._mapping: Any = None
+        self.bind(rollout_config or RolloutConfig())
+
+    def bind(self, rollout_config: RolloutConfig) -> None:
+        """Takes the cluster's training RolloutConfig.
+
+        `RLCluster(rollout_worker=...)` calls it, since such a worker is made without one. Engine
+        options in it have an effect until the engine is built.
+        """
+        sampling.check_config(rollout_config, self._mesh)
+        self._config = rollout_config
+        if self._engine is not None:
+            return  # it serves already; a request that does not fit it will say so
+        sampling.apply_log_level(rollout_config)
+        options = sampling.engine_options(rollout_config) | self._explicit_options
+        self._engine_config = EngineConfig.from_options(options)
+        self._model_config = self._find_model_config(rollout_config)
+        self._mapping = mappings.find_mapping(rollout_config.rollout_mapping_config, self._actor)
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; builds it if no call has needed it yet."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = self._build_engine()
+            return self._engine
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The rollout mesh, as given."""
+        return self._mesh
+
+    @property
+    def weight_version(self) -> int:
+        """0 for the actor's first weights, one more with every `update_params`."""
+        return 0 if self._engine is None else self._engine.weight_version
+
+    def pad_id(self) -> int:
+        """The tokenizer's padding id."""
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        """The tokenizer's end-of-sequence id."""
+        return self._tokenizer.eos_id()
+
+    def model(self) -> None:
+        """None: the engine's weights are its own, so Tunix syncs them after every step."""
+        return None
+
+    # ------------------------------------------------------------------ sampling
+
+    def generate(
+        self, prompts: list[str] | str, rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
+        """Samples one completion for each prompt.
+
+        Args:
+            prompts: Texts; a bare string is one prompt. Repeated prompts get samples of their own.
+            rollout_config: How to sample, and the padding of prompts. With `seed` set, a run is
+                reproducible: draws depend on the seed, on how many calls used that seed before
+                and on the row, so no two calls repeat the same noise.
+            **kwargs: None is supported.
+
+        Returns:
+            Tokens with the end token, if one was sampled; log-probs of the sampled tokens under
+            softmax(logits / temperature) if `return_logprobs` is set, else None.
+
+        Raises:
+            InvalidRequestError: names the field, its value and its limit.
+            InvalidConfigError: for a config field that has no meaning here.
+        """
+        if kwargs:
+            raise InvalidRequestError(f"SglJaxRollout.generate takes no option {sorted(kwargs)}")
+        sampling.check_config(rollout_config, self._mesh)
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts:
+            raise InvalidRequestError("prompts is empty; it needs at least one prompt")
+        prompt_ids = [self._encode(str(text)) for text in texts]
+        params = self._row_params(rollout_config, len(texts))
+        outputs = self.engine.generate_requests(prompt_ids, params)
+        return self._rollout_output(prompt_ids, outputs, rollout_config)
+
+    def _rollout_output(
+        self,
+        prompt_ids: list[list[int]],
+        outputs: list[RequestOutput],
+        config: RolloutConfig,
+    ) -> RolloutOutput:
+        logprobs = [np.asarray(o.scaled_logprobs, np.float32) for o in outputs]
+        return RolloutOutput(
+            text=[output.text for output in outputs],
+            logits=[],
+            tokens=[np.asarray(output.output_ids, np.int32) for output in outputs],
+            left_padded_prompt_tokens=padding.left_pad_prompts(
+                prompt_ids, config.max_prompt_length, self.pad_id()
+            ),
+            logprobs=logprobs if config.return_logprobs else None,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids as Tunix's samplers make them: BOS in front unless its id is 0 or None."""
+        bos = self._tokenizer.bos_id()
+        ids = [int(token) for token in self._tokenizer.encode(text)]
+        return self._tokenizer.dedup_bos_ids([bos, *ids] if bos else ids)
+
+    def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
+        seed = sampling.seed_to_int(config.seed)
+        params = sampling.to_sampling_params(config, eos_id=self.eos_id(), seed=None)
+        if seed is None:
+            return [params] * count
+        with self._lock:
+            call = next(self._call_counts[seed])
+        call_seed = derive_seed(seed, call)
+        return [
+            dataclasses.replace(params, seed=derive_seed(call_seed, row)) for row in range(count)
+        ]
+
+    def get_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """Log-probs of given completions under the engine's own weights.
+
+        The logits are divided by the training temperature, as in Tunix's loss, unless it is 0.
+
+        Shape:
+            prompt_tokens: [B, P] int32, left-padded; completion_tokens: [B, C] int32,
+            right-padded; returns [B, C] float32, 0 at padding.
+        """
+        pad = self.pad_id()
+        prompts = padding.unpad(np.asarray(prompt_tokens), pad)
+        completions_BC = np.asarray(completion_tokens)
+        completions = padding.unpad(completions_BC, pad)
+        sequences = [
+            np.concatenate(pair).tolist() for pair in zip(prompts, completions, strict=True)
+        ]
+        scored = self.engine.score(sequences, temperature=self._config.temperature or 1.0)
+        logps = [row[len(row) - len(c) :] for row, c in zip(scored, completions, strict=True)]
+        return jnp.asarray(padding.spread(logps, completions_BC != pad))
+
+    # ------------------------------------------------------------------ weights
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Replaces the engine's weights by the trainer's; all of them or none.
+
+        Args:
+            params: The actor's `nnx.State` (or any pytree with its names). An empty one, which
+                Tunix passes around generation with `offload_to_cpu`, changes nothing.
+            filter_types: The variable types that `params` holds; LoRA parameters are refused.
+
+        Raises:
+            WeightSyncError: names each missing, extra or mis-shaped parameter; the old weights
+                keep serving.
+        """
+        source = flatten_named(params)
+        if not source:
+            return
+        _refuse_lora(source)
+        with self._lock:
+            if self._is_closed:
+                raise EngineShutdownError("the rollout was closed")
+            if self._engine is None:
+                # Nothing sampled yet: the engine will start with these.
+                self._pending = source
+                return
+            engine = self._engine
+        engine.update_weights(source, self._rules_for(source))
+
+    def close(self) -> None:
+        """Shuts the engine down and frees its memory. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            engine, self._actor, self._pending = self._engine, None, None
+        if engine is not None:
+            engine.shutdown()
+
+    # ------------------------------------------------------------------ building
+
+    def _build_engine(self) -> Engine:
+        if self._is_closed:
+            raise EngineShutdownError("the rollout was closed")
+        source = self._pending
+        if source is None:
+            source = flatten_named(nnx.state(self._actor, nnx.Param))
+        _refuse_lora(source)
+        runtime = self._engine_config.runtime
+        if runtime.dtype is None:
+            dtype = np.dtype(next(iter(source.values())).dtype).name
+            runtime = dataclasses.replace(runtime, dtype=dtype)
+        engine = Engine(
+            model_config=self._model_config,
+            weights=source,
+            weight_rules=self._rules_for(source),
+            tokenizer=_innermost_tokenizer(self._tokenizer),
+            mesh=self._mesh,
+            config=dataclasses.replace(self._engine_config, runtime=runtime),
+        )
+        # From here on weights come through update_params; do not keep the actor alive.
+        self._actor = self._pending = None
+        return engine
+
+    def _rules_for(self, source: dict[str, Any]) -> Any:
+        names = tuple(source)
+        if names not in self._rules:
+            self._rules[names] = mappings.to_rules(self._mapping, names)
+        return self._rules[names]
+
+    def _find_model_config(self, rollout_config: RolloutConfig) -> ModelConfig:
+        max_model_len = self._engine_config.max_model_len or 0
+        given = self._given_model_config
+        if given is None:
+            # Tunix's sglang_jax engine takes a model name here; a local folder tells the shape.
+            folder = rollout_config.rollout_sglang_jax_model_version
+            if folder and (Path(folder) / "config.json").is_file():
+                given = ModelConfig.from_hf_folder(folder)
+            else:
+                given = getattr(self._actor, "config", None)
+        context_length = max(_MIN_CONTEXT_LENGTH, max_model_len)
+        return to_model_config(given, context_length=context_length)
+
+
+def _refuse_lora(source: dict[str, Any]) -> None:
+    lora = [name for name in source if "lora" in name.rsplit(".", 1)[-1]]
+    if lora:
+        raise InvalidConfigError(
+            f"LoRA parameters are not supported yet (found {lora[0]!r} and {len(lora) - 1} more); "
+            "train full weights, or use Tunix's vanilla rollout"
+        )
+
+
+def _innermost_tokenizer(tokenizer: TokenizerAdapter) -> Any:
+    # A bare Hugging Face tokenizer can leave special tokens out of the text.
+    is_hf = tokenizer._tokenizer_type is TokenizerType.HF
+    return tokenizer.tokenizer if is_hf else tokenizer

@@ -1,0 +1,147 @@
+"""RolloutConfig: sampling fields and engine options, every field mapped or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import InvalidConfigError, SamplingParams
+
+_PREFIX = "rollout_sglang_jax_"
+
+_HONOURED = {
+    f"{_PREFIX}context_length": "max_model_len",
+    f"{_PREFIX}mem_fraction_static": "mem_fraction_static",
+    f"{_PREFIX}precompile_bs_paddings": "batch_buckets",
+    f"{_PREFIX}precompile_token_paddings": "token_buckets",
+    f"{_PREFIX}chunked_prefill_size": "chunked_prefill_size",
+    f"{_PREFIX}page_size": "page_size",
+    f"{_PREFIX}max_running_requests": "max_running_requests",
+}
+"""Fields that are engine options. A field left at its default leaves the engine's default."""
+
+_HANDLED = {
+    # Per call, in `to_sampling_params` and the rollout.
+    "max_tokens_to_generate",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_prompt_length",
+    "eos_tokens",
+    "return_logprobs",
+    # At construction.
+    "data_type",
+    "rollout_mapping_config",
+    "kv_cache_size",
+    "tensor_parallel_size",
+    f"{_PREFIX}model_version",
+    f"{_PREFIX}log_level",
+    f"{_PREFIX}kwargs",
+    *_HONOURED,
+}
+
+
+def check_config(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> None:
+    """Refuses every field that has no meaning here and is not at its default.
+
+    Raises:
+        InvalidConfigError: names the field and its value.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _HANDLED or value == _default(field):
+            continue
+        raise InvalidConfigError(
+            f"RolloutConfig.{field.name}={value!r} has no meaning for SglJaxRollout; leave it at "
+            f"its default ({_default(field)!r})"
+        )
+    num_shards = dict(mesh.shape).get("tp", 1) if mesh is not None else 1
+    if config.tensor_parallel_size not in (-1, num_shards):
+        raise InvalidConfigError(
+            f"RolloutConfig.tensor_parallel_size must be -1 or the rollout mesh's 'tp' size "
+            f"({num_shards}), got {config.tensor_parallel_size}"
+        )
+
+
+def engine_options(config: RolloutConfig) -> dict[str, Any]:
+    """The engine options that a RolloutConfig asks for, by the engine's names."""
+    options: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _HONOURED and value != _default(field):
+            options[_HONOURED[field.name]] = tuple(value) if isinstance(value, list) else value
+    # Without a context length, what vanilla's cache would hold bounds a sequence.
+    options.setdefault(
+        "max_model_len",
+        max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate),
+    )
+    if config.data_type is not None:
+        options["dtype"] = np.dtype(config.data_type).name
+    return options | config.rollout_sglang_jax_kwargs
+
+
+def apply_log_level(config: RolloutConfig) -> None:
+    """Sets the level of the two packages' loggers when the config names another than "info"."""
+    level = config.rollout_sglang_jax_log_level
+    if level is None or level == "info":
+        return
+    for name in ("sgljax_engine", "tunix_sgljax"):
+        try:
+            logging.getLogger(name).setLevel(level.upper())
+        except ValueError:
+            raise InvalidConfigError(
+                f"RolloutConfig.{_PREFIX}log_level must name a logging level, got {level!r}"
+            ) from None
+
+
+def to_sampling_params(config: RolloutConfig, *, eos_id: int, seed: int | None) -> SamplingParams:
+    """The sampling parameters of one prompt.
+
+    `top_p=None` means 1.0 (no filtering), as its type suggests; `top_k` None, -1 or 0 keep all
+    tokens, as in Tunix's vanilla sampler. Generation stops at `eos_tokens` if given, else at the
+    tokenizer's end token.
+
+    Args:
+        config: Tunix's config of this call.
+        eos_id: The tokenizer's end token.
+        seed: Of this prompt, already made unique.
+    """
+    stop = config.eos_tokens if config.eos_tokens is not None else [eos_id]
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        top_k=-1 if config.top_k in (None, 0) else config.top_k,
+        max_new_tokens=config.max_tokens_to_generate,
+        seed=seed,
+        stop_token_ids=tuple(stop),
+        ignore_eos=True,
+    )
+
+
+def seed_to_int(seed: Any) -> int | None:
+    """`RolloutConfig.seed` as an integer: None, an int, or a JAX key (typed or raw)."""
+    if seed is None:
+        return None
+    if isinstance(seed, (int, np.integer)):
+        return int(seed)
+    if isinstance(seed, jax.Array) and jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    words = np.asarray(seed).ravel()
+    if not np.issubdtype(words.dtype, np.integer) or words.size == 0:
+        raise InvalidConfigError(f"RolloutConfig.seed must be an int or a JAX key, got {seed!r}")
+    value = 0
+    for word in words.tolist():
+        value = (value << 32) | (int(word) & 0xFFFFFFFF)
+    return value & (2**63 - 1)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
