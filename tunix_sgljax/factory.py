@@ -81,7 +81,7 @@ class RLCluster(tunix_cluster.RLCluster):
                 )
             engine = functools.partial(_ExistingRollout, rollout_worker=rollout_worker)
             # Tunix's annotation leaves out the partial that its code accepts.
-            cluster_config = dataclasses.replace(cluster_config, rollout_engine=engine)  # type: ignore[arg-type]
+            cluster_config = dataclasses.replace(cluster_config, rollout_engine=engine)
         super().__init__(
             actor=actor,
             critic=critic,
@@ -96,7 +96,7 @@ class RLCluster(tunix_cluster.RLCluster):
 class _ExistingRollout(BaseRollout):
     """Stands in for a class where Tunix wants one; "constructing" it gives the worker itself."""
 
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls,
         *,
         rollout_worker: BaseRollout,

@@ -134,7 +134,6 @@ class SglJaxRollout(BaseRollout):
 
     def model(self) -> None:
         """None: the engine's weights are its own, so Tunix syncs them after every step."""
-        return None
 
     # ------------------------------------------------------------------ sampling
 

@@ -202,7 +202,7 @@ def enable_compilation_cache(folder: str | None) -> None:
     Args:
         folder: "auto" for a folder in the user's cache directory, None to do nothing.
     """
-    if folder is None or jax.config.jax_compilation_cache_dir is not None:
+    if folder is None or getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     path = Path.home() / ".cache" / "tunix_sgljax" / "xla" if folder == "auto" else Path(folder)
     from jax.experimental.compilation_cache import compilation_cache

@@ -63,10 +63,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the first field that is out of range."""
-        for name in (
-            "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
-            "context_length"
-        ).split():
+        counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        for name in (*counts, "num_kv_heads", "head_dim", "context_length"):
             _check_count(name, getattr(self, name))
         _require(
             self.num_heads % self.num_kv_heads == 0,
@@ -119,7 +117,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf_folder(cls, folder: str | Path) -> ModelConfig:
-        """Reads config.json, and the end-of-sequence ids of generation_config.json if it is there."""
+        """Reads config.json, and end-of-sequence ids from generation_config.json if present."""
         model = cls.from_hf(read_json(Path(folder) / "config.json"))
         eos = read_generation_config(folder).get("eos_token_id")
         return dataclasses.replace(model, eos_token_ids=_as_ids(eos)) if eos is not None else model
@@ -155,7 +153,9 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     for place in (config.get("rope_parameters") or {}, config):
         if place.get("rope_theta") is not None:
             return float(place["rope_theta"])
-    raise InvalidConfigError("config.json has no 'rope_theta', neither top-level nor in rope_parameters")
+    raise InvalidConfigError(
+        "config.json has no 'rope_theta', neither top-level nor in rope_parameters"
+    )
 
 
 def _refuse_unsupported_settings(config: Mapping[str, Any]) -> None:

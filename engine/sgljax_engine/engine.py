@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import uuid
@@ -304,10 +305,8 @@ class Engine:
 
     def _abandon(self, requests: list[Request]) -> None:
         """Aborts requests whose caller stopped waiting; does not wait for it."""
-        try:
+        with contextlib.suppress(EngineShutdownError):
             self._loop.submit(cmd.AbortRequests([r.rid for r in requests], Future()))
-        except EngineShutdownError:
-            pass
 
     def _make_requests(
         self, prompt: Any, sampling_params: Any, input_ids: Any
@@ -340,13 +339,17 @@ class Engine:
             texts = [prompt] if is_single else list(prompt)
             return [self._encode(text) for text in texts], is_single
         is_single = len(input_ids) == 0 or not hasattr(input_ids[0], "__len__")
-        return [self._check_ids(ids) for ids in ([input_ids] if is_single else input_ids)], is_single
+        return [
+            self._check_ids(ids) for ids in ([input_ids] if is_single else input_ids)
+        ], is_single
 
     def _encode(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError(f"prompt must be text, got {type(text).__name__}")
         if self._tokenizer is None:
-            raise InvalidRequestError("prompt needs a tokenizer and the engine has none; use input_ids")
+            raise InvalidRequestError(
+                "prompt needs a tokenizer and the engine has none; use input_ids"
+            )
         return self._check_ids(self._tokenizer.encode(text))
 
     def _check_ids(self, ids: Sequence[int]) -> list[int]:

@@ -140,7 +140,8 @@ class EngineLoop:
         except Exception as error:  # handed to the caller, who asked for it
             reject(command.future, error)
         else:
-            resolve(command.future, result)
+            future: Future[Any] = command.future
+            resolve(future, result)
 
     def _answer(self, command: cmd.Command) -> Any:
         if isinstance(command, cmd.AbortRequests):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 
 MAX_STOP_TOKEN_IDS = 16
-"""Stop token ids that one request may have, end-of-sequence ids included (a device array's width)."""
+"""Stop token ids of one request at most, end-of-sequence ids included (an array's width)."""
 
 MAX_SEED = 2**63 - 1
 
@@ -85,7 +85,9 @@ class SamplingParams:
         return dataclasses.asdict(self)
 
 
-def _check_int(name: str, value: object, *, low: int, high: int | None = None, note: str = "") -> None:
+def _check_int(
+    name: str, value: object, *, low: int, high: int | None = None, note: str = ""
+) -> None:
     limit = f">= {low}" if high is None else f"between {low} and {high}"
     # Integral numpy scalars are welcome; bool is an int in Python but never a count.
     is_int = isinstance(value, int) or hasattr(value, "__index__")

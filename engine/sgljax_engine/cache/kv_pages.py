@@ -44,9 +44,7 @@ def allocate_kv_pages(
     return tuple(LayerKV(zeros(), zeros()) for _ in range(num_layers))
 
 
-def kv_bytes_per_token(
-    num_layers: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
-) -> int:
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
     """Bytes of K and V that one token takes in all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * np.dtype(dtype).itemsize
 

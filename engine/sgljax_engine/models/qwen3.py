@@ -18,8 +18,8 @@ from sgljax_engine.models.spec import (
     Attend,
     ModelContext,
     ModelDefinition,
-    Params,
     ParamKind,
+    Params,
     ParamSpec,
 )
 
@@ -29,8 +29,7 @@ def _param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     specs: dict[str, ParamSpec] = {}
 
-    def linear_(name: str, in_axis: tuple[int, str | None], out_axis: tuple[int, str | None]) -> None:
-        shape, axes = zip(in_axis, out_axis, strict=True)
+    def project(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> None:
         specs[f"{name}.weight"] = ParamSpec(shape, ParamKind.LINEAR, axes, f"{name}.weight")
 
     def norm(name: str, size: int) -> None:
@@ -48,16 +47,16 @@ def _param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
         norm(f"{layer}.input_layernorm", dim)
-        linear_(f"{layer}.self_attn.q_proj", (dim, None), (heads, "heads"))
-        linear_(f"{layer}.self_attn.k_proj", (dim, None), (kv_heads, "kv_heads"))
-        linear_(f"{layer}.self_attn.v_proj", (dim, None), (kv_heads, "kv_heads"))
-        linear_(f"{layer}.self_attn.o_proj", (heads, "heads"), (dim, None))
+        project(f"{layer}.self_attn.q_proj", (dim, heads), (None, "heads"))
+        project(f"{layer}.self_attn.k_proj", (dim, kv_heads), (None, "kv_heads"))
+        project(f"{layer}.self_attn.v_proj", (dim, kv_heads), (None, "kv_heads"))
+        project(f"{layer}.self_attn.o_proj", (heads, dim), ("heads", None))
         norm(f"{layer}.self_attn.q_norm", config.head_dim)
         norm(f"{layer}.self_attn.k_norm", config.head_dim)
         norm(f"{layer}.post_attention_layernorm", dim)
-        linear_(f"{layer}.mlp.gate_proj", (dim, None), (mlp, "mlp"))
-        linear_(f"{layer}.mlp.up_proj", (dim, None), (mlp, "mlp"))
-        linear_(f"{layer}.mlp.down_proj", (mlp, "mlp"), (dim, None))
+        project(f"{layer}.mlp.gate_proj", (dim, mlp), (None, "mlp"))
+        project(f"{layer}.mlp.up_proj", (dim, mlp), (None, "mlp"))
+        project(f"{layer}.mlp.down_proj", (mlp, dim), ("mlp", None))
     norm("model.norm", dim)
     if not config.tie_word_embeddings:
         table("lm_head")

@@ -2,6 +2,9 @@
 
 Every array is built fresh for its dispatch and never written to afterwards: JAX on CPU may read
 an aligned numpy array in place instead of copying it.
+
+The batch types are annotated with `jax.Array`, which they are inside a program; on their way
+there their leaves are numpy arrays of the same shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ class ForwardBatch(NamedTuple):
         seq_lens: [N] int32, keys that each block may see, itself included; 0 for unused blocks.
     """
 
-    input_ids: jax.Array | np.ndarray
-    positions: jax.Array | np.ndarray
-    slot_mapping: jax.Array | np.ndarray
-    page_table: jax.Array | np.ndarray
-    seq_lens: jax.Array | np.ndarray
+    input_ids: jax.Array
+    positions: jax.Array
+    slot_mapping: jax.Array
+    page_table: jax.Array
+    seq_lens: jax.Array
 
 
 class DecodeBatch(NamedTuple):
@@ -47,11 +50,11 @@ class DecodeBatch(NamedTuple):
         ends_at_limit: bool, the row reaches its max_new_tokens at `step_limits`.
     """
 
-    input_ids: jax.Array | np.ndarray
-    positions: jax.Array | np.ndarray
-    page_table: jax.Array | np.ndarray
-    step_limits: jax.Array | np.ndarray
-    ends_at_limit: jax.Array | np.ndarray
+    input_ids: jax.Array
+    positions: jax.Array
+    page_table: jax.Array
+    step_limits: jax.Array
+    ends_at_limit: jax.Array
 
 
 def pick_bucket(buckets: Sequence[int], size: int) -> int:
@@ -101,7 +104,7 @@ def build_prefill_batch(
         seq_lens[row : row + count] = np.minimum(ends, end)
         token += count * block
         row += count
-    return ForwardBatch(input_ids, positions, slot_mapping, page_table, seq_lens)
+    return ForwardBatch(input_ids, positions, slot_mapping, page_table, seq_lens)  # type: ignore[arg-type]
 
 
 def build_decode_batch(
@@ -124,7 +127,7 @@ def build_decode_batch(
         page_table[row, : len(request.pages)] = request.pages
         limits[row] = limit
         ends_at_limit[row] = limit == request.num_remaining
-    return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit)
+    return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit)  # type: ignore[arg-type]
 
 
 def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int) -> SamplingBatch:

@@ -63,21 +63,19 @@ def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables)
     return attend
 
 
-def prefill(
-    params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext
-) -> KVPages:
+def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext) -> KVPages:
     """Writes the batch's keys and values into its pages. `kv` is donated."""
     tables = BlockTables(
-        page_table=jnp.asarray(batch.page_table),
-        positions=jnp.asarray(batch.positions).reshape(batch.seq_lens.shape[0], -1),
-        kv_lens=jnp.asarray(batch.seq_lens),
+        page_table=batch.page_table,
+        positions=batch.positions.reshape(batch.seq_lens.shape[0], -1),
+        kv_lens=batch.seq_lens,
     )
-    attend = _paged_attend(static, jnp.asarray(batch.slot_mapping), tables)
+    attend = _paged_attend(static, batch.slot_mapping, tables)
     _, new_kv = static.model.forward(
         params,
         static.context,
-        jnp.asarray(batch.input_ids),
-        jnp.asarray(batch.positions),
+        batch.input_ids,
+        batch.positions,
         attend,
         kv,
     )
@@ -123,10 +121,10 @@ def decode(
         positions = rows.positions + step
         page = positions // static.page_size
         page = jnp.minimum(page, rows.page_table.shape[1] - 1)
-        page_id = jnp.take_along_axis(jnp.asarray(rows.page_table), page[:, None], axis=1)[:, 0]
+        page_id = jnp.take_along_axis(rows.page_table, page[:, None], axis=1)[:, 0]
         slots = page_id * static.page_size + positions % static.page_size
         tables = BlockTables(
-            page_table=jnp.asarray(rows.page_table),
+            page_table=rows.page_table,
             positions=positions[:, None],
             kv_lens=jnp.where(active, positions + 1, 0),
         )
@@ -155,7 +153,7 @@ def decode(
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
         kv=kv,
-        input_ids=jnp.asarray(rows.input_ids),
+        input_ids=rows.input_ids,
         output=DecodeOutput(
             token_ids=jnp.zeros(per_step, jnp.int32),
             logprobs=jnp.zeros(per_step, jnp.float32),

@@ -136,7 +136,9 @@ class ModelRunner:
             for row, sequence in enumerate(group):
                 ids[row, : len(sequence)] = sequence
             args = (ids, np.float32(temperature))
-            logprobs = jax.device_get(self._program("score", args, donate=False)(self.weights, *args))
+            logprobs = jax.device_get(
+                self._program("score", args, donate=False)(self.weights, *args)
+            )
             results.extend(logprobs[row, : len(s) - 1] for row, s in enumerate(group))
         return results
 

@@ -9,7 +9,7 @@ a failure leaves them serving; the caller swaps the returned weights in.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +53,20 @@ class Step(NamedTuple):
     hook: Hook | None
 
 
+class Program(NamedTuple):
+    """A plan's transformation, compiled on first use; takes arrays in the order of the steps.
+
+    Attributes:
+        at_target: For sources on the engine's devices; its results are placed as `shardings`.
+        at_source: For sources elsewhere; its results have to be moved.
+        shardings: Where each engine parameter lives.
+    """
+
+    at_target: Callable[[list[Any]], dict[str, jax.Array]]
+    at_source: Callable[[list[Any]], dict[str, jax.Array]]
+    shardings: dict[str, jax.sharding.Sharding]
+
+
 class SyncPlan(NamedTuple):
     """A checked plan. Reusable for every source of the same specification.
 
@@ -60,13 +74,13 @@ class SyncPlan(NamedTuple):
         source_spec: What the source must look like.
         steps: One step a target parameter.
         targets: The parameters to make.
-        program: Compiled on first use; takes the source arrays in the order of `steps`.
+        program: The transformation of all parameters at once.
     """
 
     source_spec: dict[str, SourceSpec]
     steps: tuple[Step, ...]
     targets: Mapping[str, TargetSpec]
-    program: Any
+    program: Program
 
 
 def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
@@ -162,7 +176,7 @@ def _transform(x: jax.Array, step: Step) -> jax.Array:
     return step.hook(x) if step.hook is not None else x
 
 
-def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> Any:
+def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> Program:
     def run(sources: list[jax.Array]) -> dict[str, jax.Array]:
         made = {}
         for x, step in zip(sources, steps, strict=True):
@@ -173,7 +187,7 @@ def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> 
         return made
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    return jax.jit(run, out_shardings=shardings), jax.jit(run), shardings
+    return Program(jax.jit(run, out_shardings=shardings), jax.jit(run), shardings)
 
 
 def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -192,21 +206,22 @@ def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
     if source_spec(source) != plan.source_spec:
         raise WeightSyncError("the source changed its names, shapes or dtypes since it was planned")
     arrays = [source[step.source] for step in plan.steps]
-    in_place, at_source, shardings = plan.program
+    program = plan.program
     try:
-        if _devices(arrays) <= _devices(shardings.values()):
-            made = in_place(arrays)
+        if _devices(arrays) in (frozenset(), _devices(program.shardings.values())):
+            made = program.at_target(arrays)
         else:
-            made = jax.device_put(at_source(arrays), shardings)
+            made = jax.device_put(program.at_source(arrays), program.shardings)
         return jax.block_until_ready(made)
     except Exception as error:
         raise WeightSyncError(f"transforming the new weights failed: {error}") from error
 
 
-def _devices(things: Any) -> set[jax.Device]:
-    devices: set[jax.Device] = set()
+def _devices(things: Iterable[Any]) -> frozenset[Any]:
+    """The devices of arrays or shardings; host arrays have none."""
+    devices: set[Any] = set()
     for thing in things:
         sharding = thing.sharding if isinstance(thing, jax.Array) else thing
         if isinstance(sharding, jax.sharding.Sharding):
             devices |= sharding.device_set
-    return devices
+    return frozenset(devices)

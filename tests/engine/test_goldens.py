@@ -1,0 +1,50 @@
+"""Greedy tokens and log-probs against transformers + torch (see tests/golden/make_goldens.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgljax_engine import Engine, SamplingParams
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = sorted(path.name for path in GOLDEN.glob("qwen3_*"))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    folder = GOLDEN / request.param
+    golden = np.load(folder / "golden.npz")
+    with Engine(folder, dtype="float32", page_size=4, max_running_requests=8) as engine:
+        yield engine, golden
+
+
+def prompts(golden):
+    return [golden[f"prompt_{i}"].tolist() for i in range(int(golden["num_prompts"]))]
+
+
+def test_all_configurations_are_there():
+    assert len(MODELS) >= 4
+
+
+def test_greedy_tokens_and_logprobs(model):
+    engine, golden = model
+    params = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
+    outputs = engine.generate_requests(prompts(golden), params)
+    for i, output in enumerate(outputs):
+        assert output.output_ids == golden[f"greedy_{i}"].tolist()
+        np.testing.assert_allclose(output.logprobs, golden[f"greedy_logps_{i}"], atol=1e-4)
+        assert output.scaled_logprobs == output.logprobs
+
+
+def test_score_matches_logits(model):
+    engine, golden = model
+    scored = engine.score(prompts(golden))
+    for i, prompt in enumerate(prompts(golden)):
+        logits = golden[f"logits_{i}"].astype(np.float64)
+        peak = logits.max(-1, keepdims=True)
+        logps = logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
+        expected = logps[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(scored[i], expected, atol=1e-4)
