@@ -1,0 +1,86 @@
+"""Paged attention against numpy in float64, with poisoned memory around the live tokens."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine.cache.kv_pages import LayerKV, write_kv
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.attention import BACKENDS, BlockTables, dense_attention, get_backend
+
+
+def reference(q, k, v, q_pos):
+    """softmax(q k / sqrt(d)) v over keys at positions <= q_pos. q [Q,N,H], k and v [S,K,H]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = np.einsum("qnh,snh->nqs", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.arange(len(k))[None, None] <= q_pos[None, :, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nqs,snh->qnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (8, 1), (3, 3)])
+@pytest.mark.parametrize("num_queries", [1, 16])
+def test_ragged_blocks(backend, page_size, num_heads, num_kv_heads, num_queries):
+    rng = np.random.default_rng(0)
+    head_dim = 12
+    lengths = np.array([num_queries, 17, 33, 150])
+    pages_each = -(-lengths // page_size)
+    num_pages = int(pages_each.sum()) + 3
+    # Everything that was never written is NaN: using it would show.
+    pool_k = np.full((num_pages * page_size, num_kv_heads, head_dim), np.nan, np.float32)
+    pool_v = pool_k.copy()
+    order = rng.permutation(num_pages)
+    table = np.zeros((len(lengths) + 1, pages_each.max() + 2), np.int32)
+    keys, values = [], []
+    for i, length in enumerate(lengths):
+        pages, order = order[: pages_each[i]], order[pages_each[i] :]
+        table[i, : len(pages)] = pages
+        at = np.arange(length)
+        slots = pages[at // page_size] * page_size + at % page_size
+        keys.append(rng.normal(size=(length, num_kv_heads, head_dim)).astype(np.float32))
+        values.append(rng.normal(size=(length, num_kv_heads, head_dim)).astype(np.float32))
+        pool_k[slots], pool_v[slots] = keys[i], values[i]
+    queries = rng.normal(size=(len(table), num_queries, num_heads, head_dim)).astype(np.float32)
+    positions = np.zeros((len(table), num_queries), np.int32)
+    positions[:-1] = lengths[:, None] - num_queries + np.arange(num_queries)
+    kv_lens = np.append(lengths, 0).astype(np.int32)  # the last block is unused
+
+    out = BACKENDS[backend](
+        jnp.asarray(queries),
+        LayerKV(jnp.asarray(pool_k), jnp.asarray(pool_v)),
+        BlockTables(jnp.asarray(table), jnp.asarray(positions), jnp.asarray(kv_lens)),
+        page_size,
+    )
+    for i in range(len(lengths)):
+        expected = reference(queries[i], keys[i], values[i], positions[i])
+        np.testing.assert_allclose(out[i], expected, atol=2e-5)
+    assert np.isfinite(out).all()
+
+
+def test_dense_matches_reference():
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(2, 9, n, 8)).astype(np.float32) for n in (6, 2, 2))
+    out = dense_attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
+    for row in range(2):
+        expected = reference(q[row], k[row], v[row], np.arange(9))
+        np.testing.assert_allclose(out[row], expected, atol=1e-5)
+
+
+def test_write_drops_what_has_no_slot():
+    layer = LayerKV(jnp.zeros((4, 1, 2)), jnp.zeros((4, 1, 2)))
+    new = jnp.ones((3, 1, 2))
+    slots = jnp.asarray([2, np.iinfo(np.int32).max, 0])
+    written = write_kv(layer, new, 2 * new, slots)
+    np.testing.assert_array_equal(written.k[:, 0, 0], [1, 0, 1, 0])
+    np.testing.assert_array_equal(written.v[:, 0, 0], [2, 0, 2, 0])
+
+
+def test_unknown_backend():
+    with pytest.raises(InvalidConfigError, match="'xlaa'; did you mean 'xla'"):
+        get_backend("xlaa")
+    assert get_backend("auto") in BACKENDS.values()

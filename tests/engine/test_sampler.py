@@ -1,0 +1,157 @@
+"""The device sampler against numpy in float64 with a plain sort."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine.sampling.sampler import SamplingBatch, filter_weights, invert_cdf, sample
+from sgljax_engine.types import MAX_STOP_TOKEN_IDS
+
+
+def batch(size, vocab, **fields):
+    rows = {
+        "temperature": np.ones(size, np.float32),
+        "top_k": np.full(size, vocab, np.int32),
+        "top_p": np.ones(size, np.float32),
+        "min_p": np.zeros(size, np.float32),
+        "seed": np.stack([np.zeros(size), np.arange(size)], -1).astype(np.uint32),
+        "step": np.zeros(size, np.int32),
+        "stop_ids": np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32),
+    }
+    for name, value in fields.items():
+        rows[name] = np.broadcast_to(np.asarray(value, rows[name].dtype), rows[name].shape)
+    return SamplingBatch(**rows)
+
+
+def reference_probs(logits, temperature, top_k, top_p, min_p):
+    """Probabilities of one row after temperature, top-k, top-p, min-p; sorts, float64."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    order = np.argsort(-scaled, kind="stable")
+    kept = np.zeros_like(probs)
+    kept[order[:top_k]] = probs[order[:top_k]]
+    if top_p < 1.0:
+        sorted_probs = kept[order] / kept.sum()
+        before = np.cumsum(sorted_probs) - sorted_probs
+        kept[order[before >= top_p]] = 0.0
+    kept[probs < min_p * probs.max()] = 0.0
+    return kept / kept.sum()
+
+
+CASES = [
+    (1.0, 50, 1.0, 0.0),
+    (0.7, 1, 1.0, 0.0),
+    (1.3, 10_000, 0.9, 0.0),
+    (1.0, 20, 0.5, 0.0),
+    (0.8, 10_000, 1.0, 0.1),
+    (1.0, 40, 0.95, 0.02),
+    (2.0, 10_000, 1e-6, 0.0),
+]
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 1000])
+@pytest.mark.parametrize("case", CASES)
+def test_filter_matches_a_sort(case, vocab):
+    temperature, top_k, top_p, min_p = case
+    top_k = min(top_k, vocab)
+    logits = np.random.default_rng(vocab).normal(0, 3, (16, vocab)).astype(np.float32)
+    scaled = jnp.asarray((logits - logits.max(-1, keepdims=True)) / np.float32(temperature))
+    full = np.full(16, 1.0)
+    weights = filter_weights(
+        scaled,
+        jnp.exp(scaled),
+        jnp.asarray(full * top_k, jnp.int32),
+        jnp.asarray(full * top_p, jnp.float32),
+        jnp.asarray(full * min_p, jnp.float32),
+    )
+    probs = np.asarray(weights, np.float64)
+    probs /= probs.sum(-1, keepdims=True)
+    for row in range(16):
+        expected = reference_probs(logits[row], temperature, top_k, top_p, min_p)
+        np.testing.assert_array_equal(probs[row] > 0, expected > 0)
+        np.testing.assert_allclose(probs[row], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [3, 128, 129, 5000])
+def test_invert_cdf_matches_numpy(vocab):
+    rng = np.random.default_rng(vocab)
+    weights = rng.random((64, vocab)).astype(np.float32) * (rng.random((64, vocab)) < 0.3)
+    weights[:, vocab // 2] += 0.5
+    uniform = rng.random(64).astype(np.float32)
+    tokens = np.asarray(invert_cdf(jnp.asarray(weights), jnp.asarray(uniform)))
+    cumulative = np.cumsum(weights.astype(np.float64), -1)
+    target = uniform * cumulative[:, -1]
+    rows = np.arange(64)
+    assert (weights[rows, tokens] > 0).all()
+    # The draw lies in the token's interval, up to float32 rounding of the sums.
+    slack = 1e-5 * cumulative[:, -1]
+    assert (cumulative[rows, tokens] >= target - slack).all()
+    assert (cumulative[rows, tokens] - weights[rows, tokens] <= target + slack).all()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, np.nextafter(np.float32(1), np.float32(0))])
+def test_invert_cdf_never_picks_weight_zero(uniform):
+    weights = np.zeros((3, 300), np.float32)
+    weights[0, 0], weights[1, 299], weights[2, [5, 140]] = 1e-30, 3.0, [1e-8, 1.0]
+    tokens = np.asarray(invert_cdf(jnp.asarray(weights), jnp.full(3, uniform, jnp.float32)))
+    assert tokens[0] == 0 and tokens[1] == 299 and tokens[2] in (5, 140)
+
+
+def test_draws_follow_the_distribution():
+    vocab, draws = 37, 200_000
+    logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
+    rows = batch(draws, vocab, temperature=0.8, top_k=12, min_p=0.01)
+    tokens = np.asarray(jax.jit(sample)(jnp.tile(logits, (draws, 1)), rows, jnp.int32(0)).token)
+    expected = reference_probs(logits, 0.8, 12, 1.0, 0.01)
+    counts = np.bincount(tokens, minlength=vocab)
+    kept = expected > 0
+    assert (counts[~kept] == 0).all()
+    chi_square = np.sum((counts[kept] - draws * expected[kept]) ** 2 / (draws * expected[kept]))
+    assert chi_square < 40, chi_square  # 11 degrees of freedom: p < 1e-4
+
+
+def test_logprobs_match_float64():
+    logits = np.random.default_rng(1).normal(0, 4, (8, 500)).astype(np.float32)
+    temperature = np.array([1.0, 0.7, 0.0, 2.0] * 2, np.float32)
+    out = sample(jnp.asarray(logits), batch(8, 500, temperature=temperature), jnp.int32(0))
+    tokens = np.asarray(out.token)
+
+    def log_softmax(x):
+        x = x.astype(np.float64)
+        return (
+            x
+            - x.max(-1, keepdims=True)
+            - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        )
+
+    rows = np.arange(8)
+    np.testing.assert_allclose(out.logprob, log_softmax(logits)[rows, tokens], atol=1e-5)
+    scale = np.where(temperature == 0, 1.0, temperature)[:, None]
+    np.testing.assert_allclose(
+        out.scaled_logprob, log_softmax(logits / scale)[rows, tokens], atol=1e-5
+    )
+    np.testing.assert_array_equal(tokens[[2, 6]], logits.argmax(-1)[[2, 6]])
+
+
+def test_draw_depends_on_seed_and_step_only():
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (4, 1000)).astype(np.float32))
+    rows = batch(4, 1000)
+    first = np.asarray(sample(logits, rows, jnp.int32(0)).token)
+    np.testing.assert_array_equal(first, sample(logits, rows, jnp.int32(0)).token)
+    later = np.asarray(sample(logits, rows, jnp.int32(5)).token)
+    assert (first != later).any()
+    shifted = rows._replace(step=np.full(4, 5, np.int32))
+    np.testing.assert_array_equal(later, sample(logits, shifted, jnp.int32(0)).token)
+    # The same row in other company.
+    alone = SamplingBatch(*(field[2:3] for field in rows))
+    assert sample(logits[2:3], alone, jnp.int32(0)).token[0] == first[2]
+
+
+def test_greedy_rows_ignore_filters_and_seed():
+    logits = jnp.asarray(np.random.default_rng(3).normal(0, 1, (4, 99)).astype(np.float32))
+    rows = batch(4, 99, temperature=[0, 1, 0, 1], top_k=5, top_p=0.5)
+    tokens = np.asarray(sample(logits, rows, jnp.int32(3)).token)
+    np.testing.assert_array_equal(tokens[[0, 2]], np.asarray(logits).argmax(-1)[[0, 2]])

@@ -1,0 +1,250 @@
+"""The scheduler as a state machine, with a device that only counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.config import SchedulerConfig
+from sgljax_engine.errors import EngineError
+from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.types import (
+    FinishReason,
+    Request,
+    RequestStatus,
+    RowOutput,
+    SamplingParams,
+    SchedulerOutput,
+    StepOutput,
+)
+
+PAGE = 4
+BLOCK = 8
+
+
+def make_scheduler(num_pages=16, max_running=4, steps=4, budget=32, **config):
+    allocator = PageAllocator(num_pages)
+    scheduler = Scheduler(
+        SchedulerConfig(max_running_requests=max_running, decode_steps=steps, **config),
+        allocator,
+        page_size=PAGE,
+        token_block=BLOCK,
+        max_prefill_tokens=budget,
+    )
+    return scheduler, allocator
+
+
+def make_request(rid, num_prompt=5, max_new=6):
+    params = SamplingParams(max_new_tokens=max_new)
+    return Request(rid=str(rid), prompt_ids=list(range(num_prompt)), params=params, seed=0)
+
+
+def run_device(output: SchedulerOutput, stop_chance=0.0, rng=None) -> StepOutput:
+    """What a device could answer: each row takes up to its limit, perhaps stops early."""
+    rows = []
+    for limit in output.step_limits:
+        count = min(limit, output.num_steps)
+        stopped = rng is not None and rng.random() < stop_chance
+        if stopped:
+            count = rng.randint(1, count)
+        rows.append(RowOutput([7] * count, [0.0] * count, [0.0] * count, stopped))
+    return StepOutput(rows)
+
+
+def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, budget):
+    """What the device relies on."""
+    assert not output.is_empty
+    assert len(output.decode) <= len(scheduler.running) <= max_running
+    cost = sum(-(-chunk.num_tokens // BLOCK) * BLOCK for chunk in output.prefill)
+    assert cost <= budget
+    chunk_end = {c.request.rid: c.start + c.num_tokens for c in output.prefill}
+    assert len(chunk_end) == len(output.prefill)
+    for chunk in output.prefill:
+        assert chunk.start == chunk.request.num_computed
+        assert len(chunk.request.pages) * PAGE >= chunk.start + chunk.num_tokens
+        assert chunk.request.status is RequestStatus.RUNNING
+    for request, limit in zip(output.decode, output.step_limits, strict=True):
+        assert request.status is RequestStatus.RUNNING
+        assert chunk_end.get(request.rid, request.num_computed) == request.kv_len
+        assert 1 <= limit <= request.num_remaining
+        assert request.kv_len + limit <= len(request.pages) * PAGE
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, aborts, retracts and steps in any order; everything finishes exactly once."""
+
+    @initialize(
+        num_pages=st.integers(6, 20),
+        max_running=st.integers(1, 5),
+        steps=st.integers(1, 8),
+        ratio=st.sampled_from([0.0, 0.3, 1.0]),
+        seed=st.integers(0, 2**16),
+    )
+    def start(self, num_pages, max_running, steps, ratio, seed):
+        self.num_pages, self.max_running, self.budget = num_pages, max_running, 16
+        self.scheduler, self.allocator = make_scheduler(
+            num_pages,
+            max_running,
+            steps,
+            self.budget,
+            init_new_token_ratio=ratio,
+            min_new_token_ratio=0.0,
+        )
+        self.rng = random.Random(seed)
+        self.added: dict[str, Request] = {}
+        self.finished: list[str] = []
+
+    @rule(num_prompt=st.integers(1, 20), max_new=st.integers(1, 12))
+    def add(self, num_prompt, max_new):
+        max_new = min(max_new, self.num_pages * PAGE - num_prompt + 1)
+        request = make_request(len(self.added), num_prompt, max_new)
+        self.added[request.rid] = request
+        self.scheduler.add(request)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data())
+    def abort(self, data):
+        request = data.draw(st.sampled_from(self.scheduler.requests()))
+        self.scheduler.finish(request, FinishReason("abort"))
+        self.finished.append(request.rid)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data())
+    def retract(self, data):
+        self.scheduler.retract(data.draw(st.sampled_from(self.scheduler.running)))
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(stop_chance=st.sampled_from([0.0, 0.3]))
+    def step(self, stop_chance):
+        output = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        check_output(output, self.scheduler, self.max_running, self.budget)
+        oldest = min(self.scheduler.requests(), key=lambda r: r.arrival)
+        assert oldest.status is RequestStatus.RUNNING, "the oldest request always runs"
+        done = self.scheduler.update(output, run_device(output, stop_chance, self.rng))
+        self.finished.extend(r.rid for r in done)
+
+    @invariant()
+    def consistent(self):
+        self.scheduler.check_integrity()
+        assert self.allocator.num_free + self.allocator.num_used == self.num_pages
+        assert len(set(self.finished)) == len(self.finished)
+        unfinished = {r.rid for r in self.scheduler.requests()}
+        assert unfinished | set(self.finished) == set(self.added)
+        assert not unfinished & set(self.finished)
+
+    def teardown(self):
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                break
+            self.step(0.0)
+        assert sorted(self.finished) == sorted(self.added)
+        assert self.allocator.num_free == self.num_pages
+        for request in self.added.values():
+            if request.finish == FinishReason("length"):
+                assert len(request.output_ids) == request.params.max_new_tokens
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_long_prompt_goes_in_chunks_of_the_budget():
+    scheduler, _ = make_scheduler(num_pages=64, budget=16)
+    request = make_request(0, num_prompt=50, max_new=1)
+    scheduler.add(request)
+    sizes = []
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        sizes.append([chunk.num_tokens for chunk in output.prefill])
+        assert bool(output.decode) == (sizes[-1] == [1] or not sizes[-1])
+        scheduler.update(output, run_device(output))
+        scheduler.check_integrity()
+    assert sizes == [[16], [16], [16], [1]]
+
+
+def test_retracts_the_youngest_first_and_readmits_in_order():
+    scheduler, allocator = make_scheduler(
+        num_pages=6, steps=4, init_new_token_ratio=0.0, min_new_token_ratio=0.0
+    )
+    requests = [make_request(i, num_prompt=4, max_new=12) for i in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    retracted = []
+    for _ in range(100):
+        if not scheduler.has_work:
+            break
+        output = scheduler.schedule()
+        retracted.extend(r.rid for r in output.retracted)
+        scheduler.update(output, run_device(output))
+        scheduler.check_integrity()
+    assert retracted and retracted[0] == "2"
+    assert requests[0].num_retractions == 0
+    assert all(len(r.output_ids) == 12 for r in requests)
+    assert allocator.num_free == 6
+
+
+def test_admission_keeps_room_for_running_requests():
+    scheduler, _ = make_scheduler(num_pages=8, init_new_token_ratio=1.0, min_new_token_ratio=1.0)
+    for i in range(3):
+        scheduler.add(make_request(i, num_prompt=4, max_new=13))  # 4 pages each in the end
+    for _ in range(50):
+        if not scheduler.has_work:
+            break
+        output = scheduler.schedule()
+        assert len(scheduler.running) <= 2 and not output.retracted
+        scheduler.update(output, run_device(output))
+    assert not scheduler.has_work
+
+
+def test_finishing_twice_is_an_error():
+    scheduler, _ = make_scheduler()
+    request = make_request(0)
+    scheduler.add(request)
+    scheduler.finish(request, FinishReason("abort"))
+    with pytest.raises(EngineError, match="finished twice"):
+        scheduler.finish(request, FinishReason("abort"))
+
+
+def test_integrity_check_finds_planted_faults():
+    scheduler, allocator = make_scheduler()
+    scheduler.add(make_request(0))
+    scheduler.schedule()
+    scheduler.running[0].pages.append(scheduler.running[0].pages[0])
+    with pytest.raises(EngineError, match="two requests"):
+        scheduler.check_integrity()
+    scheduler.running[0].pages.pop()
+    allocator.allocate(1)
+    with pytest.raises(EngineError, match="owned"):
+        scheduler.check_integrity()
+
+
+class TestAllocator:
+    def test_allocates_free_pages_once(self):
+        allocator = PageAllocator(8)
+        a, b = allocator.allocate(3), allocator.allocate(5)
+        assert sorted(a + b) == list(range(8))
+        assert allocator.num_free == 0 and allocator.num_used == 8
+        with pytest.raises(EngineError, match="cannot allocate 1 KV pages, 0 are free"):
+            allocator.allocate(1)
+        allocator.free(a)
+        assert allocator.num_free == 3
+        assert allocator.allocate(0) == []
+        allocator.check_integrity()
+
+    @pytest.mark.parametrize("page", [-1, 0, 8])
+    def test_freeing_what_is_not_in_use_is_an_error(self, page):
+        allocator = PageAllocator(8)
+        with pytest.raises(EngineError, match=f"page {page}"):
+            allocator.free([page])

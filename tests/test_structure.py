@@ -1,0 +1,178 @@
+"""The walls of the house: dependency direction, exported names, imports without side effects."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "sgljax_engine": ROOT / "engine" / "sgljax_engine",
+    "tunix_sgljax": ROOT / "tunix_sgljax",
+}
+
+# For each part of the engine, the parts it may import. Parts not listed may import anything.
+ALLOWED = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": {"errors"},
+    "seeds": {"types"},
+    "metrics": set(),
+    "tokenizer": {"errors"},
+    "cache.allocator": {"errors"},
+    "cache.kv_pages": set(),
+    "scheduler": {"cache.allocator", "config", "errors", "scheduler", "types"},
+    "layers": {"cache.kv_pages", "errors", "layers"},
+    "models": {"cache.kv_pages", "config", "errors", "layers", "models"},
+    "sampling": {"sampling"},
+    "weights": {"config", "errors", "weights"},
+    "runner": {
+        "cache.kv_pages",
+        "config",
+        "errors",
+        "layers",
+        "models",
+        "runner",
+        "sampling",
+        "types",
+        "weights",
+    },
+    "detokenizer": {"errors", "tokenizer", "types"},
+    "commands": {"metrics", "types", "weights"},
+}
+HOST_ONLY = ("errors", "types", "config", "seeds", "metrics", "cache.allocator", "scheduler")
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Dotted names within the package, "" for its root."""
+    root = PACKAGES[package]
+    names = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        names[".".join(part for part in parts if part != "__init__")] = path
+    return names
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of everything a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def is_within(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_dependency_direction(part):
+    checked = 0
+    for name, path in modules("sgljax_engine").items():
+        if not is_within(name, part):
+            continue
+        checked += 1
+        for imported in imports(path):
+            if not is_within(imported, "sgljax_engine"):
+                continue
+            inner = imported.removeprefix("sgljax_engine").removeprefix(".")
+            ok = any(is_within(inner, allowed) for allowed in ALLOWED[part])
+            assert ok, f"{name} must not import {imported}"
+    assert checked, f"no module is called {part}"
+
+
+@pytest.mark.parametrize("part", HOST_ONLY)
+def test_host_only_parts_import_no_jax(part):
+    for name, path in modules("sgljax_engine").items():
+        if is_within(name, part):
+            for imported in imports(path):
+                assert not is_within(imported, "jax"), f"{name} imports {imported}"
+
+
+def test_engine_never_imports_tunix():
+    for name, path in modules("sgljax_engine").items():
+        for imported in imports(path):
+            assert imported.split(".")[0] not in ("tunix", "tunix_sgljax"), name
+
+
+def test_adapter_uses_the_engines_public_names_only():
+    public = set(importlib.import_module("sgljax_engine").__all__)
+    for name, path in modules("tunix_sgljax").items():
+        for imported in imports(path):
+            if is_within(imported, "sgljax_engine"):
+                inner = imported.removeprefix("sgljax_engine.")
+                assert inner in public, f"tunix_sgljax.{name} imports {imported}"
+
+
+def test_no_environment_reads():
+    for package in PACKAGES:
+        for name, path in modules(package).items():
+            text = path.read_text(encoding="utf-8")
+            assert "environ" not in text and "getenv" not in text, f"{package}.{name}"
+
+
+def test_exported_names():
+    engine = importlib.import_module("sgljax_engine")
+    assert engine.__all__ == [
+        "CacheConfig",
+        "CompileForbiddenError",
+        "Engine",
+        "EngineConfig",
+        "EngineCounters",
+        "EngineError",
+        "EngineShutdownError",
+        "EngineState",
+        "EngineStepError",
+        "FinishReason",
+        "InvalidConfigError",
+        "InvalidRequestError",
+        "ModelConfig",
+        "RequestOutput",
+        "Rule",
+        "RuntimeConfig",
+        "SamplingParams",
+        "SchedulerConfig",
+        "UnsupportedModelError",
+        "WeightLoadError",
+        "WeightSyncError",
+        "derive_seed",
+        "flatten_named",
+    ]
+    adapter = importlib.import_module("tunix_sgljax")
+    assert adapter.__all__ == [
+        "GrpoLearner",
+        "RLCluster",
+        "SglJaxRollout",
+        "create_sgljax_rollout",
+    ]
+    for module in (engine, adapter):
+        assert all(getattr(module, name) is not None for name in module.__all__)
+
+
+def test_imports_have_no_side_effects():
+    """In a fresh interpreter: no thread, no JAX (so no device), no environment variable read."""
+    code = """
+import os, sys, threading
+reads = []
+class Watched(type(os.environ)):
+    def __getitem__(self, key):
+        reads.append(key); return super().__getitem__(key)
+    def get(self, key, default=None):
+        reads.append(key); return super().get(key, default)
+os.environ.__class__ = Watched
+import sgljax_engine, tunix_sgljax
+assert threading.active_count() == 1, threading.enumerate()
+assert "jax" not in sys.modules and "tunix" not in sys.modules
+assert reads == [], reads
+assert os.environ["HOME"] and reads == ["HOME"]  # the watch works
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"HOME": str(ROOT)}, timeout=60)
