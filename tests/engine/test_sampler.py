@@ -97,7 +97,9 @@ def test_invert_cdf_never_picks_weight_zero(uniform):
     weights = np.zeros((3, 300), np.float32)
     weights[0, 0], weights[1, 299], weights[2, [5, 140]] = 1e-30, 3.0, [1e-8, 1.0]
     tokens = np.asarray(invert_cdf(jnp.asarray(weights), jnp.full(3, uniform, jnp.float32)))
-    assert tokens[0] == 0 and tokens[1] == 299 and tokens[2] in (5, 140)
+    assert tokens[0] == 0
+    assert tokens[1] == 299
+    assert tokens[2] in (5, 140)
 
 
 def test_draws_follow_the_distribution():

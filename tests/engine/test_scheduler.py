@@ -189,7 +189,8 @@ def test_retracts_the_youngest_first_and_readmits_in_order():
         retracted.extend(r.rid for r in output.retracted)
         scheduler.update(output, run_device(output))
         scheduler.check_integrity()
-    assert retracted and retracted[0] == "2"
+    assert retracted
+    assert retracted[0] == "2"
     assert requests[0].num_retractions == 0
     assert all(len(r.output_ids) == 12 for r in requests)
     assert allocator.num_free == 6
@@ -203,7 +204,8 @@ def test_admission_keeps_room_for_running_requests():
         if not scheduler.has_work:
             break
         output = scheduler.schedule()
-        assert len(scheduler.running) <= 2 and not output.retracted
+        assert len(scheduler.running) <= 2
+        assert not output.retracted
         scheduler.update(output, run_device(output))
     assert not scheduler.has_work
 
@@ -235,7 +237,8 @@ class TestAllocator:
         allocator = PageAllocator(8)
         a, b = allocator.allocate(3), allocator.allocate(5)
         assert sorted(a + b) == list(range(8))
-        assert allocator.num_free == 0 and allocator.num_used == 8
+        assert allocator.num_free == 0
+        assert allocator.num_used == 8
         with pytest.raises(EngineError, match="cannot allocate 1 KV pages, 0 are free"):
             allocator.allocate(1)
         allocator.free(a)

@@ -1,0 +1,49 @@
+"""Small models for the engine's tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sgljax_engine import ModelConfig
+from sgljax_engine.models.registry import get_model
+
+TINY = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    context_length=256,
+)
+
+
+def spread_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights large enough that logits are well spread, so greedy choices are not close."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, spec in get_model(model.architecture).param_specs(model).items():
+        scale = 1.0 if "norm" in name else 0.4
+        centre = 1.0 if "norm" in name else 0.0
+        noise = 0.1 if "norm" in name else scale
+        weights[name] = (centre + noise * rng.standard_normal(spec.shape)).astype(np.float32)
+    return weights
+
+
+def with_eos(model: ModelConfig, *ids: int) -> ModelConfig:
+    """The same model with end-of-sequence ids."""
+    return dataclasses.replace(model, eos_token_ids=ids)
+
+
+def random_prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of random lengths in [low, high] over TINY's vocabulary."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(low, high + 1, count)
+    return [rng.integers(0, TINY.vocab_size, length).tolist() for length in lengths]

@@ -1,0 +1,566 @@
+"""The engine as a caller sees it: batching, retraction, seeds, stops, errors, life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from sgljax_engine import (
+    CompileForbiddenError,
+    Engine,
+    EngineConfig,
+    EngineShutdownError,
+    EngineStepError,
+    InvalidConfigError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
+
+
+def make_engine(**options):
+    options = {"page_size": 4, "max_running_requests": 8, "decode_steps": 4} | options
+    model = options.pop("model_config", TINY)
+    weights = options.pop("weights", None) or spread_weights(model)
+    return Engine(model_config=model, weights=weights, **options)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with make_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(engine):
+    """Greedy output of a prompt alone in the engine."""
+
+    def run(prompt, params):
+        return engine.generate_requests([prompt], params)[0].output_ids
+
+    return run
+
+
+def assert_idle(engine):
+    state = engine.get_internal_state()
+    assert state.running_batch_size == state.waiting_queue_size == 0
+    assert state.available_kv_tokens == state.total_kv_tokens
+
+
+class TestOutput:
+    def test_dict_format(self, engine):
+        out = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 3})
+        assert set(out) == {"text", "output_ids", "meta_info"}
+        assert set(out["meta_info"]) == {
+            "id",
+            "finish_reason",
+            "prompt_tokens",
+            "completion_tokens",
+            "cached_tokens",
+            "cache_miss_count",
+            "e2e_latency",
+        }
+        meta = out["meta_info"]
+        assert len(out["output_ids"]) == meta["completion_tokens"] == 3
+        assert meta["finish_reason"] == {"type": "length", "length": 3}
+        assert meta["prompt_tokens"] == 3
+        assert meta["cached_tokens"] == 0
+        assert meta["e2e_latency"] > 0
+
+    def test_one_prompt_gives_a_dict_and_several_a_list(self, engine):
+        params = {"max_new_tokens": 2}
+        assert isinstance(engine.generate(input_ids=[1], sampling_params=params), dict)
+        assert isinstance(engine.generate(input_ids=[[1]], sampling_params=params), list)
+        two = engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2, "n": 2})
+        assert isinstance(two, list)
+        assert len(two) == 2
+        assert two[0]["meta_info"]["id"] != two[1]["meta_info"]["id"]
+
+    def test_params_of_each_prompt(self, engine):
+        params = [{"max_new_tokens": n, "temperature": 0} for n in (1, 5, 3)]
+        outs = engine.generate(input_ids=[[1], [2], [3]], sampling_params=params)
+        assert [len(o["output_ids"]) for o in outs] == [1, 5, 3]
+
+    def test_logprobs_agree_with_scoring(self, engine):
+        prompts = random_prompts(6, 1, 30)
+        params = {"temperature": 0.7, "seed": 3, "max_new_tokens": 20}
+        outs = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+        for prompt, out in zip(prompts, outs, strict=True):
+            triples = out["meta_info"]["output_token_logprobs"]
+            assert [token for _, token, _ in triples] == out["output_ids"]
+            scored = engine.score([prompt + out["output_ids"]])[0]
+            np.testing.assert_allclose(
+                [lp for lp, _, _ in triples], scored[len(prompt) - 1 :], atol=2e-5
+            )
+
+    def test_scaled_logprobs_are_those_of_the_temperature(self, engine):
+        prompt = [3, 1, 4]
+        params = SamplingParams(temperature=0.6, seed=1, max_new_tokens=16)
+        out = engine.generate_requests([prompt], params)[0]
+        scored = engine.score([prompt + out.output_ids], temperature=0.6)[0]
+        np.testing.assert_allclose(out.scaled_logprobs, scored[2:], atol=2e-5)
+
+    def test_default_sampling_params_without_a_folder(self, engine):
+        assert engine.get_default_sampling_params() == SamplingParams()
+
+
+class TestBatching:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"page_size": 1},
+            {"page_size": 16, "max_running_requests": 3},
+            {"chunked_prefill_size": 16, "decode_steps": 1},
+            {"decode_steps": 16, "batch_buckets": (32,)},
+            {"num_kv_tokens": 96, "init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0},
+        ],
+    )
+    def test_greedy_output_does_not_depend_on_company_or_configuration(
+        self, one_at_a_time, options
+    ):
+        prompts = random_prompts(24, 1, 60, seed=1)
+        params = [dataclasses.replace(GREEDY, max_new_tokens=1 + 3 * (i % 9)) for i in range(24)]
+        with make_engine(**options) as other:
+            outs = other.generate_requests(prompts, params)
+            other_state = other.get_internal_state()
+            assert_idle(other)
+        for prompt, p, out in zip(prompts, params, outs, strict=True):
+            assert out.output_ids == one_at_a_time(prompt, p)
+        if "num_kv_tokens" in options:
+            assert other_state.counters.num_retractions > 0
+
+    def test_seeded_output_does_not_depend_on_company(self, engine):
+        prompts = random_prompts(10, 1, 20, seed=2)
+        params = [
+            SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=i, max_new_tokens=15)
+            for i in range(10)
+        ]
+        together = engine.generate_requests(prompts, params)
+        for prompt, p, out in zip(prompts, params, together, strict=True):
+            assert engine.generate_requests([prompt], p)[0].output_ids == out.output_ids
+
+    def test_200_requests_in_a_tenth_of_the_pool(self, one_at_a_time):
+        rng = np.random.default_rng(5)
+        prompts = random_prompts(200, 1, 50, seed=5)
+        params = [
+            dataclasses.replace(GREEDY, max_new_tokens=int(rng.integers(1, 40))) for _ in range(200)
+        ]
+        demand = sum(len(p) + s.max_new_tokens for p, s in zip(prompts, params, strict=True))
+        with make_engine(
+            num_kv_tokens=demand // 10,
+            max_running_requests=64,
+            init_new_token_ratio=0.1,
+            min_new_token_ratio=0.0,
+        ) as small:
+            outs = small.generate_requests(prompts, params)
+            state = small.get_internal_state()
+            assert_idle(small)
+        assert state.counters.num_retractions > 0, "the test must put pages under pressure"
+        assert state.total_kv_tokens <= demand // 10
+        for prompt, p, out in zip(prompts, params, outs, strict=True):
+            assert out.finish.type == "length"
+            assert len(out.output_ids) == p.max_new_tokens
+            assert out.output_ids == one_at_a_time(prompt, p)
+
+    def test_requests_join_a_running_batch(self, engine, one_at_a_time):
+        slow = SamplingParams(temperature=0, max_new_tokens=240)
+        short = SamplingParams(temperature=0, max_new_tokens=5)
+        prompts = random_prompts(4, 5, 9, seed=8)
+        expected = [one_at_a_time(p, short) for p in prompts[1:]]
+        with ThreadPoolExecutor(8) as pool:
+            first = pool.submit(engine.generate_requests, [prompts[0]], slow)
+            while engine.get_internal_state().running_batch_size == 0:
+                pass
+            outs = engine.generate_requests(prompts[1:], short)
+            assert not first.done(), "short requests must not wait for the long one"
+            assert [out.output_ids for out in outs] == expected
+            assert first.result()[0].output_ids == one_at_a_time(prompts[0], slow)
+
+    def test_many_callers_share_dispatches(self, engine):
+        before = engine.get_internal_state().counters.num_dispatches
+        prompts = random_prompts(16, 5, 9, seed=9)
+        params = SamplingParams(temperature=0, max_new_tokens=40)
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda p: engine.generate_requests([p], params), prompts))
+        used = engine.get_internal_state().counters.num_dispatches - before
+        assert used < 16 * 10 / 2, "sequential callers would need ten dispatches each"
+
+
+class TestRandomness:
+    def test_fresh_seeds_differ(self, engine):
+        params = {"temperature": 1.0, "max_new_tokens": 20}
+        outs = engine.generate(input_ids=[[1, 2]] * 6, sampling_params=params)
+        assert len({tuple(o["output_ids"]) for o in outs}) == 6
+
+    def test_n_samples_differ_and_are_reproducible(self, engine):
+        params = {"temperature": 1.0, "max_new_tokens": 20, "n": 5, "seed": 42}
+        first = engine.generate(input_ids=[1, 2], sampling_params=params)
+        again = engine.generate(input_ids=[1, 2], sampling_params=params)
+        assert len({tuple(o["output_ids"]) for o in first}) == 5
+        assert [o["output_ids"] for o in first] == [o["output_ids"] for o in again]
+        alone = engine.generate(input_ids=[1, 2], sampling_params=params | {"n": 1})
+        assert alone["output_ids"] == first[0]["output_ids"]
+
+    def test_largest_seed(self, engine):
+        params = {"temperature": 1.0, "max_new_tokens": 4, "seed": 2**63 - 1}
+        assert engine.generate(input_ids=[1], sampling_params=params)
+
+    def test_random_seed_reproduces_an_engines_draws(self):
+        runs = []
+        for _ in range(2):
+            with make_engine(random_seed=7) as seeded:
+                runs.append(
+                    seeded.generate(input_ids=[[1, 2]] * 3, sampling_params={"max_new_tokens": 8})
+                )
+        assert [o["output_ids"] for o in runs[0]] == [o["output_ids"] for o in runs[1]]
+
+    @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+    def test_tightest_filters_are_greedy(self, engine, one_at_a_time, filters):
+        params = SamplingParams(temperature=1.0, max_new_tokens=12, **filters)
+        out = engine.generate_requests([[9, 8, 7]], params)[0]
+        assert out.output_ids == one_at_a_time([9, 8, 7], GREEDY)
+
+
+class TestStops:
+    def test_stop_token_ends_and_is_kept(self, engine, one_at_a_time):
+        prompt = [11, 12, 13]
+        ids = one_at_a_time(prompt, GREEDY)
+        cut = next(i for i in range(1, 12) if ids[i] not in ids[:i])
+        out = engine.generate(
+            input_ids=prompt,
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": 12,
+                "stop_token_ids": [ids[cut]],
+            },
+        )
+        assert out["output_ids"] == ids[: cut + 1]
+        assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[cut]}
+
+    def test_eos_and_ignore_eos(self, one_at_a_time):
+        prompt = [11, 12, 13]
+        ids = one_at_a_time(prompt, GREEDY)
+        with make_engine(model_config=with_eos(TINY, ids[2])) as other:
+            out = other.generate_requests([prompt], GREEDY)[0]
+            assert out.output_ids == ids[: ids.index(ids[2]) + 1]
+            assert out.finish.type == "stop"
+            ignoring = dataclasses.replace(GREEDY, ignore_eos=True)
+            assert other.generate_requests([prompt], ignoring)[0].output_ids == ids
+            stopping = dataclasses.replace(ignoring, stop_token_ids=(ids[0],))
+            assert other.generate_requests([prompt], stopping)[0].output_ids == ids[:1]
+
+
+class TestBadInput:
+    CASES = (
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": [[1], []]}, "the prompt is empty"),
+        ({"input_ids": list(range(100)) * 3}, "300 tokens, the limit is max_model_len - 1 = 255"),
+        (
+            {"input_ids": [1] * 200, "sampling_params": {"max_new_tokens": 100}},
+            r"prompt \(200\) plus max_new_tokens \(100\) is 300 tokens, .* = 256",
+        ),
+        ({"input_ids": [1, 128]}, r"\[0, 128\), got 128 at position 1"),
+        ({"input_ids": [-1]}, r"\[0, 128\), got -1 at position 0"),
+        ({"input_ids": [1.5]}, "integers, got dtype float64"),
+        ({"prompt": "hi", "input_ids": [1]}, "exactly one of prompt and input_ids"),
+        ({}, "exactly one of prompt and input_ids"),
+        ({"prompt": "hi"}, "needs a tokenizer"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "each of the 2 prompts, got 1"),
+        (
+            {"input_ids": [1], "sampling_params": {"max_new_tokens": 9, "temprature": 0}},
+            "unknown sampling field 'temprature'; did you mean 'temperature'",
+        ),
+        ({"input_ids": [1], "sampling_params": {"n", 2}}, "must be a dict"),
+    )
+
+    @pytest.mark.parametrize(("arguments", "message"), CASES)
+    def test_is_refused_and_the_engine_serves_on(self, engine, arguments, message):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.generate(**arguments)
+        assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})
+        assert_idle(engine)
+
+    FIELDS = (
+        ("temperature", -0.1, ">= 0 and finite, got -0.1"),
+        ("temperature", float("nan"), "finite, got nan"),
+        ("temperature", "hot", "number"),
+        ("top_p", 0.0, r"\(0, 1\], got 0.0"),
+        ("top_p", 1.1, r"\(0, 1\], got 1.1"),
+        ("top_p", None, "number"),
+        ("min_p", -0.5, r"\[0, 1\]"),
+        ("top_k", 0, ">= 1 .*-1 or None"),
+        ("top_k", 2.5, "integer"),
+        ("n", 0, ">= 1, got 0"),
+        ("max_new_tokens", 0, ">= 1, got 0"),
+        ("max_new_tokens", True, "integer"),
+        ("seed", -1, "between 0 and"),
+        ("seed", 2**63, "between 0 and"),
+        ("stop_token_ids", [-3], ">= 0, got -3"),
+        ("stop_token_ids", "abc", "list of integers"),
+        ("ignore_eos", 1, "True or False"),
+    )
+
+    @pytest.mark.parametrize(("field", "value", "message"), FIELDS)
+    def test_sampling_field(self, field, value, message):
+        with pytest.raises(InvalidRequestError, match=f"{field} .*{message}"):
+            SamplingParams.from_dict({field: value})
+
+    def test_too_many_stop_ids(self, engine):
+        with pytest.raises(InvalidRequestError, match="at most 16, got 17"):
+            engine.generate(
+                input_ids=[1],
+                sampling_params={"max_new_tokens": 1, "stop_token_ids": list(range(17))},
+            )
+
+    def test_more_kv_than_the_pool_holds(self):
+        with (
+            make_engine(num_kv_tokens=32) as small,
+            pytest.raises(InvalidRequestError, match="needs 40 KV tokens, the pool holds 32"),
+        ):
+            small.generate(input_ids=[1] * 21, sampling_params={"max_new_tokens": 20})
+
+    OPTIONS = (
+        ({"pagesize": 4}, "unknown engine option 'pagesize'; did you mean 'page_size'"),
+        ({"page_size": 0}, "page_size must be an integer >= 1, got 0"),
+        ({"max_running_requests": 2.5}, "max_running_requests"),
+        ({"mem_fraction_static": 1.5}, r"mem_fraction_static must be in \(0, 1\), got 1.5"),
+        ({"dtype": "int8"}, "dtype must be None or one of"),
+        ({"max_model_len": 512}, "at most the model's context length 256, got 512"),
+        ({"attention_backend": "flash"}, "unknown attention_backend 'flash'"),
+        ({"batch_buckets": (4,)}, r"must reach max_running_requests \(8\)"),
+        ({"token_buckets": (100,)}, "multiples of 16"),
+        ({"num_kv_tokens": 2}, "num_kv_tokens must be an integer >= 4"),
+        ({"load_format": "gguf"}, "load_format must be one of"),
+        ({"init_new_token_ratio": 2.0}, r"init_new_token_ratio must be in \[0, 1\]"),
+    )
+
+    @pytest.mark.parametrize(("options", "message"), OPTIONS)
+    def test_engine_option(self, options, message):
+        threads = threading.active_count()
+        with pytest.raises(InvalidConfigError, match=message):
+            make_engine(**options)
+        assert threading.active_count() == threads
+
+    def test_config_and_options_exclude_one_another(self):
+        with pytest.raises(InvalidConfigError, match="not both"):
+            Engine(model_config=TINY, config=EngineConfig(), page_size=4)
+
+
+class TestCompilation:
+    def test_after_warmup_nothing_compiles(self):
+        compiles = []
+
+        def listen(name, duration, **_):
+            if name == "/jax/core/compile/backend_compile_duration":
+                compiles.append(duration)
+
+        with make_engine(forbid_compile=True, chunked_prefill_size=64) as warm:
+            assert warm.warmup() == 3  # prefill of 64 tokens, decode of 1 and of 8 rows
+            assert warm.warmup() == 0
+            jax.monitoring.register_event_duration_secs_listener(listen)
+            try:
+                for seed in (1, 2):
+                    prompts = random_prompts(20, 1, 120, seed=seed)
+                    params = [
+                        SamplingParams(
+                            temperature=0.5 * (i % 3),
+                            top_k=5 if i % 2 else -1,
+                            max_new_tokens=1 + i,
+                        )
+                        for i in range(20)
+                    ]
+                    outs = warm.generate_requests(prompts, params)
+                    assert all(o.num_cache_misses == 0 for o in outs)
+            finally:
+                jax.monitoring.unregister_event_duration_listener(listen)
+        assert not compiles
+
+    def test_forbid_compile_fails_only_what_needs_it(self):
+        with make_engine(forbid_compile=True) as warm:
+            warm.warmup()
+            with pytest.raises(CompileForbiddenError, match="score"):
+                warm.score([[1, 2, 3]])
+            assert warm.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})
+
+    def test_compiles_are_counted_and_reported(self):
+        with make_engine() as cold:
+            params = {"max_new_tokens": 2}
+            out = cold.generate(input_ids=[1, 2], sampling_params=params)
+            state = cold.get_internal_state()
+            assert out["meta_info"]["cache_miss_count"] == state.num_compiles == 2
+            again = cold.generate(input_ids=[3, 4], sampling_params=params)
+            assert again["meta_info"]["cache_miss_count"] == 0
+
+
+class TestAsync:
+    def test_async_generate(self, engine, one_at_a_time):
+        async def main():
+            return await asyncio.gather(
+                *(
+                    engine.async_generate(input_ids=p, sampling_params=GREEDY)
+                    for p in ([1, 2], [3, 4, 5])
+                )
+            )
+
+        outs = asyncio.run(main())
+        assert outs[0]["output_ids"] == one_at_a_time([1, 2], GREEDY)
+        assert outs[1]["output_ids"] == one_at_a_time([3, 4, 5], GREEDY)
+
+    def test_blocking_generate_inside_a_running_loop(self, engine):
+        async def main():
+            return engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
+
+        assert len(asyncio.run(main())["output_ids"]) == 12
+
+    def test_cancelling_the_task_frees_the_pages(self, engine):
+        async def main():
+            long = SamplingParams(max_new_tokens=250, ignore_eos=True)
+            task = asyncio.create_task(
+                engine.async_generate(input_ids=[[1, 2]] * 8, sampling_params=long)
+            )
+            while engine.get_internal_state().running_batch_size == 0:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(main())
+        assert_idle(engine)
+
+
+class TestAbort:
+    def test_aborted_request_returns_what_it_has(self, engine):
+        long = SamplingParams(temperature=0, max_new_tokens=250, ignore_eos=True)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(engine.generate_requests, [[1, 2]], long)
+            while not engine._loop._futures:
+                time.sleep(0.001)
+            rid = next(iter(engine._loop._futures))
+            assert engine.abort_request(rid)
+            out = future.result()[0]
+        assert out.rid == rid
+        assert out.finish.type == "abort"
+        assert len(out.output_ids) == len(out.logprobs) < 250
+        assert not engine.abort_request(rid)
+        assert_idle(engine)
+
+
+class TestFailure:
+    def test_failing_step_fails_its_requests_only(self, engine, one_at_a_time, monkeypatch):
+        runner = engine._loop._runner
+        real = runner.decode
+
+        def broken(output):
+            monkeypatch.setattr(runner, "decode", real)
+            jax.tree.map(lambda x: x.delete(), runner.kv)  # as if donated to a failed program
+            raise RuntimeError("planted fault")
+
+        monkeypatch.setattr(runner, "decode", broken)
+        with pytest.raises(EngineStepError, match="planted fault"):
+            engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY)
+        assert_idle(engine)
+        assert engine.generate_requests([[9, 8, 7]], GREEDY)[0].output_ids == one_at_a_time(
+            [9, 8, 7], GREEDY
+        )
+
+    def test_waiting_requests_survive_a_failing_step(self, one_at_a_time, monkeypatch):
+        with make_engine(max_running_requests=1) as small:
+            runner = small._loop._runner
+            real, calls = runner.decode, []
+
+            def flaky(output):
+                calls.append(output)
+                if len(calls) == 1:
+                    raise RuntimeError("planted fault")
+                return real(output)
+
+            monkeypatch.setattr(runner, "decode", flaky)
+            with ThreadPoolExecutor(3) as pool:
+                futures = [
+                    pool.submit(small.generate_requests, [[9, 8, 7]], GREEDY) for _ in range(3)
+                ]
+                errors = [f for f in futures if f.exception() is not None]
+                assert len(errors) == 1
+                for future in set(futures) - set(errors):
+                    assert future.result()[0].output_ids == one_at_a_time([9, 8, 7], GREEDY)
+            assert_idle(small)
+
+
+class TestLife:
+    def engine_threads(self):
+        return [t for t in threading.enumerate() if t.name.startswith("sgljax-engine")]
+
+    def test_after_shutdown_everything_is_refused(self):
+        other = make_engine()
+        other.shutdown()
+        other.shutdown()
+        for call in (
+            lambda: other.generate(input_ids=[1], sampling_params=GREEDY),
+            lambda: other.update_weights(spread_weights()),
+            lambda: other.score([[1, 2]]),
+            other.warmup,
+            other.get_internal_state,
+        ):
+            with pytest.raises(EngineShutdownError):
+                call()
+
+    def test_shutdown_fails_what_is_unfinished(self):
+        other = make_engine()
+        long = SamplingParams(max_new_tokens=250)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(other.generate_requests, [[1, 2]] * 20, long)
+            while not other._loop._futures:
+                time.sleep(0.001)
+            other.shutdown()
+            with pytest.raises(EngineShutdownError):
+                future.result()
+
+    def test_shutdown_ends_threads_and_frees_arrays(self):
+        gc.collect()
+        threads, arrays = len(self.engine_threads()), len(jax.live_arrays())
+        other = make_engine()
+        other.generate(input_ids=[1, 2], sampling_params=GREEDY)
+        assert len(self.engine_threads()) == threads + 2
+        other.shutdown()
+        gc.collect()
+        assert len(self.engine_threads()) == threads
+        assert len(jax.live_arrays()) <= arrays
+
+    def test_dropping_the_engine_ends_threads_and_frees_arrays(self):
+        gc.collect()
+        threads, arrays = len(self.engine_threads()), len(jax.live_arrays())
+        other = make_engine()
+        other.generate(input_ids=[1, 2], sampling_params=GREEDY)
+        alive = weakref.ref(other)
+        loop_thread = other._loop._thread
+        del other
+        gc.collect()
+        assert alive() is None
+        loop_thread.join(timeout=30)
+        gc.collect()
+        assert len(self.engine_threads()) == threads
+        assert len(jax.live_arrays()) <= arrays
+
+    def test_idle_engine_uses_no_cpu(self, engine):
+        engine.get_internal_state()
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1
+
+    def test_two_engines_in_one_process(self, engine, one_at_a_time):
+        with make_engine(page_size=8) as other, ThreadPoolExecutor(2) as pool:
+            params = SamplingParams(temperature=0, max_new_tokens=30)
+            a = pool.submit(engine.generate_requests, [[1, 2]], params)
+            b = pool.submit(other.generate_requests, [[1, 2]], params)
+            assert a.result()[0].output_ids == b.result()[0].output_ids

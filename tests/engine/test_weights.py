@@ -1,0 +1,329 @@
+"""Rules, plans, transformation, loading: what fits is exact, what does not is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from sgljax_engine import (
+    Engine,
+    InvalidConfigError,
+    ModelConfig,
+    Rule,
+    SamplingParams,
+    UnsupportedModelError,
+    WeightLoadError,
+    WeightSyncError,
+    flatten_named,
+)
+from sgljax_engine.weights.rules import match
+from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
+from tests.engine.models import TINY, spread_weights
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
+
+
+def target(shape, *, is_transposed=False, alias="", dtype=jnp.float32):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return TargetSpec(shape, jnp.dtype(dtype), is_transposed, sharding, alias)
+
+
+def sync(source, rules, targets):
+    return apply(plan_sync(source_spec(source), rules, targets), source)
+
+
+class TestRules:
+    def test_wildcards_match_one_component(self):
+        rules = [Rule("layers.*.mlp.*.w", "model.layers.*.*.weight"), Rule("skip.*", None)]
+        assert match(rules, "layers.12.mlp.up.w").target == "model.layers.12.up.weight"
+        assert match(rules, "layers.1.2.mlp.up.w") is None
+        assert match(rules, "skip.this").target is None
+        assert match(rules, "layersX1Xmlp.up.w") is None
+
+    def test_first_rule_wins(self):
+        rules = [Rule("a.0", "first"), Rule("a.*", "second")]
+        assert match(rules, "a.0").target == "first"
+        assert match(rules, "a.1").target == "second"
+
+    def test_flatten_named(self):
+        tree = {"a": [np.zeros(1), {"b": np.ones(2)}], "c.d": np.zeros(3)}
+        assert list(flatten_named(tree)) == ["a.0", "a.1.b", "c.d"]
+
+
+class TestApply:
+    def test_transpose_hook_reshape_cast_and_physical_transpose(self):
+        x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+        rules = [Rule("x", "y", (2, 0, 1), lambda a: a * 2)]
+        made = sync({"x": x}, rules, {"y": target((5, 12), is_transposed=True, dtype="bfloat16")})
+        expected = (x.transpose(2, 0, 1) * 2).reshape(5, 12).T.astype(jnp.bfloat16)
+        assert made["y"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(made["y"]), expected)
+
+    def test_alias_names_the_target(self):
+        made = sync(
+            {"x": np.ones(2)}, [Rule("x", "norm.scale")], {"n": target((2,), alias="norm.scale")}
+        )
+        np.testing.assert_array_equal(made["n"], [1, 1])
+
+    def test_never_aliases_the_source(self):
+        source = {"x": jnp.arange(8.0).reshape(2, 4), "y": jnp.ones((4, 4))}
+        targets = {"x": target((2, 4)), "y": target((4, 4), is_transposed=True)}
+        made = sync(source, [Rule("*", "*")], targets)
+        for name, array in made.items():
+            assert array.unsafe_buffer_pointer() != source[name].unsafe_buffer_pointer()
+            source[name].delete()
+        np.testing.assert_array_equal(made["x"], np.arange(8.0).reshape(2, 4))
+
+    def test_a_plan_refuses_another_source(self):
+        plan = plan_sync(source_spec({"x": np.ones(2)}), [Rule("x", "x")], {"x": target((2,))})
+        with pytest.raises(WeightSyncError, match="changed"):
+            apply(plan, {"x": np.ones(3)})
+
+    def test_plan_runs_again_without_compiling(self):
+        plan = plan_sync(source_spec({"x": jnp.ones(2)}), [Rule("x", "x")], {"x": target((2,))})
+        for value in (1.0, 2.0):
+            made = apply(plan, {"x": jnp.full(2, value)})
+            np.testing.assert_array_equal(made["x"], [value, value])
+        assert plan.program.at_target._cache_size() == 1
+
+
+class TestPlanErrors:
+    CASES = (
+        ({}, [], {"w": (2,)}, ["parameter 'w' [2] is missing"]),
+        ({"v": (2,)}, [Rule("w", "w")], {"w": (2,)}, ["'v' [2] is mapped by no rule", "'w'"]),
+        ({"v": (2,)}, [Rule("v", "u")], {"w": (2,)}, ["'v' maps to 'u', which the model"]),
+        (
+            {"a": (2,), "b": (2,)},
+            [Rule("*", "w")],
+            {"w": (2,)},
+            ["'b' and 'a' both map to 'w'"],
+        ),
+        ({"w": (2, 3)}, [Rule("w", "w")], {"w": (3, 2)}, ["'w' [2, 3] for 'w' [3, 2]"]),
+        ({"w": (6,)}, [Rule("w", "w")], {"w": (5,)}, ["'w' [6] for 'w' [5]"]),
+        (
+            {"w": (2, 3)},
+            [Rule("w", "w", (1, 0))],
+            {"w": (2, 3)},
+            ["after transpose and hook: [3, 2]"],
+        ),
+        ({"w": (2, 3)}, [Rule("w", "w", (0,))], {"w": (2, 3)}, ["'w' [2, 3]"]),
+        (
+            {"w": (2,)},
+            [Rule("w", "w", None, lambda x: x["no"])],
+            {"w": (2,)},
+            ["'w' [2] for 'w' [2]"],
+        ),
+    )
+
+    @pytest.mark.parametrize(("source", "rules", "targets", "messages"), CASES)
+    def test_names_the_problem(self, source, rules, targets, messages):
+        arrays = {name: np.ones(shape, np.float32) for name, shape in source.items()}
+        specs = {name: target(shape) for name, shape in targets.items()}
+        with pytest.raises(WeightSyncError) as caught:
+            plan_sync(source_spec(arrays), rules, specs)
+        for message in messages:
+            assert message in str(caught.value)
+
+    def test_lists_every_problem_at_once(self):
+        source = source_spec({f"s{i}": np.ones(i + 1) for i in range(5)})
+        with pytest.raises(WeightSyncError) as caught:
+            plan_sync(source, [], {f"t{i}": target((1,)) for i in range(5)})
+        for i in range(5):
+            assert f"'s{i}'" in str(caught.value)
+            assert f"'t{i}'" in str(caught.value)
+
+    def test_integers_are_no_weights(self):
+        source = source_spec({"w": np.ones(2, np.int32)})
+        with pytest.raises(WeightSyncError, match="int32 is not a floating-point type"):
+            plan_sync(source, [Rule("w", "w")], {"w": target((2,))})
+
+    def test_a_leaf_that_is_no_array(self):
+        with pytest.raises(WeightSyncError, match="'w' must be an array, got str"):
+            source_spec({"w": "weights"})
+
+
+class TestEngineUpdate:
+    @pytest.fixture
+    def engine(self):
+        with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as engine:
+            yield engine
+
+    def run(self, engine):
+        return engine.generate_requests([[1, 2, 3]], GREEDY)[0]
+
+    def test_update_changes_output_and_version(self, engine):
+        first = self.run(engine)
+        assert first.weight_version == engine.weight_version == 0
+        assert engine.update_weights(spread_weights(seed=1)) == 1
+        second = self.run(engine)
+        assert second.weight_version == engine.weight_version == 1
+        assert second.output_ids != first.output_ids
+        engine.update_weights(spread_weights())
+        assert self.run(engine).output_ids == first.output_ids
+
+    @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "dtype"])
+    def test_bad_update_names_the_parameter_and_keeps_serving(self, engine, fault):
+        name = "model.layers.1.mlp.up_proj.weight"
+        weights = spread_weights(seed=1)
+        if fault == "missing":
+            del weights[name]
+        elif fault == "extra":
+            name = "model.layers.7.mlp.up_proj.weight"
+            weights[name] = np.ones((32, 64), np.float32)
+        elif fault == "shape":
+            weights[name] = weights[name].T
+        else:
+            weights[name] = weights[name].astype(np.int32)
+        before = self.run(engine)
+        with pytest.raises(WeightSyncError, match=name):
+            engine.update_weights(weights)
+        assert engine.weight_version == 0
+        assert self.run(engine).output_ids == before.output_ids
+
+    def test_failing_transformation_keeps_serving(self, engine):
+        before = self.run(engine)
+        weights = {name: jnp.asarray(w) for name, w in spread_weights(seed=1).items()}
+        weights["model.norm.weight"].delete()
+        with pytest.raises(WeightSyncError, match="failed"):
+            engine.update_weights(weights)
+        assert self.run(engine).output_ids == before.output_ids
+
+    def test_update_during_generation_loses_nothing(self, engine):
+        from concurrent.futures import ThreadPoolExecutor
+
+        long = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
+        alone = engine.generate_requests([[1, 2, 3]], long)[0]
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(engine.generate_requests, [[1, 2, 3]] * 4, long)
+            while engine.get_internal_state().running_batch_size == 0:
+                pass
+            engine.update_weights(spread_weights())  # the same weights: the same output
+            outs = future.result()
+        assert all(out.output_ids == alone.output_ids for out in outs)
+        assert all(out.num_retractions == 1 for out in outs)
+        assert all(out.weight_version == 1 for out in outs)
+        for out in outs:
+            np.testing.assert_allclose(out.logprobs, alone.logprobs, atol=1e-4)
+
+
+class TestHFFolder:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return Path(shutil.copytree(GOLDEN / "qwen3_gqa_tied", tmp_path / "model"))
+
+    def edit(self, folder, name="config.json", **fields):
+        config = json.loads((folder / name).read_text())
+        for key, value in fields.items():
+            if value is None:
+                config.pop(key, None)
+            else:
+                config[key] = value
+        (folder / name).write_text(json.dumps(config))
+
+    def test_reads_config_generation_config_and_tokenizer(self, folder):
+        with Engine(folder, dtype="float32") as engine:
+            assert engine.model_config.eos_token_ids == (1, 4)
+            params = engine.get_default_sampling_params()
+            assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
+            out = engine.generate("hello world", {"temperature": 0, "max_new_tokens": 5})
+            assert out["text"]
+            assert out["meta_info"]["prompt_tokens"] > 0
+
+    def test_rope_theta_is_read_from_both_places(self, folder):
+        nested = ModelConfig.from_hf_folder(folder).rope_theta
+        self.edit(folder, rope_parameters=None, rope_theta=nested)
+        assert ModelConfig.from_hf_folder(folder).rope_theta == nested
+        self.edit(folder, rope_theta=None)
+        with pytest.raises(InvalidConfigError, match="no 'rope_theta'"):
+            ModelConfig.from_hf_folder(folder)
+
+    UNSUPPORTED = (
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported"),
+        ({"architectures": []}, "None is not supported"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
+    )
+
+    @pytest.mark.parametrize(("fields", "message"), UNSUPPORTED)
+    def test_unsupported(self, folder, fields, message):
+        self.edit(folder, **fields)
+        with pytest.raises(UnsupportedModelError, match=message):
+            Engine(folder)
+
+    def test_missing_config_field(self, folder):
+        self.edit(folder, vocab_size=None)
+        with pytest.raises(InvalidConfigError, match="'vocab_size'"):
+            Engine(folder)
+
+    def test_no_such_folder(self):
+        with pytest.raises(InvalidConfigError, match="must be a folder"):
+            Engine("/no/such/folder")
+
+    def test_broken_json(self, folder):
+        (folder / "config.json").write_text("{")
+        with pytest.raises(InvalidConfigError, match=r"cannot read .*config.json"):
+            Engine(folder)
+
+    @pytest.mark.parametrize("size", [0, 5, 1000, -1])
+    def test_truncated_safetensors(self, folder, size):
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(WeightLoadError, match=r"cannot read .*model\.safetensors"):
+            Engine(folder)
+
+    def test_missing_safetensors(self, folder):
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(WeightLoadError, match="no such weights file"):
+            Engine(folder)
+
+    def test_missing_shard_and_wrong_index(self, tmp_path):
+        folder = Path(shutil.copytree(GOLDEN / "qwen3_mha_sharded", tmp_path / "model"))
+        shard = sorted(folder.glob("model-*.safetensors"))[1]
+        content = shard.read_bytes()
+        shard.unlink()
+        with pytest.raises(WeightLoadError, match=f"no such weights file: .*{shard.name}"):
+            Engine(folder)
+        shard.write_bytes(content)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"]["model.ghost.weight"] = shard.name
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(WeightLoadError, match=r"model\.ghost\.weight"):
+            Engine(folder)
+
+    def test_missing_tensor_is_named(self, folder):
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.layers.0.self_attn.q_norm.weight"]
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(WeightSyncError, match=r"layers\.0\.self_attn\.q_norm"):
+            Engine(folder)
+
+    def test_tied_checkpoint_may_carry_a_head(self, folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        save_file(tensors, folder / "model.safetensors")
+        with Engine(folder, dtype="float32") as engine:
+            golden = np.load(folder / "golden.npz")
+            out = engine.generate_requests([golden["prompt_1"].tolist()], GREEDY)[0]
+            assert out.output_ids == golden["greedy_1"][:8].tolist()
+
+    def test_dummy_weights(self, folder):
+        (folder / "model.safetensors").unlink()
+        with Engine(folder, load_format="dummy", random_seed=1) as engine:
+            params = {"max_new_tokens": 3}
+            assert engine.generate(input_ids=[5], sampling_params=params)["output_ids"]
+
+    def test_dtype_comes_from_the_checkpoint(self):
+        with Engine(GOLDEN / "qwen3_bf16_tied") as engine:
+            assert engine._loop._runner.weights["model.norm.weight"].dtype == jnp.bfloat16
+            params = {"max_new_tokens": 3}
+            assert engine.generate(input_ids=[5], sampling_params=params)["output_ids"]
