@@ -1,0 +1,76 @@
+"""Several devices: tensor parallelism, and weights that come from elsewhere.
+
+Runs in a process of its own with eight host devices, since JAX fixes their number at start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams
+from tests.engine.models import TINY, random_prompts, spread_weights
+
+devices = np.asarray(jax.devices())
+assert len(devices) == 8
+prompts = random_prompts(9, 1, 40)
+params = SamplingParams(temperature=0, max_new_tokens=20)
+
+def outputs(engine):
+    return [o.output_ids for o in engine.generate_requests(prompts, params)]
+
+with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
+    expected = outputs(single)
+    scored = single.score(prompts[:3])
+
+    for shape in ((4, 2), (8, 1)):
+        mesh = Mesh(devices.reshape(shape), ("fsdp", "tp"))
+        # The trainer's arrays: sharded over the same devices, or on another part of them.
+        sharded = {
+            name: jax.device_put(w, NamedSharding(mesh, P("fsdp" if w.shape[0] % 8 == 0 else None)))
+            for name, w in spread_weights().items()
+        }
+        with Engine(model_config=TINY, weights=sharded, mesh=mesh, page_size=4) as engine:
+            assert outputs(engine) == expected, shape
+            for a, b in zip(engine.score(prompts[:3]), scored):
+                np.testing.assert_allclose(a, b, atol=1e-4)
+            layer = engine._loop._runner.kv[0].k
+            assert len(layer.sharding.device_set) == 8
+            shard = layer.addressable_shards[0].data.shape
+            assert shard[1] == TINY.num_kv_heads // shape[1], shard
+            elsewhere = jax.device_put(spread_weights(seed=1), devices[3])
+            engine.update_weights(elsewhere)
+            assert outputs(engine) != expected
+            engine.update_weights(sharded)
+            assert outputs(engine) == expected
+
+    second = Mesh(devices[4:5].reshape(1, 1), ("fsdp", "tp"))
+    source = jax.device_put(spread_weights(), devices[0])
+    with Engine(model_config=TINY, weights=source, mesh=second) as engine:
+        assert outputs(engine) == expected
+        assert engine._loop._runner.kv[0].k.devices() == {devices[4]}
+
+try:
+    Engine(model_config=TINY, mesh=Mesh(devices.reshape(2, 4), ("fsdp", "tp")))
+except InvalidConfigError as error:
+    assert "num_kv_heads must be a multiple of the mesh's 'tp' size (4), got 2" in str(error)
+else:
+    raise AssertionError("2 kv heads cannot be spread over 4 devices")
+print("mesh ok")
+"""
+
+
+def test_eight_devices():
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "mesh ok" in result.stdout
