@@ -1,0 +1,15 @@
+"""Shared test set-up: a compilation cache of the repository's own.
+
+Tests build many engines with equal programs; the cache compiles each once. It is a folder of
+this checkout, so that tests neither use nor fill the user's cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
