@@ -100,7 +100,7 @@ def build_loop(
     static = ProgramContext(
         model=definition,
         context=ModelContext(model, placement.layout),
-        attention=get_backend(config.runtime.attention_backend),
+        attention=get_backend(config.runtime.attention_backend, placement.platform),
         page_size=page_size,
         max_steps=config.scheduler.decode_steps,
     )

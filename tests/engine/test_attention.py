@@ -21,10 +21,16 @@ def reference(q, k, v, q_pos):
     return np.einsum("nqs,snh->qnh", weights / weights.sum(-1, keepdims=True), v)
 
 
+def as_pages(pool, page_size):
+    """[num_slots, K, H] to the cache's [num_pages, K, page_size, H]."""
+    return pool.reshape(-1, page_size, *pool.shape[1:]).swapaxes(1, 2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page_size", [1, 4, 16, 128])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (8, 1), (3, 3)])
-@pytest.mark.parametrize("num_queries", [1, 16])
+@pytest.mark.parametrize(
+    ("page_size", "num_heads", "num_kv_heads", "num_queries"),
+    [(1, 4, 2, 1), (4, 8, 1, 16), (16, 3, 3, 1), (16, 4, 2, 16), (128, 8, 1, 1), (128, 3, 3, 16)],
+)
 def test_ragged_blocks(backend, page_size, num_heads, num_kv_heads, num_queries):
     rng = np.random.default_rng(0)
     head_dim = 12
@@ -52,9 +58,8 @@ def test_ragged_blocks(backend, page_size, num_heads, num_kv_heads, num_queries)
 
     out = BACKENDS[backend](
         jnp.asarray(queries),
-        LayerKV(jnp.asarray(pool_k), jnp.asarray(pool_v)),
+        LayerKV(*(jnp.asarray(as_pages(pool, page_size)) for pool in (pool_k, pool_v))),
         BlockTables(jnp.asarray(table), jnp.asarray(positions), jnp.asarray(kv_lens)),
-        page_size,
     )
     for i in range(len(lengths)):
         expected = reference(queries[i], keys[i], values[i], positions[i])
@@ -72,15 +77,18 @@ def test_dense_matches_reference():
 
 
 def test_write_drops_what_has_no_slot():
-    layer = LayerKV(jnp.zeros((4, 1, 2)), jnp.zeros((4, 1, 2)))
-    new = jnp.ones((3, 1, 2))
-    slots = jnp.asarray([2, np.iinfo(np.int32).max, 0])
+    layer = LayerKV(jnp.zeros((2, 3, 4, 5)), jnp.zeros((2, 3, 4, 5)))
+    new = jnp.arange(3.0 * 3 * 5).reshape(3, 3, 5) + 1
+    slots = jnp.asarray([6, np.iinfo(np.int32).max, 0])
     written = write_kv(layer, new, 2 * new, slots)
-    np.testing.assert_array_equal(written.k[:, 0, 0], [1, 0, 1, 0])
-    np.testing.assert_array_equal(written.v[:, 0, 0], [2, 0, 2, 0])
+    expected = np.zeros((2, 3, 4, 5))
+    expected[1, :, 2], expected[0, :, 0] = new[0], new[2]
+    np.testing.assert_array_equal(written.k, expected)
+    np.testing.assert_array_equal(written.v, 2 * expected)
 
 
 def test_unknown_backend():
     with pytest.raises(InvalidConfigError, match="'xlaa'; did you mean 'xla'"):
-        get_backend("xlaa")
-    assert get_backend("auto") in BACKENDS.values()
+        get_backend("xlaa", "cpu")
+    assert get_backend("auto", "cpu") is BACKENDS["xla_rows"]
+    assert get_backend("auto", "tpu") is BACKENDS["xla"]

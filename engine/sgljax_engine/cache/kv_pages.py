@@ -1,8 +1,9 @@
 """The device arrays of the paged KV cache.
 
-Each layer has one K and one V array of shape [num_slots, num_kv_heads, head_dim], where slot
-`page * page_size + offset` holds one token. The arrays are donated to every program that writes
-them and come back as its output, so the pool exists once.
+Each layer has one K and one V array of shape [num_pages, num_kv_heads, page_size, head_dim]; slot
+`page * page_size + offset` holds one token. Heads come before tokens, so that attention contracts
+a page without transposing it. The arrays are donated to every program that writes them and come
+back as its output, so the pool exists once.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ class LayerKV(NamedTuple):
     """One layer's cache.
 
     Shape:
-        k, v: [num_slots, num_kv_heads, head_dim]
+        k, v: [num_pages, num_kv_heads, page_size, head_dim]
     """
 
     k: jax.Array
     v: jax.Array
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.k.shape[2]
 
 
 KVPages = tuple[LayerKV, ...]
@@ -32,14 +38,15 @@ KVPages = tuple[LayerKV, ...]
 def allocate_kv_pages(
     *,
     num_layers: int,
-    num_slots: int,
+    num_pages: int,
+    page_size: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding,
 ) -> KVPages:
     """Allocates a zeroed cache on the sharding's devices. Engine thread only."""
-    shape = (num_slots, num_kv_heads, head_dim)
+    shape = (num_pages, num_kv_heads, page_size, head_dim)
     zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
     return tuple(LayerKV(zeros(), zeros()) for _ in range(num_layers))
 
@@ -50,13 +57,14 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype:
 
 
 def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
-    """Writes one token's K and V to each slot; slots >= num_slots are dropped.
+    """Writes one token's K and V to each slot; slots beyond the pool are dropped.
 
     Shape:
         k, v: [T, num_kv_heads, head_dim]
         slots: [T] int32
     """
+    pages, offsets = slots // layer.page_size, slots % layer.page_size
     return LayerKV(
-        layer.k.at[slots].set(k, mode="drop"),
-        layer.v.at[slots].set(v, mode="drop"),
+        layer.k.at[pages, :, offsets].set(k, mode="drop"),
+        layer.v.at[pages, :, offsets].set(v, mode="drop"),
     )

@@ -4,8 +4,8 @@ Every backend implements `PagedAttention`. A batch consists of `N` *blocks* of `
 each block of one request: prefill cuts its ragged tokens into such blocks, decode uses Q = 1.
 So one function serves both.
 
-Shape legend: N blocks, Q queries in a block, K kv heads, G query heads a kv head, H head dim,
-S keys in a step of the loop, P pages of a request.
+Shape legend: N blocks, Q queries in a block, D query heads, K kv heads, R rows of queries that
+share a kv head, h head dim, S keys in a step of the loop, P pages of a request.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class BlockTables(NamedTuple):
 
 
 class PagedAttention(Protocol):
-    """Causal attention of query blocks over their requests' pages."""
+    """Causal attention of query blocks over their requests' pages.
 
-    def __call__(
-        self, q_NQHd: jax.Array, layer: LayerKV, tables: BlockTables, page_size: int
-    ) -> jax.Array:
+    Keys at or beyond `kv_lens` must never be used, whatever the memory holds.
+    """
+
+    def __call__(self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
         """Attends.
 
         Args:
-            q_NQHd: [N, Q, num_heads, head_dim] queries.
+            q_NQDh: [N, Q, num_heads, head_dim] queries.
             layer: The cache, which already holds the keys and values of these tokens.
             tables: Where each block's keys are.
-            page_size: Tokens in a page.
 
         Returns:
             [N, Q, num_heads, head_dim], in the queries' dtype; unspecified where `kv_lens` is 0.
@@ -57,79 +57,146 @@ class PagedAttention(Protocol):
         ...
 
 
-def xla_attention(
-    q_NQHd: jax.Array, layer: LayerKV, tables: BlockTables, page_size: int
-) -> jax.Array:
-    """The portable backend: a loop over pages with an online softmax, all blocks together.
+class _Softmax(NamedTuple):
+    """Running state of an online softmax over rows of queries.
+
+    The algorithm is that of Milakov and Gimelshein (2018), as used in FlashAttention (Dao et al.,
+    2022): `acc / total` is the attention output over the keys so far.
+
+    Shape:
+        peak, total: [..., R]; acc: [..., R, H]; float32.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...], head_dim: int) -> _Softmax:
+        """Before any key."""
+        return cls(
+            peak=jnp.full(shape, _MASKED, jnp.float32),
+            total=jnp.zeros(shape, jnp.float32),
+            acc=jnp.zeros((*shape, head_dim), jnp.float32),
+        )
+
+    def add(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> _Softmax:
+        """Takes in S keys: q [..., R, H], k and v [..., S, H], seen [..., R, S]."""
+        scores = jnp.einsum("...rh,...sh->...rs", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen, scores, _MASKED)
+        peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
+        # Masked once more, so that a row that has seen no key yet adds nothing.
+        weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
+        shrink = jnp.exp(self.peak - peak)
+        new = jnp.einsum(
+            "...rs,...sh->...rh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        total = self.total * shrink + jnp.sum(weights, axis=-1)
+        return _Softmax(peak, total, self.acc * shrink[..., None] + new)
+
+    def result(self) -> jax.Array:
+        """[..., R, H]; 0 for rows that saw no key."""
+        return self.acc / jnp.maximum(self.total, jnp.finfo(jnp.float32).tiny)[..., None]
+
+
+def _group_queries(q_NQDh: jax.Array, layer: LayerKV) -> jax.Array:
+    """[N, Q, heads, H] to scaled [N, K, R, H] with R = query heads of a kv head times Q."""
+    num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
+    num_kv_heads = layer.k.shape[1]
+    q = (q_NQDh.astype(jnp.float32) * head_dim**-0.5).astype(layer.k.dtype)
+    q = q.reshape(num_blocks, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return q.transpose(0, 2, 3, 1, 4).reshape(num_blocks, num_kv_heads, -1, head_dim)
+
+
+def _ungroup(out_NKRh: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of `_group_queries`, in the shape and dtype of the queries."""
+    num_blocks, num_queries, num_heads, head_dim = like.shape
+    num_kv_heads = out_NKRh.shape[1]
+    shape = (num_blocks, num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
+    out = out_NKRh.reshape(shape).transpose(0, 3, 1, 2, 4)
+    return out.reshape(like.shape).astype(like.dtype)
+
+
+def _pages_per_step(page_size: int) -> int:
+    return max(_KEYS_PER_STEP // page_size, 1)
+
+
+def _pad_tables(tables: BlockTables, multiple: int) -> jax.Array:
+    table = tables.page_table
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))
+
+
+def xla_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+    """The portable backend: a loop over the context, all blocks together in each step.
 
     The loop ends at the longest context in the batch, so its cost does not depend on the width
-    of the page table. Algorithm: online softmax of Milakov and Gimelshein (2018) as used in
-    FlashAttention (Dao et al., 2022). Keys at or beyond `kv_lens` are never used, whatever the
-    memory holds.
+    of the page table.
     """
-    num_blocks, num_queries, num_heads, head_dim = q_NQHd.shape
-    num_kv_heads = layer.k.shape[1]
-    group = num_heads // num_kv_heads
-    pages_per_step = min(max(_KEYS_PER_STEP // page_size, 1), tables.page_table.shape[1])
-    keys_per_step = pages_per_step * page_size
-
-    k_pages = layer.k.reshape(-1, page_size, num_kv_heads, head_dim)
-    v_pages = layer.v.reshape(-1, page_size, num_kv_heads, head_dim)
-    page_table = _pad_to_multiple(tables.page_table, pages_per_step)
-
-    q = q_NQHd.astype(jnp.float32) * head_dim**-0.5
-    q = q.reshape(num_blocks, num_queries, num_kv_heads, group, head_dim)
-    q_NKRh = q.transpose(0, 2, 3, 1, 4).reshape(num_blocks, num_kv_heads, -1, head_dim)
-    q_NKRh = q_NKRh.astype(layer.k.dtype)
-    rows = group * num_queries
+    q_NKRh = _group_queries(q_NQDh, layer)
+    num_blocks, num_kv_heads, num_rows, head_dim = q_NKRh.shape
+    group = num_rows // q_NQDh.shape[1]
+    count = _pages_per_step(layer.page_size)
+    keys_per_step = count * layer.page_size
+    page_table = _pad_tables(tables, count)
     num_loops = (jnp.max(tables.kv_lens) + keys_per_step - 1) // keys_per_step
+    # [N, 1, R]: rows of a block are its queries, repeated for each query head of the group.
+    positions = jnp.tile(tables.positions, (1, group))[:, None]
 
     def load(pages: jax.Array, ids: jax.Array) -> jax.Array:
         taken = pages.at[ids].get(mode="promise_in_bounds")
-        return taken.reshape(num_blocks, keys_per_step, num_kv_heads, head_dim)
+        return taken.swapaxes(1, 2).reshape(num_blocks, num_kv_heads, keys_per_step, head_dim)
 
-    def body(
-        carry: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        step, peak, total, acc = carry
-        ids = lax.dynamic_slice_in_dim(page_table, step * pages_per_step, pages_per_step, 1)
-        key_pos_S = step * keys_per_step + jnp.arange(keys_per_step, dtype=jnp.int32)
-        exists_NS = key_pos_S[None, :] < tables.kv_lens[:, None]
-        seen_NQS = (key_pos_S[None, None, :] <= tables.positions[:, :, None]) & exists_NS[:, None]
-        seen = jnp.broadcast_to(
-            seen_NQS[:, None, None],
-            (num_blocks, 1, group, num_queries, keys_per_step),
-        ).reshape(num_blocks, 1, rows, keys_per_step)
+    def body(carry: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+        step, softmax = carry
+        ids = lax.dynamic_slice_in_dim(page_table, step * count, count, axis=1)
+        key_pos = step * keys_per_step + jnp.arange(keys_per_step, dtype=jnp.int32)
+        exists_NS = key_pos[None, :] < tables.kv_lens[:, None]
+        seen = (key_pos <= positions[..., None]) & exists_NS[:, None, None]
         # Memory beyond kv_lens may hold anything, NaN included, and 0 * NaN is NaN.
-        v = jnp.where(exists_NS[:, :, None, None], load(v_pages, ids), 0)
-        scores = jnp.einsum(
-            "nkrh,nskh->nkrs", q_NKRh, load(k_pages, ids), preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(seen, scores, _MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        # Once more, so that a row with no key so far adds nothing.
-        weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
-        shrink = jnp.exp(peak - new_peak)
-        acc = acc * shrink[..., None] + jnp.einsum(
-            "nkrs,nskh->nkrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
-        return step + 1, new_peak, total * shrink + jnp.sum(weights, axis=-1), acc
+        v = jnp.where(exists_NS[:, None, :, None], load(layer.v, ids), 0)
+        return step + 1, softmax.add(q_NKRh, load(layer.k, ids), v, seen)
 
-    shape = (num_blocks, num_kv_heads, rows)
-    carry = (
-        jnp.zeros((), jnp.int32),
-        jnp.full(shape, _MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
-    )
-    _, _, total, acc = lax.while_loop(lambda c: c[0] < num_loops, body, carry)
-    out = acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    out = out.reshape(num_blocks, num_kv_heads, group, num_queries, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q_NQHd.shape).astype(q_NQHd.dtype)
+    start = (jnp.zeros((), jnp.int32), _Softmax.start(q_NKRh.shape[:3], head_dim))
+    _, softmax = lax.while_loop(lambda carry: carry[0] < num_loops, body, start)
+    return _ungroup(softmax.result(), q_NQDh)
 
 
-def _pad_to_multiple(page_table: jax.Array, multiple: int) -> jax.Array:
-    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % multiple)))
+def xla_rows_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+    """The CPU backend: one block after another, each over its own pages only.
+
+    Reads every page once, straight from the pool, and does no work for the difference between a
+    block's context and the longest one in the batch.
+    """
+    count = _pages_per_step(layer.page_size)
+    keys_per_step = count * layer.page_size
+    q_NKRh = _group_queries(q_NQDh, layer)
+    group = q_NKRh.shape[2] // q_NQDh.shape[1]
+
+    def one_block(block: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q_KRh, pages_P, positions_Q, kv_len = block
+        positions_R = jnp.tile(positions_Q, group)
+
+        def load(pool: jax.Array, ids: jax.Array) -> jax.Array:
+            pages = [lax.dynamic_index_in_dim(pool, ids[i], 0, False) for i in range(count)]
+            return jnp.concatenate(pages, axis=1)
+
+        def body(carry: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+            step, softmax = carry
+            ids = lax.dynamic_slice_in_dim(pages_P, step * count, count)
+            key_pos_S = step * keys_per_step + jnp.arange(keys_per_step, dtype=jnp.int32)
+            exists_S = key_pos_S < kv_len
+            seen_RS = (key_pos_S[None] <= positions_R[:, None]) & exists_S[None]
+            # Memory beyond kv_len may hold anything, NaN included, and 0 * NaN is NaN.
+            v = jnp.where(exists_S[None, :, None], load(layer.v, ids), 0)
+            return step + 1, softmax.add(q_KRh, load(layer.k, ids), v, seen_RS[None])
+
+        num_loops = (kv_len + keys_per_step - 1) // keys_per_step
+        start = (jnp.zeros((), jnp.int32), _Softmax.start(q_KRh.shape[:2], q_KRh.shape[2]))
+        _, softmax = lax.while_loop(lambda carry: carry[0] < num_loops, body, start)
+        return softmax.result()
+
+    blocks = (q_NKRh, _pad_tables(tables, count), tables.positions, tables.kv_lens)
+    return _ungroup(lax.map(one_block, blocks), q_NQDh)
 
 
 def dense_attention(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
@@ -148,14 +215,18 @@ def dense_attention(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> 
     return jnp.einsum("bkgls,bskh->blkgh", weights, v_BLKH).reshape(q_BLNH.shape)
 
 
-BACKENDS: dict[str, PagedAttention] = {"xla": xla_attention}
+BACKENDS: dict[str, PagedAttention] = {"xla": xla_attention, "xla_rows": xla_rows_attention}
 """Paged attention implementations by name."""
 
 
-def get_backend(name: str) -> PagedAttention:
-    """The backend of that name; "auto" picks one; an unknown name raises InvalidConfigError."""
+def get_backend(name: str, platform: str) -> PagedAttention:
+    """The backend of that name; "auto" picks the platform's.
+
+    Raises:
+        InvalidConfigError: for an unknown name.
+    """
     if name == "auto":
-        return xla_attention
+        return xla_rows_attention if platform == "cpu" else xla_attention
     if name not in BACKENDS:
         raise InvalidConfigError(unknown_name_message("attention_backend", name, BACKENDS))
     return BACKENDS[name]

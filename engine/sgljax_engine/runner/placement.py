@@ -43,8 +43,13 @@ class Placement(NamedTuple):
 
     @property
     def kv_sharding(self) -> NamedSharding:
-        """Of [num_slots, num_kv_heads, head_dim] arrays."""
-        return NamedSharding(self.mesh, PartitionSpec(None, self._tensor_axis, None))
+        """Of [num_pages, num_kv_heads, page_size, head_dim] arrays."""
+        return NamedSharding(self.mesh, PartitionSpec(None, self._tensor_axis))
+
+    @property
+    def platform(self) -> str:
+        """JAX's name for the kind of device."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def num_tensor_shards(self) -> int:

@@ -58,7 +58,7 @@ def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables)
         assert layer is not None
         layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
         blocks = q.reshape(num_blocks, num_queries, *q.shape[1:])
-        return static.attention(blocks, layer, tables, static.page_size).reshape(q.shape), layer
+        return static.attention(blocks, layer, tables).reshape(q.shape), layer
 
     return attend
 

@@ -164,7 +164,8 @@ class ModelRunner:
         config = self.model_config
         return allocate_kv_pages(
             num_layers=config.num_layers,
-            num_slots=self._num_pages * self._static.page_size,
+            num_pages=self._num_pages,
+            page_size=self._static.page_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=self._placement.dtype,
