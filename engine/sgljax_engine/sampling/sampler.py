@@ -168,7 +168,7 @@ def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
 def _uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
     def one(seed: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, step))
+        return jax.random.uniform(jax.random.fold_in(key, step), dtype=jnp.float32)
 
     return jax.vmap(one)(seed_B2, step_B)
 

@@ -1,0 +1,48 @@
+"""A polite guest: it works under the host process's JAX settings and leaves none behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import signal, threading
+import jax, numpy as np
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_compilation_cache_dir", {cache!r})
+from sgljax_engine import Engine, SamplingParams
+from tests.engine.models import TINY, random_prompts, spread_weights
+
+handlers = {{s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}}
+before = {{name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_debug_nans")}}
+params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=1, max_new_tokens=8)
+with Engine(model_config=TINY, weights=spread_weights()) as engine:
+    outs = engine.generate_requests(random_prompts(3, 1, 30), params)
+    engine.update_weights(spread_weights())
+    again = engine.generate_requests(random_prompts(3, 1, 30), params)
+    assert [o.output_ids for o in outs] == [o.output_ids for o in again]
+    engine.score([[1, 2, 3]])
+    assert all(w.dtype == np.float32 for w in engine._loop._runner.weights.values())
+assert handlers == {{s: signal.getsignal(s) for s in handlers}}
+assert before == {{name: getattr(jax.config, name) for name in before}}
+print([o.output_ids for o in outs])
+engine = Engine(model_config=TINY, weights=spread_weights())
+engine.generate(input_ids=[1], sampling_params={{"max_new_tokens": 2}})
+# No shutdown: the interpreter must still end by itself, and cleanly.
+"""
+
+
+def test_under_unusual_jax_settings(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(cache=str(tmp_path))],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.startswith("[[")
+    assert "Traceback" not in result.stderr
