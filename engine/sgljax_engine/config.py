@@ -211,7 +211,7 @@ class SchedulerConfig:
         new_token_ratio_decay: Subtracted from the ratio at each decode dispatch.
     """
 
-    max_running_requests: int = 64
+    max_running_requests: int = 256
     chunked_prefill_size: int = 2048
     decode_steps: int = 16
     init_new_token_ratio: float = 0.7
