@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tunix.generate.mappings import MappingConfig
 from tunix.generate.tokenizer_adapter import TokenizerAdapter, TokenizerType
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
@@ -82,11 +84,13 @@ class SglJaxRollout(BaseRollout):
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._is_closed = False
-        self._pending: dict[str, Any] | None = None
         self._rules: dict[tuple[str, ...], Any] = {}
         self._call_counts: dict[int, Any] = defaultdict(itertools.count)
-        self._mapping: Any = None
+        self._mapping: MappingConfig | None = None
+        self._temperature: float | None = None
         self.bind(rollout_config or RolloutConfig())
+        if rollout_config is None:
+            self._temperature = None  # the first call's, until a training config is bound
 
     def bind(self, rollout_config: RolloutConfig) -> None:
         """Takes the cluster's training RolloutConfig.
@@ -95,7 +99,7 @@ class SglJaxRollout(BaseRollout):
         options in it have an effect until the engine is built.
         """
         sampling.check_config(rollout_config, self._mesh)
-        self._config = rollout_config
+        self._temperature = rollout_config.temperature
         if self._engine is not None:
             return  # it serves already; a request that does not fit it will say so
         sampling.apply_log_level(rollout_config)
@@ -111,7 +115,9 @@ class SglJaxRollout(BaseRollout):
         """The engine; builds it if no call has needed it yet."""
         with self._lock:
             if self._engine is None:
-                self._engine = self._build_engine()
+                # On a thread of its own: Tunix forbids transfers on the caller's while it syncs.
+                with ThreadPoolExecutor(1) as pool:
+                    self._engine = pool.submit(self._build_engine).result()
             return self._engine
 
     @property
@@ -165,6 +171,8 @@ class SglJaxRollout(BaseRollout):
             raise InvalidRequestError("prompts is empty; it needs at least one prompt")
         prompt_ids = [self._encode(str(text)) for text in texts]
         params = self._row_params(rollout_config, len(texts))
+        if self._temperature is None:
+            self._temperature = rollout_config.temperature
         outputs = self.engine.generate_requests(prompt_ids, params)
         return self._rollout_output(prompt_ids, outputs, rollout_config)
 
@@ -186,10 +194,11 @@ class SglJaxRollout(BaseRollout):
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids as Tunix's samplers make them: BOS in front unless its id is 0 or None."""
+        """Token ids as Tunix's samplers make them: BOS in front, if it is there and not 0."""
         bos = self._tokenizer.bos_id()
         ids = [int(token) for token in self._tokenizer.encode(text)]
-        return self._tokenizer.dedup_bos_ids([bos, *ids] if bos else ids)
+        has_bos = bos is not None and bos > 0
+        return self._tokenizer.dedup_bos_ids([bos, *ids] if has_bos else ids)
 
     def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
         seed = sampling.seed_to_int(config.seed)
@@ -198,9 +207,11 @@ class SglJaxRollout(BaseRollout):
             return [params] * count
         with self._lock:
             call = next(self._call_counts[seed])
-        call_seed = derive_seed(seed, call)
+        # Index 0 would hand the seed through unmixed, and one call's row could repeat another's.
+        call_seed = derive_seed(seed, call + 1)
         return [
-            dataclasses.replace(params, seed=derive_seed(call_seed, row)) for row in range(count)
+            dataclasses.replace(params, seed=derive_seed(call_seed, row + 1))
+            for row in range(count)
         ]
 
     def get_per_token_logps(
@@ -210,18 +221,25 @@ class SglJaxRollout(BaseRollout):
 
         The logits are divided by the training temperature, as in Tunix's loss, unless it is 0.
 
+        Raises:
+            InvalidRequestError: for a prompt that is all padding.
+
         Shape:
             prompt_tokens: [B, P] int32, left-padded; completion_tokens: [B, C] int32,
             right-padded; returns [B, C] float32, 0 at padding.
         """
         pad = self.pad_id()
         prompts = padding.unpad(np.asarray(prompt_tokens), pad)
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise InvalidRequestError(
+                "prompt_tokens has a row of padding alone; each needs a token"
+            )
         completions_BC = np.asarray(completion_tokens)
         completions = padding.unpad(completions_BC, pad)
         sequences = [
             np.concatenate(pair).tolist() for pair in zip(prompts, completions, strict=True)
         ]
-        scored = self.engine.score(sequences, temperature=self._config.temperature or 1.0)
+        scored = self.engine.score(sequences, temperature=self._temperature or 1.0)
         logps = [row[len(row) - len(c) :] for row, c in zip(scored, completions, strict=True)]
         return jnp.asarray(padding.spread(logps, completions_BC != pad))
 
@@ -239,25 +257,16 @@ class SglJaxRollout(BaseRollout):
             WeightSyncError: names each missing, extra or mis-shaped parameter; the old weights
                 keep serving.
         """
-        source = flatten_named(params)
-        if not source:
+        if not jax.tree.leaves(params):
             return
-        _refuse_lora(source)
-        with self._lock:
-            if self._is_closed:
-                raise EngineShutdownError("the rollout was closed")
-            if self._engine is None:
-                # Nothing sampled yet: the engine will start with these.
-                self._pending = source
-                return
-            engine = self._engine
-        engine.update_weights(source, self._rules_for(source))
+        source = self._named_source(params)
+        self.engine.update_weights(source, self._rules_for(source))
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""
         with self._lock:
             self._is_closed = True
-            engine, self._actor, self._pending = self._engine, None, None
+            engine, self._actor = self._engine, None
         if engine is not None:
             engine.shutdown()
 
@@ -266,10 +275,7 @@ class SglJaxRollout(BaseRollout):
     def _build_engine(self) -> Engine:
         if self._is_closed:
             raise EngineShutdownError("the rollout was closed")
-        source = self._pending
-        if source is None:
-            source = flatten_named(nnx.state(self._actor, nnx.Param))
-        _refuse_lora(source)
+        source = self._named_source(nnx.state(self._actor, nnx.Param))
         runtime = self._engine_config.runtime
         if runtime.dtype is None:
             dtype = np.dtype(next(iter(source.values())).dtype).name
@@ -283,8 +289,15 @@ class SglJaxRollout(BaseRollout):
             config=dataclasses.replace(self._engine_config, runtime=runtime),
         )
         # From here on weights come through update_params; do not keep the actor alive.
-        self._actor = self._pending = None
+        self._actor = None
         return engine
+
+    def _named_source(self, params: Any) -> dict[str, Any]:
+        """The trainer's parameters by dotted name, after the mapping's preprocessing."""
+        preprocess = self._mapping.preprocess_src_state if self._mapping is not None else None
+        source = flatten_named(preprocess(params) if preprocess is not None else params)
+        _refuse_lora(source)
+        return source
 
     def _rules_for(self, source: dict[str, Any]) -> Any:
         names = tuple(source)

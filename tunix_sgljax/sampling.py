@@ -13,6 +13,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from sgljax_engine import InvalidConfigError, SamplingParams
 
 _PREFIX = "rollout_sglang_jax_"
+_MAX_SEED = 2**63 - 1
 
 _HONOURED = {
     f"{_PREFIX}context_length": "max_model_len",
@@ -40,6 +41,7 @@ _HANDLED = {
     "rollout_mapping_config",
     "kv_cache_size",
     "tensor_parallel_size",
+    "data_parallel_size",
     f"{_PREFIX}model_version",
     f"{_PREFIX}log_level",
     f"{_PREFIX}kwargs",
@@ -61,6 +63,11 @@ def check_config(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> None:
             f"RolloutConfig.{field.name}={value!r} has no meaning for SglJaxRollout; leave it at "
             f"its default ({_default(field)!r})"
         )
+    if config.data_parallel_size not in (-1, 1):
+        raise InvalidConfigError(
+            "RolloutConfig.data_parallel_size must be -1 or 1, got "
+            f"{config.data_parallel_size}; data parallelism is not supported yet"
+        )
     num_shards = dict(mesh.shape).get("tp", 1) if mesh is not None else 1
     if config.tensor_parallel_size not in (-1, num_shards):
         raise InvalidConfigError(
@@ -74,8 +81,15 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in _HONOURED and value != _default(field):
+        if field.name in _HONOURED and value not in (None, _default(field)):
             options[_HONOURED[field.name]] = tuple(value) if isinstance(value, list) else value
+    # Paddings bound the batch and the prefill unless other fields do.
+    for buckets, bound in (
+        ("batch_buckets", "max_running_requests"),
+        ("token_buckets", "chunked_prefill_size"),
+    ):
+        if buckets in options:
+            options.setdefault(bound, max(options[buckets]))
     # Without a context length, what vanilla's cache would hold bounds a sequence.
     options.setdefault(
         "max_model_len",
@@ -100,7 +114,9 @@ def apply_log_level(config: RolloutConfig) -> None:
             ) from None
 
 
-def to_sampling_params(config: RolloutConfig, *, eos_id: int, seed: int | None) -> SamplingParams:
+def to_sampling_params(
+    config: RolloutConfig, *, eos_id: int | None, seed: int | None
+) -> SamplingParams:
     """The sampling parameters of one prompt.
 
     `top_p=None` means 1.0 (no filtering), as its type suggests; `top_k` None, -1 or 0 keep all
@@ -109,10 +125,11 @@ def to_sampling_params(config: RolloutConfig, *, eos_id: int, seed: int | None) 
 
     Args:
         config: Tunix's config of this call.
-        eos_id: The tokenizer's end token.
+        eos_id: The tokenizer's end token; None or negative when it has none.
         seed: Of this prompt, already made unique.
     """
-    stop = config.eos_tokens if config.eos_tokens is not None else [eos_id]
+    own = [] if eos_id is None or eos_id < 0 else [eos_id]
+    stop = config.eos_tokens if config.eos_tokens is not None else own
     return SamplingParams(
         temperature=config.temperature,
         top_p=1.0 if config.top_p is None else config.top_p,
@@ -129,6 +146,8 @@ def seed_to_int(seed: Any) -> int | None:
     if seed is None:
         return None
     if isinstance(seed, (int, np.integer)):
+        if not 0 <= seed <= _MAX_SEED:
+            raise InvalidConfigError(f"RolloutConfig.seed must be in [0, 2**63 - 1], got {seed}")
         return int(seed)
     if isinstance(seed, jax.Array) and jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
@@ -138,7 +157,7 @@ def seed_to_int(seed: Any) -> int | None:
     value = 0
     for word in words.tolist():
         value = (value << 32) | (int(word) & 0xFFFFFFFF)
-    return value & (2**63 - 1)
+    return value & _MAX_SEED
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -12,7 +12,7 @@ import jax
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
-from sgljax_engine.config import EngineConfig, ModelConfig, read_json
+from sgljax_engine.config import TOKEN_BLOCK, EngineConfig, ModelConfig, read_json
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.attention import get_backend
 from sgljax_engine.loop import EngineLoop
@@ -26,9 +26,6 @@ from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.weights import loader, sync
 from sgljax_engine.weights.rules import Rule, flatten_named
-
-TOKEN_BLOCK = 16
-"""Query tokens of one request that prefill attention handles together."""
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -151,21 +148,12 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _buckets(config: EngineConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    runtime = config.runtime
     max_running = config.scheduler.max_running_requests
-    budget = -(-config.scheduler.chunked_prefill_size // TOKEN_BLOCK) * TOKEN_BLOCK
-    batch = config.runtime.batch_buckets or default_batch_buckets(max_running)
-    tokens = config.runtime.token_buckets or default_token_buckets(budget, TOKEN_BLOCK)
-    if batch[-1] < max_running:
-        raise InvalidConfigError(
-            f"batch_buckets must reach max_running_requests ({max_running}), got {batch}"
-        )
-    if any(size % TOKEN_BLOCK for size in tokens):
-        raise InvalidConfigError(f"token_buckets must be multiples of {TOKEN_BLOCK}, got {tokens}")
-    if tokens[-1] < budget:
-        raise InvalidConfigError(
-            f"token_buckets must reach chunked_prefill_size ({budget}), got {tokens}"
-        )
-    return batch, tokens
+    return (
+        runtime.batch_buckets or default_batch_buckets(max_running),
+        runtime.token_buckets or default_token_buckets(config.max_prefill_tokens, TOKEN_BLOCK),
+    )
 
 
 def _num_pages(

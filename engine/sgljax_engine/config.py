@@ -22,6 +22,12 @@ from sgljax_engine.errors import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+ATTENTION_BACKENDS = ("auto", "xla", "xla_rows")
+"""Names of `layers.attention.BACKENDS`, and "auto"."""
+
+TOKEN_BLOCK = 16
+"""Query tokens of one request that prefill attention handles together."""
+
 
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
@@ -257,6 +263,12 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
         _require(self.dtype in (None, *DTYPES), "dtype", self.dtype, f"None or one of {DTYPES}")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise InvalidConfigError(
+                unknown_name_message(
+                    "attention_backend", self.attention_backend, ATTENTION_BACKENDS
+                )
+            )
         for name in ("batch_buckets", "token_buckets"):
             buckets = getattr(self, name)
             if buckets is None:
@@ -268,6 +280,12 @@ class RuntimeConfig:
                 "a non-empty list of integers >= 1",
             )
             object.__setattr__(self, name, tuple(sorted(set(buckets))))
+        _require(
+            not any(size % TOKEN_BLOCK for size in self.token_buckets or ()),
+            "token_buckets",
+            self.token_buckets,
+            f"multiples of {TOKEN_BLOCK}",
+        )
         if self.random_seed is not None:
             _check_count("random_seed", self.random_seed, 0)
 
@@ -290,6 +308,22 @@ class EngineConfig:
         """Raises InvalidConfigError naming the field."""
         if self.max_model_len is not None:
             _check_count("max_model_len", self.max_model_len, 2)
+        for name, needed, limit in (
+            ("batch_buckets", self.scheduler.max_running_requests, "max_running_requests"),
+            ("token_buckets", self.max_prefill_tokens, "chunked_prefill_size in whole blocks"),
+        ):
+            buckets = getattr(self.runtime, name)
+            _require(
+                buckets is None or buckets[-1] >= needed,
+                name,
+                buckets,
+                f"None or reach {limit} ({needed})",
+            )
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        """`chunked_prefill_size`, rounded up to whole token blocks."""
+        return -(-self.scheduler.chunked_prefill_size // TOKEN_BLOCK) * TOKEN_BLOCK
 
     @classmethod
     def option_names(cls) -> list[str]:

@@ -27,9 +27,6 @@ from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import MAX_STOP_TOKEN_IDS, Request, RequestOutput, SamplingParams
 from sgljax_engine.weights.rules import Rule
 
-Output = dict[str, Any]
-"""One sample: `text`, `output_ids` and `meta_info` (see `RequestOutput.to_dict`)."""
-
 
 class Engine:
     """An inference engine inside this process.
@@ -154,7 +151,7 @@ class Engine:
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         return_logprob: bool = False,
-    ) -> Output | list[Output]:
+    ) -> Any:
         """Generates and waits.
 
         Args:
@@ -165,7 +162,8 @@ class Engine:
             return_logprob: Put `output_token_logprobs` into `meta_info`.
 
         Returns:
-            One dict for one prompt and n = 1; else a list, the n samples of a prompt in a row.
+            One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
+            the n samples of a prompt in a row.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
@@ -182,7 +180,7 @@ class Engine:
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         return_logprob: bool = False,
-    ) -> Output | list[Output]:
+    ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests."""
         requests, is_single = self._make_requests(prompt, sampling_params, input_ids)
         futures = self._submit(requests)

@@ -55,7 +55,7 @@ class HFTokenizer:
 
 
 class TunixTokenizer:
-    """A tokenizer with Tunix's methods. Prompts start with BOS unless its id is 0 or None."""
+    """A tokenizer with Tunix's methods. Prompts start with BOS, if it has a positive id."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Wraps the tokenizer."""
@@ -64,13 +64,19 @@ class TunixTokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """See `Tokenizer`."""
-        return self._tokenizer.eos_id()
+        eos = self._tokenizer.eos_id()
+        return eos if eos is not None and eos >= 0 else None
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
         ids = [int(token) for token in self._tokenizer.encode(text)]
-        bos = self._tokenizer.bos_id()
-        return [bos, *ids] if bos and ids[:1] != [bos] else ids
+        return self._with_bos(ids)
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        bos: int | None = self._tokenizer.bos_id()
+        if bos is None or bos <= 0 or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
@@ -82,9 +88,7 @@ class SentencePieceTokenizer(TunixTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        ids = list(self._tokenizer.EncodeAsIds(text))
-        bos = self._tokenizer.bos_id()
-        return [bos, *ids] if bos > 0 and ids[:1] != [bos] else ids
+        return self._with_bos(list(self._tokenizer.EncodeAsIds(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`."""

@@ -50,14 +50,16 @@ def make_request(rid, num_prompt=5, max_new=6):
     return Request(rid=str(rid), prompt_ids=list(range(num_prompt)), params=params, seed=0)
 
 
-def run_device(output: SchedulerOutput, stop_chance=0.0, rng=None) -> StepOutput:
+def run_device(
+    output: SchedulerOutput, stop_chance: float = 0.0, rng: random.Random | None = None
+) -> StepOutput:
     """What a device could answer: each row takes up to its limit, perhaps stops early."""
     rows = []
     for limit in output.step_limits:
         count = min(limit, output.num_steps)
-        stopped = rng is not None and rng.random() < stop_chance
-        if stopped:
-            count = rng.randint(1, count)
+        stopped = False
+        if rng is not None and rng.random() < stop_chance:
+            stopped, count = True, rng.randint(1, count)
         rows.append(RowOutput([7] * count, [0.0] * count, [0.0] * count, stopped))
     return StepOutput(rows)
 

@@ -51,7 +51,9 @@ def test_hf_folder():
     assert isinstance(tokenizer, HFTokenizer)
     ids = tokenizer.encode("hello")
     assert "hello" in tokenizer.decode(ids)
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id]) == tokenizer.decode(ids)
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    assert tokenizer.decode([*ids, eos]) == tokenizer.decode(ids)
     assert load_tokenizer(GOLDEN / "qwen3_mqa_untied") is None
 
 
@@ -73,7 +75,9 @@ def test_sentencepiece():
     assert tokenizer.eos_token_id == processor.eos_id()
 
 
-@pytest.mark.parametrize(("bos", "expected"), [(1, [1, 97]), (0, [97]), (None, [97]), (97, [97])])
+@pytest.mark.parametrize(
+    ("bos", "expected"), [(1, [1, 97]), (0, [97]), (None, [97]), (97, [97]), (-1, [97])]
+)
 def test_tunix_methods_and_bos(bos, expected):
     tokenizer = wrap_tokenizer(CharTokenizer(bos))
     assert isinstance(tokenizer, TunixTokenizer)

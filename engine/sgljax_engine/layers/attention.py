@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 
 _KEYS_PER_STEP = 64
 _MASKED = -1e30
@@ -220,13 +219,7 @@ BACKENDS: dict[str, PagedAttention] = {"xla": xla_attention, "xla_rows": xla_row
 
 
 def get_backend(name: str, platform: str) -> PagedAttention:
-    """The backend of that name; "auto" picks the platform's.
-
-    Raises:
-        InvalidConfigError: for an unknown name.
-    """
+    """The backend of that name; "auto" picks the one for a JAX platform."""
     if name == "auto":
-        return xla_rows_attention if platform == "cpu" else xla_attention
-    if name not in BACKENDS:
-        raise InvalidConfigError(unknown_name_message("attention_backend", name, BACKENDS))
+        name = "xla_rows" if platform == "cpu" else "xla"
     return BACKENDS[name]

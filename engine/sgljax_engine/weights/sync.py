@@ -9,11 +9,12 @@ a failure leaves them serving; the caller swaps the returned weights in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sgljax_engine.errors import WeightSyncError
 from sgljax_engine.weights.rules import Hook, Rule, match
@@ -207,21 +208,23 @@ def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
         raise WeightSyncError("the source changed its names, shapes or dtypes since it was planned")
     arrays = [source[step.source] for step in plan.steps]
     program = plan.program
+    (target,) = {_device_order(sharding) for sharding in program.shardings.values()}
+    sources = {_device_order(x.sharding) for x in arrays if isinstance(x, jax.Array)}
     try:
-        if _devices(arrays) in (frozenset(), _devices(program.shardings.values())):
+        if sources <= {target}:
             made = program.at_target(arrays)
-        else:
+        elif len(sources) == 1 and None not in sources:
             made = jax.device_put(program.at_source(arrays), program.shardings)
+        else:  # scattered over devices: one program takes them only from the same ones
+            made = program.at_target([np.asarray(x) for x in arrays])
         return jax.block_until_ready(made)
     except Exception as error:
         raise WeightSyncError(f"transforming the new weights failed: {error}") from error
 
 
-def _devices(things: Iterable[Any]) -> frozenset[Any]:
-    """The devices of arrays or shardings; host arrays have none."""
-    devices: set[Any] = set()
-    for thing in things:
-        sharding = thing.sharding if isinstance(thing, jax.Array) else thing
-        if isinstance(sharding, jax.sharding.Sharding):
-            devices |= sharding.device_set
-    return frozenset(devices)
+def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
+    """The devices in the order in which a program would see them; None when it cannot tell."""
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
+        return tuple(sharding.mesh.devices.flat)
+    devices = tuple(sharding.device_set)
+    return devices if len(devices) == 1 else None

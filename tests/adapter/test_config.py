@@ -1,0 +1,394 @@
+"""Every RolloutConfig field and every option is honoured or refused by name, never dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tunix.models.llama3 import model as llama3
+from tunix.models.qwen3 import model as qwen3
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import (
+    InvalidConfigError,
+    InvalidRequestError,
+    ModelConfig,
+    UnsupportedModelError,
+    WeightSyncError,
+)
+from tests import tunix_reference as ref
+from tests.adapter.helpers import (
+    ENGINE_OPTIONS,
+    MODEL,
+    EndingTokenizer,
+    new_rollout,
+    rollout_config,
+    tokens_of,
+)
+from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
+
+FIELDS = {field.name: field for field in dataclasses.fields(RolloutConfig)}
+
+HONOURED = {
+    "data_type": (jnp.bfloat16, "runtime.dtype", "bfloat16"),
+    "kv_cache_size": (2048, "max_model_len", 2048),
+    "rollout_sglang_jax_context_length": (96, "max_model_len", 96),
+    "rollout_sglang_jax_mem_fraction_static": (0.35, "cache.mem_fraction_static", 0.35),
+    "rollout_sglang_jax_precompile_bs_paddings": ([1, 64], "runtime.batch_buckets", (1, 64)),
+    "rollout_sglang_jax_precompile_token_paddings": (
+        [64, 2048],
+        "runtime.token_buckets",
+        (64, 2048),
+    ),
+    "rollout_sglang_jax_chunked_prefill_size": (256, "scheduler.chunked_prefill_size", 256),
+    "rollout_sglang_jax_page_size": (32, "cache.page_size", 32),
+    "rollout_sglang_jax_max_running_requests": (5, "scheduler.max_running_requests", 5),
+    "rollout_sglang_jax_kwargs": ({"decode_steps": 3}, "scheduler.decode_steps", 3),
+}
+"""Fields that become engine options: a value, the option's place in EngineConfig, what is there."""
+
+TESTED_ELSEWHERE = {
+    "max_tokens_to_generate": "test_generate",
+    "temperature": "test_parity",
+    "top_p": "test_generate",
+    "top_k": "test_generate",
+    "seed": "test_generate",
+    "max_prompt_length": "test_generate",
+    "eos_tokens": "test_generate",
+    "return_logprobs": "test_generate",
+    "rollout_mapping_config": "test_mappings",
+    "tensor_parallel_size": "below",
+    "data_parallel_size": "below",
+    "rollout_sglang_jax_model_version": "below",
+    "rollout_sglang_jax_log_level": "below",
+}
+
+REFUSED = sorted(FIELDS.keys() - HONOURED.keys() - TESTED_ELSEWHERE.keys())
+"""All others, those of a newer Tunix among them: until somebody decides, they must be refused."""
+
+
+def default_of(name):
+    field = FIELDS[name]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def other_than(default):
+    """Some value that is not the default, of its type where that can be seen."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, (int, float)):
+        return default + 7
+    if isinstance(default, str):
+        return default + "other"
+    if isinstance(default, dict):
+        return {"some": "thing"}
+    assert default is None, f"teach this test about defaults like {default!r}"
+    return "something"
+
+
+def option(config, path):
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+@pytest.fixture
+def refuse(model):
+    """Checks that a rollout with these arguments is refused, with a message that matches."""
+
+    def check(match, error=InvalidConfigError, actor=None, **arguments):
+        with pytest.raises(error, match=match):
+            new_rollout(model if actor is None else actor, **arguments)
+
+    return check
+
+
+# ------------------------------------------------------------------ fields of RolloutConfig
+
+
+def test_the_lists_above_name_fields():
+    assert not HONOURED.keys() & TESTED_ELSEWHERE.keys()
+    assert HONOURED.keys() | TESTED_ELSEWHERE.keys() <= FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_honoured_field(make_rollout, name):
+    value, path, expected = HONOURED[name]
+    config = RolloutConfig(**{name: value})
+    rollout = make_rollout(rollout_config=config, page_size=16, max_running_requests=64)
+    # Explicit options win, so they must not be in this field's way.
+    rollout._explicit_options.clear()
+    rollout.bind(config)
+    assert option(rollout._engine_config, path) == expected
+    rollout.bind(RolloutConfig())
+    assert option(rollout._engine_config, path) != expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_field_without_meaning_is_refused(refuse, rollout, name):
+    value = other_than(default_of(name))
+    match = rf"RolloutConfig\.{name}={value!r}".replace("{", r"\{")
+    refuse(match, rollout_config=rollout_config(**{name: value}))
+    with pytest.raises(InvalidConfigError, match=match):
+        rollout.generate(["1"], rollout_config(**{name: value}))
+
+
+def test_there_are_fields_without_meaning():
+    assert sum(name.startswith("rollout_vllm_") for name in REFUSED) >= 10
+    assert sum(name.startswith("rollout_sglang_jax_") for name in REFUSED) >= 8
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_a_field_at_its_default_is_fine(make_rollout, name):
+    """Also when the default was written out."""
+    make_rollout(rollout_config=rollout_config(**{name: default_of(name)}))
+
+
+def test_fields_reach_the_engine(make_rollout):
+    config = rollout_config(
+        kv_cache_size=1024,
+        rollout_sglang_jax_context_length=48,
+        rollout_sglang_jax_page_size=8,
+        rollout_sglang_jax_max_running_requests=2,
+        rollout_sglang_jax_kwargs={"num_kv_tokens": 100},
+    )
+    rollout = make_rollout(rollout_config=config)
+    assert rollout._engine_config.scheduler.max_running_requests == 8  # explicit options win
+    assert rollout._engine_config.cache.page_size == 4
+    state = rollout.engine.get_internal_state()
+    assert state.total_kv_tokens == 100
+    assert rollout.engine.max_model_len == 48
+    with pytest.raises(InvalidRequestError, match="max_model_len = 48"):
+        rollout.generate(["1 " * 40], config)
+
+
+def test_data_type_is_that_of_the_engine(make_rollout):
+    """None is the actor's."""
+    for data_type, expected in ((None, "float32"), (jnp.float32, "float32"), ("bfloat16",) * 2):
+        runner = make_rollout(config={"data_type": data_type}).engine._loop._runner
+        arrays = jax.tree.leaves((runner.weights, runner.kv))
+        assert {array.dtype.name for array in arrays} == {expected}
+
+
+def test_max_prompt_and_output_bound_the_context(make_rollout):
+    """Without a context length, a sequence of the configured lengths always fits."""
+    config = {"kv_cache_size": 8, "max_prompt_length": 40, "max_tokens_to_generate": 24}
+    assert make_rollout(config=config)._engine_config.max_model_len == 64
+
+
+@pytest.mark.parametrize("value", [0, 1.5, "many"])
+@pytest.mark.parametrize("name", ["page_size", "max_running_requests", "chunked_prefill_size"])
+def test_bad_value_of_an_honoured_field(model, name, value):
+    config = RolloutConfig(**{f"rollout_sglang_jax_{name}": value})
+    with pytest.raises(InvalidConfigError, match=rf"{name} must be .*{value}"):
+        SglJaxRollout(rollout_actor=model, tokenizer=EndingTokenizer(eos=1), rollout_config=config)
+
+
+def test_log_level(make_rollout):
+    loggers = [logging.getLogger(name) for name in ("sgljax_engine", "tunix_sgljax")]
+    before = [logger.level for logger in loggers]
+    try:
+        make_rollout(config={"rollout_sglang_jax_log_level": "info"})
+        make_rollout(config={"rollout_sglang_jax_log_level": None})
+        assert [logger.level for logger in loggers] == before
+        make_rollout(config={"rollout_sglang_jax_log_level": "error"})
+        assert [logger.level for logger in loggers] == [logging.ERROR] * 2
+        with pytest.raises(InvalidConfigError, match=r"log_level.*'loud'"):
+            make_rollout(config={"rollout_sglang_jax_log_level": "loud"})
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+# ------------------------------------------------------------------ options
+
+
+def test_unknown_engine_option_is_refused_with_the_nearest(refuse):
+    refuse("'pagesize'.*'page_size'", pagesize=4)
+    kwargs = {"max_running_request": 4}
+    match = "'max_running_request'.*'max_running_requests'"
+    refuse(match, rollout_config=rollout_config(rollout_sglang_jax_kwargs=kwargs))
+
+
+def test_keywords_win_over_the_config(make_rollout):
+    kwargs = {"page_size": 8, "decode_steps": 3}
+    config = {"rollout_sglang_jax_page_size": 32, "rollout_sglang_jax_kwargs": kwargs}
+    rollout = make_rollout(config=config, decode_steps=5)
+    assert rollout._engine_config.cache.page_size == ENGINE_OPTIONS["page_size"]
+    assert rollout._engine_config.scheduler.decode_steps == 5
+
+
+def test_factory_takes_options(model):
+    rollout = create_sgljax_rollout(
+        model,
+        EndingTokenizer(eos=1),
+        model.config,
+        max_model_len=77,
+        page_size=2,
+        rollout_config=rollout_config(rollout_sglang_jax_context_length=50),
+    )
+    assert rollout._engine_config.max_model_len == 77
+    assert rollout._engine_config.cache.page_size == 2
+    rollout.close()
+    with pytest.raises(InvalidConfigError, match=r"'max_model_length'.*'max_model_len'"):
+        create_sgljax_rollout(model, EndingTokenizer(eos=1), max_model_length=77)
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("page_size", {"page_size": 0}),
+        ("max_model_len", {"max_model_len": 1}),
+        ("dtype.*float32", {"dtype": "float31"}),
+        ("attention_backend 'xlaa'.*'xla'", {"attention_backend": "xlaa"}),
+        ("batch_buckets.*64", {"batch_buckets": [1, 32], "max_running_requests": 64}),
+        ("token_buckets", {"token_buckets": [63]}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_option_is_refused_at_construction(refuse, match, options):
+    """Not at the first generate, minutes into somebody's program."""
+    refuse(match, **options)
+
+
+# ------------------------------------------------------------------ mesh
+
+
+def mesh_of_one(*axes):
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(axes)), axes)
+
+
+@pytest.mark.parametrize("axes", [(), ("fsdp", "tp"), ("data",)], ids=str)
+@pytest.mark.parametrize("size", [-1, 1])
+def test_mesh(make_rollout, axes, size):
+    mesh = mesh_of_one(*axes) if axes else None
+    assert make_rollout(mesh=mesh, config={"tensor_parallel_size": size}).mesh is mesh
+
+
+def test_tensor_parallel_size_must_be_that_of_the_mesh(refuse, rollout):
+    for mesh in (None, mesh_of_one("fsdp", "tp")):
+        for size in (0, 2):
+            config = rollout_config(tensor_parallel_size=size)
+            refuse(rf"tensor_parallel_size.*\(1\).*{size}", mesh=mesh, rollout_config=config)
+    with pytest.raises(InvalidConfigError, match="tensor_parallel_size"):
+        rollout.generate(["1"], rollout_config(tensor_parallel_size=2))
+
+
+def test_data_parallel_size_is_one(refuse, make_rollout):
+    for size in (0, 2):
+        refuse(
+            f"data_parallel_size.*got {size}",
+            rollout_config=rollout_config(data_parallel_size=size),
+        )
+    make_rollout(rollout_config=rollout_config(data_parallel_size=1))
+
+
+def test_paddings_alone_bound_the_batch_and_the_prefill(make_rollout, model):
+    """As with Tunix's own sglang_jax engine, nothing else has to be set."""
+    config = rollout_config(
+        rollout_sglang_jax_precompile_bs_paddings=[4, 12],
+        rollout_sglang_jax_precompile_token_paddings=[64, 128],
+    )
+    rollout = create_sgljax_rollout(model, EndingTokenizer(eos=1), rollout_config=config)
+    assert rollout._engine_config.runtime.batch_buckets == (4, 12)
+    assert rollout._engine_config.scheduler.max_running_requests == 12
+    assert rollout._engine_config.scheduler.chunked_prefill_size == 128
+    rollout.close()
+
+
+# ------------------------------------------------------------------ tokenizer
+
+
+def test_pad_and_end_token_must_differ(refuse):
+    refuse("pad and end tokens are both 3", tokenizer=EndingTokenizer(eos=3, pad=3))
+
+
+def test_what_is_no_tokenizer_is_refused_by_tunix(refuse):
+    refuse("encode.*decode", error=ValueError, tokenizer=object())
+
+
+# ------------------------------------------------------------------ model
+
+
+@ref.deprecations_ignored()
+def make_llama3():
+    config = llama3.ModelConfig(
+        num_layers=1,
+        vocab_size=32,
+        embed_dim=16,
+        hidden_dim=16,
+        num_heads=2,
+        head_dim=8,
+        num_kv_heads=1,
+        rope_theta=10_000,
+        norm_eps=1e-5,
+    )
+    return nnx.eval_shape(lambda: llama3.Llama3(config, rngs=nnx.Rngs(0)))
+
+
+@ref.deprecations_ignored()
+def make_mixture_of_experts():
+    config = {**ref.CONFIGS[MODEL], "num_experts": 2, "num_experts_per_tok": 1}
+    return nnx.eval_shape(lambda: qwen3.Qwen3(qwen3.ModelConfig(**config), rngs=nnx.Rngs(0)))
+
+
+def test_other_models_are_refused(refuse):
+    refuse("llama3.*supported.*qwen3", UnsupportedModelError, make_llama3())
+    refuse("num_experts=2", UnsupportedModelError, make_mixture_of_experts())
+    refuse("NoneType.*supported", UnsupportedModelError, nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    llama = {"architectures": ["LlamaForCausalLM"]}
+    refuse("LlamaForCausalLM", UnsupportedModelError, model_config=llama)
+
+
+def hf_config(**changes):
+    """The contents of a config.json that describes `MODEL`."""
+    shape = ref.CONFIGS[MODEL]
+    fields = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": shape["vocab_size"],
+        "hidden_size": shape["embed_dim"],
+        "intermediate_size": shape["hidden_dim"],
+        "num_hidden_layers": shape["num_layers"],
+        "num_attention_heads": shape["num_heads"],
+        "num_key_value_heads": shape["num_kv_heads"],
+        "head_dim": shape["head_dim"],
+        "rms_norm_eps": shape["norm_eps"],
+        "rope_theta": shape["rope_theta"],
+        "tie_word_embeddings": shape["use_tied_embedding"],
+        "max_position_embeddings": 512,
+    }
+    return fields | changes
+
+
+def test_a_model_can_be_described_in_other_words(make_rollout, rollout, model, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config()))
+    words = [
+        {"model_config": hf_config()},
+        {"model_config": ModelConfig.from_hf(hf_config())},
+        {"model_config": model.config},
+        {"config": {"rollout_sglang_jax_model_version": str(tmp_path)}},
+    ]
+    expected = tokens_of(rollout, [[1, 2, 3]])
+    for arguments in words:
+        assert tokens_of(make_rollout(**arguments), [[1, 2, 3]]) == expected
+
+
+def test_a_wrong_description_is_refused_when_weights_come(make_rollout):
+    rollout = make_rollout(model_config=hf_config(intermediate_size=100))
+    with pytest.raises(WeightSyncError, match=r"gate_proj.*\[64, 96\].*\[64, 100\]"):
+        tokens_of(rollout, [[1]])
+
+
+def test_the_trained_models_rope_theta_is_the_one_that_its_code_uses(make_rollout, model):
+    """Tunix 0.1.7 ignores its own config's rope_theta; sampling must not obey it either."""
+    config = dataclasses.replace(model.config, rope_theta=10_000)
+    rollout = make_rollout(model_config=config)
+    assert rollout._model_config.rope_theta == ref.ROPE_THETA

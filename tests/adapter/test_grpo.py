@@ -1,0 +1,208 @@
+"""Real GRPO steps by Tunix's own learner: every way in, every call that it makes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tunix.rl.grpo.grpo_learner import GRPOLearner
+from tunix.rl.rl_cluster import Mode
+from tunix.rl.rl_cluster import RLCluster as TunixRLCluster
+from tunix.rl.rollout.base_rollout import CacheConfig
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+
+from sgljax_engine import InvalidConfigError
+from tests import tunix_reference as ref
+from tests.adapter.grpo_parts import (
+    EOS,
+    MODEL,
+    NUM_STEPS,
+    PROMPTS,
+    check_trained,
+    grain_batches,
+    grpo_config,
+    list_batches,
+    make_parts,
+    reward,
+    rollout_config,
+)
+from tunix_sgljax import GrpoLearner, RLCluster, SglJaxRollout, create_sgljax_rollout
+
+PARTIAL = functools.partial(SglJaxRollout, page_size=4, max_running_requests=8)
+
+# Warnings of Tunix itself and of what it uses, while it trains.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def closing():
+    """Closes the rollouts that are put into it."""
+    rollouts = []
+    yield rollouts
+    for rollout in rollouts:
+        rollout.close()
+
+
+# ------------------------------------------------------------------ three ways in
+
+
+def test_class_as_the_rollout_engine(closing):
+    """The one-line switch."""
+    parts = make_parts(rollout_engine=SglJaxRollout)
+    cluster: Any = TunixRLCluster(**parts.arguments)
+    closing.append(cluster.rollout)
+    assert cluster.rollout.weight_version == 0
+    learner = GRPOLearner(cluster, grpo_config(), reward)
+    assert learner.should_sync_weights
+    learner.train(grain_batches())
+    check_trained(cluster)
+
+
+def test_partial_as_the_rollout_engine(closing):
+    """With options, configs for training and evaluation, and an evaluation."""
+    key = jax.random.PRNGKey(0)
+    configs = {
+        Mode.TRAIN: rollout_config(return_logprobs=True, seed=key),
+        Mode.EVAL: rollout_config(temperature=0.0),
+    }
+    parts = make_parts(rollout_engine=PARTIAL, rollout_config=configs)
+    parts.arguments["cluster_config"].training_config.eval_every_n_steps = 1
+    cluster: Any = TunixRLCluster(**parts.arguments)
+    closing.append(cluster.rollout)
+    learner = GRPOLearner(cluster, grpo_config(), [reward])
+    learner.train(list_batches(), list_batches()[:1])
+    check_trained(cluster)
+    assert not key.is_deleted()
+
+
+def test_rollout_worker_made_beforehand(closing):
+    """As in the rollout's specification: a factory, then `rollout_worker=`."""
+    parts = make_parts()
+    rollout = create_sgljax_rollout(
+        model=parts.model,
+        tokenizer=parts.arguments["tokenizer"],
+        model_config=parts.model.config,
+        mesh=parts.mesh,
+        max_model_len=32,
+        page_size=4,
+        max_running_requests=8,
+    )
+    closing.append(rollout)
+    cluster = RLCluster(**parts.arguments, rollout_worker=rollout)
+    assert cluster.rollout is rollout
+    learner = GrpoLearner(cluster, reward, grpo_config())
+    learner.train(list_batches())
+    check_trained(cluster)
+    assert rollout.engine.max_model_len == 32
+
+
+# ------------------------------------------------------------------ more of what Tunix does
+
+
+class CountingRollout(SglJaxRollout):
+    """Counts how often Tunix asks for log-probs."""
+
+    num_scored = 0
+
+    def get_per_token_logps(self, prompt_tokens, completion_tokens):
+        self.num_scored += 1
+        return super().get_per_token_logps(prompt_tokens, completion_tokens)
+
+
+def test_several_iterations_a_batch(closing):
+    """Tunix then asks for the log-probs of the policy that sampled."""
+    engine = functools.partial(CountingRollout, **PARTIAL.keywords)
+    parts = make_parts(rollout_engine=engine, max_steps=2 * NUM_STEPS)
+    cluster: Any = TunixRLCluster(**parts.arguments)
+    closing.append(cluster.rollout)
+    GRPOLearner(cluster, grpo_config(num_iterations=2), reward).train(list_batches())
+    assert cluster.rollout.num_scored == NUM_STEPS
+    check_trained(cluster)
+
+
+def test_old_log_probs_are_those_of_the_weights_that_sampled(closing):
+    parts = make_parts(rollout_engine=PARTIAL)
+    cluster: Any = TunixRLCluster(**parts.arguments)
+    closing.append(cluster.rollout)
+    output = cluster.generate(PROMPTS, micro_batch_size=2)
+    assert output.left_padded_prompt_tokens.shape == (4, 8)
+    completions = np.zeros((4, 8), np.int32)
+    for row, tokens in zip(completions, output.tokens, strict=True):
+        row[: len(tokens)] = tokens
+    arguments = (output.left_padded_prompt_tokens, completions)
+    old = cluster.get_old_per_token_logps(*arguments, micro_batch_size=2)
+    actor = cluster.get_actor_per_token_logps(*arguments, pad_id=ref.PAD_ID, eos_id=EOS)
+    is_real = completions != ref.PAD_ID
+    np.testing.assert_allclose(
+        np.asarray(old)[is_real], np.asarray(actor)[is_real], atol=1e-4, rtol=0
+    )
+
+
+def test_models_offloaded_to_the_host(closing):
+    """`offload_to_cpu` passes empty states around generation and host arrays elsewhere."""
+    parts = make_parts(rollout_engine=PARTIAL, offload_to_cpu=True)
+    cluster: Any = TunixRLCluster(**parts.arguments)
+    closing.append(cluster.rollout)
+    GRPOLearner(cluster, grpo_config(), reward).train(list_batches())
+    # Tunix also hands the actor over when it moves it, before and after each training step.
+    assert cluster.rollout.weight_version >= NUM_STEPS
+    check_trained(cluster, num_updates=cluster.rollout.weight_version)
+
+
+# ------------------------------------------------------------------ rollout_worker
+
+
+def test_what_is_no_rollout_is_refused():
+    parts = make_parts()
+    workers: list[Any] = [object(), SglJaxRollout, "vanilla"]
+    for worker in workers:
+        with pytest.raises(InvalidConfigError, match=r"rollout_worker.*BaseRollout"):
+            RLCluster(**parts.arguments, rollout_worker=worker)
+
+
+def test_without_a_worker_it_is_tunixs_cluster():
+    parts = make_parts()
+    assert isinstance(RLCluster(**parts.arguments).rollout, VanillaRollout)
+
+
+def test_a_workers_config_is_checked_and_taken_over(closing):
+    parts = make_parts(rollout_config=rollout_config(rollout_vllm_server_mode=True))
+    rollout = create_sgljax_rollout(parts.model, parts.arguments["tokenizer"], page_size=4)
+    closing.append(rollout)
+    with pytest.raises(InvalidConfigError, match="rollout_vllm_server_mode"):
+        RLCluster(**parts.arguments, rollout_worker=rollout)
+
+    parts = make_parts(rollout_config=rollout_config(rollout_sglang_jax_context_length=40))
+    RLCluster(**parts.arguments, rollout_worker=rollout)
+    assert rollout.engine.max_model_len == 40
+
+
+def test_another_engines_worker_is_welcome():
+    """Any BaseRollout, Tunix's own among them."""
+    parts = make_parts()
+    worker = VanillaRollout(parts.model, parts.arguments["tokenizer"], cache_config())
+    assert RLCluster(**parts.arguments, rollout_worker=worker).rollout is worker
+
+
+def cache_config():
+    return CacheConfig(
+        cache_size=32,
+        num_layers=MODEL["num_layers"],
+        num_kv_heads=MODEL["num_kv_heads"],
+        head_dim=MODEL["head_dim"],
+    )
+
+
+def test_the_model_itself_is_never_touched(closing):
+    """Neither the model that a worker was made of, nor its buffers."""
+    parts = make_parts()
+    before = jax.tree.map(np.array, nnx.state(parts.model, nnx.Param))
+    rollout = create_sgljax_rollout(parts.model, parts.arguments["tokenizer"], **PARTIAL.keywords)
+    closing.append(rollout)
+    cluster = RLCluster(**parts.arguments, rollout_worker=rollout)
+    cluster.generate(PROMPTS)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(parts.model, nnx.Param))

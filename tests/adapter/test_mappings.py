@@ -1,0 +1,316 @@
+"""Which mapping is used, and that transposes, hooks and wildcards do what Tunix's do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tunix.generate.mappings import MappingConfig
+
+from sgljax_engine import InvalidConfigError, Rule, WeightSyncError
+from tests import tunix_reference as ref
+from tests.adapter.helpers import VOCAB_SIZE, named_params, named_params_of, params_of, tokens_of
+from tunix_sgljax import mappings
+
+PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 9), seed=2)
+
+HF_NAMES = {
+    "embedder.input_embedding": "model.embed_tokens.weight",
+    "final_norm.w": "model.norm.weight",
+    "layers.*.input_layernorm.w": "model.layers.*.input_layernorm.weight",
+    "layers.*.post_attention_layernorm.w": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.attn.q_proj.w": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attn.k_proj.w": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attn.v_proj.w": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attn.o_proj.w": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.attn.q_norm.w": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attn.k_norm.w": "model.layers.*.self_attn.k_norm.weight",
+    "layers.*.mlp.gate_proj.kernel": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.mlp.up_proj.kernel": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.mlp.down_proj.kernel": "model.layers.*.mlp.down_proj.weight",
+}
+"""A user's mapping in the plain form: names to names."""
+
+TUPLES = {source: (target, (None, "tp")) for source, target in HF_NAMES.items()}
+"""The same as Tunix writes it, with a sharding for each."""
+
+
+@pytest.fixture(scope="module")
+def untied():
+    """A model with an output projection of its own."""
+    return ref.make_tunix_qwen3("gqa4_untied")
+
+
+@pytest.fixture(scope="module")
+def expected(rollout):
+    """What `model` generates."""
+    return tokens_of(rollout, PROMPTS)
+
+
+def altered(model, changes):
+    """A copy of the model with some parameters changed: a function for names that end so."""
+    copy = nnx.clone(model)
+    flat = named_params(model)
+    for name, array in flat.items():
+        for ending, change in changes.items():
+            if name.endswith(ending):
+                flat[name] = change(array)
+    nnx.update(copy, unflatten(flat))
+    return copy
+
+
+def unflatten(flat):
+    """Nested dicts as nnx has them, layer numbers as integers."""
+    tree = {}
+    for name, array in flat.items():
+        *path, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = array
+    return tree
+
+
+def transposed(array):
+    return jnp.swapaxes(array, 0, 1)
+
+
+# ------------------------------------------------------------------ a user's mapping
+
+
+@pytest.mark.parametrize("names", [HF_NAMES, TUPLES], ids=["names", "tuples"])
+@pytest.mark.parametrize("build", [dict, MappingConfig], ids=["dict", "MappingConfig"])
+def test_users_mapping(make_rollout, model, expected, names, build):
+    mapping = build(to_hf_mappings=names)
+    rollout = make_rollout(config={"rollout_mapping_config": mapping})
+    assert tokens_of(rollout, PROMPTS) == expected
+    rollout.update_params(params_of(model), (nnx.Param,))
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["kernel", "layers.*.mlp.gate_proj.kernel", "each layer"],
+    ids=["last-component", "wildcard", "full-name"],
+)
+@pytest.mark.parametrize("build", [dict, MappingConfig], ids=["dict", "MappingConfig"])
+def test_transpose(make_rollout, model, expected, key, build):
+    """Kernels stored [out, in] by the trainer, in the three spellings that Tunix knows."""
+    ending = "kernel" if key == "kernel" else "gate_proj.kernel"
+    layers = range(model.config.num_layers)
+    keys = [f"layers.{i}.mlp.gate_proj.kernel" for i in layers] if key == "each layer" else [key]
+    mapping = build(to_hf_mappings=HF_NAMES, to_hf_transpose_keys=dict.fromkeys(keys, (1, 0)))
+    actor = altered(model, {ending: transposed})
+    rollout = make_rollout(actor, config={"rollout_mapping_config": mapping})
+    assert tokens_of(rollout, PROMPTS) == expected
+    rollout.update_params(params_of(actor), (nnx.Param,))
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("build", [dict, MappingConfig], ids=["dict", "MappingConfig"])
+@pytest.mark.parametrize("key", ["layers.*.mlp.down_proj.kernel", "each layer"])
+def test_hook_after_transpose(make_rollout, model, expected, build, key):
+    """Stored transposed and 4 times too large from the third row on."""
+    width = model.config.hidden_dim
+    scale = jnp.where(jnp.arange(width) < 2, 1.0, 4.0)
+
+    def hook(kernel):
+        assert kernel.shape == (width, model.config.embed_dim), "the transpose comes first"
+        return kernel / scale[:, None]
+
+    layers = range(model.config.num_layers)
+    keys = [f"layers.{i}.mlp.down_proj.kernel" for i in layers] if key == "each layer" else [key]
+    mapping = build(
+        to_hf_mappings=HF_NAMES,
+        to_hf_hook_fns=dict.fromkeys(keys, hook),
+        to_hf_transpose_keys=dict.fromkeys(keys, (1, 0)),
+    )
+    actor = altered(model, {"down_proj.kernel": lambda x: transposed(x * scale[:, None])})
+    rollout = make_rollout(actor, config={"rollout_mapping_config": mapping})
+    assert tokens_of(rollout, PROMPTS) == expected
+    rollout.update_params(params_of(actor), (nnx.Param,))
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+def test_names_without_wildcards(make_rollout, model, expected):
+    names = {
+        source.replace("*", str(i)): target.replace("*", str(i))
+        for i in range(model.config.num_layers)
+        for source, target in HF_NAMES.items()
+    }
+    rollout = make_rollout(config={"rollout_mapping_config": {"to_hf_mappings": names}})
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+def test_an_object_with_the_attributes_is_a_mapping(make_rollout, expected):
+    """Tunix calls attributes that are functions."""
+
+    class Mapping:
+        @staticmethod
+        def to_hf_mappings():
+            return HF_NAMES
+
+    rollout = make_rollout(config={"rollout_mapping_config": Mapping()})
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+def test_a_mapping_with_a_gap_names_both_sides(make_rollout):
+    names = {k: v for k, v in HF_NAMES.items() if "k_norm" not in k}
+    rollout = make_rollout(config={"rollout_mapping_config": {"to_hf_mappings": names}})
+    with pytest.raises(WeightSyncError) as caught:
+        tokens_of(rollout, PROMPTS)
+    for name in ("'layers.1.attn.k_norm.w'", "'model.layers.1.self_attn.k_norm.weight'"):
+        assert name in str(caught.value)
+
+
+def test_a_mapping_to_a_name_that_the_model_lacks(make_rollout):
+    names = HF_NAMES | {"final_norm.w": "model.last_norm.weight"}
+    rollout = make_rollout(config={"rollout_mapping_config": {"to_hf_mappings": names}})
+    with pytest.raises(WeightSyncError, match=r"'final_norm\.w'.*'model\.last_norm\.weight'"):
+        tokens_of(rollout, PROMPTS)
+
+
+def test_a_hook_that_raises_is_named(make_rollout, model):
+    def hook(array):
+        raise ZeroDivisionError("in the hook")
+
+    mapping = {"to_hf_mappings": HF_NAMES, "to_hf_hook_fns": {"final_norm.w": hook}}
+    rollout = make_rollout(config={"rollout_mapping_config": mapping})
+    with pytest.raises(WeightSyncError, match=r"'final_norm\.w'.*in the hook"):
+        tokens_of(rollout, PROMPTS)
+
+
+def test_scanned_layers_are_refused(make_rollout):
+    names = HF_NAMES | {"layers.gate": ("model.layers.*.mlp.gate_proj.weight", ("layer", None))}
+    rollout = make_rollout(config={"rollout_mapping_config": {"to_hf_mappings": names}})
+    with pytest.raises(WeightSyncError, match=r"'layers\.gate'.*scanned"):
+        tokens_of(rollout, PROMPTS)
+
+
+def test_preprocessing_is_not_dropped(make_rollout, model, expected):
+    """A function that changes the whole state first: called, or refused by name."""
+    actor = altered(model, {"final_norm.w": lambda weight: -weight})
+
+    def preprocess(state):
+        flat = named_params_of(state)
+        return flat | {"final_norm.w": -flat["final_norm.w"]}
+
+    mapping = {"to_hf_mappings": HF_NAMES, "preprocess_src_state": preprocess}
+    refusal, tokens = None, []
+    try:
+        tokens = tokens_of(make_rollout(actor, config={"rollout_mapping_config": mapping}), PROMPTS)
+    except (InvalidConfigError, WeightSyncError) as error:
+        refusal = str(error)
+    if refusal is None:
+        assert tokens == expected
+    else:
+        assert "preprocess_src_state" in refusal
+
+
+# ------------------------------------------------------------------ a model's own mapping
+
+
+class ShipsMapping(ref.Qwen3):
+    """A model that keeps its last norm halved and says so in the mapping that it ships."""
+
+    @classmethod
+    def mapping_for(cls, backend=None):
+        assert backend == "sglang_jax"
+        hooks = {"final_norm.w": lambda weight: 2 * weight}
+        return {"to_hf_mappings": TUPLES, "to_hf_hook_fns": hooks}
+
+
+class ShipsNone(ref.Qwen3):
+    """Tunix looks for mappings beside a module of the model's, and here there are none."""
+
+    BACKEND_PACKAGE_PATH = __name__
+
+
+def as_class(cls, model, changes):
+    actor = altered(model, changes)
+    actor.__class__ = cls
+    return actor
+
+
+def test_the_models_own_mapping_is_used(make_rollout, model, expected):
+    actor = as_class(ShipsMapping, model, {"final_norm.w": lambda weight: weight / 2})
+    rollout = make_rollout(actor)
+    assert tokens_of(rollout, PROMPTS) == expected
+    rollout.update_params(params_of(actor), (nnx.Param,))
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+def test_the_users_mapping_wins_over_the_models(make_rollout, model, expected):
+    actor = as_class(ShipsMapping, model, {})
+    rollout = make_rollout(actor, config={"rollout_mapping_config": {"to_hf_mappings": HF_NAMES}})
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+def test_a_model_without_a_mapping_gets_ours(make_rollout, untied):
+    expected = tokens_of(make_rollout(untied), PROMPTS)
+    actor = nnx.clone(untied)
+    actor.__class__ = ShipsNone
+    with pytest.raises(RuntimeError, match="mappings not available"):
+        ShipsNone.to_hf_mappings("sglang_jax")
+    rollout = make_rollout(actor)
+    assert tokens_of(rollout, PROMPTS) == expected
+    rollout.update_params(params_of(actor), (nnx.Param,))
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
+# ------------------------------------------------------------------ rules
+
+
+def test_rules_of_a_mapping():
+    def hook(array):
+        return array
+
+    mapping = MappingConfig(
+        to_hf_mappings={
+            "a.*.b.*.w": ("x.*.y.*.weight", (None, None)),
+            "c.w": "z.weight",
+            "absent.*.w": "never.*.weight",
+        },
+        to_hf_transpose_keys={"a.*.w": (1, 0), "c.w": (0, 2, 1)},
+        to_hf_hook_fns={"a.1.b.3.w": hook},
+    )
+    rules = mappings.to_rules(mapping, ["a.0.b.2.w", "a.1.b.3.w", "c.w", "unmapped"])
+    assert rules == (
+        Rule("a.0.b.2.w", "x.0.y.2.weight", (1, 0), None),
+        Rule("a.1.b.3.w", "x.1.y.3.weight", (1, 0), hook),
+        Rule("c.w", "z.weight", (0, 2, 1), None),
+        Rule("absent.*.w", "never.*.weight", None, None),
+    )
+
+
+def test_a_star_stands_for_one_component():
+    mapping = MappingConfig(to_hf_mappings={"layers.*.w": "t.*.weight"})
+    names = ["layers.0.w", "layers.0.inner.w"]
+    assert [rule.source for rule in mappings.to_rules(mapping, names)] == ["layers.0.w"]
+
+
+def test_the_shipped_mapping_of_tunix_agrees_with_ours(model, untied):
+    """So that a Tunix that ships another mapping some day is noticed here."""
+    for actor in (model, untied):
+        names = list(named_params(actor))
+        mapping = mappings.find_mapping(None, actor)
+        assert mapping is not None
+        shipped = {rule.source: rule for rule in mappings.to_rules(mapping, names)}
+        ours = {rule.source: rule for rule in mappings.to_rules(None, names)}
+        for source in names:
+            pattern = source.replace(".0.", ".*.").replace(".1.", ".*.")
+            assert shipped[source].transpose == ours[pattern].transpose
+            assert shipped[source].hook is None
+
+
+def test_altered_without_changes_is_the_model(model):
+    """The tests above stand on it."""
+    pairs = zip(
+        jax.tree.leaves(params_of(model)),
+        jax.tree.leaves(params_of(altered(model, {}))),
+        strict=True,
+    )
+    for a, b in pairs:
+        np.testing.assert_array_equal(a, b)

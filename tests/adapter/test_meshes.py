@@ -1,0 +1,121 @@
+"""Several devices: a trainer on some and the rollout on others; weights that come from anywhere.
+
+Runs in a process of its own with four host devices, since JAX fixes their number at start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+GRPO = """
+import functools
+import numpy as np
+from absl import logging
+logging.set_verbosity(logging.ERROR)
+import tests.conftest
+import jax
+from jax.sharding import Mesh
+from tunix.rl.grpo.grpo_learner import GRPOLearner
+from tunix.rl.rl_cluster import RLCluster, Role
+from sgljax_engine import InvalidConfigError
+from tests.adapter import grpo_parts as parts
+from tunix_sgljax import SglJaxRollout
+
+devices = np.array(jax.devices())
+assert len(devices) == 4
+trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
+sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
+meshes = {Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: sampler}
+engine = functools.partial(SglJaxRollout, page_size=4, max_running_requests=8)
+config = parts.rollout_config(tensor_parallel_size=2)
+made = parts.make_parts(meshes=meshes, rollout_engine=engine, rollout_config=config)
+cluster = RLCluster(**made.arguments)
+assert cluster.rollout.mesh is sampler
+GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
+parts.check_trained(cluster)
+weight = cluster.rollout.engine._loop._runner.weights["model.layers.0.mlp.up_proj.weight"]
+assert weight.devices() == set(devices[2:])
+assert weight.addressable_shards[0].data.size * 2 == weight.size
+cluster.rollout.close()
+
+config.tensor_parallel_size = 4
+try:
+    RLCluster(**made.arguments)
+except InvalidConfigError as error:
+    assert "'tp' size (2), got 4" in str(error)
+else:
+    raise AssertionError("tensor_parallel_size=4 on a mesh of 2")
+print("meshes ok")
+"""
+
+
+WEIGHTS = """
+import tests.conftest
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from tests import tunix_reference as ref
+from tests.adapter.helpers import named_params, new_rollout, tokens_of
+
+devices = np.array(jax.devices())
+assert len(devices) == 4
+model = ref.make_tunix_qwen3("gqa2_tied")
+params = named_params(model)
+
+def sharded(order):
+    mesh = Mesh(devices[order].reshape(-1, 1), ("fsdp", "tp"))
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, P("fsdp" if x.shape[0] % 4 == 0 else None)))
+        for name, x in params.items()
+    }
+
+sources = {
+    "some of the devices and others": sharded([0, 1, 2, 3]),
+    "others": sharded([0, 3]),
+    "pinned": {
+        name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+        for name, x in params.items()
+    },
+    "half on the host": {
+        name: np.asarray(x) if i % 2 else x for i, (name, x) in enumerate(params.items())
+    },
+    "same devices": sharded([1, 2]),
+    "same devices in another order": sharded([2, 1]),
+    "each on its own": {
+        name: jax.device_put(x, devices[i % 4]) for i, (name, x) in enumerate(params.items())
+    },
+}
+single = new_rollout(model)
+expected = tokens_of(single, [[1, 2, 3]])
+single.close()
+rollout = new_rollout(model, mesh=Mesh(devices[1:3].reshape(1, 2), ("fsdp", "tp")))
+zeros = {name: 0 * x for name, x in params.items()}
+failed = []
+for name, source in sources.items():
+    rollout.update_params(zeros)
+    try:
+        rollout.update_params(source)
+        assert tokens_of(rollout, [[1, 2, 3]]) == expected
+    except Exception as error:
+        failed.append(f"{name}: {error}")
+rollout.close()
+assert not failed, failed
+print("meshes ok")
+"""
+
+
+@pytest.mark.parametrize("script", [GRPO, WEIGHTS], ids=["grpo", "weights"])
+def test_four_devices(script):
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "meshes ok" in result.stdout

@@ -1,0 +1,187 @@
+"""The demo: its parts, and a short run with Tunix's own sampler."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from omegaconf.errors import OmegaConfBaseException
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+import addition_task
+import grpo_addition
+import make_addition_checkpoint
+import training_report
+from addition_task import MAX_NEW_TOKENS, MAX_PROMPT_LENGTH, Problem, Tokenizer
+
+CONFIG = grpo_addition.ROOT / "configs/grpo_addition.yaml"
+CHECKPOINT = grpo_addition.ROOT / "examples/data/addition_sft.safetensors"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+
+
+def test_tokenizer_round_trip_and_special_ids():
+    tokenizer = TokenizerAdapter(Tokenizer())
+    text = "Q: 37+58= A:7+8=15,3+5+1=9,95 |"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert min(ids) > max(tokenizer.pad_id(), tokenizer.bos_id(), tokenizer.eos_id())
+    assert max(ids) == Tokenizer.vocab_size - 1
+    padded = [tokenizer.pad_id(), tokenizer.bos_id(), *ids, tokenizer.eos_id()]
+    assert tokenizer.decode(padded) == text
+
+
+@pytest.mark.parametrize("text", ["}", "\n", "\u00e9"])
+def test_tokenizer_refuses_unknown_characters(text):
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        Tokenizer().encode(text)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "solution"),
+    [
+        (37, 58, "7+8=15,3+5+1=9,95"),
+        (0, 0, "0+0=0,0"),
+        (5, 995, "5+5=10,0+9+1=10,0+9+1=10,1000"),
+        (999, 999, "9+9=18,9+9+1=19,9+9+1=19,1998"),
+    ],
+)
+def test_solution(left, right, solution):
+    problem = Problem(left, right)
+    assert problem.solution == solution
+    assert Problem.parse(problem.prompt) == problem
+
+
+def test_longest_problem_fits_the_limits():
+    problem = Problem(999, 999)
+    assert len(problem.prompt) + 1 <= MAX_PROMPT_LENGTH  # Tunix adds the begin token.
+    assert len(problem.solution) + 1 <= MAX_NEW_TOKENS
+    special = 2
+    assert len(problem.prompt + problem.solution) + special <= make_addition_checkpoint.LENGTH
+
+
+def test_spoiled_answer_differs_in_one_digit():
+    rng = np.random.default_rng(0)
+    for answer in ["0", "95", "1998"] * 20:
+        spoiled = make_addition_checkpoint.spoil(answer, rng)
+        assert sum(a != b for a, b in zip(answer, spoiled, strict=True)) == 1
+
+
+def test_batches_have_what_the_learner_wants():
+    batches = list(addition_task.problem_batches(3, 4, seed=0))
+    assert [sorted(batch) for batch in batches] == [["answer", "prompts"]] * 3
+    for batch in batches:
+        assert batch["prompts"].shape == batch["answer"].shape == (4,)
+        for prompt, answer in zip(batch["prompts"], batch["answer"], strict=True):
+            assert Problem.parse(prompt).answer == answer
+    again = list(addition_task.problem_batches(3, 4, seed=0))
+    other = list(addition_task.problem_batches(3, 4, seed=1))
+    assert str(again) == str(batches) != str(other)
+
+
+def test_exact_match_judges_only_the_sum():
+    completions = ["7+8=15,3+5+1=9,95", "95", "7+8=15,95", "7+8=15,3+5+1=9,94", "95,", "", "095"]
+    rewards = addition_task.exact_match(
+        ["Q: 37+58= A:"] * 7, completions, answer=["95"] * 7, trajectory_ids=["0_0"] * 7
+    )
+    assert rewards == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_config_is_the_baseline():
+    assert grpo_addition.load_settings(CONFIG) == grpo_addition.Settings()
+
+
+@pytest.mark.parametrize(
+    "text", ["stepz: 3", "grpo: {betta: 0.1}", "steps: many", "engine: {page_sise: 16}"]
+)
+def test_config_refuses_unknown_keys_and_wrong_types(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(OmegaConfBaseException):
+        grpo_addition.load_settings(path)
+
+
+def test_shipped_checkpoint(mesh):
+    model = addition_task.load_checkpoint(CHECKPOINT, mesh)
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert sum(leaf.size for leaf in leaves) == 2_386_432
+    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
+    assert all(np.isfinite(leaf).all() for leaf in leaves)
+    assert np.abs(np.asarray(model.layers[0].mlp.down_proj.kernel[...])).max() > 0
+    assert CHECKPOINT.stat().st_size < 6e6
+    metadata = addition_task.checkpoint_metadata(CHECKPOINT)
+    assert metadata["maker"] == Path(make_addition_checkpoint.__file__).name
+    assert 0 < float(metadata["exact_match"]) < 1
+
+
+def test_checkpoint_round_trip_is_exact_after_rounding(tmp_path, mesh):
+    model = addition_task.load_checkpoint(CHECKPOINT, mesh)
+    path = tmp_path / "folder" / "copy.safetensors"
+    addition_task.save_checkpoint(path, model, {"maker": "test"})
+    copy = addition_task.load_checkpoint(path, mesh)
+    assert addition_task.checkpoint_metadata(path) == {"maker": "test"}
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(copy))
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path, mesh):
+    path = tmp_path / "other.safetensors"
+    addition_task.save_file({"embedder.input_embedding": np.zeros((2, 2), np.float16)}, path)
+    with pytest.raises(ValueError, match="does not hold the parameters"):
+        addition_task.load_checkpoint(path, mesh)
+
+
+def test_summary_leaves_the_first_step_out_of_the_times():
+    records = [
+        training_report.StepRecord(
+            step=step,
+            reward=step / 40,
+            rollout_s=100.0 if step == 1 else 2.0,
+            num_tokens=10,
+            step_s=3.0,
+            weight_version=None,
+        )
+        for step in range(1, 31)
+    ]
+    summary = training_report.summarize(records)
+    assert summary.rollout_s == 2.0
+    assert summary.tokens_per_s == 5.0
+    assert summary.total_s == 90.0
+    assert math.isclose(summary.gain, 20 / 40)
+    assert len(training_report.format_table(records).splitlines()) == 1 + 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
+@pytest.mark.parametrize(
+    ("config_steps", "expected_code"),
+    [
+        pytest.param(3, 0, id="too few steps to judge"),
+        pytest.param(2, 1, id="all steps without a gain"),
+    ],
+)
+def test_two_steps_with_vanilla(tmp_path, capsys, config_steps, expected_code):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"steps: {config_steps}\ngrpo: {{prompts_per_step: 2, num_generations: 4}}\n")
+    output_dir = tmp_path / "out"
+    arguments = ["--config", config, "--output-dir", output_dir, "--rollout", "vanilla"]
+    arguments += ["--steps", "2", "--seed", "3", "--check"]
+    assert grpo_addition.main([str(argument) for argument in arguments]) == expected_code
+
+    content = json.loads((output_dir / "records.json").read_text())
+    assert content["settings"]["rollout"] == "vanilla"
+    assert content["settings"]["seed"] == 3
+    assert [step["step"] for step in content["steps"]] == [1, 2]
+    for step in content["steps"]:
+        assert 0 <= step["reward"] <= 1
+        assert 0 < step["rollout_s"] < step["step_s"]
+        assert 0 < step["num_tokens"] <= 8 * MAX_NEW_TOKENS
+        assert step["weight_version"] is None
+    assert (output_dir / "training.png").read_bytes().startswith(b"\x89PNG")
+    output = capsys.readouterr()
+    assert "mean reward first 2 steps" in output.out
+    assert ("WARNING" in output.err) == (expected_code == 1)
