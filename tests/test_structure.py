@@ -42,10 +42,21 @@ ALLOWED = {
         "types",
         "weights",
     },
+    "requests": {"config", "errors", "seeds", "tokenizer", "types"},
     "detokenizer": {"errors", "tokenizer", "types"},
     "commands": {"metrics", "types", "weights"},
 }
-HOST_ONLY = ("errors", "types", "config", "seeds", "metrics", "cache.allocator", "scheduler")
+HOST_ONLY = (
+    "errors",
+    "types",
+    "config",
+    "seeds",
+    "metrics",
+    "tokenizer",
+    "requests",
+    "cache.allocator",
+    "scheduler",
+)
 
 
 def modules(package: str) -> dict[str, Path]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.qwen3 import model as qwen3
 
 from sgljax_engine import ModelConfig, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 
 def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
@@ -49,6 +53,22 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
         tie_word_embeddings=config.use_tied_embedding,
         context_length=context_length,
     )
+
+
+def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
+    """`model` with the rotary base that Tunix computes the actor with.
+
+    A config.json may name another base; the rollout has to sample from the model that is trained.
+    """
+    theta = _trained_rope_theta()
+    if not isinstance(actor_config, qwen3.ModelConfig) or model.rope_theta == theta:
+        return model
+    logger.warning(
+        "the model's config has rope_theta=%g, but Tunix trains it with %g: the rollout uses that",
+        model.rope_theta,
+        theta,
+    )
+    return dataclasses.replace(model, rope_theta=theta)
 
 
 def _trained_rope_theta() -> float:

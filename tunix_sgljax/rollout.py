@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from sgljax_engine import (
     flatten_named,
 )
 from tunix_sgljax import mappings, padding, sampling
-from tunix_sgljax.model_config import to_model_config
+from tunix_sgljax.model_config import as_trained, to_model_config
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings set no limit."""
@@ -87,6 +86,7 @@ class SglJaxRollout(BaseRollout):
         self._rules: dict[tuple[str, ...], Any] = {}
         self._call_counts: dict[int, Any] = defaultdict(itertools.count)
         self._mapping: MappingConfig | None = None
+        self._mapping_obj: Any = None
         self._temperature: float | None = None
         self.bind(rollout_config or RolloutConfig())
         if rollout_config is None:
@@ -95,17 +95,25 @@ class SglJaxRollout(BaseRollout):
     def bind(self, rollout_config: RolloutConfig) -> None:
         """Takes the cluster's training RolloutConfig.
 
-        `RLCluster(rollout_worker=...)` calls it, since such a worker is made without one. Engine
-        options in it have an effect until the engine is built.
+        `RLCluster(rollout_worker=...)` calls it, since such a worker is made without one.
+
+        Raises:
+            InvalidConfigError: for a field that has no meaning here, or that asks for another
+                engine than the one that is built already.
         """
         sampling.check_config(rollout_config, self._mesh)
         self._temperature = rollout_config.temperature
         if self._engine is not None:
-            return  # it serves already; a request that does not fit it will say so
+            self._check_same_engine(rollout_config)
+            return
         sampling.apply_log_level(rollout_config)
         options = sampling.engine_options(rollout_config) | self._explicit_options
-        self._engine_config = EngineConfig.from_options(options)
-        self._model_config = self._find_model_config(rollout_config)
+        wanted = options.get("max_model_len", 0)
+        self._model_config = self._find_model_config(rollout_config, wanted)
+        implied = min(sampling.implied_model_len(rollout_config), self._model_config.context_length)
+        self._engine_config = EngineConfig.from_options({"max_model_len": implied} | options)
+        self._rules.clear()
+        self._mapping_obj = rollout_config.rollout_mapping_config
         self._mapping = mappings.find_mapping(rollout_config.rollout_mapping_config, self._actor)
 
     # ------------------------------------------------------------------ facts
@@ -115,9 +123,9 @@ class SglJaxRollout(BaseRollout):
         """The engine; builds it if no call has needed it yet."""
         with self._lock:
             if self._engine is None:
-                # On a thread of its own: Tunix forbids transfers on the caller's while it syncs.
-                with ThreadPoolExecutor(1) as pool:
-                    self._engine = pool.submit(self._build_engine).result()
+                self._engine = self._build_engine()
+                # From here on weights come through update_params; do not keep the actor alive.
+                self._actor = None
             return self._engine
 
     @property
@@ -166,6 +174,7 @@ class SglJaxRollout(BaseRollout):
         if kwargs:
             raise InvalidRequestError(f"SglJaxRollout.generate takes no option {sorted(kwargs)}")
         sampling.check_config(rollout_config, self._mesh)
+        self._check_same_engine(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
             raise InvalidRequestError("prompts is empty; it needs at least one prompt")
@@ -280,7 +289,7 @@ class SglJaxRollout(BaseRollout):
         if runtime.dtype is None:
             dtype = np.dtype(next(iter(source.values())).dtype).name
             runtime = dataclasses.replace(runtime, dtype=dtype)
-        engine = Engine(
+        return Engine(
             model_config=self._model_config,
             weights=source,
             weight_rules=self._rules_for(source),
@@ -288,9 +297,6 @@ class SglJaxRollout(BaseRollout):
             mesh=self._mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),
         )
-        # From here on weights come through update_params; do not keep the actor alive.
-        self._actor = None
-        return engine
 
     def _named_source(self, params: Any) -> dict[str, Any]:
         """The trainer's parameters by dotted name, after the mapping's preprocessing."""
@@ -305,8 +311,16 @@ class SglJaxRollout(BaseRollout):
             self._rules[names] = mappings.to_rules(self._mapping, names)
         return self._rules[names]
 
-    def _find_model_config(self, rollout_config: RolloutConfig) -> ModelConfig:
-        max_model_len = self._engine_config.max_model_len or 0
+    def _check_same_engine(self, config: RolloutConfig) -> None:
+        """Refuses engine fields of a later config that differ from what the engine runs with."""
+        sampling.check_same_engine(config, self._engine_config, self._explicit_options)
+        mapping = config.rollout_mapping_config
+        if mapping is not None and mapping is not self._mapping_obj:
+            raise InvalidConfigError(
+                "RolloutConfig.rollout_mapping_config cannot change after construction"
+            )
+
+    def _find_model_config(self, rollout_config: RolloutConfig, wanted: int) -> ModelConfig:
         given = self._given_model_config
         if given is None:
             # Tunix's sglang_jax engine takes a model name here; a local folder tells the shape.
@@ -315,8 +329,8 @@ class SglJaxRollout(BaseRollout):
                 given = ModelConfig.from_hf_folder(folder)
             else:
                 given = getattr(self._actor, "config", None)
-        context_length = max(_MIN_CONTEXT_LENGTH, max_model_len)
-        return to_model_config(given, context_length=context_length)
+        model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))
+        return as_trained(model, getattr(self._actor, "config", None))
 
 
 def _refuse_lora(source: dict[str, Any]) -> None:

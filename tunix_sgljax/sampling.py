@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import InvalidConfigError, SamplingParams
+from sgljax_engine import EngineConfig, InvalidConfigError, SamplingParams
 
 _PREFIX = "rollout_sglang_jax_"
 _MAX_SEED = 2**63 - 1
@@ -90,14 +91,40 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
     ):
         if buckets in options:
             options.setdefault(bound, max(options[buckets]))
-    # Without a context length, what vanilla's cache would hold bounds a sequence.
-    options.setdefault(
-        "max_model_len",
-        max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate),
-    )
     if config.data_type is not None:
         options["dtype"] = np.dtype(config.data_type).name
     return options | config.rollout_sglang_jax_kwargs
+
+
+def implied_model_len(config: RolloutConfig) -> int:
+    """The bound of a sequence when none is given: what Tunix's vanilla cache would hold."""
+    return max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate)
+
+
+def check_same_engine(
+    config: RolloutConfig, running: EngineConfig, overridden: Collection[str]
+) -> None:
+    """Refuses engine fields of a config that differ from those the engine was made with.
+
+    Args:
+        config: Of a later call; fields at their defaults ask for nothing.
+        running: What the engine was made with.
+        overridden: Option names that were given explicitly and win over any config.
+
+    Raises:
+        InvalidConfigError: names the option and both values.
+    """
+    current = {
+        field.name: getattr(group, field.name)
+        for group in (running, running.cache, running.scheduler, running.runtime)
+        for field in dataclasses.fields(group)
+    }
+    for name, value in engine_options(config).items():
+        if name not in overridden and current.get(name) != value:
+            raise InvalidConfigError(
+                f"RolloutConfig asks for {name}={value!r}, but the engine was made with "
+                f"{current.get(name)!r}; engine options cannot change after construction"
+            )
 
 
 def apply_log_level(config: RolloutConfig) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from sgljax_engine.layers.attention import get_backend
 from sgljax_engine.loop import EngineLoop
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ParamKind
+from sgljax_engine.requests import Limits
 from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.runner.programs import ProgramContext
@@ -37,18 +39,6 @@ class WeightSource(NamedTuple):
 
     arrays: Mapping[str, Any]
     rules: Sequence[Rule]
-
-
-class Limits(NamedTuple):
-    """What one request may ask for.
-
-    Attributes:
-        max_model_len: Prompt plus output tokens.
-        max_kv_tokens: Tokens that the whole KV pool holds.
-    """
-
-    max_model_len: int
-    max_kv_tokens: int
 
 
 def identity_rules(model: ModelConfig) -> list[Rule]:
@@ -71,10 +61,52 @@ def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
     return WeightSource(loader.random_weights(shapes, seed), identity_rules(model))
 
 
-def checkpoint_dtype(folder: str | Path) -> str:
-    """The dtype that a folder's config.json names, float32 when it names none."""
-    config = read_json(Path(folder) / "config.json")
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+def pick_dtype(config: EngineConfig, folder: str | Path | None) -> str:
+    """The dtype asked for, else the one that the folder's config.json names, else float32."""
+    if config.runtime.dtype is not None:
+        return config.runtime.dtype
+    if folder is None:
+        return "float32"
+    named = read_json(Path(folder) / "config.json")
+    return str(named.get("dtype") or named.get("torch_dtype") or "float32")
+
+
+def pick_weights(
+    model: ModelConfig,
+    config: EngineConfig,
+    folder: str | Path | None,
+    weights: Any,
+    rules: Sequence[Rule] | None,
+    load_format: str,
+) -> WeightSource:
+    """The first weights: given ones, random ones, or the folder's."""
+    if weights is not None:
+        return WeightSource(weights, identity_rules(model) if rules is None else rules)
+    if load_format == "dummy" or folder is None:
+        return dummy_weights(model, config.runtime.random_seed or 0)
+    return folder_weights(model, folder)
+
+
+def run_on_clean_thread(
+    build: Callable[[], tuple[EngineLoop, Limits]],
+) -> tuple[EngineLoop, Limits]:
+    """Builds on a thread of its own, free of the caller's thread-local JAX contexts.
+
+    A mesh or a transfer guard that the caller has set (as Tunix does while it syncs weights)
+    would otherwise apply to the engine's own arrays.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(build)
+        try:
+            return future.result()
+        except BaseException:  # an interrupt: what gets built all the same must not live on
+            future.add_done_callback(_stop_if_built)
+            raise
+
+
+def _stop_if_built(future: Future[tuple[EngineLoop, Limits]]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result()[0].request_stop()
 
 
 def build_loop(
@@ -123,7 +155,7 @@ def build_loop(
         allocator,
         page_size=page_size,
         token_block=TOKEN_BLOCK,
-        max_prefill_tokens=token_buckets[-1],
+        max_prefill_tokens=config.max_prefill_tokens,
     )
     loop = EngineLoop(
         scheduler=scheduler,
@@ -173,7 +205,13 @@ def _num_pages(
             f"mem_fraction_static {cache.mem_fraction_static} of the free memory does not hold one "
             f"KV page of {per_token * cache.page_size} bytes"
         )
-    return min(affordable, needed)
+    return min(_round_down(affordable), needed)
+
+
+def _round_down(count: int) -> int:
+    """Keeps three significant bits, so that program shapes do not change with every byte free."""
+    shift = max(count.bit_length() - 3, 0)
+    return count >> shift << shift
 
 
 def _free_bytes(mesh: jax.sharding.Mesh) -> int:
@@ -181,16 +219,19 @@ def _free_bytes(mesh: jax.sharding.Mesh) -> int:
     stats = mesh.devices.flat[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def enable_compilation_cache(folder: str | None) -> None:
-    """Turns on JAX's persistent compilation cache, unless the process already configured one.
+    """Turns on JAX's persistent compilation cache for this process.
 
     Args:
-        folder: "auto" for a folder in the user's cache directory, None to do nothing.
+        folder: Where; "auto" for a folder in the user's cache directory, unless the process has
+            configured one; None to do nothing.
     """
-    if folder is None or getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+    configured = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if folder is None or (folder == "auto" and configured is not None):
         return
     path = Path.home() / ".cache" / "tunix_sgljax" / "xla" if folder == "auto" else Path(folder)
     from jax.experimental.compilation_cache import compilation_cache

@@ -52,6 +52,7 @@ class Score:
 class Warmup:
     """Compile every bucket; answers with the number of new programs."""
 
+    include_score: bool
     future: Future[int]
 
 

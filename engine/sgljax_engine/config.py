@@ -200,7 +200,12 @@ class CacheConfig:
         if self.num_kv_tokens is not None:
             _check_count("num_kv_tokens", self.num_kv_tokens, self.page_size)
         fraction = self.mem_fraction_static
-        _require(0 < fraction < 1, "mem_fraction_static", fraction, "in (0, 1)")
+        _require(
+            isinstance(fraction, (int, float)) and 0 < fraction < 1,
+            "mem_fraction_static",
+            fraction,
+            "a number in (0, 1)",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +214,8 @@ class SchedulerConfig:
 
     Attributes:
         max_running_requests: Sequences decoded together at most.
-        chunked_prefill_size: Tokens prefilled in one dispatch at most; longer prompts go in chunks.
+        chunked_prefill_size: Tokens prefilled in one dispatch at most, rounded up to a multiple of
+            `TOKEN_BLOCK`; longer prompts go in chunks.
         decode_steps: Decode steps in one dispatch at most; bounds how long a command waits.
         init_new_token_ratio: Fraction of their remaining max_new_tokens that running requests are
             expected to use; admission keeps that many KV tokens free. In [0, 1].
@@ -274,7 +280,9 @@ class RuntimeConfig:
             if buckets is None:
                 continue
             _require(
-                len(buckets) > 0 and all(_is_int(b) and b >= 1 for b in buckets),
+                isinstance(buckets, (list, tuple))
+                and len(buckets) > 0
+                and all(_is_int(b) and b >= 1 for b in buckets),
                 name,
                 buckets,
                 "a non-empty list of integers >= 1",
@@ -285,6 +293,12 @@ class RuntimeConfig:
             "token_buckets",
             self.token_buckets,
             f"multiples of {TOKEN_BLOCK}",
+        )
+        _require(
+            isinstance(self.forbid_compile, bool),
+            "forbid_compile",
+            self.forbid_compile,
+            "True or False",
         )
         if self.random_seed is not None:
             _check_count("random_seed", self.random_seed, 0)

@@ -46,7 +46,7 @@ class Detokenizer:
         while (item := self._queue.get()) is not None:
             try:
                 resolve(item.future, self._output(item))
-            except Exception as error:  # a user's tokenizer may raise anything
+            except BaseException as error:  # a user's tokenizer may raise anything, Rust panics too
                 failure = EngineError(f"detokenizing request {item.request.rid} failed: {error!r}")
                 reject(item.future, failure)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-import time
-import uuid
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -22,9 +20,10 @@ from sgljax_engine import commands as cmd
 from sgljax_engine.config import EngineConfig, ModelConfig, read_generation_config
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.metrics import EngineState
-from sgljax_engine.seeds import SeedSource, derive_seed
+from sgljax_engine.requests import RequestFactory
+from sgljax_engine.seeds import SeedSource
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
-from sgljax_engine.types import MAX_STOP_TOKEN_IDS, Request, RequestOutput, SamplingParams
+from sgljax_engine.types import Request, RequestOutput, SamplingParams
 from sgljax_engine.weights.rules import Rule
 
 
@@ -74,35 +73,30 @@ class Engine:
         if config is not None and options:
             raise InvalidConfigError(f"give config or options, not both; got {sorted(options)}")
         config = config or EngineConfig.from_options(options)
-        if (model_path is None) == (model_config is None):
-            raise InvalidConfigError("give exactly one of model_path and model_config")
-        if model_path is not None and not Path(model_path).is_dir():
-            raise InvalidConfigError(f"model_path must be a folder, got {str(model_path)!r}")
-        if load_format not in builder.LOAD_FORMATS:
-            raise InvalidConfigError(
-                f"load_format must be one of {builder.LOAD_FORMATS}, got {load_format!r}"
-            )
+        _check_sources(model_path, model_config, weights, weight_rules, load_format)
         if model_config is None:
             assert model_path is not None
             model_config = ModelConfig.from_hf_folder(model_path)
         self._model = model_config
         self._generation = read_generation_config(model_path) if model_path is not None else {}
         if tokenizer is not None:
-            self._tokenizer = wrap_tokenizer(tokenizer)
-        else:
-            self._tokenizer = load_tokenizer(model_path) if model_path is not None else None
-        self._eos_ids = self._find_eos_ids()
-        self._seeds = SeedSource(config.runtime.random_seed)
-        self._shutdown_lock = threading.Lock()
-        self._loop, self._limits = builder.build_loop(
+            tokenizer = wrap_tokenizer(tokenizer)
+        elif model_path is not None:
+            tokenizer = load_tokenizer(model_path)
+        build = functools.partial(
+            builder.build_loop,
             model=model_config,
             config=config,
-            dtype=_pick_dtype(config, model_path),
-            weights=_pick_weights(
+            dtype=builder.pick_dtype(config, model_path),
+            weights=builder.pick_weights(
                 model_config, config, model_path, weights, weight_rules, load_format
             ),
-            tokenizer=self._tokenizer,
+            tokenizer=tokenizer,
             mesh=mesh,
+        )
+        self._loop, limits = builder.run_on_clean_thread(build)
+        self._requests = RequestFactory(
+            model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
         )
         finalizer = weakref.finalize(self, self._loop.request_stop)
         finalizer.atexit = False  # the loop stops itself at exit
@@ -117,7 +111,7 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Prompt plus output tokens of one request at most."""
-        return self._limits.max_model_len
+        return self._requests.limits.max_model_len
 
     @property
     def weight_version(self) -> int:
@@ -128,7 +122,16 @@ class Engine:
         """Sampling parameters as the model's generation_config.json has them.
 
         Fields that it leaves out, and a model without the file, get vLLM's defaults.
+
+        Raises:
+            InvalidRequestError: when it asks for a repetition penalty, which is not supported.
         """
+        penalty = self._generation.get("repetition_penalty")
+        if penalty not in (None, 1.0):
+            raise InvalidRequestError(
+                f"generation_config.json sets repetition_penalty={penalty}, which is not supported "
+                "yet; pass sampling_params"
+            )
         known = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens"}
         fields = {k: v for k, v in self._generation.items() if k in known and v is not None}
         if self._generation.get("do_sample") is False:
@@ -213,15 +216,7 @@ class Engine:
             For each sequence a float32 array of its length - 1: entry t is
             log softmax(logits_t / temperature)[token t + 1].
         """
-        if not temperature > 0:
-            raise InvalidRequestError(f"temperature must be > 0, got {temperature!r}")
-        checked = [self._check_ids(ids) for ids in sequences]
-        for ids in checked:
-            if len(ids) > self._limits.max_model_len:
-                raise InvalidRequestError(
-                    f"a sequence to score has {len(ids)} tokens, the limit is max_model_len = "
-                    f"{self._limits.max_model_len}"
-                )
+        checked = self._requests.check_scored(sequences, temperature)
         if not checked:
             return []
         future: Future[list[np.ndarray]] = Future()
@@ -230,10 +225,14 @@ class Engine:
 
     # ------------------------------------------------------------------ control
 
-    def warmup(self) -> int:
-        """Compiles and runs all prefill and decode programs; returns how many were new."""
+    def warmup(self, *, include_score: bool = False) -> int:
+        """Compiles and runs all prefill and decode programs; returns how many were new.
+
+        Args:
+            include_score: Those of `score` too, one or two for each power of two of tokens.
+        """
         future: Future[int] = Future()
-        self._loop.submit(cmd.Warmup(future))
+        self._loop.submit(cmd.Warmup(include_score, future))
         return future.result()
 
     def update_weights(self, source: Any, rules: Sequence[Rule] | None = None) -> int:
@@ -259,12 +258,6 @@ class Engine:
         future: Future[int] = Future()
         self._loop.submit(cmd.UpdateWeights(source, tuple(rules), future))
         return future.result()
-
-    def abort_request(self, rid: str) -> bool:
-        """Ends one request with finish reason `abort`; False when it is not unfinished."""
-        future: Future[int] = Future()
-        self._loop.submit(cmd.AbortRequests([rid], future))
-        return future.result() > 0
 
     def shutdown(self) -> None:
         """Fails unfinished requests, ends the threads, frees device memory. Idempotent."""
@@ -296,6 +289,13 @@ class Engine:
             self._abandon(requests)
             raise
 
+    def _make_requests(
+        self, prompt: Any, sampling_params: Any, input_ids: Any
+    ) -> tuple[list[Request], bool]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        return self._requests.make(prompt, sampling_params, input_ids)
+
     def _submit(self, requests: list[Request]) -> list[Future[RequestOutput]]:
         futures: list[Future[RequestOutput]] = [Future() for _ in requests]
         self._loop.submit(cmd.AddRequests(requests, futures))
@@ -306,124 +306,26 @@ class Engine:
         with contextlib.suppress(EngineShutdownError):
             self._loop.submit(cmd.AbortRequests([r.rid for r in requests], Future()))
 
-    def _make_requests(
-        self, prompt: Any, sampling_params: Any, input_ids: Any
-    ) -> tuple[list[Request], bool]:
-        prompts, is_single = self._prompt_ids(prompt, input_ids)
-        params = self._params(sampling_params, len(prompts))
-        now = time.perf_counter()
-        requests: list[Request] = []
-        for ids, settings in zip(prompts, params, strict=True):
-            stop_ids = self._check_request(ids, settings)
-            seed = self._seeds.fresh() if settings.seed is None else settings.seed
-            requests.extend(
-                Request(
-                    rid=uuid.uuid4().hex,
-                    prompt_ids=ids,
-                    params=settings,
-                    seed=derive_seed(seed, sample),
-                    stop_ids=stop_ids,
-                    arrival_s=now,
-                )
-                for sample in range(settings.n)
-            )
-        return requests, is_single and params[0].n == 1
 
-    def _prompt_ids(self, prompt: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
-        if (prompt is None) == (input_ids is None):
-            raise InvalidRequestError("give exactly one of prompt and input_ids")
-        if prompt is not None:
-            is_single = isinstance(prompt, str)
-            texts = [prompt] if is_single else list(prompt)
-            return [self._encode(text) for text in texts], is_single
-        is_single = len(input_ids) == 0 or not hasattr(input_ids[0], "__len__")
-        return [
-            self._check_ids(ids) for ids in ([input_ids] if is_single else input_ids)
-        ], is_single
-
-    def _encode(self, text: str) -> list[int]:
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"prompt must be text, got {type(text).__name__}")
-        if self._tokenizer is None:
-            raise InvalidRequestError(
-                "prompt needs a tokenizer and the engine has none; use input_ids"
-            )
-        return self._check_ids(self._tokenizer.encode(text))
-
-    def _check_ids(self, ids: Sequence[int]) -> list[int]:
-        if len(ids) == 0:
-            raise InvalidRequestError("the prompt is empty; it needs at least one token")
-        array = np.asarray(ids)
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise InvalidRequestError(f"input_ids must be integers, got dtype {array.dtype}")
-        bad = (array < 0) | (array >= self._model.vocab_size)
-        if bad.any():
-            raise InvalidRequestError(
-                f"input_ids must be in [0, {self._model.vocab_size}), got {array[bad][0]} at "
-                f"position {int(bad.argmax())}"
-            )
-        return array.tolist()
-
-    def _params(self, given: Any, count: int) -> list[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        each = list(given) if isinstance(given, (list, tuple)) else [given] * count
-        if len(each) != count:
-            raise InvalidRequestError(
-                f"sampling_params must be one for all or one for each of the {count} prompts, "
-                f"got {len(each)}"
-            )
-        return [p if isinstance(p, SamplingParams) else SamplingParams.from_dict(p) for p in each]
-
-    def _check_request(self, ids: list[int], params: SamplingParams) -> tuple[int, ...]:
-        """Checks lengths and stop ids against the engine's limits; returns the stop ids."""
-        total = len(ids) + params.max_new_tokens
-        if len(ids) >= self._limits.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens, the limit is max_model_len - 1 = "
-                f"{self._limits.max_model_len - 1}"
-            )
-        if total > self._limits.max_model_len:
-            raise InvalidRequestError(
-                f"prompt ({len(ids)}) plus max_new_tokens ({params.max_new_tokens}) is {total} "
-                f"tokens, the limit is max_model_len = {self._limits.max_model_len}"
-            )
-        if total - 1 > self._limits.max_kv_tokens:
-            raise InvalidRequestError(
-                f"prompt ({len(ids)}) plus max_new_tokens ({params.max_new_tokens}) needs "
-                f"{total - 1} KV tokens, the pool holds {self._limits.max_kv_tokens}"
-            )
-        eos_ids = () if params.ignore_eos else self._eos_ids
-        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
-        if len(stop_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"stop_token_ids (end-of-sequence ids included) must be at most "
-                f"{MAX_STOP_TOKEN_IDS}, got {len(stop_ids)}"
-            )
-        return stop_ids
-
-    def _find_eos_ids(self) -> tuple[int, ...]:
-        ids = self._model.eos_token_ids
-        own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
-        return ids if own is None or own in ids else (*ids, own)
-
-
-def _pick_dtype(config: EngineConfig, model_path: str | Path | None) -> str:
-    if config.runtime.dtype is not None:
-        return config.runtime.dtype
-    return builder.checkpoint_dtype(model_path) if model_path is not None else "float32"
-
-
-def _pick_weights(
-    model: ModelConfig,
-    config: EngineConfig,
+def _check_sources(
     model_path: str | Path | None,
+    model_config: ModelConfig | None,
     weights: Any,
-    rules: Sequence[Rule] | None,
+    weight_rules: Sequence[Rule] | None,
     load_format: str,
-) -> builder.WeightSource:
-    if weights is not None:
-        return builder.WeightSource(weights, rules or builder.identity_rules(model))
-    if load_format == "dummy" or model_path is None:
-        return builder.dummy_weights(model, config.runtime.random_seed or 0)
-    return builder.folder_weights(model, model_path)
+) -> None:
+    """Refuses arguments that contradict one another; none is ever ignored."""
+    if (model_path is None) == (model_config is None):
+        raise InvalidConfigError("give exactly one of model_path and model_config")
+    if model_path is not None and not Path(model_path).is_dir():
+        raise InvalidConfigError(f"model_path must be a folder, got {str(model_path)!r}")
+    if load_format not in builder.LOAD_FORMATS:
+        raise InvalidConfigError(
+            f"load_format must be one of {builder.LOAD_FORMATS}, got {load_format!r}"
+        )
+    if weights is not None and load_format != "auto":
+        raise InvalidConfigError(f"load_format={load_format!r} goes without weights")
+    if weights is None and weight_rules is not None:
+        raise InvalidConfigError("weight_rules goes with weights")
+    if load_format == "safetensors" and model_path is None:
+        raise InvalidConfigError("load_format='safetensors' needs model_path")

@@ -78,6 +78,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._submit_lock = threading.Lock()
         self._is_closed = False
+        self._close_reason = "the engine was shut down"
         self._detokenizer = Detokenizer(tokenizer, f"{name}-detokenizer")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # A daemon thread must not touch the device while the interpreter is torn down.
@@ -89,8 +90,9 @@ class EngineLoop:
     def submit(self, command: cmd.Command) -> None:
         """Queues a command, or raises EngineShutdownError when nobody would answer it."""
         with self._submit_lock:
-            if self._is_closed:
-                raise EngineShutdownError("the engine was shut down")
+            # In a forked child the thread does not exist.
+            if self._is_closed or not self._thread.is_alive():
+                raise EngineShutdownError(self._close_reason)
             self._commands.put(command)
 
     def request_stop(self) -> None:
@@ -115,9 +117,8 @@ class EngineLoop:
                     self._step()
         except BaseException as error:  # a bug: never leave a caller waiting
             logger.exception("the engine thread failed")
-            self._close(EngineShutdownError(f"the engine thread failed: {error!r}"))
-        else:
-            self._close(EngineShutdownError("the engine was shut down"))
+            self._close_reason = f"the engine thread failed: {error!r}"
+        self._close(EngineShutdownError(self._close_reason))
 
     def _take_commands(self) -> bool:
         """Handles all queued commands, waiting for one when idle; False at shutdown."""
@@ -137,8 +138,10 @@ class EngineLoop:
         assert not isinstance(command, cmd.Shutdown)
         try:
             result = self._answer(command)
-        except Exception as error:  # handed to the caller, who asked for it
+        except BaseException as error:  # handed to the caller, who asked for it
             reject(command.future, error)
+            if not isinstance(error, Exception):
+                raise
         else:
             future: Future[Any] = command.future
             resolve(future, result)
@@ -151,7 +154,7 @@ class EngineLoop:
         if isinstance(command, cmd.Score):
             return self._runner.score(command.sequences, command.temperature)
         if isinstance(command, cmd.Warmup):
-            return self._runner.warmup()
+            return self._runner.warmup(include_score=command.include_score)
         assert isinstance(command, cmd.GetState)
         return self._state()
 
@@ -210,6 +213,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         output = self._scheduler.schedule()
+        self._counters.num_retractions += len(output.retracted)
         if output.is_empty:
             raise EngineStepError("the scheduler has requests but nothing to run")
         try:
@@ -217,7 +221,7 @@ class EngineLoop:
         except Exception as error:  # fails these requests; the thread lives on
             self._fail_step(output, error)
             return
-        for request in output.decode:
+        for request in _touched(output):
             request.weight_version = self.weight_version
             request.num_cache_misses += step.num_cache_misses
         for request in self._scheduler.update(output, step):
@@ -238,7 +242,6 @@ class EngineLoop:
     def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
         counters = self._counters
         counters.num_dispatches += 1
-        counters.num_retractions += len(output.retracted)
         counters.num_prefill_tokens += sum(chunk.num_tokens for chunk in output.prefill)
         counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
 
@@ -250,15 +253,14 @@ class EngineLoop:
         """Ends the requests that the step touched; others keep going."""
         logger.exception("a device step failed")
         self._counters.num_failed_steps += 1
-        touched = {r.rid: r for r in [*output.decode, *(c.request for c in output.prefill)]}
-        for request in touched.values():
+        for request in _touched(output):
             self._scheduler.finish(request, FinishReason("error", message=repr(error)))
             self._counters.num_finished += 1
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
             reject(self._futures.pop(request.rid), failure)
         # A step that failed after it took the donated pages took everybody's keys and values.
-        if self._runner.ensure_kv():
+        if self._runner.recover_kv():
             for request in list(self._scheduler.running):
                 self._retract(request)
 
@@ -282,3 +284,8 @@ class EngineLoop:
                 reject(command.future, reason)
         self._runner.release()
         atexit.unregister(self.stop)
+
+
+def _touched(output: SchedulerOutput) -> list[Request]:
+    """The requests that a dispatch works on, each once."""
+    return list({r.rid: r for r in [*output.decode, *(c.request for c in output.prefill)]}.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ MAX_STOP_TOKEN_IDS = 16
 """Stop token ids of one request at most, end-of-sequence ids included (an array's width)."""
 
 MAX_SEED = 2**63 - 1
+MAX_TEMPERATURE = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +28,7 @@ class SamplingParams:
 
     Attributes:
         n: Samples to draw from the prompt, each an output of its own. >= 1.
-        temperature: Divides the logits; 0 means greedy. >= 0.
+        temperature: Divides the logits; 0 means greedy. In [0, 1e6].
         top_k: Keep the k most likely tokens; -1 or None keeps all. -1, None or >= 1.
         top_p: Keep the smallest set of tokens with at least this probability. In (0, 1].
         min_p: Keep tokens at least this fraction as likely as the likeliest. In [0, 1].
@@ -52,18 +54,24 @@ class SamplingParams:
         ids = self.stop_token_ids
         if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
             raise InvalidRequestError(f"stop_token_ids must be a list of integers, got {ids!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
-        _check_int("n", self.n, low=1)
-        _check_number("temperature", self.temperature, low=0.0)
+        # Checked values are stored as Python numbers, whatever array scalars they came as.
+        checked: dict[str, Any] = {
+            "n": _check_int("n", self.n, low=1),
+            "temperature": _check_number(
+                "temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE
+            ),
+            "top_p": _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True),
+            "min_p": _check_number("min_p", self.min_p, low=0.0, high=1.0),
+            "max_new_tokens": _check_int("max_new_tokens", self.max_new_tokens, low=1),
+            "stop_token_ids": tuple(_check_int("stop_token_ids", i, low=0) for i in ids),
+        }
         if self.top_k is not None and self.top_k != -1:
-            _check_int("top_k", self.top_k, low=1, note=" (or -1 or None for all)")
-        _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+            note = " (or -1 or None for all)"
+            checked["top_k"] = _check_int("top_k", self.top_k, low=1, note=note)
         if self.seed is not None:
-            _check_int("seed", self.seed, low=0, high=MAX_SEED)
-        _check_int("max_new_tokens", self.max_new_tokens, low=1)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0)
+            checked["seed"] = _check_int("seed", self.seed, low=0, high=MAX_SEED)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
 
@@ -87,29 +95,35 @@ class SamplingParams:
 
 def _check_int(
     name: str, value: object, *, low: int, high: int | None = None, note: str = ""
-) -> None:
+) -> int:
     limit = f">= {low}" if high is None else f"between {low} and {high}"
-    # Integral numpy scalars are welcome; bool is an int in Python but never a count.
-    is_int = isinstance(value, int) or hasattr(value, "__index__")
-    if isinstance(value, bool) or not is_int:
-        raise InvalidRequestError(f"{name} must be an integer {limit}{note}, got {value!r}")
-    number = int(value)  # type: ignore[call-overload]
+    try:
+        if isinstance(value, bool):  # an int in Python, but never a count
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequestError(
+            f"{name} must be an integer {limit}{note}, got {value!r}"
+        ) from None
     if number < low or (high is not None and number > high):
         raise InvalidRequestError(f"{name} must be {limit}{note}, got {value!r}")
+    return number
 
 
 def _check_number(
-    name: str, value: object, *, low: float, high: float = math.inf, low_open: bool = False
-) -> None:
-    bracket = "(" if low_open else "["
-    limit = f"in {bracket}{low:g}, {high:g}]" if high < math.inf else f">= {low:g} and finite"
+    name: str, value: object, *, low: float, high: float, low_open: bool = False
+) -> float:
+    limit = f"in {'(' if low_open else '['}{low:g}, {high:g}]"
     try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise InvalidRequestError(f"{name} must be a number {limit}, got {value!r}") from None
     below = number <= low if low_open else number < low
-    if isinstance(value, (bool, str)) or not math.isfinite(number) or below or number > high:
+    if math.isnan(number) or below or number > high:
         raise InvalidRequestError(f"{name} must be {limit}, got {value!r}")
+    return number
 
 
 class RequestStatus(enum.Enum):

@@ -48,6 +48,18 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
             engine.update_weights(sharded)
             assert outputs(engine) == expected
 
+    with Engine(
+        model_config=TINY, weights=spread_weights(), mesh=jax.make_mesh((4, 2), ("fsdp", "tp"))
+    ) as engine:
+        assert outputs(engine) == expected, "a mesh with explicit axes"
+        # Each weight on a device of its own.
+        scattered = {
+            name: jax.device_put(w, devices[i % 8])
+            for i, (name, w) in enumerate(spread_weights().items())
+        }
+        engine.update_weights(scattered)
+        assert outputs(engine) == expected
+
     second = Mesh(devices[4:5].reshape(1, 1), ("fsdp", "tp"))
     source = jax.device_put(spread_weights(), devices[0])
     with Engine(model_config=TINY, weights=source, mesh=second) as engine:

@@ -102,6 +102,46 @@ def test_invert_cdf_never_picks_weight_zero(uniform):
     assert tokens[2] in (5, 140)
 
 
+def test_invert_cdf_of_a_filtered_real_vocabulary():
+    """Sums of a large sparse vocabulary round; no rounding may pick what was filtered out."""
+    vocab, batch_size = 151_936, 64
+    rng = np.random.default_rng(0)
+    draw = jax.jit(invert_cdf)
+    for _ in range(8):
+        weights = np.zeros((batch_size, vocab), np.float32)
+        for row in weights:
+            kept = rng.choice(vocab, rng.integers(20, 400), replace=False)
+            row[kept] = rng.random(len(kept), np.float32)
+        uniform = (rng.integers(0, 2**23, batch_size) * 2.0**-23).astype(np.float32)
+        # Aim at the ends of entries, where rounding decides.
+        ends = np.cumsum(weights, axis=-1)
+        uniform[::2] = (ends[::2, vocab // 2] / ends[::2, -1]).astype(np.float32)
+        tokens = np.asarray(draw(weights, uniform))
+        assert (weights[np.arange(batch_size), tokens] > 0).all()
+
+
+def test_invert_cdf_where_a_sum_rounds_up_over_an_empty_block(monkeypatch):
+    """A cumulative sum that grows where nothing was added, as a tree of float32 additions can."""
+    weights = np.zeros((1, 512), np.float32)
+    weights[0, [5, 300]] = 1.0
+    real = jnp.cumsum
+
+    def uneven(x, axis):
+        out = real(x, axis=axis)
+        return out + jnp.asarray([[0, 2**-20, 0, 0]], jnp.float32) if x.shape == (1, 4) else out
+
+    monkeypatch.setattr(jnp, "cumsum", uneven)
+    uniform = jnp.asarray([0.5 + 2**-22], jnp.float32)
+    assert np.asarray(invert_cdf(jnp.asarray(weights), uniform))[0] == 300
+
+
+@pytest.mark.parametrize("top_p", [1e-50, 1e-40, 1e-30])
+def test_tiny_top_p_is_greedy(top_p):
+    logits = jnp.asarray(np.random.default_rng(4).normal(0, 1, (8, 300)).astype(np.float32))
+    tokens = np.asarray(sample(logits, batch(8, 300, top_p=top_p), jnp.int32(0)).token)
+    np.testing.assert_array_equal(tokens, np.asarray(logits).argmax(-1))
+
+
 def test_draws_follow_the_distribution():
     vocab, draws = 37, 200_000
     logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)

@@ -27,13 +27,14 @@ class CharTokenizer:
     def __init__(self, bos=1):
         self.bos = bos
         self.poison = None
+        self.error: type[BaseException] = RuntimeError
 
     def encode(self, text):
         return [ord(c) for c in text]
 
     def decode(self, ids):
         if self.poison in ids:
-            raise RuntimeError(f"cannot decode {self.poison}")
+            raise self.error(f"cannot decode {self.poison}")
         return "".join(chr(i) for i in ids)
 
     def bos_id(self):
@@ -103,8 +104,14 @@ def test_engine_text_leaves_out_the_stop_token():
         assert both[0]["text"] == out["text"]
 
 
-def test_tokenizer_that_raises_fails_its_request_only():
+class Panic(BaseException):
+    """What a tokenizer written in Rust raises when it panics is no Exception either."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+def test_tokenizer_that_raises_fails_its_request_only(error):
     tokenizer = CharTokenizer()
+    tokenizer.error = error
     with Engine(model_config=TINY, weights=spread_weights(), tokenizer=tokenizer) as engine:
         params = {"temperature": 0, "max_new_tokens": 4}
         out = engine.generate(input_ids=[5], sampling_params=params)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from sgljax_engine import (
     Engine,
+    EngineShutdownError,
     InvalidConfigError,
     ModelConfig,
     Rule,
@@ -62,6 +63,12 @@ class TestRules:
     def test_flatten_named(self):
         tree = {"a": [np.zeros(1), {"b": np.ones(2)}], "c.d": np.zeros(3)}
         assert list(flatten_named(tree)) == ["a.0", "a.1.b", "c.d"]
+
+    def test_flatten_named_refuses_ambiguous_names(self):
+        with pytest.raises(WeightSyncError, match=r"both called 'a\.b'"):
+            flatten_named({"a": {"b": np.ones(1)}, "a.b": np.ones(1)})
+        with pytest.raises(WeightSyncError, match="must be named, got a bare ndarray"):
+            flatten_named(np.ones(1))
 
 
 class TestApply:
@@ -203,6 +210,17 @@ class TestEngineUpdate:
         with pytest.raises(WeightSyncError, match="failed"):
             engine.update_weights(weights)
         assert self.run(engine).output_ids == before.output_ids
+
+    def test_a_hook_that_exits_is_answered(self, engine):
+        def leave(x: jax.Array) -> jax.Array:
+            raise SystemExit("planted")
+
+        weights = spread_weights(seed=1)
+        rules = [Rule(name, name, None, leave) for name in weights]
+        with pytest.raises(SystemExit, match="planted"):
+            engine.update_weights(weights, rules)
+        with pytest.raises(EngineShutdownError, match="planted"):
+            self.run(engine)
 
     def test_update_during_generation_loses_nothing(self, engine):
         from concurrent.futures import ThreadPoolExecutor

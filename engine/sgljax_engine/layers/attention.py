@@ -19,6 +19,7 @@ from jax import lax
 from sgljax_engine.cache.kv_pages import LayerKV
 
 _KEYS_PER_STEP = 64
+_QUERIES_PER_CHUNK = 128
 _MASKED = -1e30
 
 
@@ -206,12 +207,25 @@ def dense_attention(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> 
     """
     batch, length, num_heads, head_dim = q_BLNH.shape
     num_kv_heads = k_BLKH.shape[2]
-    q = q_BLNH.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("blkgh,bskh->bkgls", q, k_BLKH, preferred_element_type=jnp.float32)
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    scores = jnp.where(causal[None, None, None], scores * head_dim**-0.5, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BLKH.dtype)
-    return jnp.einsum("bkgls,bskh->blkgh", weights, v_BLKH).reshape(q_BLNH.shape)
+    # Queries in chunks, so that memory grows with the length and not with its square.
+    chunk = min(length, _QUERIES_PER_CHUNK)
+    q = jnp.pad(q_BLNH, ((0, 0), (0, -length % chunk), (0, 0), (0, 0)))
+    q = q.reshape(batch, -1, chunk, num_kv_heads, num_heads // num_kv_heads, head_dim)
+
+    def attend(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BCKGh, start = args
+        scores = jnp.einsum(
+            "bckgh,bskh->bkgcs", q_BCKGh, k_BLKH, preferred_element_type=jnp.float32
+        )
+        position = start + jnp.arange(chunk, dtype=jnp.int32)
+        seen = jnp.arange(length, dtype=jnp.int32)[None] <= position[:, None]
+        scores = jnp.where(seen[None, None, None], scores * head_dim**-0.5, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_BLKH.dtype)
+        return jnp.einsum("bkgcs,bskh->bckgh", weights, v_BLKH)
+
+    starts = jnp.arange(q.shape[1], dtype=jnp.int32) * chunk
+    out = lax.map(attend, (q.swapaxes(0, 1), starts)).swapaxes(0, 1)
+    return out.reshape(batch, -1, num_heads, head_dim)[:, :length]
 
 
 BACKENDS: dict[str, PagedAttention] = {"xla": xla_attention, "xla_rows": xla_rows_attention}

@@ -79,6 +79,8 @@ def place(model: ModelConfig, mesh: Mesh | None, dtype: str) -> Placement:
     """
     if mesh is None:
         mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR_AXIS,))
+    # The same devices with automatic axes: programs leave the collectives to XLA.
+    mesh = Mesh(mesh.devices, mesh.axis_names)
     placement = Placement(mesh, jnp.dtype(dtype), default_layout(mesh.devices.flat[0].platform))
     shards = placement.num_tensor_shards
     for name in ("num_kv_heads", "num_heads", "intermediate_size", "vocab_size"):

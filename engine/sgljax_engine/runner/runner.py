@@ -123,15 +123,14 @@ class ModelRunner:
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
         """Log-probs of each sequence's tokens from its second on, one float32 array a sequence.
 
-        Sequences are padded to a power of two and batched up to the largest token bucket.
+        Sequences are padded to a length bucket and batched up to the largest token bucket.
         """
-        longest = max(len(s) for s in sequences)
-        length = max(self._token_block, 1 << (longest - 1).bit_length())
-        rows = max(self._token_buckets[-1] // length, 1)
+        length = pick_bucket(self._score_lengths, max(len(s) for s in sequences))
+        rows = self._score_rows(length)
         results: list[np.ndarray] = []
         for start in range(0, len(sequences), rows):
             group = sequences[start : start + rows]
-            size = pick_bucket([1, rows], len(group))
+            size = 1 if len(group) == 1 else rows
             ids = np.zeros((size, length), np.int32)
             for row, sequence in enumerate(group):
                 ids[row, : len(sequence)] = sequence
@@ -142,18 +141,36 @@ class ModelRunner:
             results.extend(logprobs[row, : len(s) - 1] for row, s in enumerate(group))
         return results
 
+    @property
+    def _score_lengths(self) -> list[int]:
+        """Powers of two, then the longest sequence."""
+        longest = self._table_width * self._static.page_size
+        powers = (self._token_block * 2**i for i in range(32))
+        return [*(p for p in powers if p < longest), longest]
+
+    def _score_rows(self, length: int) -> int:
+        return max(self._token_buckets[-1] // length, 1)
+
     # ------------------------------------------------------------------ state
 
     def swap_weights(self, weights: Mapping[str, jax.Array]) -> None:
         """Serves these weights from the next dispatch on; the old ones are let go."""
         self.weights = dict(weights)
 
-    def ensure_kv(self) -> bool:
-        """Allocates the pages anew if a failed step left them donated; True if it had to."""
-        if not any(layer.k.is_deleted() or layer.v.is_deleted() for layer in self.kv):
-            return False
-        self.kv = self._allocate_kv()
-        return True
+    def recover_kv(self) -> bool:
+        """Allocates the pages anew if a failed step took or spoilt them; True if it had to.
+
+        Pages that were donated to a failed program are deleted; those that a failed asynchronous
+        program was to return raise when waited for.
+        """
+        try:
+            jax.block_until_ready(self.kv)
+        except Exception:
+            logger.warning("the KV pages were lost in a failed step; allocating them anew")
+            self.kv = ()
+            self.kv = self._allocate_kv()
+            return True
+        return False
 
     def release(self) -> None:
         """Lets go of weights, pages and programs."""
@@ -174,7 +191,7 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ programs
 
-    def warmup(self) -> int:
+    def warmup(self, *, include_score: bool = False) -> int:
         """Compiles and runs every prefill and decode bucket; returns how many were new."""
         before = self.num_compiles
         for size in self._token_buckets:
@@ -183,6 +200,10 @@ class ModelRunner:
             batch = build_decode_batch([], [], buckets=[size], table_width=self._table_width)
             sampling = build_sampling_batch([], size, self.model_config.vocab_size)
             self._run_decode(batch, sampling, 1, 1)
+        if include_score:
+            for length in self._score_lengths:
+                for rows in {1, self._score_rows(length)}:
+                    self.score([[0] * length] * rows, 1.0)
         self._is_warm = True
         return self.num_compiles - before
 

@@ -123,7 +123,8 @@ def filter_weights(
     kth = _bisect(order_BV, lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32) >= top_k)
     kept_BV = jnp.where(order_BV >= kth[:, None], weights_BV, 0.0)
     # Largest threshold whose entries at or above it hold the nucleus's mass.
-    target = top_p * jnp.sum(kept_BV, axis=-1)
+    # Never 0, which a denormal top_p would make it: then nothing would be needed to reach it.
+    target = jnp.maximum(top_p * jnp.sum(kept_BV, axis=-1), jnp.finfo(jnp.float32).tiny)
     nucleus = _bisect(
         order_BV, lambda mask: jnp.sum(jnp.where(mask, kept_BV, 0.0), axis=-1) >= target
     )
@@ -142,22 +143,24 @@ def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     batch, vocab_size = weights_BV.shape
     padded = jnp.pad(weights_BV, ((0, 0), (0, -vocab_size % _BLOCK)))
     blocks = padded.reshape(batch, -1, _BLOCK)
-    ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    sums = jnp.sum(blocks, axis=-1)
+    ends = jnp.cumsum(sums, axis=-1)
     target = uniform_B * ends[:, -1]
-    block = _first_above(ends, target)
+    block = _first_above(ends, target, sums > 0)
     start = jnp.where(block > 0, _pick(ends, jnp.maximum(block - 1, 0)), 0.0)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    offset = _first_above(jnp.cumsum(inside, axis=-1), target - start)
-    # Rounding can leave the target beyond the block's own sum; the last entry takes the rest.
-    last = _BLOCK - 1 - jnp.argmax(inside[:, ::-1] > 0, axis=-1).astype(jnp.int32)
-    return block * _BLOCK + jnp.minimum(offset, last)
+    offset = _first_above(jnp.cumsum(inside, axis=-1), target - start, inside > 0)
+    return block * _BLOCK + offset
 
 
-def _first_above(cumulative: jax.Array, target: jax.Array) -> jax.Array:
-    """First index whose cumulative weight is above the target; the last that grew if none is."""
-    above = cumulative > target[:, None]
-    grew = cumulative >= cumulative[:, -1:]
-    last = jnp.argmax(grew, axis=-1)
+def _first_above(cumulative: jax.Array, target: jax.Array, allowed: jax.Array) -> jax.Array:
+    """First allowed index whose cumulative weight is above the target, else the last allowed.
+
+    A cumulative sum that a device adds up as a tree need not be monotone: without `allowed`, an
+    entry of weight 0 could be the first above the target by rounding.
+    """
+    above = (cumulative > target[:, None]) & allowed
+    last = allowed.shape[1] - 1 - jnp.argmax(allowed[:, ::-1], axis=-1)
     return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last).astype(jnp.int32)
 
 

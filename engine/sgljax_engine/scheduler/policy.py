@@ -22,10 +22,6 @@ class AdmissionPolicy:
         self._config = config
         self.new_token_ratio = config.init_new_token_ratio
 
-    def reset(self) -> None:
-        """Forgets what was learned, as after a cache flush."""
-        self.new_token_ratio = self._config.init_new_token_ratio
-
     def on_decode(self) -> None:
         """A decode dispatch went well: expect a little less."""
         decayed = self.new_token_ratio - self._config.new_token_ratio_decay

@@ -93,10 +93,6 @@ class Scheduler:
         request.num_retractions += 1
         bisect.insort(self.waiting, request, key=_arrival)
 
-    def find(self, rid: str) -> Request | None:
-        """The unfinished request of that id, if there is one."""
-        return next((r for r in self.requests() if r.rid == rid), None)
-
     def requests(self) -> list[Request]:
         """All unfinished requests, running ones first."""
         return self.running + self.waiting

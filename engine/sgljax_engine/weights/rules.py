@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from sgljax_engine.errors import WeightSyncError
+
 Hook = Callable[[jax.Array], jax.Array]
 """Changes a weight on its way; traced by JAX, so it must not look at values."""
 
@@ -63,15 +65,22 @@ def flatten_named(tree: Any) -> dict[str, Any]:
     """Flattens a pytree of arrays into `{"layers.0.attn.q_proj.w": array, ...}`.
 
     Works for nested dicts and lists and for `flax.nnx.State`, whose `Variable` wrappers leave no
-    trace in the names. A flat dict with dotted keys stays as it is.
+    trace in the names. A flat dict with dotted keys stays as it is. Ambiguous or missing names
+    raise WeightSyncError.
     """
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = [_key_name(key) for key in path]
         # An nnx.Variable is a node with a single child called "value".
-        if isinstance(path[-1], jax.tree_util.GetAttrKey) and keys[-1] in ("value", "raw_value"):
+        is_attribute = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
+        if is_attribute and keys[-1] in ("value", "raw_value"):
             keys.pop()
-        flat[".".join(keys)] = leaf
+        name = ".".join(keys)
+        if not name:
+            raise WeightSyncError(f"weights must be named, got a bare {type(leaf).__name__}")
+        if name in flat:
+            raise WeightSyncError(f"two parameters of the source are both called {name!r}")
+        flat[name] = leaf
     return flat
 
 

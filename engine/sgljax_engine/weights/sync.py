@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sgljax_engine.errors import WeightSyncError
 from sgljax_engine.weights.rules import Hook, Rule, match
@@ -215,8 +214,8 @@ def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
             made = program.at_target(arrays)
         elif len(sources) == 1 and None not in sources:
             made = jax.device_put(program.at_source(arrays), program.shardings)
-        else:  # scattered over devices: one program takes them only from the same ones
-            made = program.at_target([np.asarray(x) for x in arrays])
+        else:  # scattered over devices: a program takes them only from the same ones
+            made = program.at_target([_gather(x, target, program.shardings) for x in arrays])
         return jax.block_until_ready(made)
     except Exception as error:
         raise WeightSyncError(f"transforming the new weights failed: {error}") from error
@@ -228,3 +227,17 @@ def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
         return tuple(sharding.mesh.devices.flat)
     devices = tuple(sharding.device_set)
     return devices if len(devices) == 1 else None
+
+
+def _gather(
+    x: Any,
+    target: tuple[Any, ...] | None,
+    shardings: Mapping[str, jax.sharding.Sharding],
+) -> Any:
+    """The array on the target's devices: as it is if it is there, else a copy on each."""
+    if not isinstance(x, jax.Array) or _device_order(x.sharding) == target:
+        return x
+    some = next(iter(shardings.values()))
+    if isinstance(some, jax.sharding.NamedSharding):
+        some = jax.sharding.NamedSharding(some.mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(x, some)

@@ -1,0 +1,180 @@
+"""From what callers pass to checked requests. Any thread."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgljax_engine.config import ModelConfig
+from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.seeds import SeedSource, derive_seed
+from sgljax_engine.tokenizer import Tokenizer
+from sgljax_engine.types import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+
+
+class Limits(NamedTuple):
+    """What one request may ask for.
+
+    Attributes:
+        max_model_len: Prompt plus output tokens.
+        max_kv_tokens: Tokens that the whole KV pool holds.
+    """
+
+    max_model_len: int
+    max_kv_tokens: int
+
+
+class RequestFactory:
+    """Tokenises and checks. Every refusal is an InvalidRequestError naming field and limit."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        limits: Limits,
+        tokenizer: Tokenizer | None,
+        seeds: SeedSource,
+    ) -> None:
+        """Makes requests for one engine.
+
+        Args:
+            model: Vocabulary and end-of-sequence ids.
+            limits: Of length.
+            tokenizer: For text prompts; its end-of-sequence id joins the model's.
+            seeds: For requests that bring none.
+        """
+        self.limits = limits
+        self._model = model
+        self._tokenizer = tokenizer
+        self._seeds = seeds
+        own = tokenizer.eos_token_id if tokenizer is not None else None
+        self._eos_ids = (*model.eos_token_ids, *(() if own is None else (own,)))
+
+    def make(self, prompt: Any, sampling_params: Any, input_ids: Any) -> tuple[list[Request], bool]:
+        """The requests of a `generate` call, and whether its answer is one dict, not a list."""
+        prompts, is_single = self._prompt_ids(prompt, input_ids)
+        params = _params_of_each(sampling_params, len(prompts))
+        now = time.perf_counter()
+        requests: list[Request] = []
+        for ids, settings in zip(prompts, params, strict=True):
+            stop_ids = self._check_request(ids, settings)
+            seed = self._seeds.fresh() if settings.seed is None else settings.seed
+            requests.extend(
+                Request(
+                    rid=uuid.uuid4().hex,
+                    prompt_ids=ids,
+                    params=settings,
+                    seed=derive_seed(seed, sample),
+                    stop_ids=stop_ids,
+                    arrival_s=now,
+                )
+                for sample in range(settings.n)
+            )
+        return requests, is_single and params[0].n == 1
+
+    def check_scored(self, sequences: Any, temperature: Any) -> list[list[int]]:
+        """The arguments of a `score` call, checked."""
+        if not isinstance(temperature, (int, float)) or not temperature > 0:
+            raise InvalidRequestError(f"temperature must be a number > 0, got {temperature!r}")
+        checked = [self._check_ids(ids) for ids in sequences]
+        longest = max((len(ids) for ids in checked), default=0)
+        if longest > self.limits.max_model_len:
+            raise InvalidRequestError(
+                f"a sequence to score has {longest} tokens, the limit is max_model_len = "
+                f"{self.limits.max_model_len}"
+            )
+        return checked
+
+    # ------------------------------------------------------------------ prompts
+
+    def _prompt_ids(self, prompt: Any, input_ids: Any) -> tuple[list[list[int]], bool]:
+        if (prompt is None) == (input_ids is None):
+            raise InvalidRequestError("give exactly one of prompt and input_ids")
+        if isinstance(prompt, str):
+            return [self._encode(prompt)], True
+        given = input_ids if prompt is None else prompt
+        if (
+            isinstance(given, str)
+            or not hasattr(given, "__len__")
+            or not hasattr(given, "__iter__")
+        ):
+            name = "input_ids" if prompt is None else "prompt"
+            raise InvalidRequestError(f"{name} must be a list, got {type(given).__name__}")
+        if prompt is not None:
+            return [self._encode(text) for text in prompt], False
+        is_single = len(input_ids) == 0 or np.ndim(input_ids[0]) == 0
+        each = [input_ids] if is_single else input_ids
+        return [self._check_ids(ids) for ids in each], is_single
+
+    def _encode(self, text: Any) -> list[int]:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"prompt must be text, got {type(text).__name__}")
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "prompt needs a tokenizer and the engine has none; use input_ids"
+            )
+        return self._check_ids(self._tokenizer.encode(text))
+
+    def _check_ids(self, ids: Any) -> list[int]:
+        array = np.asarray(ids)
+        if array.ndim == 1 and array.size == 0:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token")
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise InvalidRequestError(
+                f"input_ids must be a list of integers, got shape {array.shape} of {array.dtype}"
+            )
+        bad = (array < 0) | (array >= self._model.vocab_size)
+        if bad.any():
+            raise InvalidRequestError(
+                f"input_ids must be in [0, {self._model.vocab_size}), got {array[bad][0]} at "
+                f"position {int(bad.argmax())}"
+            )
+        return array.tolist()
+
+    # ------------------------------------------------------------------ limits
+
+    def _check_request(self, ids: list[int], params: SamplingParams) -> tuple[int, ...]:
+        """Checks lengths and stop ids against the engine's limits; returns the stop ids."""
+        limits = self.limits
+        total = len(ids) + params.max_new_tokens
+        if len(ids) >= limits.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens, the limit is max_model_len - 1 = "
+                f"{limits.max_model_len - 1}"
+            )
+        if total > limits.max_model_len:
+            raise InvalidRequestError(
+                f"prompt ({len(ids)}) plus max_new_tokens ({params.max_new_tokens}) is {total} "
+                f"tokens, the limit is max_model_len = {limits.max_model_len}"
+            )
+        if total - 1 > limits.max_kv_tokens:
+            raise InvalidRequestError(
+                f"prompt ({len(ids)}) plus max_new_tokens ({params.max_new_tokens}) needs "
+                f"{total - 1} KV tokens, the pool holds {limits.max_kv_tokens}"
+            )
+        for token_id in params.stop_token_ids:
+            if token_id >= self._model.vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids must be in [0, {self._model.vocab_size}), got {token_id}"
+                )
+        eos_ids = () if params.ignore_eos else self._eos_ids
+        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
+        if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids (end-of-sequence ids included) must be at most "
+                f"{MAX_STOP_TOKEN_IDS}, got {len(stop_ids)}"
+            )
+        return stop_ids
+
+
+def _params_of_each(given: Any, count: int) -> list[SamplingParams]:
+    each: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"sampling_params must be one for all or one for each of the {count} prompts, "
+            f"got {len(each)}"
+        )
+    return [p if isinstance(p, SamplingParams) else SamplingParams.from_dict(p) for p in each]
