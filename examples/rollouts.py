@@ -1,0 +1,133 @@
+"""Two small rollout workers for experiments: one that measures, one that seeds Tunix's own.
+
+Tunix's `RLCluster` builds its rollout worker from `ClusterConfig.rollout_engine`, a `BaseRollout`
+subclass or a `functools.partial` of one, so both are used through `functools.partial`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig, RolloutOutput
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+
+
+class RolloutTiming(NamedTuple):
+    """One call of `generate`."""
+
+    seconds: float
+    """From the call to the finished tokens."""
+    num_tokens: int
+    """Generated tokens without those that end a completion, which only some engines return."""
+    weight_version: int | None
+    """The weights that answered, where the engine counts them."""
+
+
+class TimedRollout(BaseRollout):
+    """Another rollout worker, with a stopwatch around `generate`.
+
+    Attributes:
+        inner: The worker that does everything.
+        mesh: The worker's mesh, which Tunix adopts unless it is None.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Callable[..., BaseRollout],
+        weight_version: Callable[[BaseRollout], int | None],
+        on_generate: Callable[[RolloutTiming], None],
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh,
+        rollout_config: RolloutConfig,
+    ) -> None:
+        self.inner = engine(
+            rollout_actor=rollout_actor,
+            tokenizer=tokenizer,
+            mesh=mesh,
+            rollout_config=rollout_config,
+        )
+        self.mesh = getattr(self.inner, "mesh", None)
+        self._weight_version = weight_version
+        self._on_generate = on_generate
+
+    def generate(
+        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
+        """Generates with the inner worker and reports how long it took."""
+        weight_version = self._weight_version(self.inner)
+        start = time.perf_counter()
+        output = self.inner.generate(prompts, rollout_config, **kwargs)
+        seconds = time.perf_counter() - start
+        end = set(rollout_config.eos_tokens or [self.eos_id()])
+        num_tokens = sum(len(ids) - (len(ids) > 0 and int(ids[-1]) in end) for ids in output.tokens)
+        self._on_generate(RolloutTiming(seconds, num_tokens, weight_version))
+        return output
+
+    def get_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """See `BaseRollout`."""
+        return self.inner.get_per_token_logps(prompt_tokens, completion_tokens)
+
+    def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
+        """See `BaseRollout`."""
+        self.inner.update_params(params, filter_types)
+
+    def pad_id(self) -> int:
+        """See `BaseRollout`."""
+        return self.inner.pad_id()
+
+    def eos_id(self) -> int:
+        """See `BaseRollout`."""
+        return self.inner.eos_id()
+
+    def model(self) -> Any:
+        """See `BaseRollout`."""
+        return self.inner.model()
+
+
+class SeededVanillaRollout(VanillaRollout):
+    """Tunix's own sampler, with new randomness at every call.
+
+    Tunix draws the same noise at every call unless the config names a seed, and the config does
+    not change between calls. For a fair comparison, each call gets a key of its own here.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        rollout_actor: Any,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh,
+        rollout_config: RolloutConfig,
+    ) -> None:
+        del mesh  # It samples where the actor lives.
+        config = rollout_actor.config
+        super().__init__(
+            rollout_actor,
+            tokenizer,
+            CacheConfig(
+                cache_size=rollout_config.kv_cache_size,
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+            ),
+        )
+        self._key = jax.random.key_data(jax.random.key(seed))
+
+    def generate(
+        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
+        """Generates with a key that no earlier call had."""
+        self._key, call_key = jax.random.split(self._key)
+        config = dataclasses.replace(rollout_config, seed=call_key)
+        return super().generate(prompts, config, **kwargs)
