@@ -124,18 +124,20 @@ class EngineLoop:
         """Handles all queued commands, waiting for one when idle; False at shutdown."""
         while True:
             try:
-                command = self._commands.get(block=not self._scheduler.has_work)
+                # Kept in no variable: a command that was handled must not keep its arrays alive.
+                go_on = self._handle(self._commands.get(block=not self._scheduler.has_work))
             except queue.Empty:
                 return True
-            if isinstance(command, cmd.Shutdown):
+            if not go_on:
                 return False
-            self._handle(command)
 
-    def _handle(self, command: cmd.Command) -> None:
+    def _handle(self, command: cmd.Command) -> bool:
+        """Answers a command; False when it was the last."""
+        if isinstance(command, cmd.Shutdown):
+            return False
         if isinstance(command, cmd.AddRequests):
             self._add(command)
-            return
-        assert not isinstance(command, cmd.Shutdown)
+            return True
         try:
             result = self._answer(command)
         except BaseException as error:  # handed to the caller, who asked for it
@@ -145,6 +147,7 @@ class EngineLoop:
         else:
             future: Future[Any] = command.future
             resolve(future, result)
+        return True
 
     def _answer(self, command: cmd.Command) -> Any:
         if isinstance(command, cmd.AbortRequests):

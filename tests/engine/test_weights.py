@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -183,6 +184,16 @@ class TestEngineUpdate:
         assert second.output_ids != first.output_ids
         engine.update_weights(spread_weights())
         assert self.run(engine).output_ids == first.output_ids
+
+    def test_update_keeps_no_reference_to_the_source(self, engine):
+        self.run(engine)
+        gc.collect()
+        before = len(jax.live_arrays())
+        source = {name: jnp.asarray(w) for name, w in spread_weights(seed=1).items()}
+        engine.update_weights(source)
+        del source
+        gc.collect()
+        assert len(jax.live_arrays()) == before
 
     @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "dtype"])
     def test_bad_update_names_the_parameter_and_keeps_serving(self, engine, fault):
