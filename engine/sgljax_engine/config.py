@@ -22,7 +22,7 @@ from sgljax_engine.errors import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-ATTENTION_BACKENDS = ("auto", "xla", "xla_rows")
+ATTENTION_BACKENDS = ("auto", "xla", "xla_tiles")
 """Names of `layers.attention.BACKENDS`, and "auto"."""
 
 TOKEN_BLOCK = 16

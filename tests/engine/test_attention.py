@@ -89,5 +89,5 @@ def test_write_drops_what_has_no_slot():
 
 def test_names_of_backends():
     assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS}
-    assert get_backend("auto", "cpu") is BACKENDS["xla_rows"]
+    assert get_backend("auto", "cpu") is BACKENDS["xla_tiles"]
     assert get_backend("auto", "tpu") is BACKENDS["xla"]

@@ -20,6 +20,7 @@ from sgljax_engine.cache.kv_pages import LayerKV
 
 _KEYS_PER_STEP = 64
 _QUERIES_PER_CHUNK = 128
+_BLOCKS_PER_TILE = 8
 _MASKED = -1e30
 
 
@@ -161,42 +162,23 @@ def xla_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax
     return _ungroup(softmax.result(), q_NQDh)
 
 
-def xla_rows_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
-    """The CPU backend: one block after another, each over its own pages only.
+def xla_tiles_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+    """The CPU backend: `xla_attention` over a few blocks at a time, one tile after another.
 
-    Reads every page once, straight from the pool, and does no work for the difference between a
-    block's context and the longest one in the batch.
+    A tile's keys fit the caches, and a tile ends at its own longest context, not at the batch's.
     """
-    count = _pages_per_step(layer.page_size)
-    keys_per_step = count * layer.page_size
-    q_NKRh = _group_queries(q_NQDh, layer)
-    group = q_NKRh.shape[2] // q_NQDh.shape[1]
+    num_blocks = q_NQDh.shape[0]
+    tile = min(num_blocks, _BLOCKS_PER_TILE)
 
-    def one_block(block: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q_KRh, pages_P, positions_Q, kv_len = block
-        positions_R = jnp.tile(positions_Q, group)
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, -num_blocks % tile), *((0, 0) for _ in x.shape[1:])))
+        return padded.reshape(-1, tile, *x.shape[1:])
 
-        def load(pool: jax.Array, ids: jax.Array) -> jax.Array:
-            pages = [lax.dynamic_index_in_dim(pool, ids[i], 0, False) for i in range(count)]
-            return jnp.concatenate(pages, axis=1)
+    def one_tile(args: tuple[jax.Array, BlockTables]) -> jax.Array:
+        return xla_attention(args[0], layer, args[1])
 
-        def body(carry: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
-            step, softmax = carry
-            ids = lax.dynamic_slice_in_dim(pages_P, step * count, count)
-            key_pos_S = step * keys_per_step + jnp.arange(keys_per_step, dtype=jnp.int32)
-            exists_S = key_pos_S < kv_len
-            seen_RS = (key_pos_S[None] <= positions_R[:, None]) & exists_S[None]
-            # Memory beyond kv_len may hold anything, NaN included, and 0 * NaN is NaN.
-            v = jnp.where(exists_S[None, :, None], load(layer.v, ids), 0)
-            return step + 1, softmax.add(q_KRh, load(layer.k, ids), v, seen_RS[None])
-
-        num_loops = (kv_len + keys_per_step - 1) // keys_per_step
-        start = (jnp.zeros((), jnp.int32), _Softmax.start(q_KRh.shape[:2], q_KRh.shape[2]))
-        _, softmax = lax.while_loop(lambda carry: carry[0] < num_loops, body, start)
-        return softmax.result()
-
-    blocks = (q_NKRh, _pad_tables(tables, count), tables.positions, tables.kv_lens)
-    return _ungroup(lax.map(one_block, blocks), q_NQDh)
+    out = lax.map(one_tile, (split(q_NQDh), BlockTables(*map(split, tables))))
+    return out.reshape(-1, *q_NQDh.shape[1:])[:num_blocks]
 
 
 def dense_attention(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
@@ -228,12 +210,15 @@ def dense_attention(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> 
     return out.reshape(batch, -1, num_heads, head_dim)[:, :length]
 
 
-BACKENDS: dict[str, PagedAttention] = {"xla": xla_attention, "xla_rows": xla_rows_attention}
+BACKENDS: dict[str, PagedAttention] = {
+    "xla": xla_attention,
+    "xla_tiles": xla_tiles_attention,
+}
 """Paged attention implementations by name."""
 
 
 def get_backend(name: str, platform: str) -> PagedAttention:
     """The backend of that name; "auto" picks the one for a JAX platform."""
     if name == "auto":
-        name = "xla_rows" if platform == "cpu" else "xla"
+        name = "xla_tiles" if platform == "cpu" else "xla"
     return BACKENDS[name]
