@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOLearner
@@ -206,3 +208,30 @@ def test_the_model_itself_is_never_touched(closing):
     cluster = RLCluster(**parts.arguments, rollout_worker=rollout)
     cluster.generate(PROMPTS)
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(parts.model, nnx.Param))
+
+
+# ------------------------------------------------------------------ many steps
+
+
+def test_fifty_steps_keep_memory_flat_and_compile_nothing(closing):
+    """Fifty updates synced by Tunix's learner itself."""
+    num_steps, warm_up = 60, 10
+    process = psutil.Process()
+    resident, programs = [], []
+
+    def watching_reward(prompts, completions, **kwargs):
+        gc.collect()
+        resident.append(process.memory_info().rss)
+        programs.append(cluster.rollout.engine.get_internal_state().num_compiles)
+        return reward(prompts, completions, **kwargs)
+
+    parts = make_parts(rollout_engine=PARTIAL, max_steps=num_steps)
+    cluster: Any = TunixRLCluster(**parts.arguments)
+    closing.append(cluster.rollout)
+    cluster.rollout.engine.warmup()
+    batches = list_batches() * (num_steps // len(list_batches()))
+    GRPOLearner(cluster, grpo_config(), watching_reward).train(batches)
+
+    assert cluster.rollout.weight_version == len(resident) == num_steps
+    assert max(resident[warm_up:]) < resident[warm_up] * 1.05
+    assert len(set(programs)) == 1
