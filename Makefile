@@ -47,8 +47,8 @@ distclean: clean ## Remove .venv as well.
 	rm -rf $(VENV)
 
 # An environment that cannot run pip (made by an interrupted run, or moved) is made anew.
-# The build backend is installed first and build isolation is off: otherwise pip would fetch an
-# unpinned one.
+# The build tools are installed first and build isolation is off: otherwise pip would fetch
+# unpinned ones. (setuptools and wheel build `promise`, which exists as a source package only.)
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "error: '$(PYTHON)' was not found; Python 3.11 or newer is needed." >&2; exit 1; }
@@ -61,7 +61,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  hatchling editables
+	  editables hatchling setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --no-build-isolation -e ".[dev]"
 	@touch $@
