@@ -152,7 +152,7 @@ def xla_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax
         ids = lax.dynamic_slice_in_dim(page_table, step * count, count, axis=1)
         key_pos = step * keys_per_step + jnp.arange(keys_per_step, dtype=jnp.int32)
         exists_NS = key_pos[None, :] < tables.kv_lens[:, None]
-        seen = (key_pos <= positions[..., None]) & exists_NS[:, None, None]
+        seen = (key_pos[None, None, None] <= positions[..., None]) & exists_NS[:, None, None]
         # Memory beyond kv_lens may hold anything, NaN included, and 0 * NaN is NaN.
         v = jnp.where(exists_NS[:, None, :, None], load(layer.v, ids), 0)
         return step + 1, softmax.add(q_NKRh, load(layer.k, ids), v, seen)
