@@ -27,7 +27,7 @@ from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.weights import loader, sync
-from sgljax_engine.weights.rules import Rule, flatten_named
+from sgljax_engine.weights.rules import Rule
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -133,15 +133,13 @@ def build_loop(
         page_size=page_size,
         max_steps=config.scheduler.decode_steps,
     )
-    targets = placement.weight_targets(definition.param_specs(model))
-    arrays = flatten_named(weights.arrays)
-    plan = sync.plan_sync(sync.source_spec(arrays), weights.rules, targets)
+    maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(model)))
 
     batch_buckets, token_buckets = _buckets(config)
     runner = ModelRunner(
         static=static,
         placement=placement,
-        weights=sync.apply(plan, arrays),
+        weights=maker.make(weights.arrays, weights.rules),
         num_pages=num_pages,
         table_width=-(-max_model_len // page_size),
         batch_buckets=batch_buckets,
@@ -161,7 +159,7 @@ def build_loop(
         scheduler=scheduler,
         allocator=allocator,
         runner=runner,
-        targets=targets,
+        weight_maker=maker,
         tokenizer=tokenizer,
         page_size=page_size,
         name=f"sgljax-engine-{next(_names)}",

@@ -32,8 +32,7 @@ from sgljax_engine.types import (
     SchedulerOutput,
     StepOutput,
 )
-from sgljax_engine.weights import sync
-from sgljax_engine.weights.rules import flatten_named
+from sgljax_engine.weights.sync import WeightMaker
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class EngineLoop:
         scheduler: Scheduler,
         allocator: PageAllocator,
         runner: ModelRunner,
-        targets: dict[str, sync.TargetSpec],
+        weight_maker: WeightMaker,
         tokenizer: Tokenizer | None,
         page_size: int,
         name: str,
@@ -61,7 +60,7 @@ class EngineLoop:
             scheduler: Fresh, over `allocator`.
             allocator: The page pool.
             runner: Holds weights and pages.
-            targets: What weight updates must cover.
+            weight_maker: Makes the weights of updates.
             tokenizer: For output text.
             page_size: Tokens in a page.
             name: Of the threads.
@@ -70,10 +69,9 @@ class EngineLoop:
         self._scheduler = scheduler
         self._allocator = allocator
         self._runner = runner
-        self._targets = targets
+        self._weight_maker = weight_maker
         self._page_size = page_size
         self._counters = EngineCounters()
-        self._plan: tuple[tuple[Any, ...], sync.SyncPlan] | None = None
         self._futures: dict[str, Future[RequestOutput]] = {}
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._submit_lock = threading.Lock()
@@ -193,12 +191,7 @@ class EngineLoop:
     def _update_weights(self, command: cmd.UpdateWeights) -> int:
         """Builds all new weights, then swaps; any failure before leaves the old ones serving."""
         started = time.perf_counter()
-        source = flatten_named(command.source)
-        spec = sync.source_spec(source)
-        key = (tuple(spec.items()), tuple(command.rules))
-        if self._plan is None or self._plan[0] != key:
-            self._plan = (key, sync.plan_sync(spec, command.rules, self._targets))
-        weights = sync.apply(self._plan[1], source)
+        weights = self._weight_maker.make(command.source, command.rules)
         # Keys and values of running requests belong to the old weights: prefill them again.
         for request in list(self._scheduler.running):
             self._retract(request)

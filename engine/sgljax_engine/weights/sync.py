@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.errors import WeightSyncError
-from sgljax_engine.weights.rules import Hook, Rule, match
+from sgljax_engine.weights.rules import Hook, Rule, flatten_named, match
 
 
 class TargetSpec(NamedTuple):
@@ -219,6 +219,27 @@ def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
         return jax.block_until_ready(made)
     except Exception as error:
         raise WeightSyncError(f"transforming the new weights failed: {error}") from error
+
+
+class WeightMaker:
+    """Makes engine weights from sources, and plans again only when source or rules change.
+
+    Not thread-safe: whoever builds the engine uses it first, then the engine thread.
+    """
+
+    def __init__(self, targets: Mapping[str, TargetSpec]) -> None:
+        """Makes the parameters of `targets`."""
+        self._targets = targets
+        self._plan: tuple[Any, SyncPlan] | None = None
+
+    def make(self, tree: Any, rules: Sequence[Rule]) -> dict[str, jax.Array]:
+        """All engine parameters from a pytree of arrays; see `plan_sync` and `apply`."""
+        source = flatten_named(tree)
+        spec = source_spec(source)
+        key = (tuple(spec.items()), tuple(rules))
+        if self._plan is None or self._plan[0] != key:
+            self._plan = (key, plan_sync(spec, rules, self._targets))
+        return apply(self._plan[1], source)
 
 
 def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
