@@ -26,7 +26,9 @@ ALLOWED = {
     "tokenizer": {"errors"},
     "cache.allocator": {"errors"},
     "cache.kv_pages": set(),
-    "scheduler": {"cache.allocator", "config", "errors", "scheduler", "types"},
+    "cache.radix": {"cache.allocator", "errors"},
+    "cache.pool": {"cache.allocator", "cache.radix", "errors", "types"},
+    "scheduler": {"cache.pool", "cache.radix", "config", "errors", "scheduler", "types"},
     "layers": {"cache.kv_pages", "errors", "layers"},
     "models": {"cache.kv_pages", "config", "errors", "layers", "models"},
     "sampling": {"sampling"},
@@ -55,6 +57,8 @@ HOST_ONLY = (
     "tokenizer",
     "requests",
     "cache.allocator",
+    "cache.radix",
+    "cache.pool",
     "scheduler",
 )
 

@@ -13,6 +13,7 @@ import jax
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
+from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig, ModelConfig, read_json
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.attention import get_backend
@@ -147,21 +148,21 @@ def build_loop(
         token_block=TOKEN_BLOCK,
         forbid_compile=config.runtime.forbid_compile,
     )
-    allocator = PageAllocator(num_pages)
+    pool = PagePool(
+        PageAllocator(num_pages), page_size, is_sharing=not config.cache.disable_radix_cache
+    )
     scheduler = Scheduler(
         config.scheduler,
-        allocator,
-        page_size=page_size,
+        pool,
         token_block=TOKEN_BLOCK,
         max_prefill_tokens=config.max_prefill_tokens,
     )
     loop = EngineLoop(
         scheduler=scheduler,
-        allocator=allocator,
+        pool=pool,
         runner=runner,
         weight_maker=maker,
         tokenizer=tokenizer,
-        page_size=page_size,
         name=f"sgljax-engine-{next(_names)}",
     )
     return loop, Limits(max_model_len, num_pages * page_size)

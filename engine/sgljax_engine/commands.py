@@ -64,8 +64,32 @@ class GetState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FlushCache:
+    """Empty the prefix cache; answers with the number of KV tokens freed."""
+
+    future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CheckIntegrity:
+    """Fail with EngineError if the book-keeping contradicts itself."""
+
+    future: Future[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Shutdown:
     """Fail what is unfinished and end the thread."""
 
 
-Command = AddRequests | AbortRequests | UpdateWeights | Score | Warmup | GetState | Shutdown
+Command = (
+    AddRequests
+    | AbortRequests
+    | UpdateWeights
+    | Score
+    | Warmup
+    | GetState
+    | FlushCache
+    | CheckIntegrity
+    | Shutdown
+)

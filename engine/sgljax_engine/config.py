@@ -188,11 +188,13 @@ class CacheConfig:
             what `max_running_requests` sequences of `max_model_len` need, but at most
             `mem_fraction_static` of the memory that is free (device memory; host memory on CPU).
         mem_fraction_static: See `num_kv_tokens`. In (0, 1).
+        disable_radix_cache: Share no pages between requests and keep none after they end.
     """
 
     page_size: int = 16
     num_kv_tokens: int | None = None
     mem_fraction_static: float = 0.2
+    disable_radix_cache: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -206,6 +208,8 @@ class CacheConfig:
             fraction,
             "a number in (0, 1)",
         )
+        disable = self.disable_radix_cache
+        _require(isinstance(disable, bool), "disable_radix_cache", disable, "True or False")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

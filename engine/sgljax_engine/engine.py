@@ -146,6 +146,12 @@ class Engine:
         self._loop.submit(cmd.GetState(future))
         return future.result()
 
+    def check_integrity(self) -> None:
+        """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
+        future: Future[None] = Future()
+        self._loop.submit(cmd.CheckIntegrity(future))
+        future.result()
+
     # ------------------------------------------------------------------ generation
 
     def generate(
@@ -257,6 +263,15 @@ class Engine:
             rules = builder.identity_rules(self._model)
         future: Future[int] = Future()
         self._loop.submit(cmd.UpdateWeights(source, tuple(rules), future))
+        return future.result()
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache; returns the KV tokens that this freed.
+
+        Running requests go on; pages that they share are freed when they end.
+        """
+        future: Future[int] = Future()
+        self._loop.submit(cmd.FlushCache(future))
         return future.result()
 
     def shutdown(self) -> None:

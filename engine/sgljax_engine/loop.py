@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from sgljax_engine import commands as cmd
-from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.detokenizer import Detokenizer, reject, resolve
 from sgljax_engine.errors import EngineShutdownError, EngineStepError
 from sgljax_engine.metrics import EngineCounters, EngineState
@@ -47,30 +47,27 @@ class EngineLoop:
         self,
         *,
         scheduler: Scheduler,
-        allocator: PageAllocator,
+        pool: PagePool,
         runner: ModelRunner,
         weight_maker: WeightMaker,
         tokenizer: Tokenizer | None,
-        page_size: int,
         name: str,
     ) -> None:
         """Starts the thread.
 
         Args:
-            scheduler: Fresh, over `allocator`.
-            allocator: The page pool.
+            scheduler: Fresh, over `pool`.
+            pool: The pages.
             runner: Holds weights and pages.
             weight_maker: Makes the weights of updates.
             tokenizer: For output text.
-            page_size: Tokens in a page.
             name: Of the threads.
         """
         self.weight_version = 0
         self._scheduler = scheduler
-        self._allocator = allocator
+        self._pool = pool
         self._runner = runner
         self._weight_maker = weight_maker
-        self._page_size = page_size
         self._counters = EngineCounters()
         self._futures: dict[str, Future[RequestOutput]] = {}
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
@@ -156,6 +153,10 @@ class EngineLoop:
             return self._runner.score(command.sequences, command.temperature)
         if isinstance(command, cmd.Warmup):
             return self._runner.warmup(include_score=command.include_score)
+        if isinstance(command, cmd.FlushCache):
+            return self._pool.reset_cache() * self._pool.page_size
+        if isinstance(command, cmd.CheckIntegrity):
+            return self._scheduler.check_integrity()
         assert isinstance(command, cmd.GetState)
         return self._state()
 
@@ -174,11 +175,13 @@ class EngineLoop:
         return len(found)
 
     def _state(self) -> EngineState:
+        size = self._pool.page_size
         return EngineState(
             running_batch_size=len(self._scheduler.running),
             waiting_queue_size=len(self._scheduler.waiting),
-            available_kv_tokens=self._allocator.num_free * self._page_size,
-            total_kv_tokens=self._allocator.num_pages * self._page_size,
+            available_kv_tokens=self._pool.num_available * size,
+            cached_kv_tokens=self._pool.num_cached * size,
+            total_kv_tokens=self._pool.num_pages * size,
             weight_version=self.weight_version,
             new_token_ratio=self._scheduler.policy.new_token_ratio,
             num_compiles=self._runner.num_compiles,
@@ -195,6 +198,7 @@ class EngineLoop:
         # Keys and values of running requests belong to the old weights: prefill them again.
         for request in list(self._scheduler.running):
             self._retract(request)
+        self._pool.reset_cache()
         self._runner.swap_weights(weights)
         self.weight_version += 1
         self._counters.num_weight_updates += 1
@@ -229,6 +233,8 @@ class EngineLoop:
         started = time.perf_counter()
         if output.prefill:
             self._runner.prefill(output.prefill)
+        if output.copies:
+            self._runner.copy_pages(output.copies)
         prefilled = time.perf_counter()
         rows = self._runner.decode(output) if output.decode else []
         self._counters.prefill_s += prefilled - started
@@ -239,6 +245,10 @@ class EngineLoop:
         counters = self._counters
         counters.num_dispatches += 1
         counters.num_prefill_tokens += sum(chunk.num_tokens for chunk in output.prefill)
+        counters.num_cached_tokens += sum(
+            request.num_cached for request in output.started if request.num_retractions == 0
+        )
+        counters.num_page_copies += len(output.copies)
         counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
 
     def _deliver(self, request: Request) -> None:
@@ -249,8 +259,11 @@ class EngineLoop:
         """Ends the requests that the step touched; others keep going."""
         logger.exception("a device step failed")
         self._counters.num_failed_steps += 1
+        # Shared pages may lack what the step was to write.
+        self._pool.reset_cache()
         for request in _touched(output):
-            self._scheduler.finish(request, FinishReason("error", message=repr(error)))
+            reason = FinishReason("error", message=repr(error))
+            self._scheduler.finish(request, reason, keep=False)
             self._counters.num_finished += 1
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
@@ -284,4 +297,5 @@ class EngineLoop:
 
 def _touched(output: SchedulerOutput) -> list[Request]:
     """The requests that a dispatch works on, each once."""
-    return list({r.rid: r for r in [*output.decode, *(c.request for c in output.prefill)]}.values())
+    touched = [*output.decode, *(chunk.request for chunk in output.prefill), *output.started]
+    return list({request.rid: request for request in touched}.values())

@@ -13,6 +13,8 @@ class EngineCounters:
         num_requests: Requests added.
         num_finished: Requests that ended, whatever the reason.
         num_prefill_tokens: Tokens prefilled, again after retractions included.
+        num_cached_tokens: Tokens that requests took from the prefix cache instead.
+        num_page_copies: Shared pages that were copied for a request to write behind.
         num_output_tokens: Tokens generated.
         num_dispatches: Scheduler steps that ran something on the device.
         num_retractions: Times a running request lost its pages.
@@ -25,6 +27,8 @@ class EngineCounters:
     num_requests: int = 0
     num_finished: int = 0
     num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_page_copies: int = 0
     num_output_tokens: int = 0
     num_dispatches: int = 0
     num_retractions: int = 0
@@ -42,7 +46,8 @@ class EngineState:
     Attributes:
         running_batch_size: Requests that hold KV pages.
         waiting_queue_size: Requests that wait for room.
-        available_kv_tokens: Tokens that free pages hold.
+        available_kv_tokens: Tokens that free pages hold, and cached ones that may be evicted.
+        cached_kv_tokens: Tokens that the prefix cache's pages hold, in use or not.
         total_kv_tokens: Tokens that all pages hold.
         weight_version: 0 for the first weights, one more with every update.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
@@ -54,6 +59,7 @@ class EngineState:
     running_batch_size: int
     waiting_queue_size: int
     available_kv_tokens: int
+    cached_kv_tokens: int
     total_kv_tokens: int
     weight_version: int
     new_token_ratio: float

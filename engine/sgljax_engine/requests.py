@@ -61,6 +61,7 @@ class RequestFactory:
         requests: list[Request] = []
         for ids, settings in zip(prompts, params, strict=True):
             stop_ids = self._check_request(ids, settings)
+            key = hash(tuple(ids))
             seed = self._seeds.fresh() if settings.seed is None else settings.seed
             requests.extend(
                 Request(
@@ -69,6 +70,7 @@ class RequestFactory:
                     params=settings,
                     seed=derive_seed(seed, sample),
                     stop_ids=stop_ids,
+                    prompt_key=key,
                     arrival_s=now,
                 )
                 for sample in range(settings.n)

@@ -11,7 +11,7 @@ import enum
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 
@@ -171,6 +171,7 @@ class Request:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...] = ()
+    prompt_key: int = 0
     arrival: int = 0
     arrival_s: float = 0.0
     status: RequestStatus = RequestStatus.WAITING
@@ -216,37 +217,53 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Tokens [start, start + num_tokens) of a request, to be written into its pages."""
+    """Tokens [start, start + num_tokens) of a request, to be written into `pages`.
+
+    The pages are those that the request had when the chunk was planned; it may decode in a copy
+    of the last one.
+    """
 
     request: Request
     start: int
     num_tokens: int
+    pages: tuple[int, ...]
+
+
+class PageCopy(NamedTuple):
+    """A page's keys and values, to be copied into another page."""
+
+    source: int
+    target: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What the device does next: first the prefill chunks, then up to `num_steps` of decode.
+    """What the device does next: prefill chunks, page copies, then up to `num_steps` of decode.
 
     Attributes:
         prefill: Chunks that fit the token budget; each request at most once.
+        copies: Pages to copy, all sources read before any target is written.
         decode: Requests to decode; their prefill is complete or completes in `prefill`.
         step_limits: For each decode row, the steps that its pages and max_new_tokens allow.
         num_steps: Decode steps in this dispatch.
         retracted: Requests that lost their pages while this was decided.
+        started: Requests that got pages, for the first time or again.
         yield_on_finish: End the dispatch early when a row finishes, since others wait for room.
     """
 
     prefill: list[PrefillChunk]
+    copies: list[PageCopy]
     decode: list[Request]
     step_limits: list[int]
     num_steps: int
     retracted: list[Request]
+    started: list[Request]
     yield_on_finish: bool = False
 
     @property
     def is_empty(self) -> bool:
         """True when there is nothing for the device to do."""
-        return not self.prefill and not self.decode
+        return not self.prefill and not self.copies and not self.decode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

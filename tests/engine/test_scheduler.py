@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.scheduler.scheduler import Scheduler
@@ -33,16 +34,15 @@ PAGE = 4
 BLOCK = 8
 
 
-def make_scheduler(num_pages=16, max_running=4, steps=4, budget=32, **config):
-    allocator = PageAllocator(num_pages)
+def make_scheduler(num_pages=16, max_running=4, steps=4, budget=32, *, is_sharing=True, **config):
+    pool = PagePool(PageAllocator(num_pages), PAGE, is_sharing=is_sharing)
     scheduler = Scheduler(
         SchedulerConfig(max_running_requests=max_running, decode_steps=steps, **config),
-        allocator,
-        page_size=PAGE,
+        pool,
         token_block=BLOCK,
         max_prefill_tokens=budget,
     )
-    return scheduler, allocator
+    return scheduler, pool
 
 
 def make_request(rid, num_prompt=5, max_new=6):
@@ -74,7 +74,7 @@ def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, bud
     assert len(chunk_end) == len(output.prefill)
     for chunk in output.prefill:
         assert chunk.start == chunk.request.num_computed
-        assert len(chunk.request.pages) * PAGE >= chunk.start + chunk.num_tokens
+        assert len(chunk.pages) * PAGE >= chunk.start + chunk.num_tokens
         assert chunk.request.status is RequestStatus.RUNNING
     for request, limit in zip(output.decode, output.step_limits, strict=True):
         assert request.status is RequestStatus.RUNNING
@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, num_pages, max_running, steps, ratio, seed):
         self.num_pages, self.max_running, self.budget = num_pages, max_running, 16
-        self.scheduler, self.allocator = make_scheduler(
+        self.scheduler, self.pool = make_scheduler(
             num_pages,
             max_running,
             steps,
@@ -140,7 +140,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self):
         self.scheduler.check_integrity()
-        assert self.allocator.num_free + self.allocator.num_used == self.num_pages
         assert len(set(self.finished)) == len(self.finished)
         unfinished = {r.rid for r in self.scheduler.requests()}
         assert unfinished | set(self.finished) == set(self.added)
@@ -152,7 +151,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.step(0.0)
         assert sorted(self.finished) == sorted(self.added)
-        assert self.allocator.num_free == self.num_pages
+        assert self.pool.num_available == self.num_pages
+        self.pool.reset_cache()
+        assert self.pool.num_cached == 0
+        self.scheduler.check_integrity()
         for request in self.added.values():
             if request.finish == FinishReason("length"):
                 assert len(request.output_ids) == request.params.max_new_tokens
@@ -177,8 +179,12 @@ def test_long_prompt_goes_in_chunks_of_the_budget():
 
 
 def test_retracts_the_youngest_first_and_readmits_in_order():
-    scheduler, allocator = make_scheduler(
-        num_pages=6, steps=4, init_new_token_ratio=0.0, min_new_token_ratio=0.0
+    scheduler, pool = make_scheduler(
+        num_pages=6,
+        steps=4,
+        is_sharing=False,
+        init_new_token_ratio=0.0,
+        min_new_token_ratio=0.0,
     )
     requests = [make_request(i, num_prompt=4, max_new=12) for i in range(3)]
     for request in requests:
@@ -195,7 +201,7 @@ def test_retracts_the_youngest_first_and_readmits_in_order():
     assert retracted[0] == "2"
     assert requests[0].num_retractions == 0
     assert all(len(r.output_ids) == 12 for r in requests)
-    assert allocator.num_free == 6
+    assert pool.num_available == 6
 
 
 def test_admission_keeps_room_for_running_requests():
@@ -222,15 +228,17 @@ def test_finishing_twice_is_an_error():
 
 
 def test_integrity_check_finds_planted_faults():
-    scheduler, allocator = make_scheduler()
+    allocator = PageAllocator(16)
+    pool = PagePool(allocator, PAGE)
+    scheduler = Scheduler(SchedulerConfig(), pool, token_block=BLOCK, max_prefill_tokens=32)
     scheduler.add(make_request(0))
     scheduler.schedule()
-    scheduler.running[0].pages.append(scheduler.running[0].pages[0])
-    with pytest.raises(EngineError, match="two requests"):
+    scheduler.running[0].pages.append(scheduler.running[0].pages[-1])
+    with pytest.raises(EngineError, match="two owners"):
         scheduler.check_integrity()
     scheduler.running[0].pages.pop()
     allocator.allocate(1)
-    with pytest.raises(EngineError, match="owned"):
+    with pytest.raises(EngineError, match="in use"):
         scheduler.check_integrity()
 
 

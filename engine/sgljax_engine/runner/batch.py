@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.sampling.sampler import SamplingBatch
-from sgljax_engine.types import MAX_STOP_TOKEN_IDS, PrefillChunk, Request
+from sgljax_engine.types import MAX_STOP_TOKEN_IDS, PageCopy, PrefillChunk, Request
 
 NO_SLOT = np.iinfo(np.int32).max
 """A slot beyond every pool: writes to it are dropped."""
@@ -97,7 +97,7 @@ def build_prefill_batch(
         input_ids[where] = request.tokens(chunk.start, end)
         at = np.arange(chunk.start, end, dtype=np.int32)
         positions[where] = at
-        pages = np.asarray(request.pages, np.int32)
+        pages = np.asarray(chunk.pages, np.int32)
         slot_mapping[where] = pages[at // page_size] * page_size + at % page_size
         page_table[row : row + count, : len(pages)] = pages
         ends = chunk.start + block * np.arange(1, count + 1)
@@ -105,6 +105,24 @@ def build_prefill_batch(
         token += count * block
         row += count
     return ForwardBatch(input_ids, positions, slot_mapping, page_table, seq_lens)  # type: ignore[arg-type]
+
+
+def copy_buckets(max_copies: int) -> tuple[int, ...]:
+    """Numbers of page copies to compile for: 8 and its multiples by powers of four."""
+    sizes = [8 * 4**i for i in range(16)]
+    return (*(s for s in sizes if s < max_copies), max_copies)
+
+
+def build_copies(
+    copies: Sequence[PageCopy], *, buckets: Sequence[int], num_pages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Source and target page ids, int32 [C] each; padding writes beyond the pool, to no page."""
+    size = pick_bucket(buckets, len(copies))
+    sources = np.zeros(size, np.int32)
+    targets = np.full(size, num_pages, np.int32)
+    for i, copy in enumerate(copies):
+        sources[i], targets[i] = copy
+    return sources, targets
 
 
 def build_decode_batch(

@@ -83,6 +83,18 @@ def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: Program
     return new_kv
 
 
+def copy_pages(kv: KVPages, sources: jax.Array, targets: jax.Array) -> KVPages:
+    """Copies page `sources[i]` to `targets[i]`; targets beyond the pool are dropped.
+
+    All sources are read before any target is written. `kv` is donated.
+    """
+
+    def copy(pages: jax.Array) -> jax.Array:
+        return pages.at[targets].set(pages[sources], mode="drop")
+
+    return tuple(LayerKV(copy(layer.k), copy(layer.v)) for layer in kv)
+
+
 class _Carry(NamedTuple):
     step: jax.Array
     kv: KVPages

@@ -18,15 +18,25 @@ from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
     DecodeBatch,
     ForwardBatch,
+    build_copies,
     build_decode_batch,
     build_prefill_batch,
     build_sampling_batch,
+    copy_buckets,
     pick_bucket,
 )
 from sgljax_engine.runner.placement import Placement
-from sgljax_engine.types import PrefillChunk, RowOutput, SchedulerOutput
+from sgljax_engine.types import PageCopy, PrefillChunk, RowOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
+
+_PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "prefill": (("weights", "kv"), ("kv",)),
+    "copy_pages": (("kv",), ("kv",)),
+    "decode": (("weights", "kv"), ("kv", "result")),
+    "score": (("weights",), ("result",)),
+}
+"""For each device program, the state that it takes before its arguments, and what it returns."""
 
 
 class ModelRunner:
@@ -67,6 +77,7 @@ class ModelRunner:
         self._table_width = table_width
         self._batch_buckets = tuple(batch_buckets)
         self._token_buckets = tuple(token_buckets)
+        self._copy_buckets = copy_buckets(self._batch_buckets[-1])
         self._token_block = token_block
         self._forbid_compile = forbid_compile
         self._is_warm = False
@@ -95,8 +106,18 @@ class ModelRunner:
         self._run_prefill(batch)
 
     def _run_prefill(self, batch: ForwardBatch) -> None:
-        program = self._program("prefill", (batch,), donate=True)
+        program = self._program("prefill", (batch,))
         self.kv = program(self.weights, self.kv, batch)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Dispatches page copies; does not wait for the device. No page is source and target."""
+        self._run_copies(
+            *build_copies(copies, buckets=self._copy_buckets, num_pages=self._num_pages)
+        )
+
+    def _run_copies(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        args = (sources, targets)
+        self.kv = self._program("copy_pages", args)(self.kv, *args)
 
     def decode(self, output: SchedulerOutput) -> list[RowOutput]:
         """Runs the decode rows and waits for their tokens."""
@@ -116,7 +137,7 @@ class ModelRunner:
         self, batch: DecodeBatch, sampling: Any, num_steps: int, max_finished: int
     ) -> programs.DecodeOutput:
         args = (batch, sampling, np.int32(num_steps), np.int32(max_finished))
-        program = self._program("decode", args, donate=True)
+        program = self._program("decode", args)
         self.kv, result = program(self.weights, self.kv, *args)
         return jax.device_get(result)
 
@@ -135,9 +156,7 @@ class ModelRunner:
             for row, sequence in enumerate(group):
                 ids[row, : len(sequence)] = sequence
             args = (ids, np.float32(temperature))
-            logprobs = jax.device_get(
-                self._program("score", args, donate=False)(self.weights, *args)
-            )
+            logprobs = jax.device_get(self._program("score", args)(self.weights, *args))
             results.extend(logprobs[row, : len(s) - 1] for row, s in enumerate(group))
         return results
 
@@ -196,6 +215,8 @@ class ModelRunner:
         before = self.num_compiles
         for size in self._token_buckets:
             self._run_prefill(self._empty_prefill(size))
+        for size in self._copy_buckets:
+            self._run_copies(*build_copies([], buckets=[size], num_pages=self._num_pages))
         for size in self._batch_buckets:
             batch = build_decode_batch([], [], buckets=[size], table_width=self._table_width)
             sampling = build_sampling_batch([], size, self.model_config.vocab_size)
@@ -216,36 +237,39 @@ class ModelRunner:
             table_width=self._table_width,
         )
 
-    def _program(self, name: str, args: tuple[Any, ...], *, donate: bool) -> Callable[..., Any]:
+    def _program(self, name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
         """The compiled program for arguments of these shapes, compiled now if it is new."""
-        key = (name, *(np.shape(leaf) for leaf in jax.tree.leaves(args)))
+        leaves, structure = jax.tree.flatten(args)
+        key = (name, structure, *(np.shape(leaf) for leaf in leaves))
         if key not in self._programs:
             if self._forbid_compile and self._is_warm:
                 raise CompileForbiddenError(
-                    f"forbid_compile is set and {name} needs a new program for shapes {key[1:]}; "
+                    f"forbid_compile is set and {name} needs a new program for shapes {key[2:]}; "
                     "warmup did not cover it"
                 )
-            self._programs[key] = self._compile(name, args, donate=donate)
+            self._programs[key] = self._compile(name, args)
         return self._programs[key]
 
-    def _compile(self, name: str, args: tuple[Any, ...], *, donate: bool) -> Callable[..., Any]:
+    def _compile(self, name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
         started = time.perf_counter()
-        function = functools.partial(getattr(programs, name), static=self._static)
+        takes, gives = _PROGRAMS[name]
+        function = getattr(programs, name)
+        if "weights" in takes:
+            function = functools.partial(function, static=self._static)
         everywhere = self._placement.replicated
-        state: tuple[Any, ...] = (self.weights, self.kv) if donate else (self.weights,)
-        in_shardings = jax.tree.map(lambda x: x.sharding, state)
-        in_shardings += jax.tree.map(lambda _: everywhere, args)
-        kv_shardings = jax.tree.map(lambda x: x.sharding, self.kv)
-        out_shardings = {
-            "prefill": kv_shardings,
-            "decode": (kv_shardings, everywhere),
-            "score": everywhere,
-        }[name]
+        held = {"weights": self.weights, "kv": self.kv}
+        state = tuple(held[part] for part in takes)
+        placed = {part: jax.tree.map(lambda x: x.sharding, held[part]) for part in held}
+        placed["result"] = everywhere
+        out_shardings = tuple(placed[part] for part in gives)
         jitted = jax.jit(
             function,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate_argnums=(1,) if donate else (),
+            in_shardings=(
+                *(placed[part] for part in takes),
+                *jax.tree.map(lambda _: everywhere, args),
+            ),
+            out_shardings=out_shardings if len(gives) > 1 else out_shardings[0],
+            donate_argnums=tuple(i for i, part in enumerate(takes) if part == "kv"),
         )
         compiled = jitted.lower(*state, *args).compile()
         self.num_compiles += 1

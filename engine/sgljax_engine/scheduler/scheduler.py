@@ -7,19 +7,26 @@ Policy: first come, first served. When KV pages run out, the youngest running re
 retracted: they give up their pages and wait, at their old place in the queue, to be prefilled
 again, prompt and output so far together. The oldest request always keeps its pages, so every
 request that fits the pool alone finishes in the end.
+
+Pages with the same tokens are computed once and shared. A prefill's pages can be shared as soon as
+it is planned: in one dispatch every layer writes all keys before any token reads them. While a
+long prompt is prefilled in chunks, other requests with the same beginning wait for it.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Iterable
 
-from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.cache.radix import PrefixHandle
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.scheduler.policy import AdmissionPolicy
 from sgljax_engine.types import (
     FinishReason,
+    PageCopy,
     PrefillChunk,
     Request,
     RequestStatus,
@@ -28,19 +35,27 @@ from sgljax_engine.types import (
 )
 
 
-class Scheduler:
-    """Queues, running batch and page ownership.
+@dataclasses.dataclass(slots=True)
+class _Prefill:
+    """The prefill of a dispatch while it is planned; `ends` tells how far each request gets."""
 
-    Invariant (see `check_integrity`): each page is free or belongs to exactly one running
-    request; waiting requests own none.
+    budget: int
+    chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    ends: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class Scheduler:
+    """Queues, running batch and what each request does next.
+
+    Invariant (see `check_integrity`): requests have pages while they run, and only then.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        allocator: PageAllocator,
+        pool: PagePool,
         *,
-        page_size: int,
         token_block: int,
         max_prefill_tokens: int,
     ) -> None:
@@ -48,15 +63,13 @@ class Scheduler:
 
         Args:
             config: Limits of the batch.
-            allocator: The pool; this scheduler is its only user.
-            page_size: Tokens in a page.
+            pool: The pages; this scheduler is its only user.
             token_block: Prefill programs work on blocks of this many tokens of one request, so
                 a chunk costs its length rounded up to the block.
             max_prefill_tokens: The token budget of one dispatch, a multiple of `token_block`.
         """
         self._config = config
-        self._allocator = allocator
-        self._page_size = page_size
+        self._pool = pool
         self._token_block = token_block
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
@@ -73,11 +86,17 @@ class Scheduler:
         self._num_arrivals += 1
         self.waiting.append(request)
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """Takes a request out, wherever it is, and frees its pages."""
+    def finish(self, request: Request, reason: FinishReason, *, keep: bool = True) -> None:
+        """Takes a request out, wherever it is, and takes its pages.
+
+        Args:
+            request: An unfinished request.
+            reason: Why it ends.
+            keep: Whether the prefix cache may keep what it computed.
+        """
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self._release_pages(request)
+            self._pool.release(request, keep=keep)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
         else:
@@ -88,7 +107,7 @@ class Scheduler:
     def retract(self, request: Request) -> None:
         """Moves a running request back to its place in the waiting queue, without its pages."""
         self.running.remove(request)
-        self._release_pages(request)
+        self._pool.release(request)
         request.status = RequestStatus.WAITING
         request.num_retractions += 1
         bisect.insort(self.waiting, request, key=_arrival)
@@ -108,24 +127,26 @@ class Scheduler:
         """Decides the next dispatch and allocates the pages that it writes to."""
         decodable = [r for r in self.running if r.num_computed == r.kv_len]
         num_steps, retracted = self._reserve_decode_pages(decodable)
-        chunks, budget = self._continue_prefill(self._max_prefill_tokens)
+        plan = _Prefill(self._max_prefill_tokens)
+        self._continue_prefill(plan)
         # A retraction in this very call says that pages are short: admit nobody.
-        if not retracted:
-            self._admit(chunks, budget, num_steps)
+        started = [] if retracted else self._admit(plan, num_steps)
 
-        computed = {chunk.request.rid: chunk.start + chunk.num_tokens for chunk in chunks}
-        decode = [r for r in self.running if computed.get(r.rid, r.num_computed) == r.kv_len]
+        decode = [r for r in self.running if plan.ends.get(r.rid, r.num_computed) == r.kv_len]
         return SchedulerOutput(
-            prefill=chunks,
+            prefill=plan.chunks,
+            copies=plan.copies,
             decode=decode,
             step_limits=[self._step_limit(r) for r in decode],
             num_steps=num_steps,
             retracted=retracted,
+            started=started,
             yield_on_finish=bool(self.waiting),
         )
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Request]:
         """Books a dispatch's results; returns the requests that it finished."""
+        self._pool.settle()
         for chunk in output.prefill:
             chunk.request.num_computed = chunk.start + chunk.num_tokens
         finished = []
@@ -146,16 +167,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ pages
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
-        return -(-num_tokens // self._page_size)
-
     def _missing_pages(self, request: Request, num_steps: int) -> int:
         steps = min(num_steps, request.num_remaining)
-        return max(self.pages_for(request.kv_len + steps) - len(request.pages), 0)
+        return max(self._pool.pages_for(request.kv_len + steps) - len(request.pages), 0)
 
     def _step_limit(self, request: Request) -> int:
-        room = len(request.pages) * self._page_size - request.kv_len
+        room = len(request.pages) * self._pool.page_size - request.kv_len
         return min(room, request.num_remaining)
 
     def _reserve_decode_pages(self, decodable: list[Request]) -> tuple[int, list[Request]]:
@@ -164,7 +181,7 @@ class Scheduler:
         retracted: list[Request] = []
         while True:
             missing = [self._missing_pages(r, num_steps) for r in decodable]
-            if sum(missing) <= self._allocator.num_free:
+            if sum(missing) <= self._pool.num_available:
                 break
             if num_steps > 1:
                 num_steps //= 2
@@ -175,69 +192,102 @@ class Scheduler:
             retracted.append(victim)
             decodable = [r for r in decodable if r is not victim]
         for request, count in zip(decodable, missing, strict=True):
-            request.pages.extend(self._allocator.allocate(count))
+            self._pool.grow(request, count)
         return num_steps, retracted
 
-    def _continue_prefill(self, budget: int) -> tuple[list[PrefillChunk], int]:
+    # ------------------------------------------------------------------ prefill
+
+    def _continue_prefill(self, plan: _Prefill) -> None:
         """Next chunks of running requests whose prompt did not fit one dispatch."""
-        chunks: list[PrefillChunk] = []
         for request in self.running:
-            if request.num_computed < request.kv_len and budget > 0:
-                budget = self._add_chunk(chunks, request, budget)
-        return chunks, budget
+            if request.num_computed < request.kv_len and plan.budget > 0:
+                self._add_chunk(plan, request)
 
-    def _add_chunk(self, chunks: list[PrefillChunk], request: Request, budget: int) -> int:
-        num_tokens = min(request.kv_len - request.num_computed, budget)
-        chunks.append(PrefillChunk(request, request.num_computed, num_tokens))
-        return budget - -(-num_tokens // self._token_block) * self._token_block
+    def _add_chunk(self, plan: _Prefill, request: Request) -> None:
+        start = request.num_computed
+        num_tokens = min(request.kv_len - start, plan.budget)
+        plan.chunks.append(PrefillChunk(request, start, num_tokens, tuple(request.pages)))
+        plan.budget -= -(-num_tokens // self._token_block) * self._token_block
+        end = plan.ends[request.rid] = start + num_tokens
+        with_tail = end == request.kv_len and self._has_twin(request)
+        plan.copies.extend(self._pool.share(request, end, with_tail=with_tail))
 
-    def _admit(self, chunks: list[PrefillChunk], budget: int, num_steps: int) -> None:
+    def _has_twin(self, request: Request) -> bool:
+        """Whether another request waits to prefill the same tokens."""
+        key = request.prompt_key
+        return not request.output_ids and any(
+            r.prompt_key == key and r.status is RequestStatus.WAITING and not r.output_ids
+            for r in self.waiting
+        )
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit(self, plan: _Prefill, num_steps: int) -> list[Request]:
         """Starts waiting requests while batch, token budget and pages allow."""
         if not self.waiting or len(self.running) >= self._config.max_running_requests:
-            return
-        reserved = sum(self._expected_pages(r) for r in self.running)
-        num_admitted = 0
+            return []
+        reserved = sum(self._expected_pages(r, len(r.pages)) for r in self.running)
+        started: list[Request] = []
         for request in self.waiting:
-            needs_prefill = request.kv_len > 0
             if len(self.running) >= self._config.max_running_requests:
                 break
-            if needs_prefill and budget <= 0:
-                break
-            expected = self._expected_pages(request)
-            now = self._missing_pages(request, num_steps)
-            if self.running and max(now, expected) + reserved > self._allocator.num_free:
-                break
+            prefix = self._pool.find_prefix(request)
+            if self._is_being_computed(request, prefix, plan):
+                self._pool.release_prefix(prefix)
+                continue
+            expected = self._expected_pages(request, prefix.num_pages)
+            now = self._pages_to_start(request, prefix, num_steps)
+            if prefix.tail is not None and now > self._pool.num_available:
+                # The tail and a copy of it do not both fit: compute those tokens instead.
+                prefix = self._pool.without_tail(prefix)
+            needs_prefill = prefix.num_tokens(self._pool.page_size) < request.kv_len
+            has_room = max(now, expected) + reserved <= self._pool.num_available
             # Alone in the batch a request always starts: the engine refused it unless it fits.
-            request.pages.extend(self._allocator.allocate(now))
+            if (needs_prefill and plan.budget <= 0) or (self.running and not has_room):
+                self._pool.release_prefix(prefix)
+                break
+            plan.copies.extend(self._pool.start(request, prefix, now))
             request.status = RequestStatus.RUNNING
             reserved += max(expected - now, 0)
             self.running.append(request)
-            num_admitted += 1
+            started.append(request)
             if needs_prefill:
-                budget = self._add_chunk(chunks, request, budget)
-        del self.waiting[:num_admitted]
+                self._add_chunk(plan, request)
+        self.waiting = [r for r in self.waiting if r.status is RequestStatus.WAITING]
         self.running.sort(key=_arrival)
+        return started
 
-    def _expected_pages(self, request: Request) -> int:
-        """Pages beyond those it owns that the request is expected to need."""
+    def _is_being_computed(self, request: Request, prefix: PrefixHandle, plan: _Prefill) -> bool:
+        """Whether an older request's prefill will soon make more of this one's prefix shareable."""
+        if not self._pool.is_sharing or prefix.tail is not None:
+            return False
+        start = prefix.num_pages * self._pool.page_size
+        end = min(start + self._pool.page_size, request.kv_len)
+        is_tail = end - start < self._pool.page_size
+        wanted = request.tokens(start, end)
+        return start < end and any(
+            r.arrival < request.arrival
+            and plan.ends.get(r.rid, r.num_computed) < r.kv_len
+            and (r.kv_len == end if is_tail else r.kv_len >= end)
+            and r.tokens(start, end) == wanted
+            and r.tokens(0, start) == request.tokens(0, start)
+            for r in self.running
+        )
+
+    def _pages_to_start(self, request: Request, prefix: PrefixHandle, num_steps: int) -> int:
+        steps = min(num_steps, request.num_remaining)
+        return self._pool.pages_for(request.kv_len + steps) - prefix.num_pages
+
+    def _expected_pages(self, request: Request, num_pages: int) -> int:
+        """Pages beyond the `num_pages` it has that the request is expected to need."""
         tokens = request.kv_len + self.policy.expected_tokens(request)
-        return max(self.pages_for(tokens) - len(request.pages), 0)
-
-    def _release_pages(self, request: Request) -> None:
-        self._allocator.free(request.pages)
-        request.pages = []
-        request.num_computed = 0
+        return max(self._pool.pages_for(tokens) - num_pages, 0)
 
     # ------------------------------------------------------------------ integrity
 
     def check_integrity(self) -> None:
         """Raises EngineError when queues, statuses and pages contradict one another."""
-        self._allocator.check_integrity()
-        owned = [page for request in self.running for page in request.pages]
-        if len(set(owned)) != len(owned):
-            raise EngineError("a KV page belongs to two requests")
-        if len(owned) != self._allocator.num_used:
-            raise EngineError(f"{len(owned)} KV pages owned, {self._allocator.num_used} in use")
+        self._pool.check_integrity(self.running)
         for request in self.waiting:
             if request.pages or request.num_computed:
                 raise EngineError(f"waiting request {request.rid} owns KV pages")

@@ -1,0 +1,182 @@
+"""Pages of requests: their own ones and those that they share through the prefix cache.
+
+Host-only; no JAX. A running request's `pages` begin with shared pages, which the cache owns and
+nobody writes to; the rest are its own.
+"""
+
+from __future__ import annotations
+
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.cache.radix import PrefixHandle, RadixCache
+from sgljax_engine.errors import EngineError
+from sgljax_engine.types import PageCopy, Request
+
+
+class PagePool:
+    """All pages, and who has which. Engine thread only."""
+
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, *, is_sharing: bool = True
+    ) -> None:
+        """Starts with every page free.
+
+        Args:
+            allocator: The pages; this pool is its only user.
+            page_size: Tokens in a page.
+            is_sharing: False keeps the prefix cache empty.
+        """
+        self.page_size = page_size
+        self.is_sharing = is_sharing
+        self._allocator = allocator
+        self._cache = RadixCache(allocator, page_size)
+        self._handles: dict[str, PrefixHandle] = {}
+        self._copied: list[PrefixHandle] = []
+
+    @property
+    def num_pages(self) -> int:
+        """Pages altogether."""
+        return self._allocator.num_pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated: free ones, and cached ones that nobody uses."""
+        return self._cache.num_available
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that the prefix cache owns, in use or not."""
+        return self._cache.num_cached
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    # ------------------------------------------------------------------ one request
+
+    def find_prefix(self, request: Request) -> PrefixHandle:
+        """The cached part of what a waiting request has to prefill; hand it on or release it."""
+        tokens = request.tokens(0, request.kv_len) if self.is_sharing else []
+        return self._cache.acquire(tokens)
+
+    def release_prefix(self, handle: PrefixHandle) -> None:
+        """Gives a prefix back that no request was started with."""
+        self._cache.release(handle)
+
+    def without_tail(self, handle: PrefixHandle) -> PrefixHandle:
+        """The same prefix in whole pages."""
+        return self._cache.without_tail(handle)
+
+    def start(self, request: Request, handle: PrefixHandle, count: int) -> list[PageCopy]:
+        """Gives a request its cached prefix and `count` pages of its own.
+
+        Returns the copies that the device must make before the request decodes: its own page of
+        a cached tail, which it will write behind.
+        """
+        request.pages = handle.pages() + self._cache.allocate(count)
+        request.num_computed = handle.num_tokens(self.page_size)
+        if request.num_retractions == 0:
+            request.num_cached = request.num_computed
+        if handle.tail is None:
+            self._handles[request.rid] = handle
+            return []
+        copy = PageCopy(handle.tail.page, request.pages[handle.num_pages])
+        # The tail stays until the copy is on its way; the request holds the full pages alone.
+        self._copied.append(handle)
+        self._handles[request.rid] = self._cache.hold_again(handle)
+        return [copy]
+
+    def grow(self, request: Request, count: int) -> None:
+        """Gives a running request more pages of its own."""
+        request.pages.extend(self._cache.allocate(count))
+
+    def share(self, request: Request, num_tokens: int, *, with_tail: bool) -> list[PageCopy]:
+        """Lets other requests use the first `num_tokens` tokens of a running one.
+
+        They are computed, or will be in the dispatch that is being planned. With `with_tail`, the
+        last page is shared too though it is not full; the request then goes on in a copy of it.
+        Returns the copies that the device must make after its prefill.
+        """
+        handle = self._handles[request.rid]
+        if not self.is_sharing or not self._cache.is_current(handle):
+            return []
+        size = self.page_size
+        num_full = num_tokens // size
+        first = handle.num_pages
+        handle = self._cache.extend(
+            handle,
+            request.tokens(first * size, num_full * size),
+            request.pages[first:num_full],
+            merge=False,
+        )
+        copies = []
+        rest = request.tokens(num_full * size, num_tokens)
+        is_wanted = with_tail and rest and handle.num_pages == num_full
+        if is_wanted and not self._cache.has_tail(handle, rest) and self.num_available > 0:
+            (own,) = self._cache.allocate(1)
+            tail = self._cache.add_tail(handle, rest, request.pages[num_full])
+            self._copied.append(tail)
+            copies.append(PageCopy(request.pages[num_full], own))
+            request.pages[num_full] = own
+        self._handles[request.rid] = handle
+        return copies
+
+    def release(self, request: Request, *, keep: bool = True) -> None:
+        """Takes all pages from a request; its full ones stay in the prefix cache.
+
+        Args:
+            request: A request that has pages.
+            keep: False when the pages' contents cannot be trusted.
+        """
+        handle = self._handles.pop(request.rid)
+        size = self.page_size
+        if keep and self.is_sharing and self._cache.is_current(handle):
+            first, num_full = handle.num_pages, request.num_computed // size
+            handle = self._cache.extend(
+                handle,
+                request.tokens(first * size, num_full * size),
+                request.pages[first:num_full],
+                merge=True,
+            )
+        self._allocator.free(request.pages[handle.num_pages :])
+        self._cache.release(handle)
+        request.pages = []
+        request.num_computed = 0
+
+    def reset_cache(self) -> int:
+        """Empties the prefix cache: none of its contents is used again. Returns pages freed.
+
+        Running requests keep the pages that they share until they end.
+        """
+        self.settle()
+        return self._cache.reset()
+
+    def settle(self) -> None:
+        """The copies that were asked for are on their way: their sources may go."""
+        for handle in self._copied:
+            self._cache.release(handle)
+        self._copied.clear()
+
+    # ------------------------------------------------------------------ integrity
+
+    def check_integrity(self, running: list[Request]) -> None:
+        """Raises EngineError unless free, own and cached pages are disjoint and make the pool."""
+        self._allocator.check_integrity()
+        self._cache.check_integrity()
+        if {r.rid for r in running} != set(self._handles):
+            raise EngineError("the pool has other requests than the running batch")
+        own: list[int] = []
+        shared: set[int] = set()
+        for request in running:
+            num_shared = self._handles[request.rid].num_pages
+            if request.pages[:num_shared] != self._handles[request.rid].pages():
+                raise EngineError(f"request {request.rid} lost track of its shared pages")
+            shared.update(request.pages[:num_shared])
+            own.extend(request.pages[num_shared:])
+        shared.update(page for _, page, _ in self._cache.prefixes())
+        if len(set(own)) != len(own) or shared & set(own):
+            raise EngineError("a KV page belongs to two owners")
+        if len(own) + self.num_cached != self._allocator.num_used:
+            raise EngineError(
+                f"{len(own)} own + {self.num_cached} cached KV pages, "
+                f"{self._allocator.num_used} in use"
+            )

@@ -1,0 +1,261 @@
+"""The prefix cache: a radix tree over pages of tokens. Host-only; no JAX.
+
+An edge of the tree is one page: the tokens that it holds, after the tokens of all pages above it.
+So a path from the root spells a prefix, and its pages hold that prefix's keys and values. The idea
+is RadixAttention's (Zheng et al., SGLang, 2024); edges of one page, as in vLLM's block chains, need
+no splitting.
+
+Pages in the tree never change. A *tail* is a leaf with less than a page of tokens; nobody writes
+behind it, whoever goes on from there copies its page.
+
+Nodes count the handles that pass through them. Those that no handle passes through are kept in
+the order of their last use, deepest first, and evicted from the front when pages run out: every
+node behind another on its path was released before it, so the front is always a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.errors import EngineError
+
+
+class _Node:
+    """One page. `refs` handles pass through it; descendants never have more."""
+
+    __slots__ = ("children", "key", "page", "parent", "refs")
+
+    def __init__(self, key: tuple[int, ...], page: int, parent: _Node | None, refs: int) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.refs = refs
+        self.children: dict[tuple[int, ...], _Node] = {}
+
+
+class PrefixHandle(NamedTuple):
+    """A cached prefix that is in use: none of its pages is evicted before it is released.
+
+    Attributes:
+        root: Of the tree that it belongs to.
+        node: The last of its full pages; the root for an empty prefix.
+        num_pages: Its full pages.
+        tail: The page behind them that holds the rest of the tokens asked for, if there is one.
+    """
+
+    root: _Node
+    node: _Node
+    num_pages: int
+    tail: _Node | None = None
+
+    def num_tokens(self, page_size: int) -> int:
+        """Tokens of its pages, the tail included."""
+        return self.num_pages * page_size + (0 if self.tail is None else len(self.tail.key))
+
+    def pages(self) -> list[int]:
+        """Ids of the full pages, in the order of their tokens."""
+        return [node.page for node in _path(self)][::-1]
+
+
+def _path(handle: PrefixHandle) -> Iterator[_Node]:
+    """The nodes of a handle's full pages, deepest first."""
+    node: _Node | None = handle.node
+    while node is not None and node is not handle.root:
+        yield node
+        node = node.parent
+
+
+class RadixCache:
+    """Cached prefixes, and the allocator that they share the pool with. Engine thread only."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        """Starts empty; every allocation from the pool must go through this object."""
+        self._allocator = allocator
+        self._page_size = page_size
+        self._root = _Node((), -1, None, 1)
+        self._unused: OrderedDict[_Node, None] = OrderedDict()
+        self.num_cached = 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached pages that no handle holds."""
+        return len(self._unused)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now, by eviction if need be."""
+        return self._allocator.num_free + len(self._unused)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes pages, evicting the least recently used ones; EngineError if there are too few."""
+        while self._allocator.num_free < count and self._unused:
+            self._evict()
+        return self._allocator.allocate(count)
+
+    def acquire(self, tokens: Sequence[int]) -> PrefixHandle:
+        """The longest cached prefix of whole pages; with a tail if the cache has all tokens."""
+        size = self._page_size
+        node, num_pages = self._root, 0
+        for start in range(0, len(tokens) - size + 1, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            self._hold(child)
+            node = child
+            num_pages += 1
+        rest = tuple(tokens[num_pages * size :])
+        tail = node.children.get(rest) if 0 < len(rest) < size else None
+        if tail is not None:
+            self._hold(tail)
+        return PrefixHandle(self._root, node, num_pages, tail)
+
+    def is_current(self, handle: PrefixHandle) -> bool:
+        """False when the cache was reset since the handle was made: it may not be extended."""
+        return handle.root is self._root
+
+    def extend(
+        self, handle: PrefixHandle, tokens: Sequence[int], pages: Sequence[int], *, merge: bool
+    ) -> PrefixHandle:
+        """Gives the cache pages that come after a handle's; returns the longer handle.
+
+        Args:
+            handle: A current handle; it is used up.
+            tokens: A whole page of tokens for each of `pages`, which follow the handle's.
+            pages: Their pages, from now on owned by the cache.
+            merge: What to do at a page that the cache has already. True frees the given one and
+                goes on with the cache's; False takes no more pages.
+        """
+        size, node, num_pages = self._page_size, handle.node, handle.num_pages
+        for i, page in enumerate(pages):
+            key = tuple(tokens[i * size : (i + 1) * size])
+            child = node.children.get(key)
+            if child is None:
+                child = self._add(node, key, page)
+            elif merge:
+                self._allocator.free([page])
+                self._hold(child)
+            else:
+                break
+            node = child
+            num_pages += 1
+        return PrefixHandle(handle.root, node, num_pages, handle.tail)
+
+    def has_tail(self, handle: PrefixHandle, tokens: Sequence[int]) -> bool:
+        """Whether the cache has a tail with exactly these tokens behind a handle's full pages."""
+        return tuple(tokens) in handle.node.children
+
+    def add_tail(self, handle: PrefixHandle, tokens: Sequence[int], page: int) -> PrefixHandle:
+        """Gives the cache a page with the few tokens that come after a handle's full pages.
+
+        Returns a second handle, of the same prefix with its tail.
+        """
+        assert 0 < len(tokens) < self._page_size
+        tail = self._add(handle.node, tuple(tokens), page)
+        return self.hold_again(handle)._replace(tail=tail)
+
+    def hold_again(self, handle: PrefixHandle) -> PrefixHandle:
+        """A second handle, of the full pages of a first one."""
+        for node in _path(handle):
+            self._hold(node)
+        return handle._replace(tail=None)
+
+    def without_tail(self, handle: PrefixHandle) -> PrefixHandle:
+        """The same handle after it let go of its tail."""
+        if handle.tail is not None:
+            self._let_go(handle.tail, handle.root)
+        return handle._replace(tail=None)
+
+    def release(self, handle: PrefixHandle) -> None:
+        """Ends the use of a prefix. What the cache was reset away from is freed."""
+        if handle.tail is not None:
+            self._let_go(handle.tail, handle.root)
+        for node in _path(handle):
+            self._let_go(node, handle.root)
+
+    def reset(self) -> int:
+        """Forgets everything: nothing cached so far is ever matched again.
+
+        Pages that nobody uses are freed at once, the others when their handles are released.
+        Returns how many were freed.
+        """
+        num_freed = len(self._unused)
+        for node in self._unused:
+            self._drop(node)
+        self._unused.clear()
+        self._root = _Node((), -1, None, 1)
+        return num_freed
+
+    # ------------------------------------------------------------------ nodes
+
+    def _add(self, parent: _Node, key: tuple[int, ...], page: int) -> _Node:
+        if key in parent.children:
+            raise EngineError(f"the prefix cache has these {len(key)} tokens already")
+        node = _Node(key, page, parent, 1)
+        parent.children[key] = node
+        self.num_cached += 1
+        return node
+
+    def _hold(self, node: _Node) -> None:
+        if node.refs == 0:
+            del self._unused[node]
+        node.refs += 1
+
+    def _let_go(self, node: _Node, root: _Node) -> None:
+        node.refs -= 1
+        if node.refs == 0:
+            if root is self._root:
+                self._unused[node] = None
+            else:
+                self._drop(node)
+
+    def _evict(self) -> None:
+        node, _ = self._unused.popitem(last=False)
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self._drop(node)
+
+    def _drop(self, node: _Node) -> None:
+        self._allocator.free([node.page])
+        self.num_cached -= 1
+
+    # ------------------------------------------------------------------ integrity
+
+    def prefixes(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """(tokens from the root, page, handles) of every node of the current tree."""
+        start: tuple[int, ...] = ()
+        stack = [(start, child) for child in self._root.children.values()]
+        while stack:
+            above, node = stack.pop()
+            tokens = (*above, *node.key)
+            yield tokens, node.page, node.refs
+            stack.extend((tokens, child) for child in node.children.values())
+
+    def check_integrity(self) -> None:
+        """Raises EngineError when tree, reference counts and eviction order contradict."""
+        seen: set[_Node] = set()
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            for key, child in node.children.items():
+                if child.parent is not node or child.key != key or not key:
+                    raise EngineError("a node of the prefix cache is misplaced")
+                if len(key) > self._page_size or (len(node.key) < self._page_size and node.parent):
+                    raise EngineError("a node of the prefix cache has a page of the wrong length")
+                if child.refs > node.refs and node.parent is not None:
+                    raise EngineError("a cached page is held without the pages before it")
+                if (child.refs == 0) != (child in self._unused):
+                    raise EngineError("the prefix cache's eviction order has lost a page")
+                seen.add(child)
+                stack.append(child)
+        if not seen >= set(self._unused):
+            raise EngineError("the prefix cache would evict a page twice")
+        if len(seen) > self.num_cached:
+            raise EngineError(f"{len(seen)} pages in the prefix cache, {self.num_cached} counted")
+        passed: set[_Node] = set()
+        for node in self._unused:
+            if any(child not in passed for child in node.children.values()):
+                raise EngineError("the prefix cache would evict a page before those behind it")
+            passed.add(node)
