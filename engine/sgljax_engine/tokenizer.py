@@ -7,13 +7,51 @@ Tunix's tokenizer methods (`encode`, `decode`, `bos_id()`, `eos_id()`, `pad_id()
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+_RESERVED_TEMPLATE_OPTIONS = frozenset(
+    {
+        "add_generation_prompt",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""Arguments of Hugging Face's `apply_chat_template` that would change what it returns."""
+
+_GEMMA_ROLES = ("user", "model")
+"""The roles that the fallback template of Tunix's adapter renders; it leaves out all others."""
+
+
+class DecodeOptions(NamedTuple):
+    """How token ids become text.
+
+    Attributes:
+        skip_special_tokens: Leave special tokens out of the text.
+        spaces_between_special_tokens: False asks the tokenizer not to put spaces between special
+            tokens. Slow tokenizers of transformers 4 put them by default; those of transformers 5
+            and all fast ones never do and ignore the option.
+    """
+
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+DEFAULT_DECODE_OPTIONS = DecodeOptions()
 
 
 class Tokenizer(Protocol):
@@ -24,12 +62,46 @@ class Tokenizer(Protocol):
         """End-of-sequence id, if there is one."""
         ...
 
+    @property
+    def byte_run_ids(self) -> Mapping[int, int]:
+        """The byte of each byte-fallback token, if a run of such tokens is decoded as a whole.
+
+        Then one invalid byte turns its whole run into U+FFFD, valid characters included, so the
+        text of a run is not final before the run ends. Empty for all other tokenizers.
+        """
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer does."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+    def check_decode_options(self, options: DecodeOptions) -> None:
+        """Raises InvalidRequestError, naming field and value, for options it cannot honour."""
+        ...
+
+    def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
+        """Text of token ids. Spaces are never cleaned up: all that the model wrote is kept."""
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, written by the tokenizer's own chat template.
+
+        Args:
+            messages: Dicts with a `role` and a `content`, both text. A message that has
+                `tool_calls` may do without content.
+            add_generation_prompt: End with the header of an assistant message.
+            template_options: More arguments of the template (`enable_thinking`, `tools`, ...).
+
+        Raises:
+            InvalidRequestError: for malformed messages, for a tokenizer without a template, and
+                when the template refuses the conversation.
+        """
         ...
 
 
@@ -45,13 +117,63 @@ class HFTokenizer:
         """See `Tokenizer`."""
         return self._tokenizer.eos_token_id
 
+    @property
+    def byte_run_ids(self) -> Mapping[int, int]:
+        """See `Tokenizer`."""
+        return self._byte_run_ids
+
+    @functools.cached_property
+    def _byte_run_ids(self) -> Mapping[int, int]:
+        # Found by trying, since which decoder a tokenizer has is not public.
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = self._tokenizer.convert_tokens_to_ids(names)
+        if None in ids or self._tokenizer.convert_ids_to_tokens(ids) != names:
+            return {}
+        is_whole_run = self.decode([ids[ord("a")], ids[0xFF]]) == "\ufffd\ufffd"
+        return {token: byte for byte, token in enumerate(ids)} if is_whole_run else {}
+
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
         return list(self._tokenizer.encode(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def check_decode_options(self, options: DecodeOptions) -> None:
         """See `Tokenizer`."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        _check_bools(options)
+
+    def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
+        """See `Tokenizer`.
+
+        A tokenizer's own setting of `clean_up_tokenization_spaces` is overruled: the clean-up
+        takes away spaces that the model wrote, and makes the text of a prefix change later.
+        """
+        changed: dict[str, bool] = {}
+        if not options.spaces_between_special_tokens:
+            changed["spaces_between_special_tokens"] = False
+        return self._tokenizer.decode(
+            list(ids),
+            skip_special_tokens=options.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+            **changed,
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """See `Tokenizer`. Special tokens are those that the template writes, BOS among them."""
+        return list(
+            _render(
+                self._tokenizer,
+                messages,
+                template_options,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+        )
 
 
 class TunixTokenizer:
@@ -67,20 +189,100 @@ class TunixTokenizer:
         eos = self._tokenizer.eos_id()
         return eos if eos is not None and eos >= 0 else None
 
+    @property
+    def byte_run_ids(self) -> Mapping[int, int]:
+        """See `Tokenizer`."""
+        return {}
+
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        ids = [int(token) for token in self._tokenizer.encode(text)]
-        return self._with_bos(ids)
+        return self._with_bos(self._tokenizer.encode(text))
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
+    def _with_bos(self, tokens: Sequence[int]) -> list[int]:
+        ids = [int(token) for token in tokens]
         bos: int | None = self._tokenizer.bos_id()
         if bos is None or bos <= 0 or ids[:1] == [bos]:
             return ids
         return [bos, *ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def check_decode_options(self, options: DecodeOptions) -> None:
+        """See `Tokenizer`. Only the defaults can be honoured."""
+        _check_bools(options)
+        for field, default in DecodeOptions._field_defaults.items():
+            value = getattr(options, field)
+            if value != default:
+                raise InvalidRequestError(
+                    f"{field} must be {default} with a tokenizer of type "
+                    f"{type(self._tokenizer).__name__}, got {value}; only Hugging Face tokenizers "
+                    "have this option"
+                )
+
+    def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
         """See `Tokenizer`."""
+        self.check_decode_options(options)
         return self._tokenizer.decode([int(token) for token in ids])
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """See `Tokenizer`. The conversation starts with one BOS, as all prompts of Tunix do."""
+        if not callable(getattr(self._tokenizer, "apply_chat_template", None)):
+            raise InvalidRequestError(
+                f"messages need a chat template, and a tokenizer of type "
+                f"{type(self._tokenizer).__name__} has none; use a prompt or input_ids"
+            )
+        _check_messages(messages)
+        if _has_gemma_fallback(self._tokenizer):
+            _check_gemma_fallback(messages, template_options)
+        text = _render(
+            self._tokenizer,
+            messages,
+            template_options,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"messages cannot be used: apply_chat_template(tokenize=False) of "
+                f"{type(self._tokenizer).__name__} must return text, got {type(text).__name__}"
+            )
+        return self._without_second_bos(self._encode_rendered(text))
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def _without_second_bos(self, ids: list[int]) -> list[int]:
+        bos = self._tokenizer.bos_id()
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+
+class TunixHFTokenizer(TunixTokenizer):
+    """Tunix's adapter over a Hugging Face tokenizer: encodes as the one, decodes as the other."""
+
+    def __init__(self, adapter: Any, tokenizer: Any) -> None:
+        """Wraps the adapter and the tokenizer inside it."""
+        super().__init__(adapter)
+        self._hf = HFTokenizer(tokenizer)
+
+    @property
+    def byte_run_ids(self) -> Mapping[int, int]:
+        """See `Tokenizer`."""
+        return self._hf.byte_run_ids
+
+    def check_decode_options(self, options: DecodeOptions) -> None:
+        """See `Tokenizer`."""
+        self._hf.check_decode_options(options)
+
+    def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
+        """See `Tokenizer`."""
+        return self._hf.decode([int(token) for token in ids], options)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        return self._with_bos(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class SentencePieceTokenizer(TunixTokenizer):
@@ -88,15 +290,23 @@ class SentencePieceTokenizer(TunixTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        return self._with_bos(list(self._tokenizer.EncodeAsIds(text)))
+        return self._with_bos(self._tokenizer.EncodeAsIds(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
         """See `Tokenizer`."""
+        self.check_decode_options(options)
         return self._tokenizer.DecodeIds([int(token) for token in ids])
 
 
 def wrap_tokenizer(tokenizer: Any) -> Tokenizer:
     """Wraps a user's tokenizer, or raises InvalidConfigError saying what is accepted."""
+    adapter = _adapter_class(tokenizer)
+    if adapter is not None:
+        # An adapter answers for all attributes of what it wraps, so it is looked at first. One
+        # with a decode method of its own keeps it.
+        if type(tokenizer).decode is adapter.decode and _is_hugging_face(tokenizer.tokenizer):
+            return TunixHFTokenizer(tokenizer, tokenizer.tokenizer)
+        return TunixTokenizer(tokenizer)
     if hasattr(tokenizer, "EncodeAsIds"):
         return SentencePieceTokenizer(tokenizer)
     if all(callable(getattr(tokenizer, name, None)) for name in ("bos_id", "eos_id", "pad_id")):
@@ -116,3 +326,94 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     from transformers import AutoTokenizer  # heavy, and needed by no other path
 
     return HFTokenizer(AutoTokenizer.from_pretrained(str(folder)))
+
+
+def _base_class(tokenizer: object, module: str, name: str) -> type | None:
+    """The class of that name among the bases, without importing its module."""
+    for base in type(tokenizer).__mro__:
+        if (base.__module__, base.__name__) == (module, name):
+            return base
+    return None
+
+
+def _adapter_class(tokenizer: object) -> Any:
+    return _base_class(tokenizer, "tunix.generate.tokenizer_adapter", "TokenizerAdapter")
+
+
+def _is_hugging_face(tokenizer: object) -> bool:
+    module = "transformers.tokenization_utils_base"
+    return _base_class(tokenizer, module, "PreTrainedTokenizerBase") is not None
+
+
+def _has_gemma_fallback(tokenizer: Any) -> bool:
+    """Whether Tunix's adapter would write Gemma's format, for want of a template."""
+    return _adapter_class(tokenizer) is not None and not hasattr(
+        tokenizer.tokenizer, "apply_chat_template"
+    )
+
+
+def _check_gemma_fallback(
+    messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None
+) -> None:
+    """Refuses what Tunix's fallback template would drop without a word."""
+    for index, message in enumerate(messages):
+        if message["role"] not in _GEMMA_ROLES:
+            raise InvalidRequestError(
+                f"messages[{index}]['role'] must be one of {_GEMMA_ROLES}, which is all that the "
+                f"template of Tunix's TokenizerAdapter renders, got {message['role']!r}"
+            )
+    if template_options:
+        raise InvalidRequestError(
+            f"template_options must be empty, since the template of Tunix's TokenizerAdapter "
+            f"takes none, got {sorted(template_options)}"
+        )
+
+
+def _check_bools(options: DecodeOptions) -> None:
+    for field, value in options._asdict().items():
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{field} must be True or False, got {value!r}")
+
+
+def _check_messages(messages: object) -> None:
+    """Refuses everything but dicts of text; templates would print the rest as Python does."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequestError(
+            "messages must be a list of at least one dict with 'role' and 'content', "
+            f"got {messages!r}"
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(
+                f"messages[{index}] must be a dict with 'role' and 'content', got {message!r}"
+            )
+        may_be_none = ("content",) if message.get("tool_calls") else ()
+        for field in ("role", "content"):
+            value = message.get(field)
+            if value is None and field in may_be_none:
+                continue
+            if not isinstance(value, str):
+                got = repr(value) if field in message else f"only {sorted(map(str, message))}"
+                raise InvalidRequestError(f"messages[{index}][{field!r}] must be text, got {got}")
+
+
+def _render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any] | None,
+    **arguments: bool,
+) -> Any:
+    """Calls a tokenizer's `apply_chat_template`."""
+    _check_messages(messages)
+    options = dict(template_options or {})
+    for name in options:
+        if name in _RESERVED_TEMPLATE_OPTIONS:
+            raise InvalidRequestError(
+                f"template_options must not set {name!r}, got {options[name]!r}; it is not an "
+                "argument of the template"
+            )
+    try:
+        conversation = [dict(message) for message in messages]
+        return tokenizer.apply_chat_template(conversation, **arguments, **options)
+    except Exception as error:  # templates are programs of others and may raise anything
+        raise InvalidRequestError(f"the chat template cannot render messages: {error}") from error

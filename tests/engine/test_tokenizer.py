@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-import sentencepiece as spm
+import transformers
+from tokenizers import processors
 
-from sgljax_engine import Engine, EngineError, InvalidConfigError
+from sgljax_engine import Engine, EngineError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.tokenizer import (
+    DecodeOptions,
     HFTokenizer,
     SentencePieceTokenizer,
     TunixTokenizer,
     load_tokenizer,
     wrap_tokenizer,
 )
+from tests.engine import tokenizers
 from tests.engine.models import TINY, spread_weights
+from tests.engine.tokenizers import CharTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+WRITES_BOS = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}{% if loud %}!{% endif %}{% endfor %}"
+)
+ASK = [{"role": "user", "content": "hi"}]
 
 
-class CharTokenizer:
-    """A user's own tokenizer with Tunix's methods."""
-
-    def __init__(self, bos=1):
-        self.bos = bos
-        self.poison = None
-        self.error: type[BaseException] = RuntimeError
-
-    def encode(self, text):
-        return [ord(c) for c in text]
-
-    def decode(self, ids):
-        if self.poison in ids:
-            raise self.error(f"cannot decode {self.poison}")
-        return "".join(chr(i) for i in ids)
-
-    def bos_id(self):
-        return self.bos
-
-    def eos_id(self):
-        return 2
-
-    def pad_id(self):
-        return 0
+def hugging_face(**options):
+    """A byte-level tokenizer that puts BOS in front of all it encodes."""
+    base = tokenizers.byte_level()
+    rust = type(base.backend_tokenizer).from_str(base.backend_tokenizer.to_str())
+    rust.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", base.bos_token_id)]
+    )
+    special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=rust, **special, **options)
 
 
 def test_hf_folder():
@@ -59,15 +51,7 @@ def test_hf_folder():
 
 
 def test_sentencepiece():
-    model = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox", "jumps over the lazy dog"] * 20),
-        model_writer=model,
-        vocab_size=32,
-        pad_id=3,
-        minloglevel=2,
-    )
-    processor = spm.SentencePieceProcessor(model_proto=model.getvalue())
+    processor = tokenizers.sentencepiece(byte_fallback=False)
     tokenizer = wrap_tokenizer(processor)
     assert isinstance(tokenizer, SentencePieceTokenizer)
     ids = tokenizer.encode("the fox")
@@ -88,6 +72,148 @@ def test_tunix_methods_and_bos(bos, expected):
 def test_anything_else_is_refused():
     with pytest.raises(InvalidConfigError, match="got int"):
         wrap_tokenizer(7)
+
+
+def test_hugging_face_decode_options():
+    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    eos = tokenizer.eos_token_id
+    ids = [eos, eos, *tokenizer.encode("hi")]
+    assert tokenizer.decode(ids) == "hi"
+    keep = DecodeOptions(skip_special_tokens=False)
+    # transformers 5 puts no spaces between special tokens, whatever is asked for.
+    for options in (keep, keep._replace(spaces_between_special_tokens=False)):
+        tokenizer.check_decode_options(options)
+        assert tokenizer.decode(ids, options) == "<|eos|><|eos|>hi"
+
+
+def test_spaces_are_not_cleaned_up():
+    name = "clean_up_tokenization_spaces"
+    forced = {name: True, f"{name}_for_bpe_even_though_it_will_corrupt_output": True}
+    unclean = hugging_face(**forced)
+    ids = unclean.encode("do n't , please .", add_special_tokens=False)
+    assert unclean.decode(ids) == "don't, please."
+    assert wrap_tokenizer(unclean).decode(ids) == "do n't , please ."
+
+
+@pytest.mark.parametrize("make", [CharTokenizer, tokenizers.sentencepiece])
+def test_decode_options_of_other_tokenizers(make):
+    tokenizer = wrap_tokenizer(make())
+    tokenizer.check_decode_options(DecodeOptions())
+    for field in DecodeOptions._fields:
+        options = DecodeOptions(**{field: False})
+        for refuses in (tokenizer.check_decode_options, lambda o: tokenizer.decode([65], o)):
+            with pytest.raises(InvalidRequestError, match=f"^{field} must be True .*got False"):
+                refuses(options)
+
+
+def test_decode_options_are_bools():
+    for tokenizer in (tokenizers.byte_level(), CharTokenizer()):
+        with pytest.raises(InvalidRequestError, match=r"skip_special_tokens must be .* got 'no'"):
+            wrap_tokenizer(tokenizer).check_decode_options(DecodeOptions("no"))  # type: ignore
+
+
+def test_byte_run_ids():
+    runs = wrap_tokenizer(tokenizers.byte_fallback()).byte_run_ids
+    assert {byte: token for token, byte in runs.items()} == {b: b + 3 for b in range(256)}
+    for tokenizer in (tokenizers.byte_level(), tokenizers.metaspace(), tokenizers.sentencepiece()):
+        assert wrap_tokenizer(tokenizer).byte_run_ids == {}
+
+
+def test_chat_template():
+    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    keep = DecodeOptions(skip_special_tokens=False)
+    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True)
+    expected = "<|im_start|>user\nhi<|im_end|>\n"
+    assert tokenizer.decode(ids, keep) == expected + "<|im_start|>assistant\n"
+    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=False)
+    assert all(type(token) is int for token in ids)
+    assert tokenizer.decode(ids, keep) == expected
+
+
+def test_chat_template_that_writes_bos():
+    inner = hugging_face(chat_template=WRITES_BOS)
+    tokenizer = wrap_tokenizer(inner)
+    plain = tokenizer.encode("hi")
+    assert plain[0] == inner.bos_token_id
+    assert tokenizer.apply_chat_template(ASK, add_generation_prompt=True) == plain
+    loud = tokenizer.apply_chat_template(
+        ASK, add_generation_prompt=True, template_options={"loud": True}
+    )
+    assert loud == tokenizer.encode("hi!")
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ("hi", "messages must be a list .*got 'hi'"),
+        ([], r"messages must be a list .*got \[\]"),
+        ({"role": "user"}, "messages must be a list .*got {'role'"),
+        (["hi"], r"messages\[0\] must be a dict .*got 'hi'"),
+        ([*ASK, {"content": "x"}], r"messages\[1\]\['role'\] must be text, got only \['content'\]"),
+        ([{"role": "user"}], r"messages\[0\]\['content'\] must be text, got only \['role'\]"),
+        ([{"role": "user", "content": None}], r"\['content'\] must be text, got None"),
+        ([{"role": "user", "content": [1]}], r"\['content'\] must be text, got \[1\]"),
+    ],
+)
+def test_malformed_messages(messages, error):
+    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    with pytest.raises(InvalidRequestError, match=error):
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def test_tool_calls_need_no_content():
+    tokenizer = wrap_tokenizer(hugging_face(chat_template="{{ messages[0].tool_calls[0] }}"))
+    ids = tokenizer.apply_chat_template(
+        [{"role": "assistant", "content": None, "tool_calls": ["f"]}], add_generation_prompt=False
+    )
+    assert tokenizer.decode(ids) == "f"
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (hugging_face, "chat_template is not set"),
+        (CharTokenizer, "messages need a chat template, .*CharTokenizer has none"),
+        (tokenizers.sentencepiece, "messages need a chat template, .*SentencePieceProcessor"),
+        (
+            lambda: hugging_face(chat_template="{{ raise_exception('no systems here') }}"),
+            "cannot render messages: no systems here",
+        ),
+    ],
+)
+def test_no_usable_template(make, error):
+    with pytest.raises(InvalidRequestError, match=error):
+        wrap_tokenizer(make()).apply_chat_template(ASK, add_generation_prompt=True)
+
+
+def test_template_options_that_are_not_the_templates():
+    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    with pytest.raises(InvalidRequestError, match="must not set 'tokenize', got False"):
+        tokenizer.apply_chat_template(
+            ASK, add_generation_prompt=True, template_options={"tokenize": False}
+        )
+
+
+class ChatTokenizer(CharTokenizer):
+    """Writes BOS both in its template and when it encodes."""
+
+    def encode(self, text):
+        return [self.bos, *super().encode(text)]
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize):
+        assert not tokenize
+        text = chr(self.bos) + "".join(m["content"] for m in messages)
+        return text + "?" * add_generation_prompt
+
+
+def test_users_own_chat_template():
+    tokenizer = wrap_tokenizer(ChatTokenizer())
+    ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True)
+    assert ids == [1, *map(ord, "hi?")]
+    with pytest.raises(InvalidRequestError, match="unexpected keyword argument 'loud'"):
+        tokenizer.apply_chat_template(
+            ASK, add_generation_prompt=True, template_options={"loud": True}
+        )
 
 
 def test_engine_text_leaves_out_the_stop_token():
