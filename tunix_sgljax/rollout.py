@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.generate.mappings import MappingConfig
-from tunix.generate.tokenizer_adapter import TokenizerAdapter, TokenizerType
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from sgljax_engine import (
@@ -293,7 +293,7 @@ class SglJaxRollout(BaseRollout):
             model_config=self._model_config,
             weights=source,
             weight_rules=self._rules_for(source),
-            tokenizer=_innermost_tokenizer(self._tokenizer),
+            tokenizer=self._tokenizer,
             mesh=self._mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),
         )
@@ -340,9 +340,3 @@ def _refuse_lora(source: dict[str, Any]) -> None:
             f"LoRA parameters are not supported yet (found {lora[0]!r} and {len(lora) - 1} more); "
             "train full weights, or use Tunix's vanilla rollout"
         )
-
-
-def _innermost_tokenizer(tokenizer: TokenizerAdapter) -> Any:
-    # A bare Hugging Face tokenizer can leave special tokens out of the text.
-    is_hf = tokenizer._tokenizer_type is TokenizerType.HF
-    return tokenizer.tokenizer if is_hf else tokenizer

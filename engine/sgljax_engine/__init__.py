@@ -27,8 +27,10 @@ from sgljax_engine.errors import (
     WeightSyncError,
 )
 from sgljax_engine.metrics import EngineCounters, EngineState
+from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import derive_seed
-from sgljax_engine.types import FinishReason, RequestOutput, SamplingParams
+from sgljax_engine.types import FinishReason
 
 if TYPE_CHECKING:
     from sgljax_engine.engine import Engine

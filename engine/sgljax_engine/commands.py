@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from sgljax_engine.detokenizer import Answer
 from sgljax_engine.metrics import EngineState
-from sgljax_engine.types import Request, RequestOutput
+from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import Rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AddRequests:
-    """Queue requests together; `futures[i]` gets the RequestOutput of `requests[i]`."""
+    """Queue requests together; `answers[i]` gets the output of `requests[i]`."""
 
     requests: list[Request]
-    futures: list[Future[RequestOutput]]
+    answers: list[Answer]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +29,15 @@ class AbortRequests:
 
     rids: list[str]
     future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EndStopped:
+    """End a request whose text contains a stop string; it has been answered already."""
+
+    rid: str
+    stop_string: str
+    future: Future[None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +63,7 @@ class Warmup:
     """Compile every bucket; answers with the number of new programs."""
 
     include_score: bool
+    include_table: bool
     future: Future[int]
 
 
@@ -85,6 +96,7 @@ class Shutdown:
 Command = (
     AddRequests
     | AbortRequests
+    | EndStopped
     | UpdateWeights
     | Score
     | Warmup

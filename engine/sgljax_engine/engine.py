@@ -18,12 +18,16 @@ import numpy as np
 from sgljax_engine import builder
 from sgljax_engine import commands as cmd
 from sgljax_engine.config import EngineConfig, ModelConfig, read_generation_config
+from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.metrics import EngineState
-from sgljax_engine.requests import RequestFactory
+from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.requests import LogprobArgs, RequestFactory
+from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import SeedSource
+from sgljax_engine.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
-from sgljax_engine.types import Request, RequestOutput, SamplingParams
+from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import Rule
 
 
@@ -94,6 +98,7 @@ class Engine:
             tokenizer=tokenizer,
             mesh=mesh,
         )
+        self._tokenizer = tokenizer
         self._loop, limits = builder.run_on_clean_thread(build)
         self._requests = RequestFactory(
             model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
@@ -122,17 +127,8 @@ class Engine:
         """Sampling parameters as the model's generation_config.json has them.
 
         Fields that it leaves out, and a model without the file, get vLLM's defaults.
-
-        Raises:
-            InvalidRequestError: when it asks for a repetition penalty, which is not supported.
         """
-        penalty = self._generation.get("repetition_penalty")
-        if penalty not in (None, 1.0):
-            raise InvalidRequestError(
-                f"generation_config.json sets repetition_penalty={penalty}, which is not supported "
-                "yet; pass sampling_params"
-            )
-        known = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens"}
+        known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"}
         fields = {k: v for k, v in self._generation.items() if k in known and v is not None}
         if self._generation.get("do_sample") is False:
             fields["temperature"] = 0.0
@@ -159,7 +155,11 @@ class Engine:
         prompt: str | Sequence[str] | None = None,
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        return_logprob: bool = False,
+        return_logprob: bool | Sequence[bool] = False,
+        logprob_start_len: int | Sequence[int] | None = None,
+        top_logprobs_num: int | Sequence[int] | None = None,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
     ) -> Any:
         """Generates and waits.
 
@@ -168,38 +168,119 @@ class Engine:
             sampling_params: For all prompts, or a list with one for each; None takes
                 `get_default_sampling_params()`.
             input_ids: Token ids instead of `prompt`: one prompt's, or a list of prompts'.
-            return_logprob: Put `output_token_logprobs` into `meta_info`.
+            return_logprob: Put log-probs into `meta_info`, see `RequestOutput.to_dict`. This and
+                the next three are for all prompts, or lists with one for each.
+            logprob_start_len: Report the prompt's log-probs from this position on; -1 or None
+                reports none.
+            top_logprobs_num: Most likely tokens to report at each position.
+            token_ids_logprob: Tokens to report at each position.
+            stream: Return an iterator at once; see `TokenStream`.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
-            the n samples of a prompt in a row.
+            the n samples of a prompt in a row. With `stream`, a `TokenStream`.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
             EngineStepError: when the device step of one of the requests failed.
             EngineShutdownError: after, or because of, `shutdown`.
         """
-        outputs, is_single = self._generate(prompt, sampling_params, input_ids)
-        dicts = [output.to_dict(return_logprob=return_logprob) for output in outputs]
-        return dicts[0] if is_single else dicts
+        logprobs = LogprobArgs(
+            return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
+        )
+        made = self._make_requests(prompt, sampling_params, input_ids, logprobs, stream)
+        return self._stream(made[0]) if stream else self._wait_dicts(*made)
 
     async def async_generate(
         self,
         prompt: str | Sequence[str] | None = None,
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        return_logprob: bool = False,
+        return_logprob: bool | Sequence[bool] = False,
+        logprob_start_len: int | Sequence[int] | None = None,
+        top_logprobs_num: int | Sequence[int] | None = None,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
     ) -> Any:
-        """`generate` for asyncio; cancelling the task aborts its requests."""
-        requests, is_single = self._make_requests(prompt, sampling_params, input_ids)
+        """`generate` for asyncio; cancelling the task aborts its requests.
+
+        With `stream` it returns an `AsyncTokenStream`: `async for piece in await ...`.
+        """
+        logprobs = LogprobArgs(
+            return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
+        )
+        requests, is_single = self._make_requests(
+            prompt, sampling_params, input_ids, logprobs, stream
+        )
+        if stream:
+            pieces = AsyncTokenStream(requests, self._abandon)
+            self._submit(requests, pieces.answers)
+            return pieces
         futures = self._submit(requests)
         try:
             outputs = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures))
         except BaseException:
             self._abandon(requests)
             raise
-        dicts = [output.to_dict(return_logprob=return_logprob) for output in outputs]
-        return dicts[0] if is_single else dicts
+        return _dicts(outputs, is_single)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+        return_logprob: bool = False,
+        stream: bool = False,
+    ) -> Any:
+        """`generate` for conversations, written out by the tokenizer's chat template.
+
+        Args:
+            messages: One conversation, a list of `{"role": ..., "content": ...}`, or several.
+            sampling_params: As in `generate`.
+            add_generation_prompt: End with the beginning of the assistant's answer.
+            template_options: More variables of the template, `{"enable_thinking": False}` say.
+            return_logprob: As in `generate`.
+            stream: As in `generate`.
+        """
+        is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_single else messages
+        ids = [
+            self.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                template_options=template_options,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(
+            input_ids=ids[0] if is_single else ids,
+            sampling_params=sampling_params,
+            return_logprob=return_logprob,
+            stream=stream,
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of one conversation; see `chat`.
+
+        Raises:
+            InvalidRequestError: when the engine has no tokenizer, the tokenizer no template, or a
+                message no role or content.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequestError("messages need a tokenizer and the engine has none")
+        return self._tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_options=template_options or {},
+        )
 
     def generate_requests(
         self,
@@ -207,7 +288,8 @@ class Engine:
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[RequestOutput]:
         """`generate` for token ids with typed outputs, all samples of all prompts in order."""
-        return self._generate(None, sampling_params, input_ids)[0]
+        made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
+        return self._wait(made[0])
 
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
@@ -231,14 +313,19 @@ class Engine:
 
     # ------------------------------------------------------------------ control
 
-    def warmup(self, *, include_score: bool = False) -> int:
-        """Compiles and runs all prefill and decode programs; returns how many were new.
+    def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
+        """Compiles and runs all prefill, copy and decode programs; returns how many were new.
+
+        Programs for `top_logprobs_num`, `token_ids_logprob` and `logprob_start_len` are left to
+        their first use.
 
         Args:
             include_score: Those of `score` too, one or two for each power of two of tokens.
+            include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
+                too, three or more for each batch bucket.
         """
         future: Future[int] = Future()
-        self._loop.submit(cmd.Warmup(include_score, future))
+        self._loop.submit(cmd.Warmup(include_score, include_table, future))
         return future.result()
 
     def update_weights(self, source: Any, rules: Sequence[Rule] | None = None) -> int:
@@ -293,33 +380,54 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
-    def _generate(
-        self, prompt: Any, sampling_params: Any, input_ids: Any
-    ) -> tuple[list[RequestOutput], bool]:
-        requests, is_single = self._make_requests(prompt, sampling_params, input_ids)
+    def _make_requests(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        input_ids: Any,
+        logprobs: LogprobArgs,
+        stream: bool,
+    ) -> tuple[list[Request], bool]:
+        if not isinstance(stream, bool):
+            raise InvalidRequestError(f"stream must be True or False, got {stream!r}")
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        return self._requests.make(
+            prompt, sampling_params, input_ids, logprobs, is_streaming=stream
+        )
+
+    def _submit(
+        self, requests: list[Request], answers: list[Answer] | None = None
+    ) -> list[Future[RequestOutput]]:
+        answers = answers or [Answer(Future()) for _ in requests]
+        self._loop.submit(cmd.AddRequests(requests, answers))
+        return [answer.future for answer in answers]
+
+    def _stream(self, requests: list[Request]) -> TokenStream:
+        pieces = TokenStream(requests, self._abandon)
+        self._submit(requests, pieces.answers)
+        return pieces
+
+    def _wait(self, requests: list[Request]) -> list[RequestOutput]:
         futures = self._submit(requests)
         try:
-            return [future.result() for future in futures], is_single
+            return [future.result() for future in futures]
         except BaseException:
             self._abandon(requests)
             raise
 
-    def _make_requests(
-        self, prompt: Any, sampling_params: Any, input_ids: Any
-    ) -> tuple[list[Request], bool]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        return self._requests.make(prompt, sampling_params, input_ids)
-
-    def _submit(self, requests: list[Request]) -> list[Future[RequestOutput]]:
-        futures: list[Future[RequestOutput]] = [Future() for _ in requests]
-        self._loop.submit(cmd.AddRequests(requests, futures))
-        return futures
+    def _wait_dicts(self, requests: list[Request], is_single: bool) -> Any:
+        return _dicts(self._wait(requests), is_single)
 
     def _abandon(self, requests: list[Request]) -> None:
         """Aborts requests whose caller stopped waiting; does not wait for it."""
         with contextlib.suppress(EngineShutdownError):
             self._loop.submit(cmd.AbortRequests([r.rid for r in requests], Future()))
+
+
+def _dicts(outputs: Sequence[RequestOutput], is_single: bool) -> Any:
+    dicts = [output.to_dict() for output in outputs]
+    return dicts[0] if is_single else dicts
 
 
 def _check_sources(

@@ -8,6 +8,7 @@ reference to an engine can end its thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import logging
 import queue
@@ -18,7 +19,7 @@ from typing import Any
 
 from sgljax_engine import commands as cmd
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.detokenizer import Detokenizer, reject, resolve
+from sgljax_engine.detokenizer import Answer, Detokenizer, is_watched, reject, resolve
 from sgljax_engine.errors import EngineShutdownError, EngineStepError
 from sgljax_engine.metrics import EngineCounters, EngineState
 from sgljax_engine.runner.runner import ModelRunner
@@ -27,7 +28,6 @@ from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.types import (
     FinishReason,
     Request,
-    RequestOutput,
     RequestStatus,
     SchedulerOutput,
     StepOutput,
@@ -69,12 +69,12 @@ class EngineLoop:
         self._runner = runner
         self._weight_maker = weight_maker
         self._counters = EngineCounters()
-        self._futures: dict[str, Future[RequestOutput]] = {}
+        self._answers: dict[str, Answer] = {}
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         self._submit_lock = threading.Lock()
         self._is_closed = False
         self._close_reason = "the engine was shut down"
-        self._detokenizer = Detokenizer(tokenizer, f"{name}-detokenizer")
+        self._detokenizer = Detokenizer(tokenizer, f"{name}-detokenizer", self._end_stopped)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # A daemon thread must not touch the device while the interpreter is torn down.
         atexit.register(self.stop)
@@ -102,6 +102,10 @@ class EngineLoop:
         self.request_stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _end_stopped(self, request: Request, stop_string: str) -> None:
+        with contextlib.suppress(EngineShutdownError):
+            self.submit(cmd.EndStopped(request.rid, stop_string, Future()))
 
     # ------------------------------------------------------------------ the thread
 
@@ -146,13 +150,18 @@ class EngineLoop:
 
     def _answer(self, command: cmd.Command) -> Any:
         if isinstance(command, cmd.AbortRequests):
-            return self._abort(command.rids)
+            reason = FinishReason("abort", message="aborted by the caller")
+            return self._end(command.rids, reason)
+        if isinstance(command, cmd.EndStopped):
+            return self._end([command.rid], FinishReason("stop", matched=command.stop_string))
         if isinstance(command, cmd.UpdateWeights):
             return self._update_weights(command)
         if isinstance(command, cmd.Score):
             return self._runner.score(command.sequences, command.temperature)
         if isinstance(command, cmd.Warmup):
-            return self._runner.warmup(include_score=command.include_score)
+            return self._runner.warmup(
+                include_score=command.include_score, include_table=command.include_table
+            )
         if isinstance(command, cmd.FlushCache):
             return self._pool.reset_cache() * self._pool.page_size
         if isinstance(command, cmd.CheckIntegrity):
@@ -161,16 +170,16 @@ class EngineLoop:
         return self._state()
 
     def _add(self, command: cmd.AddRequests) -> None:
-        for request, future in zip(command.requests, command.futures, strict=True):
-            self._futures[request.rid] = future
+        for request, answer in zip(command.requests, command.answers, strict=True):
+            self._answers[request.rid] = answer
             self._scheduler.add(request)
             self._counters.num_requests += 1
 
-    def _abort(self, rids: list[str]) -> int:
+    def _end(self, rids: list[str], reason: FinishReason) -> int:
         wanted = set(rids)
         found = [r for r in self._scheduler.requests() if r.rid in wanted]
         for request in found:
-            self._scheduler.finish(request, FinishReason("abort", message="aborted by the caller"))
+            self._scheduler.finish(request, reason)
             self._deliver(request)
         return len(found)
 
@@ -226,11 +235,17 @@ class EngineLoop:
             request.num_cache_misses += step.num_cache_misses
         for request in self._scheduler.update(output, step):
             self._deliver(request)
+        for request in output.decode:
+            if is_watched(request) and request.rid in self._answers:
+                self._detokenizer.put(request, self._answers[request.rid])
         self._count(output, step)
 
     def _dispatch(self, output: SchedulerOutput) -> StepOutput:
         compiles = self._runner.num_compiles
         started = time.perf_counter()
+        for request in output.started:
+            if request.logprob_options.start_len >= 0 and request.prompt_logprobs is None:
+                request.prompt_logprobs = self._runner.score_prompt(request)
         if output.prefill:
             self._runner.prefill(output.prefill)
         if output.copies:
@@ -244,6 +259,8 @@ class EngineLoop:
     def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
         counters = self._counters
         counters.num_dispatches += 1
+        counters.num_decode_rows += len(output.decode)
+        counters.max_decode_batch = max(counters.max_decode_batch, len(output.decode))
         counters.num_prefill_tokens += sum(chunk.num_tokens for chunk in output.prefill)
         counters.num_cached_tokens += sum(
             request.num_cached for request in output.started if request.num_retractions == 0
@@ -253,7 +270,7 @@ class EngineLoop:
 
     def _deliver(self, request: Request) -> None:
         self._counters.num_finished += 1
-        self._detokenizer.put(request, self._futures.pop(request.rid))
+        self._detokenizer.put(request, self._answers.pop(request.rid))
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that the step touched; others keep going."""
@@ -267,7 +284,7 @@ class EngineLoop:
             self._counters.num_finished += 1
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
-            reject(self._futures.pop(request.rid), failure)
+            self._detokenizer.put(request, self._answers.pop(request.rid), failure)
         # A step that failed after it took the donated pages took everybody's keys and values.
         if self._runner.recover_kv():
             for request in list(self._scheduler.running):
@@ -281,14 +298,14 @@ class EngineLoop:
         self._detokenizer.stop()
         for request in self._scheduler.requests():
             request.status = RequestStatus.FINISHED
-        for future in self._futures.values():
-            reject(future, reason)
-        self._futures.clear()
+        for answer in self._answers.values():
+            reject(answer.future, reason)
+        self._answers.clear()
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, cmd.AddRequests):
-                for future in command.futures:
-                    reject(future, reason)
+                for answer in command.answers:
+                    reject(answer.future, reason)
             elif not isinstance(command, cmd.Shutdown):
                 reject(command.future, reason)
         self._runner.release()

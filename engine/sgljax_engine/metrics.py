@@ -17,6 +17,8 @@ class EngineCounters:
         num_page_copies: Shared pages that were copied for a request to write behind.
         num_output_tokens: Tokens generated.
         num_dispatches: Scheduler steps that ran something on the device.
+        num_decode_rows: Rows of all decode dispatches together.
+        max_decode_batch: Rows of the largest one.
         num_retractions: Times a running request lost its pages.
         num_weight_updates: Weight swaps.
         num_failed_steps: Steps that raised.
@@ -31,6 +33,8 @@ class EngineCounters:
     num_page_copies: int = 0
     num_output_tokens: int = 0
     num_dispatches: int = 0
+    num_decode_rows: int = 0
+    max_decode_batch: int = 0
     num_retractions: int = 0
     num_weight_updates: int = 0
     num_failed_steps: int = 0

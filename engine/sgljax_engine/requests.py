@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgljax_engine.config import ModelConfig
 from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
 from sgljax_engine.seeds import SeedSource, derive_seed
-from sgljax_engine.tokenizer import Tokenizer
-from sgljax_engine.types import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from sgljax_engine.tokenizer import DecodeOptions, Tokenizer
+from sgljax_engine.types import LogitEdits, Request
 
 
 class Limits(NamedTuple):
@@ -26,6 +28,38 @@ class Limits(NamedTuple):
 
     max_model_len: int
     max_kv_tokens: int
+
+
+class LogprobArgs(NamedTuple):
+    """The log-prob arguments of a `generate` call: each for all prompts or a list, one for each."""
+
+    return_logprob: Any = False
+    logprob_start_len: Any = None
+    top_logprobs_num: Any = None
+    token_ids_logprob: Any = None
+
+    def of_each(self, count: int) -> list[LogprobOptions]:
+        """The options of each prompt."""
+        lists = [
+            _one_for_each(name, value, count)
+            for name, value in zip(self._fields[:3], self[:3], strict=True)
+        ]
+        ids = self.token_ids_logprob
+        is_nested = isinstance(ids, (list, tuple)) and any(
+            isinstance(each, (list, tuple)) for each in ids
+        )
+        if is_nested and len(ids) != count:
+            raise _count_error("token_ids_logprob", len(ids), count)
+        lists.append(list(ids) if is_nested else [ids] * count)
+        return [
+            LogprobOptions(
+                enabled=enabled,
+                start_len=-1 if start is None else start,
+                top_num=0 if top is None else top,
+                token_ids=() if token_ids is None else token_ids,
+            )
+            for enabled, start, top, token_ids in zip(*lists, strict=True)
+        ]
 
 
 class RequestFactory:
@@ -53,14 +87,25 @@ class RequestFactory:
         own = tokenizer.eos_token_id if tokenizer is not None else None
         self._eos_ids = (*model.eos_token_ids, *(() if own is None else (own,)))
 
-    def make(self, prompt: Any, sampling_params: Any, input_ids: Any) -> tuple[list[Request], bool]:
+    def make(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        input_ids: Any,
+        logprobs: LogprobArgs,
+        *,
+        is_streaming: bool,
+    ) -> tuple[list[Request], bool]:
         """The requests of a `generate` call, and whether its answer is one dict, not a list."""
         prompts, is_single = self._prompt_ids(prompt, input_ids)
         params = _params_of_each(sampling_params, len(prompts))
+        options = logprobs.of_each(len(prompts))
         now = time.perf_counter()
         requests: list[Request] = []
-        for ids, settings in zip(prompts, params, strict=True):
+        for ids, settings, reported in zip(prompts, params, options, strict=True):
             stop_ids = self._check_request(ids, settings)
+            self._check_logprobs(ids, reported)
+            edits = self._logit_edits(settings, stop_ids)
             key = hash(tuple(ids))
             seed = self._seeds.fresh() if settings.seed is None else settings.seed
             requests.extend(
@@ -70,6 +115,9 @@ class RequestFactory:
                     params=settings,
                     seed=derive_seed(seed, sample),
                     stop_ids=stop_ids,
+                    edits=edits,
+                    logprob_options=reported,
+                    is_streaming=is_streaming,
                     prompt_key=key,
                     arrival_s=now,
                 )
@@ -157,11 +205,16 @@ class RequestFactory:
                 f"prompt ({len(ids)}) plus max_new_tokens ({params.max_new_tokens}) needs "
                 f"{total - 1} KV tokens, the pool holds {limits.max_kv_tokens}"
             )
-        for token_id in params.stop_token_ids:
-            if token_id >= self._model.vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids must be in [0, {self._model.vocab_size}), got {token_id}"
-                )
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        if params.detokenize and self._tokenizer is not None:
+            options = DecodeOptions(
+                params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+            self._tokenizer.check_decode_options(options)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError(
+                f"stop={list(params.stop)!r} needs a tokenizer and the engine has none"
+            )
         eos_ids = () if params.ignore_eos else self._eos_ids
         stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
         if len(stop_ids) > MAX_STOP_TOKEN_IDS:
@@ -171,12 +224,74 @@ class RequestFactory:
             )
         return stop_ids
 
+    def _check_logprobs(self, ids: list[int], options: LogprobOptions) -> None:
+        self._check_vocabulary("token_ids_logprob", options.token_ids)
+        if options.start_len >= len(ids):
+            raise InvalidRequestError(
+                f"logprob_start_len must be below the prompt's {len(ids)} tokens, "
+                f"got {options.start_len}"
+            )
+        if options.top_num > self._model.vocab_size:
+            raise InvalidRequestError(
+                f"top_logprobs_num must be at most the vocabulary's {self._model.vocab_size} "
+                f"tokens, got {options.top_num}"
+            )
+
+    def _check_vocabulary(self, name: str, ids: Iterable[int]) -> None:
+        for token_id in ids:
+            if token_id >= self._model.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} must be in [0, {self._model.vocab_size}), got {token_id}"
+                )
+
+    def _logit_edits(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> LogitEdits | None:
+        """What the request adds to logits; refuses settings that could forbid every token."""
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        for name, ids in (
+            ("logit_bias", bias),
+            ("allowed_token_ids", allowed or ()),
+            ("bad_token_ids", params.bad_token_ids),
+        ):
+            self._check_vocabulary(name, ids)
+        values: dict[int, float] = dict.fromkeys(allowed or (), 0.0)
+        for token_id, value in bias.items():
+            if allowed is None or token_id in values:
+                values[token_id] = value
+        values |= dict.fromkeys(params.bad_token_ids, -math.inf)
+        forbidden = {token_id for token_id, value in values.items() if value == -math.inf}
+        if params.min_new_tokens > 0:
+            forbidden |= set(stop_ids)
+        num_left = self._model.vocab_size - len(forbidden)
+        if allowed is not None:
+            num_left = len(set(allowed) - forbidden)
+        if num_left == 0:
+            raise InvalidRequestError(
+                "allowed_token_ids, bad_token_ids and min_new_tokens must leave a token that is "
+                f"not a stop token, got {params.allowed_token_ids=}, {params.bad_token_ids=}, "
+                f"{params.min_new_tokens=}"
+            )
+        if not values:
+            return None
+        return LogitEdits(
+            np.fromiter(values.keys(), np.int32, len(values)),
+            np.fromiter(values.values(), np.float32, len(values)),
+            allowed is not None,
+        )
+
 
 def _params_of_each(given: Any, count: int) -> list[SamplingParams]:
+    each = _one_for_each("sampling_params", given, count)
+    return [p if isinstance(p, SamplingParams) else SamplingParams.from_dict(p) for p in each]
+
+
+def _one_for_each(name: str, given: Any, count: int) -> list[Any]:
     each: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count:
-        raise InvalidRequestError(
-            f"sampling_params must be one for all or one for each of the {count} prompts, "
-            f"got {len(each)}"
-        )
-    return [p if isinstance(p, SamplingParams) else SamplingParams.from_dict(p) for p in each]
+        raise _count_error(name, len(each), count)
+    return list(each)
+
+
+def _count_error(name: str, got: int, count: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} must be one for all or one for each of the {count} prompts, got {got}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
-from sgljax_engine.types import MAX_SEED
+from sgljax_engine.sampling_params import MAX_SEED
 
 _MASK = (1 << 64) - 1
 

@@ -8,122 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-import operator
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from sgljax_engine.errors import InvalidRequestError, unknown_name_message
+from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingParams
 
-MAX_STOP_TOKEN_IDS = 16
-"""Stop token ids of one request at most, end-of-sequence ids included (an array's width)."""
-
-MAX_SEED = 2**63 - 1
-MAX_TEMPERATURE = 1e6
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How to continue one prompt. Immutable; `dataclasses.replace` makes a changed copy.
-
-    Attributes:
-        n: Samples to draw from the prompt, each an output of its own. >= 1.
-        temperature: Divides the logits; 0 means greedy. In [0, 1e6].
-        top_k: Keep the k most likely tokens; -1 or None keeps all. -1, None or >= 1.
-        top_p: Keep the smallest set of tokens with at least this probability. In (0, 1].
-        min_p: Keep tokens at least this fraction as likely as the likeliest. In [0, 1].
-        seed: Makes the random draws of this request reproducible; None draws a fresh seed.
-            Sample i of n uses a seed derived from (seed, i). In [0, 2**63 - 1].
-        max_new_tokens: Tokens to generate at most. >= 1.
-        stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`.
-        ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int | None = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_new_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks every field; raises InvalidRequestError naming field, value and limit."""
-        ids = self.stop_token_ids
-        if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
-            raise InvalidRequestError(f"stop_token_ids must be a list of integers, got {ids!r}")
-        # Checked values are stored as Python numbers, whatever array scalars they came as.
-        checked: dict[str, Any] = {
-            "n": _check_int("n", self.n, low=1),
-            "temperature": _check_number(
-                "temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE
-            ),
-            "top_p": _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True),
-            "min_p": _check_number("min_p", self.min_p, low=0.0, high=1.0),
-            "max_new_tokens": _check_int("max_new_tokens", self.max_new_tokens, low=1),
-            "stop_token_ids": tuple(_check_int("stop_token_ids", i, low=0) for i in ids),
-        }
-        if self.top_k is not None and self.top_k != -1:
-            note = " (or -1 or None for all)"
-            checked["top_k"] = _check_int("top_k", self.top_k, low=1, note=note)
-        if self.seed is not None:
-            checked["seed"] = _check_int("seed", self.seed, low=0, high=MAX_SEED)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Builds from a dict; an unknown key raises InvalidRequestError with the nearest one."""
-        if not isinstance(fields, Mapping):
-            raise InvalidRequestError(
-                f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
-            )
-        known = {field.name for field in dataclasses.fields(cls)}
-        for key in fields:
-            if key not in known:
-                raise InvalidRequestError(unknown_name_message("sampling field", str(key), known))
-        return cls(**fields)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as a dict that `from_dict` accepts."""
-        return dataclasses.asdict(self)
-
-
-def _check_int(
-    name: str, value: object, *, low: int, high: int | None = None, note: str = ""
-) -> int:
-    limit = f">= {low}" if high is None else f"between {low} and {high}"
-    try:
-        if isinstance(value, bool):  # an int in Python, but never a count
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidRequestError(
-            f"{name} must be an integer {limit}{note}, got {value!r}"
-        ) from None
-    if number < low or (high is not None and number > high):
-        raise InvalidRequestError(f"{name} must be {limit}{note}, got {value!r}")
-    return number
-
-
-def _check_number(
-    name: str, value: object, *, low: float, high: float, low_open: bool = False
-) -> float:
-    limit = f"in {'(' if low_open else '['}{low:g}, {high:g}]"
-    try:
-        if isinstance(value, (bool, str)):
-            raise TypeError
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise InvalidRequestError(f"{name} must be a number {limit}, got {value!r}") from None
-    below = number <= low if low_open else number < low
-    if math.isnan(number) or below or number > high:
-        raise InvalidRequestError(f"{name} must be {limit}, got {value!r}")
-    return number
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class RequestStatus(enum.Enum):
@@ -139,13 +29,14 @@ class FinishReason:
     """Why a request ended.
 
     Attributes:
-        type: `stop` (a stop token), `length` (max_new_tokens), `abort` (asked for) or `error`.
-        matched: The stop token id, for `stop`.
+        type: `stop` (a stop token or string), `length` (max_new_tokens), `abort` (asked for) or
+            `error`.
+        matched: The stop token id or stop string, for `stop`.
         message: What happened, for `abort` and `error`.
     """
 
     type: Literal["stop", "length", "abort", "error"]
-    matched: int | None = None
+    matched: int | str | None = None
     message: str = ""
 
     def to_dict(self, num_output_tokens: int) -> dict[str, Any]:
@@ -155,6 +46,45 @@ class FinishReason:
         if self.type == "stop":
             return {"type": "stop", "matched": self.matched}
         return {"type": self.type, "message": self.message}
+
+
+class LogitEdits(NamedTuple):
+    """What logit_bias, allowed_token_ids and bad_token_ids do to a row's logits.
+
+    Attributes:
+        token_ids: int32 [M], each once.
+        values: float32 [M], added to their logits; -inf forbids.
+        is_allow_list: All other tokens are forbidden.
+    """
+
+    token_ids: np.ndarray
+    values: np.ndarray
+    is_allow_list: bool
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probs of more tokens than the one at a position; raw, of softmax(logits).
+
+    Attributes:
+        values, token_ids: The most likely tokens, likeliest first; top_num entries.
+        chosen: Log-probs of `LogprobOptions.token_ids`, in their order.
+    """
+
+    values: list[float]
+    token_ids: list[int]
+    chosen: list[float]
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probs of the prompt's tokens from `LogprobOptions.start_len` on; raw.
+
+    Attributes:
+        logprobs: One entry a token; None for the first token of the prompt, which has none.
+        extras: As long as `logprobs` if more was asked for, else empty.
+    """
+
+    logprobs: list[float | None]
+    extras: list[TopLogprobs | None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -171,6 +101,9 @@ class Request:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...] = ()
+    edits: LogitEdits | None = None
+    logprob_options: LogprobOptions = NO_LOGPROBS
+    is_streaming: bool = False
     prompt_key: int = 0
     arrival: int = 0
     arrival_s: float = 0.0
@@ -178,6 +111,9 @@ class Request:
     output_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     scaled_logprobs: list[float] = dataclasses.field(default_factory=list)
+    processed_logprobs: list[float] = dataclasses.field(default_factory=list)
+    extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
@@ -268,12 +204,17 @@ class SchedulerOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowOutput:
-    """What one decode row produced in one dispatch; lists of equal length, one entry a token."""
+    """What one decode row produced in one dispatch; lists of equal length, one entry a token.
+
+    `extra_logprobs` is empty for rows that asked for none.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     scaled_logprobs: list[float]
+    processed_logprobs: list[float]
     stopped: bool
+    extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -282,57 +223,3 @@ class StepOutput:
 
     rows: list[RowOutput]
     num_cache_misses: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A finished request, as handed to callers. All fields are host values.
-
-    Attributes:
-        rid: The request's id.
-        text: The output as text, without the stop token; empty when no tokenizer is set.
-        output_ids: Generated token ids, the stop token included.
-        logprobs: log softmax(logits)[token] for each output token (the raw log-prob).
-        scaled_logprobs: log softmax(logits / temperature)[token], equal to `logprobs` at
-            temperature 1 and when greedy. It is what Tunix recomputes on the trainer's side.
-        finish: Why it ended.
-        num_prompt_tokens: Tokens in the prompt.
-        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
-        num_cache_misses: Programs compiled while it ran.
-        e2e_latency_s: Seconds from the call to the last token.
-        num_retractions: Times it lost its pages and was prefilled again.
-        weight_version: The weights that produced its last token.
-    """
-
-    rid: str
-    text: str
-    output_ids: list[int]
-    logprobs: list[float]
-    scaled_logprobs: list[float]
-    finish: FinishReason
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_cache_misses: int
-    e2e_latency_s: float
-    num_retractions: int
-    weight_version: int
-
-    def to_dict(self, *, return_logprob: bool = False) -> dict[str, Any]:
-        """The dict that `Engine.generate` returns.
-
-        With `return_logprob`, `meta_info["output_token_logprobs"]` holds a
-        `(logprob, token_id, None)` triple for each output token, as SGLang does.
-        """
-        meta: dict[str, Any] = {
-            "id": self.rid,
-            "finish_reason": self.finish.to_dict(len(self.output_ids)),
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": len(self.output_ids),
-            "cached_tokens": self.num_cached_tokens,
-            "cache_miss_count": self.num_cache_misses,
-            "e2e_latency": self.e2e_latency_s,
-        }
-        if return_logprob:
-            triples = zip(self.logprobs, self.output_ids, strict=True)
-            meta["output_token_logprobs"] = [(lp, token, None) for lp, token in triples]
-        return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}

@@ -554,7 +554,7 @@ class TestLife:
         long = SamplingParams(max_new_tokens=250)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(other.generate_requests, [[1, 2]] * 20, long)
-            while not other._loop._futures:
+            while not other.get_internal_state().counters.num_requests:
                 time.sleep(0.001)
             other.shutdown()
             with pytest.raises(EngineShutdownError):

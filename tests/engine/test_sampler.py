@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine.sampling.sampler import SamplingBatch, filter_weights, invert_cdf, sample
-from sgljax_engine.types import MAX_STOP_TOKEN_IDS
+from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 
 def batch(size, vocab, **fields):

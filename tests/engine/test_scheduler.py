@@ -19,13 +19,13 @@ from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
+from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import (
     FinishReason,
     Request,
     RequestStatus,
     RowOutput,
-    SamplingParams,
     SchedulerOutput,
     StepOutput,
 )
@@ -60,7 +60,7 @@ def run_device(
         stopped = False
         if rng is not None and rng.random() < stop_chance:
             stopped, count = True, rng.randint(1, count)
-        rows.append(RowOutput([7] * count, [0.0] * count, [0.0] * count, stopped))
+        rows.append(RowOutput([7] * count, *[[0.0] * count] * 3, stopped))
     return StepOutput(rows)
 
 

@@ -225,8 +225,8 @@ class RadixCache:
 
     def prefixes(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """(tokens from the root, page, handles) of every node of the current tree."""
-        start: tuple[int, ...] = ()
-        stack = [(start, child) for child in self._root.children.values()]
+        stack: list[tuple[tuple[int, ...], _Node]]
+        stack = [((), child) for child in self._root.children.values()]
         while stack:
             above, node = stack.pop()
             tokens = (*above, *node.key)

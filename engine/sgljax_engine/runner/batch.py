@@ -15,8 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sgljax_engine.sampling.sampler import SamplingBatch
-from sgljax_engine.types import MAX_STOP_TOKEN_IDS, PageCopy, PrefillChunk, Request
+from sgljax_engine.types import PageCopy, PrefillChunk, Request
 
 NO_SLOT = np.iinfo(np.int32).max
 """A slot beyond every pool: writes to it are dropped."""
@@ -146,25 +145,3 @@ def build_decode_batch(
         limits[row] = limit
         ends_at_limit[row] = limit == request.num_remaining
     return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit)  # type: ignore[arg-type]
-
-
-def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int) -> SamplingBatch:
-    """Sampling settings of the rows of a decode batch; padding rows are greedy."""
-    temperature = np.zeros(size, np.float32)
-    top_k = np.full(size, vocab_size, np.int32)
-    top_p = np.ones(size, np.float32)
-    min_p = np.zeros(size, np.float32)
-    seed = np.zeros((size, 2), np.uint32)
-    step = np.zeros(size, np.int32)
-    stop_ids = np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32)
-    for row, request in enumerate(requests):
-        params = request.params
-        temperature[row] = params.temperature
-        if params.top_k is not None and params.top_k > 0:
-            top_k[row] = min(params.top_k, vocab_size)
-        top_p[row] = params.top_p
-        min_p[row] = params.min_p
-        seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
-        step[row] = len(request.output_ids)
-        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
-    return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, stop_ids)  # type: ignore[arg-type]

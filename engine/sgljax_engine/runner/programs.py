@@ -16,7 +16,9 @@ from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
 from sgljax_engine.layers.attention import BlockTables, PagedAttention, dense_attention
 from sgljax_engine.models.spec import Attend, ModelContext, ModelDefinition, Params
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
-from sgljax_engine.sampling.sampler import SamplingBatch, sample
+from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
+from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
+from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
 _SCORE_CHUNK_TOKENS = 256
 
@@ -36,16 +38,32 @@ class DecodeOutput(NamedTuple):
 
     Shape:
         token_ids: [max_steps, B] int32.
-        logprobs, scaled_logprobs: [max_steps, B] float32; see `sampler.Sampled`.
+        logprobs, scaled_logprobs, processed_logprobs: [max_steps, B] float32; see
+            `sampler.Sampled`.
         num_tokens: [B] int32.
         stopped: [B] bool, the last token is one of the row's stop ids.
+        extras: Leaves [max_steps, B, ...]; None if no row asks for them.
     """
 
     token_ids: jax.Array
     logprobs: jax.Array
     scaled_logprobs: jax.Array
+    processed_logprobs: jax.Array
     num_tokens: jax.Array
     stopped: jax.Array
+    extras: ExtraLogprobs | None
+
+
+class DecodeOptions(NamedTuple):
+    """What only some batches need; each part that is None costs nothing.
+
+    Attributes:
+        table: Of rows whose settings change logits.
+        logprobs: Of rows that ask for more log-probs than their tokens'.
+    """
+
+    table: SamplingTable | None = None
+    logprobs: LogprobBatch | None = None
 
 
 def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables) -> Attend:
@@ -99,6 +117,7 @@ class _Carry(NamedTuple):
     step: jax.Array
     kv: KVPages
     input_ids: jax.Array
+    table: SamplingTable | None
     output: DecodeOutput
 
 
@@ -107,6 +126,7 @@ def decode(
     kv: KVPages,
     rows: DecodeBatch,
     sampling: SamplingBatch,
+    options: DecodeOptions,
     num_steps: jax.Array,
     max_finished: jax.Array,
     *,
@@ -116,7 +136,6 @@ def decode(
 
     Ends early when no row can go on, or when `max_finished` rows have finished for good.
     """
-    batch_size = rows.input_ids.shape[0]
 
     def is_active(carry: _Carry) -> jax.Array:
         return (carry.step < rows.step_limits) & ~carry.output.stopped
@@ -128,63 +147,120 @@ def decode(
         return in_time & jnp.any(is_active(carry))
 
     def body(carry: _Carry) -> _Carry:
-        step, out = carry.step, carry.output
+        step, table = carry.step, carry.table
         active = is_active(carry)
-        positions = rows.positions + step
-        page = positions // static.page_size
-        page = jnp.minimum(page, rows.page_table.shape[1] - 1)
-        page_id = jnp.take_along_axis(rows.page_table, page[:, None], axis=1)[:, 0]
-        slots = page_id * static.page_size + positions % static.page_size
-        tables = BlockTables(
-            page_table=rows.page_table,
-            positions=positions[:, None],
-            kv_lens=jnp.where(active, positions + 1, 0),
-        )
-        attend = _paged_attend(static, jnp.where(active, slots, NO_SLOT), tables)
-        hidden, new_kv = static.model.forward(
-            params, static.context, carry.input_ids, positions, attend, carry.kv
-        )
-        assert new_kv is not None
-        logits = static.model.logits(params, static.context, hidden)
-        sampled = sample(logits, sampling, step)
-        is_stop = jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
+        logits, new_kv = _next_logits(params, carry, rows, active, static)
+        adjusted = None
+        if table is not None:
+            adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + step)
+        sampled = sample(logits, sampling, step, adjusted)
+        if table is not None:
+            table = record(table, sampled.token, active)
+        extras = None if options.logprobs is None else extra_logprobs(logits, options.logprobs)
+        is_stop = active & jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
         return _Carry(
             step=step + 1,
             kv=new_kv,
             input_ids=jnp.where(active, sampled.token, carry.input_ids),
-            output=DecodeOutput(
-                token_ids=out.token_ids.at[step].set(sampled.token),
-                logprobs=out.logprobs.at[step].set(sampled.logprob),
-                scaled_logprobs=out.scaled_logprobs.at[step].set(sampled.scaled_logprob),
-                num_tokens=out.num_tokens + active.astype(jnp.int32),
-                stopped=out.stopped | (active & is_stop),
-            ),
+            table=table,
+            output=_append(carry.output, step, sampled, extras, active, is_stop),
         )
 
-    per_step = (static.max_steps, batch_size)
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
         kv=kv,
         input_ids=rows.input_ids,
-        output=DecodeOutput(
-            token_ids=jnp.zeros(per_step, jnp.int32),
-            logprobs=jnp.zeros(per_step, jnp.float32),
-            scaled_logprobs=jnp.zeros(per_step, jnp.float32),
-            num_tokens=jnp.zeros(batch_size, jnp.int32),
-            stopped=jnp.zeros(batch_size, bool),
-        ),
+        table=options.table,
+        output=_empty_output(rows.input_ids.shape[0], static.max_steps, options.logprobs),
     )
     end = lax.while_loop(keep_going, body, start)
     return end.kv, end.output
 
 
-def score(
-    params: Params, input_ids_BL: jax.Array, temperature: jax.Array, *, static: ProgramContext
-) -> jax.Array:
-    """Log-probs of given tokens: out[b, t] = log softmax(logits[b, t] / temperature)[ids[b, t+1]].
+def _next_logits(
+    params: Params, carry: _Carry, rows: DecodeBatch, active: jax.Array, static: ProgramContext
+) -> tuple[jax.Array, KVPages]:
+    """One forward pass over each row's newest token: logits [B, V] and the pages with its keys."""
+    positions = rows.positions + carry.step
+    page = jnp.minimum(positions // static.page_size, rows.page_table.shape[1] - 1)
+    page_id = jnp.take_along_axis(rows.page_table, page[:, None], axis=1)[:, 0]
+    slots = page_id * static.page_size + positions % static.page_size
+    tables = BlockTables(
+        page_table=rows.page_table,
+        positions=positions[:, None],
+        kv_lens=jnp.where(active, positions + 1, 0),
+    )
+    attend = _paged_attend(static, jnp.where(active, slots, NO_SLOT), tables)
+    hidden, new_kv = static.model.forward(
+        params, static.context, carry.input_ids, positions, attend, carry.kv
+    )
+    assert new_kv is not None
+    return static.model.logits(params, static.context, hidden), new_kv
 
-    Returns:
-        [B, L - 1] float32. Padding belongs at the end of a row, where it disturbs nothing.
+
+def _empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:
+    per_step = (max_steps, batch_size)
+    extras = None
+    if logprobs is not None:
+        num_top, num_ids = logprobs.ranks.shape[0], logprobs.token_ids.shape[1]
+        extras = ExtraLogprobs(
+            values=jnp.zeros((*per_step, num_top), jnp.float32),
+            token_ids=jnp.zeros((*per_step, num_top), jnp.int32),
+            chosen=jnp.zeros((*per_step, num_ids), jnp.float32),
+        )
+    return DecodeOutput(
+        token_ids=jnp.zeros(per_step, jnp.int32),
+        logprobs=jnp.zeros(per_step, jnp.float32),
+        scaled_logprobs=jnp.zeros(per_step, jnp.float32),
+        processed_logprobs=jnp.zeros(per_step, jnp.float32),
+        num_tokens=jnp.zeros(batch_size, jnp.int32),
+        stopped=jnp.zeros(batch_size, bool),
+        extras=extras,
+    )
+
+
+def _append(
+    out: DecodeOutput,
+    step: jax.Array,
+    sampled: Sampled,
+    extras: ExtraLogprobs | None,
+    active: jax.Array,
+    is_stop: jax.Array,
+) -> DecodeOutput:
+    return DecodeOutput(
+        token_ids=out.token_ids.at[step].set(sampled.token),
+        logprobs=out.logprobs.at[step].set(sampled.logprob),
+        scaled_logprobs=out.scaled_logprobs.at[step].set(sampled.scaled_logprob),
+        processed_logprobs=out.processed_logprobs.at[step].set(sampled.processed_logprob),
+        num_tokens=out.num_tokens + active.astype(jnp.int32),
+        stopped=out.stopped | is_stop,
+        extras=jax.tree.map(lambda all_steps, new: all_steps.at[step].set(new), out.extras, extras),
+    )
+
+
+class ScoreOutput(NamedTuple):
+    """Of given sequences.
+
+    Shape:
+        logprobs: [B, L] float32; entry t is the log-prob of token t + 1, the last one is void.
+        extras: Leaves [B, L, ...]; entry t is about token t + 1's place; None if not asked for.
+    """
+
+    logprobs: jax.Array
+    extras: ExtraLogprobs | None
+
+
+def score(
+    params: Params,
+    input_ids_BL: jax.Array,
+    temperature: jax.Array,
+    extras: LogprobBatch | None,
+    *,
+    static: ProgramContext,
+) -> ScoreOutput:
+    """Log-probs of given tokens: log softmax(logits[b, t] / temperature)[ids[b, t + 1]].
+
+    Extra log-probs are raw. Padding belongs at the end of a row, where it disturbs nothing.
     """
     batch, length = input_ids_BL.shape
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
@@ -201,15 +277,31 @@ def score(
         params, static.context, input_ids_BL.reshape(-1), positions, attend, None
     )
     targets = jnp.roll(input_ids_BL, -1, axis=1).reshape(-1)
-    pad = -hidden.shape[0] % _SCORE_CHUNK_TOKENS
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, _SCORE_CHUNK_TOKENS, hidden.shape[1])
-    targets = jnp.pad(targets, (0, pad)).reshape(-1, _SCORE_CHUNK_TOKENS)
+    row_of_token = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length)
 
-    def chunk_logprobs(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden_TD, target_T = chunk
-        scaled = static.model.logits(params, static.context, hidden_TD) / temperature
+    def chunk_scores(
+        chunk: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, ExtraLogprobs | None]:
+        hidden_TD, target_T, row_T = chunk
+        logits = static.model.logits(params, static.context, hidden_TD)
+        scaled = logits / temperature
         chosen = jnp.take_along_axis(scaled, target_T[:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(scaled, axis=-1)
+        more = None
+        if extras is not None:
+            more = extra_logprobs(logits, extras._replace(token_ids=extras.token_ids[row_T]))
+        return chosen - jax.nn.logsumexp(scaled, axis=-1), more
 
-    logprobs = lax.map(chunk_logprobs, (hidden, targets)).reshape(-1)
-    return logprobs[: batch * length].reshape(batch, length)[:, :-1]
+    # In chunks, so that memory does not grow with tokens times vocabulary.
+    pad = -(batch * length) % _SCORE_CHUNK_TOKENS
+
+    def split_chunks(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, pad), *((0, 0) for _ in x.shape[1:])))
+        return padded.reshape(-1, _SCORE_CHUNK_TOKENS, *x.shape[1:])
+
+    chunks = (split_chunks(hidden), split_chunks(targets), split_chunks(row_of_token))
+    scores = lax.map(chunk_scores, chunks)
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])[: batch * length].reshape(batch, length, *x.shape[2:])
+
+    return ScoreOutput(*jax.tree.map(join, scores))

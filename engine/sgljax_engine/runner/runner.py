@@ -21,12 +21,28 @@ from sgljax_engine.runner.batch import (
     build_copies,
     build_decode_batch,
     build_prefill_batch,
-    build_sampling_batch,
     copy_buckets,
     pick_bucket,
 )
 from sgljax_engine.runner.placement import Placement
-from sgljax_engine.types import PageCopy, PrefillChunk, RowOutput, SchedulerOutput
+from sgljax_engine.runner.sampling_batch import (
+    build_logprob_batch,
+    build_sampling_batch,
+    build_table,
+    empty_table,
+    table_buckets,
+)
+from sgljax_engine.sampling.logprobs import ExtraLogprobs
+from sgljax_engine.sampling_params import LogprobOptions
+from sgljax_engine.types import (
+    PageCopy,
+    PrefillChunk,
+    PromptLogprobs,
+    Request,
+    RowOutput,
+    SchedulerOutput,
+    TopLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -127,19 +143,29 @@ class ModelRunner:
             buckets=self._batch_buckets,
             table_width=self._table_width,
         )
-        size = len(batch.input_ids)
-        sampling = build_sampling_batch(output.decode, size, self.model_config.vocab_size)
+        size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
+        sampling = build_sampling_batch(output.decode, size, vocab_size)
+        options = programs.DecodeOptions(
+            build_table(output.decode, size, vocab_size, output.num_steps),
+            build_logprob_batch(output.decode, size, vocab_size),
+        )
         max_finished = 1 if output.yield_on_finish else size + 1
-        result = self._run_decode(batch, sampling, output.num_steps, max_finished)
-        return [_row_output(result, row) for row in range(len(output.decode))]
+        result = self._run_decode(batch, sampling, options, output.num_steps, max_finished)
+        return [_row_output(result, row, request) for row, request in enumerate(output.decode)]
 
     def _run_decode(
-        self, batch: DecodeBatch, sampling: Any, num_steps: int, max_finished: int
+        self,
+        batch: DecodeBatch,
+        sampling: Any,
+        options: programs.DecodeOptions,
+        num_steps: int,
+        max_finished: int,
     ) -> programs.DecodeOutput:
-        args = (batch, sampling, np.int32(num_steps), np.int32(max_finished))
-        program = self._program("decode", args)
-        self.kv, result = program(self.weights, self.kv, *args)
+        args = (batch, sampling, options, np.int32(num_steps), np.int32(max_finished))
+        self.kv, result = self._program("decode", args)(self.weights, self.kv, *args)
         return jax.device_get(result)
+
+    # ------------------------------------------------------------------ given tokens
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
         """Log-probs of each sequence's tokens from its second on, one float32 array a sequence.
@@ -155,10 +181,27 @@ class ModelRunner:
             ids = np.zeros((size, length), np.int32)
             for row, sequence in enumerate(group):
                 ids[row, : len(sequence)] = sequence
-            args = (ids, np.float32(temperature))
-            logprobs = jax.device_get(self._program("score", args)(self.weights, *args))
+            logprobs = np.asarray(self._run_score(ids, temperature, None).logprobs)
             results.extend(logprobs[row, : len(s) - 1] for row, s in enumerate(group))
         return results
+
+    def score_prompt(self, request: Request) -> PromptLogprobs:
+        """The log-probs of a request's prompt that it asks for."""
+        ids, start = request.prompt_ids, request.logprob_options.start_len
+        padded = np.zeros((1, pick_bucket(self._score_lengths, len(ids))), np.int32)
+        padded[0, : len(ids)] = ids
+        extras = build_logprob_batch([request], 1, self.model_config.vocab_size)
+        scores = self._run_score(padded, 1.0, extras)
+        logprobs: list[float | None] = [None, *scores.logprobs[0, : len(ids) - 1].tolist()]
+        if scores.extras is None:
+            return PromptLogprobs(logprobs[start:], [])
+        table = scores.extras
+        more = [_extras_at(table, (0, t), request.logprob_options) for t in range(len(ids) - 1)]
+        return PromptLogprobs(logprobs[start:], [None, *more][start:])
+
+    def _run_score(self, ids: np.ndarray, temperature: float, extras: Any) -> programs.ScoreOutput:
+        args = (ids, np.float32(temperature), extras)
+        return jax.device_get(self._program("score", args)(self.weights, *args))
 
     @property
     def _score_lengths(self) -> list[int]:
@@ -210,17 +253,26 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ programs
 
-    def warmup(self, *, include_score: bool = False) -> int:
-        """Compiles and runs every prefill and decode bucket; returns how many were new."""
+    def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
+        """Compiles and runs every prefill, copy and decode bucket; returns how many were new.
+
+        Args:
+            include_score: Those of `score` too.
+            include_table: The decode buckets for rows that change logits too, in every width.
+        """
         before = self.num_compiles
+        vocab_size = self.model_config.vocab_size
         for size in self._token_buckets:
             self._run_prefill(self._empty_prefill(size))
         for size in self._copy_buckets:
             self._run_copies(*build_copies([], buckets=[size], num_pages=self._num_pages))
         for size in self._batch_buckets:
             batch = build_decode_batch([], [], buckets=[size], table_width=self._table_width)
-            sampling = build_sampling_batch([], size, self.model_config.vocab_size)
-            self._run_decode(batch, sampling, 1, 1)
+            sampling = build_sampling_batch([], size, vocab_size)
+            self._run_decode(batch, sampling, programs.DecodeOptions(), 1, 1)
+            for width in table_buckets(vocab_size) if include_table else ():
+                table = empty_table(size, width, vocab_size)
+                self._run_decode(batch, sampling, programs.DecodeOptions(table), 1, 1)
         if include_score:
             for length in self._score_lengths:
                 for rows in {1, self._score_rows(length)}:
@@ -279,13 +331,29 @@ class ModelRunner:
         return compiled
 
 
-def _row_output(result: programs.DecodeOutput, row: int) -> RowOutput:
+def _row_output(result: programs.DecodeOutput, row: int, request: Request) -> RowOutput:
     count = int(result.num_tokens[row])
+    extras: list[TopLogprobs] = []
+    options = request.logprob_options
+    if result.extras is not None and options.has_extras:
+        extras = [_extras_at(result.extras, (step, row), options) for step in range(count)]
     return RowOutput(
         token_ids=result.token_ids[:count, row].tolist(),
         logprobs=result.logprobs[:count, row].tolist(),
         scaled_logprobs=result.scaled_logprobs[:count, row].tolist(),
+        processed_logprobs=result.processed_logprobs[:count, row].tolist(),
         stopped=bool(result.stopped[row]),
+        extra_logprobs=extras,
+    )
+
+
+def _extras_at(
+    extras: ExtraLogprobs, place: tuple[int, int], options: LogprobOptions
+) -> TopLogprobs:
+    return TopLogprobs(
+        values=extras.values[place][: options.top_num].tolist(),
+        token_ids=extras.token_ids[place][: options.top_num].tolist(),
+        chosen=extras.chosen[place][: len(options.token_ids)].tolist(),
     )
 
 

@@ -49,53 +49,74 @@ class Sampled(NamedTuple):
     """Shape: all [B].
 
     token: int32.
-    logprob: float32, log softmax(logits)[token].
+    logprob: float32, log softmax(logits)[token]: raw.
     scaled_logprob: float32, log softmax(logits / temperature)[token]; `logprob` when greedy.
+    processed_logprob: float32, log-prob of the token in the distribution that it was drawn from,
+        after adjustments, temperature and filters; 0 when greedy.
     """
 
     token: jax.Array
     logprob: jax.Array
     scaled_logprob: jax.Array
+    processed_logprob: jax.Array
 
 
-def sample(logits_BV: jax.Array, rows: SamplingBatch, step_offset: jax.Array) -> Sampled:
+def sample(
+    logits_BV: jax.Array,
+    rows: SamplingBatch,
+    step_offset: jax.Array,
+    adjusted_BV: jax.Array | None = None,
+) -> Sampled:
     """Draws one token a row.
 
     Args:
-        logits_BV: [B, V] float32.
+        logits_BV: [B, V] float32, the model's.
         rows: Settings of the rows.
         step_offset: Scalar int32 added to `rows.step`, the steps already done in this dispatch.
+        adjusted_BV: [B, V] float32, the logits to draw from, with -inf for forbidden tokens and a
+            finite one in each row; None draws from the model's.
     """
     is_greedy = rows.temperature == 0.0
     temperature = jnp.where(is_greedy, 1.0, rows.temperature)
-    peak = jnp.max(logits_BV, axis=-1)
-    greedy = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    total = jnp.sum(jnp.exp(logits_BV - peak[:, None]), axis=-1)
+    choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
+    peak = jnp.max(choices_BV, axis=-1)
+    greedy = jnp.argmax(choices_BV, axis=-1).astype(jnp.int32)
 
     # From here on the peak is 0 and weights are unnormalised probabilities in [0, 1].
-    scaled_BV = (logits_BV - peak[:, None]) / temperature[:, None]
+    scaled_BV = (choices_BV - peak[:, None]) / temperature[:, None]
     weights_BV = jnp.exp(scaled_BV)
-    scaled_total = jnp.sum(weights_BV, axis=-1)
+    all_weight = jnp.sum(weights_BV, axis=-1)
 
     vocab_size = logits_BV.shape[1]
     is_filtering = (rows.top_k < vocab_size) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
 
-    def draw(_: None) -> jax.Array:
-        kept_BV = lax.cond(
-            jnp.any(is_filtering & ~is_greedy),
-            lambda: filter_weights(scaled_BV, weights_BV, rows.top_k, rows.top_p, rows.min_p),
-            lambda: weights_BV,
-        )
-        uniform = _uniform(rows.seed, rows.step + step_offset)
-        return invert_cdf(kept_BV, uniform)
+    def filtered() -> tuple[jax.Array, jax.Array]:
+        kept_BV = filter_weights(scaled_BV, weights_BV, rows.top_k, rows.top_p, rows.min_p)
+        return kept_BV, jnp.sum(kept_BV, axis=-1)
 
-    token = lax.cond(jnp.all(is_greedy), lambda _: greedy, draw, None)
+    def draw() -> tuple[jax.Array, jax.Array]:
+        kept_BV, kept = lax.cond(
+            jnp.any(is_filtering & ~is_greedy), filtered, lambda: (weights_BV, all_weight)
+        )
+        return invert_cdf(kept_BV, _uniform(rows.seed, rows.step + step_offset)), kept
+
+    token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), draw)
     token = jnp.where(is_greedy, greedy, token)
-    chosen = jnp.take_along_axis(logits_BV, token[:, None], axis=-1)[:, 0] - peak
+    processed = _pick(scaled_BV, token) - jnp.log(kept)
+    if adjusted_BV is None:
+        raw_peak, scaled_total = peak, all_weight
+    else:
+        raw_peak = jnp.max(logits_BV, axis=-1)
+        scaled_total = jnp.sum(
+            jnp.exp((logits_BV - raw_peak[:, None]) / temperature[:, None]), axis=-1
+        )
+    total = jnp.sum(jnp.exp(logits_BV - raw_peak[:, None]), axis=-1)
+    chosen = _pick(logits_BV, token) - raw_peak
     return Sampled(
         token=token,
         logprob=chosen - jnp.log(total),
         scaled_logprob=chosen / temperature - jnp.log(scaled_total),
+        processed_logprob=jnp.where(is_greedy, 0.0, processed),
     )
 
 

@@ -154,6 +154,8 @@ class Scheduler:
             request.output_ids.extend(row.token_ids)
             request.logprobs.extend(row.logprobs)
             request.scaled_logprobs.extend(row.scaled_logprobs)
+            request.processed_logprobs.extend(row.processed_logprobs)
+            request.extra_logprobs.extend(row.extra_logprobs)
             request.num_computed += len(row.token_ids)
             if row.stopped:
                 self.finish(request, FinishReason("stop", matched=request.output_ids[-1]))

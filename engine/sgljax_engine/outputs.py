@@ -1,0 +1,111 @@
+"""What callers get back. Host-only; no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from sgljax_engine.sampling_params import LogprobOptions
+from sgljax_engine.types import FinishReason, PromptLogprobs, TopLogprobs
+
+LogprobEntry = tuple[float | None, int, None]
+"""(log-prob, token id, None), as SGLang reports it; the last is the token's text there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request, or a piece of a streamed one. All fields are host values.
+
+    Attributes:
+        rid: The request's id.
+        text: The output as text, without the stop token and cut at a stop string; empty without
+            a tokenizer or with detokenize=False.
+        output_ids: Generated token ids, the stop token included, up to the one that completed a
+            stop string.
+        logprobs: log softmax(logits)[token] for each output token: the *raw* log-prob.
+        processed_logprobs: The log-prob of each token in the distribution that it was drawn from,
+            after penalties, biases, temperature and filters; 0 when greedy.
+        scaled_logprobs: log softmax(logits / temperature)[token], equal to `logprobs` at
+            temperature 1 and when greedy. It is what Tunix recomputes on the trainer's side.
+        extra_logprobs: What `LogprobOptions` asked for at each output token, else empty.
+        prompt_logprobs: Log-probs of the prompt, if asked for; of a stream, in its first piece.
+        logprob_options: Which log-probs were asked for.
+        prompt_ids: The prompt.
+        finish: Why it ended; None in a streamed piece that is not the last.
+        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
+        num_completion_tokens: Output tokens so far, those of earlier pieces included.
+        num_cache_misses: Programs compiled while it ran.
+        e2e_latency_s: Seconds from the call to the last token.
+        num_retractions: Times it lost its pages and was prefilled again.
+        weight_version: The weights that produced its last token.
+    """
+
+    rid: str
+    text: str
+    output_ids: list[int]
+    logprobs: list[float]
+    processed_logprobs: list[float]
+    scaled_logprobs: list[float]
+    extra_logprobs: list[TopLogprobs]
+    prompt_logprobs: PromptLogprobs | None
+    logprob_options: LogprobOptions
+    prompt_ids: list[int]
+    finish: FinishReason | None
+    num_cached_tokens: int
+    num_completion_tokens: int
+    num_cache_misses: int
+    e2e_latency_s: float
+    num_retractions: int
+    weight_version: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.prompt_ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dict that `Engine.generate` returns.
+
+        If log-probs were asked for, `meta_info` also holds SGLang's lists, each entry a
+        `(logprob, token id, None)` triple: `output_token_logprobs` (raw); if asked for,
+        `input_token_logprobs` of the prompt from `logprob_start_len` on, and
+        `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` with a list of triples
+        for each position. `output_processed_logprobs` is this engine's own.
+        """
+        finish = self.finish
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": finish and finish.to_dict(self.num_completion_tokens),
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "cache_miss_count": self.num_cache_misses,
+            "e2e_latency": self.e2e_latency_s,
+        }
+        if self.logprob_options.enabled:
+            meta["output_token_logprobs"] = _entries(self.logprobs, self.output_ids)
+            meta["output_processed_logprobs"] = _entries(self.processed_logprobs, self.output_ids)
+            meta |= self._extras("output", self.extra_logprobs)
+            if self.prompt_logprobs is not None:
+                prompt = self.prompt_ids[self.logprob_options.start_len :]
+                meta["input_token_logprobs"] = _entries(self.prompt_logprobs.logprobs, prompt)
+                meta |= self._extras("input", self.prompt_logprobs.extras)
+        return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
+
+    def _extras(self, side: str, extras: Sequence[TopLogprobs | None]) -> dict[str, Any]:
+        options = self.logprob_options
+        lists: dict[str, Any] = {}
+        if options.top_num:
+            lists[f"{side}_top_logprobs"] = [
+                extra and _entries(extra.values, extra.token_ids) for extra in extras
+            ]
+        if options.token_ids:
+            lists[f"{side}_token_ids_logprobs"] = [
+                extra and _entries(extra.chosen, options.token_ids) for extra in extras
+            ]
+        return lists
+
+
+def _entries(logprobs: Sequence[float | None], ids: Sequence[int]) -> list[LogprobEntry]:
+    return [(logprob, token_id, None) for logprob, token_id in zip(logprobs, ids, strict=True)]

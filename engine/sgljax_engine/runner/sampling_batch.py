@@ -1,0 +1,128 @@
+"""Host arrays of the rows' sampling settings; see `runner.batch` for the rules they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sgljax_engine.runner.batch import pick_bucket
+from sgljax_engine.sampling.logprobs import LogprobBatch
+from sgljax_engine.sampling.sampler import SamplingBatch
+from sgljax_engine.sampling.table import SamplingTable
+from sgljax_engine.sampling_params import (
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKEN_IDS_LOGPROB,
+    MAX_TOP_LOGPROBS,
+)
+from sgljax_engine.types import Request
+
+TOP_BUCKETS = (0, 8, 32, MAX_TOP_LOGPROBS)
+TOKEN_ID_BUCKETS = (0, 8, 64, MAX_TOKEN_IDS_LOGPROB)
+
+
+def table_buckets(vocab_size: int) -> tuple[int, ...]:
+    """Widths of the sampling table's lists: 64 and its multiples by powers of four, then all."""
+    widths = [64 * 4**i for i in range(16)]
+    return (*(w for w in widths if w < vocab_size), vocab_size)
+
+
+def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int) -> SamplingBatch:
+    """Sampling settings of the rows of a decode batch; padding rows are greedy."""
+    temperature = np.zeros(size, np.float32)
+    top_k = np.full(size, vocab_size, np.int32)
+    top_p = np.ones(size, np.float32)
+    min_p = np.zeros(size, np.float32)
+    seed = np.zeros((size, 2), np.uint32)
+    step = np.zeros(size, np.int32)
+    stop_ids = np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32)
+    for row, request in enumerate(requests):
+        params = request.params
+        temperature[row] = params.temperature
+        if params.top_k is not None and params.top_k > 0:
+            top_k[row] = min(params.top_k, vocab_size)
+        top_p[row] = params.top_p
+        min_p[row] = params.min_p
+        seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
+        step[row] = len(request.output_ids)
+        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+    return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, stop_ids)  # type: ignore[arg-type]
+
+
+def build_table(
+    requests: Sequence[Request], size: int, vocab_size: int, num_steps: int
+) -> SamplingTable | None:
+    """The settings that change logits; None when no row has any.
+
+    The lists are as wide as the widest row needs, with room for `num_steps` more tokens.
+    """
+    if not any(request.params.changes_logits for request in requests):
+        return None
+    seen = [_seen_tokens(request) for request in requests]
+    width = 0
+    for request, (ids, _) in zip(requests, seen, strict=True):
+        num_edits = 0 if request.edits is None else len(request.edits.token_ids)
+        num_seen = min(len(ids) + num_steps, vocab_size) if request.params.has_penalties else 0
+        width = max(width, num_edits, num_seen)
+    table: Any = empty_table(size, pick_bucket(table_buckets(vocab_size), width), vocab_size)
+    for row, (request, (ids, counts)) in enumerate(zip(requests, seen, strict=True)):
+        params = request.params
+        table.min_new_tokens[row] = params.min_new_tokens
+        table.repetition[row] = params.repetition_penalty
+        table.frequency[row] = params.frequency_penalty
+        table.presence[row] = params.presence_penalty
+        table.seen_ids[row, : len(ids)] = ids
+        table.seen_counts[row, : len(ids)] = counts
+        table.num_seen[row] = len(ids)
+        if request.edits is not None:
+            num_edits = len(request.edits.token_ids)
+            table.edit_ids[row, :num_edits] = request.edits.token_ids
+            table.edit_values[row, :num_edits] = request.edits.values
+            table.allow_only[row] = request.edits.is_allow_list
+    return table
+
+
+def empty_table(size: int, width: int, vocab_size: int) -> SamplingTable:
+    """Settings that change nothing, as numpy arrays."""
+    arrays: dict[str, Any] = {
+        "edit_ids": np.full((size, width), vocab_size, np.int32),
+        "edit_values": np.zeros((size, width), np.float32),
+        "allow_only": np.zeros(size, bool),
+        "min_new_tokens": np.zeros(size, np.int32),
+        "repetition": np.ones(size, np.float32),
+        "frequency": np.zeros(size, np.float32),
+        "presence": np.zeros(size, np.float32),
+        "seen_ids": np.full((size, width), vocab_size, np.int32),
+        "seen_counts": np.zeros((size, width), np.int32),
+        "num_seen": np.zeros(size, np.int32),
+    }
+    return SamplingTable(**arrays)
+
+
+def _seen_tokens(request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """Each token of prompt and output once, and its occurrences in the output."""
+    if not request.params.has_penalties:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    output = np.asarray(request.output_ids, np.int32)
+    ids = np.unique(np.concatenate([np.asarray(request.prompt_ids, np.int32), output]))
+    counts = np.zeros(len(ids), np.int32)
+    in_output, occurrences = np.unique(output, return_counts=True)
+    counts[np.searchsorted(ids, in_output)] = occurrences
+    return ids, counts
+
+
+def build_logprob_batch(
+    requests: Sequence[Request], size: int, vocab_size: int
+) -> LogprobBatch | None:
+    """What rows ask for beside their tokens' log-probs; None when no row asks."""
+    if not any(request.logprob_options.has_extras for request in requests):
+        return None
+    num_top = max(request.logprob_options.top_num for request in requests)
+    num_ids = max(len(request.logprob_options.token_ids) for request in requests)
+    token_ids = np.zeros((size, pick_bucket(TOKEN_ID_BUCKETS, num_ids)), np.int32)
+    for row, request in enumerate(requests):
+        ids = request.logprob_options.token_ids
+        token_ids[row, : len(ids)] = ids
+    num_ranks = min(pick_bucket(TOP_BUCKETS, num_top), vocab_size)
+    return LogprobBatch(token_ids, np.zeros(num_ranks, np.int32))  # type: ignore[arg-type]

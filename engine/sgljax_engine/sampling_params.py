@@ -1,0 +1,319 @@
+"""What a caller may ask of a generation. Host-only; no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sgljax_engine.errors import InvalidRequestError, unknown_name_message
+
+MAX_STOP_TOKEN_IDS = 16
+"""Stop token ids of one request at most, end-of-sequence ids included (an array's width)."""
+
+MAX_SEED = 2**63 - 1
+MAX_TEMPERATURE = 1e6
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_TOP_LOGPROBS = 128
+MAX_TOKEN_IDS_LOGPROB = 1024
+
+REFUSED_FIELDS = {
+    "best_of": "draw n samples and choose among them",
+    "_real_n": "it is internal to vLLM; n is the number of samples",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_token_ids",
+    "truncate_prompt_tokens": "prompts are never cut; cut them before",
+    "output_kind": "use the argument stream of generate",
+    "output_text_buffer_length": "streamed text holds back no more than it must",
+    "guided_decoding": "constrained decoding is not implemented",
+    "structured_outputs": "constrained decoding is not implemented",
+    "json_schema": "constrained decoding is not implemented",
+    "regex": "constrained decoding is not implemented",
+    "ebnf": "constrained decoding is not implemented",
+    "extra_args": "every option has a name of its own",
+    "bad_words": "use bad_token_ids, single tokens",
+    "_bad_words_token_ids": "use bad_token_ids, single tokens",
+    "logprobs": "use the arguments return_logprob and top_logprobs_num of generate",
+    "prompt_logprobs": "use the argument logprob_start_len of generate",
+    "max_tokens": "it is called max_new_tokens here",
+    "min_tokens": "it is called min_new_tokens here",
+}
+"""Fields that vLLM or SGLang have and this engine has not, and what to do instead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to continue one prompt. Immutable; `dataclasses.replace` makes a changed copy.
+
+    Logits go through, in this order (vLLM's): allowed_token_ids, bad_token_ids, min_new_tokens,
+    logit_bias, repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p,
+    min_p. Each of top_k, top_p and min_p sees what the one before it kept.
+
+    Attributes:
+        n: Samples to draw from the prompt, each an output of its own. >= 1.
+        temperature: Divides the logits; 0 means greedy. In [0, 1e6].
+        top_k: Keep the k most likely tokens; -1 or None keeps all. -1, None or >= 1.
+        top_p: Keep the smallest set of tokens with at least this probability. In (0, 1].
+        min_p: Keep tokens at least this fraction as likely as the likeliest. In [0, 1].
+        presence_penalty: Subtracted from the logit of each token in the output. In [-2, 2].
+        frequency_penalty: The same, times the token's occurrences in the output. In [-2, 2].
+        repetition_penalty: Divides positive and multiplies negative logits of each token in prompt
+            or output (Keskar et al., CTRL, 2019). In (0, 100]; 1 changes nothing.
+        logit_bias: Added to the logits of token ids. Each in [-100, 100].
+        allowed_token_ids: If not None, no other token is generated, not even a stop token.
+        bad_token_ids: These tokens are never generated.
+        seed: Makes the random draws of this request reproducible; None draws a fresh seed.
+            Sample i of n uses a seed derived from (seed, i). In [0, 2**63 - 1].
+        max_new_tokens: Tokens to generate at most. >= 1.
+        min_new_tokens: No stop token is generated and no stop string looked for before there are
+            this many tokens. In [0, max_new_tokens].
+        stop: Generation stops when the text contains one of these; the text is cut before it.
+        stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`.
+        ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
+        include_stop_str_in_output: Cut the text after the stop string, not before it.
+        detokenize: False leaves the text empty and spares the tokenizer.
+        skip_special_tokens: Leave special tokens out of the text.
+        spaces_between_special_tokens: Put spaces around special tokens in the text (slow Hugging
+            Face tokenizers alone make a difference).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int | None = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks every field; raises InvalidRequestError naming field, value and limit."""
+        # Checked values are stored as Python numbers, whatever array scalars they came as.
+        for name, value in (self._numbers() | self._ids() | self._texts()).items():
+            object.__setattr__(self, name, value)
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(f"stop={list(self.stop)!r} needs detokenize=True, got False")
+        forbidden = set(self.bad_token_ids)
+        if self.allowed_token_ids is not None and forbidden >= set(self.allowed_token_ids):
+            raise InvalidRequestError(
+                "allowed_token_ids must hold a token that is not in bad_token_ids, got "
+                f"{list(self.allowed_token_ids)!r}"
+            )
+
+    def _numbers(self) -> dict[str, Any]:
+        max_new = _check_int("max_new_tokens", self.max_new_tokens, low=1)
+        limit = MAX_REPETITION_PENALTY
+        checked: dict[str, Any] = {
+            "n": _check_int("n", self.n, low=1),
+            "temperature": _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
+            "top_p": _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True),
+            "min_p": _check_number("min_p", self.min_p, 0.0, 1.0),
+            "repetition_penalty": _check_number(
+                "repetition_penalty", self.repetition_penalty, 0.0, limit, low_open=True
+            ),
+            "max_new_tokens": max_new,
+            "min_new_tokens": _check_int(
+                "min_new_tokens", self.min_new_tokens, low=0, high=max_new, note=" (max_new_tokens)"
+            ),
+        }
+        for name in ("presence_penalty", "frequency_penalty"):
+            checked[name] = _check_number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
+        if self.top_k is not None and self.top_k != -1:
+            note = " (or -1 or None for all)"
+            checked["top_k"] = _check_int("top_k", self.top_k, low=1, note=note)
+        if self.seed is not None:
+            checked["seed"] = _check_int("seed", self.seed, low=0, high=MAX_SEED)
+        return checked
+
+    def _ids(self) -> dict[str, Any]:
+        checked: dict[str, Any] = {
+            name: _check_ids(name, getattr(self, name))
+            for name in ("stop_token_ids", "bad_token_ids")
+        }
+        if self.allowed_token_ids is not None:
+            checked["allowed_token_ids"] = _check_ids("allowed_token_ids", self.allowed_token_ids)
+            if not checked["allowed_token_ids"]:
+                raise InvalidRequestError("allowed_token_ids must be None or hold a token, got []")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise InvalidRequestError(
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r}"
+                )
+            checked["logit_bias"] = {
+                _check_bias_key(key): _check_number(
+                    f"logit_bias[{key!r}]", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+                )
+                for key, value in self.logit_bias.items()
+            }
+        return checked
+
+    def _texts(self) -> dict[str, Any]:
+        given: Any = () if self.stop is None else self.stop
+        stop = (given,) if isinstance(given, str) else given
+        if not isinstance(stop, Iterable) or isinstance(stop, bytes):
+            raise InvalidRequestError(f"stop must be a string or a list of strings, got {stop!r}")
+        stop = tuple(stop)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}")
+        return {"stop": stop}
+
+    @property
+    def changes_logits(self) -> bool:
+        """True when a row needs more than temperature, top_k, top_p and min_p."""
+        return (
+            self.has_penalties
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or bool(self.bad_token_ids)
+            or self.min_new_tokens > 0
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when logits depend on the tokens so far."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
+        """Builds from a dict.
+
+        Raises:
+            InvalidRequestError: for an unknown key, with the nearest known one; for one of
+                `REFUSED_FIELDS`, with what to do instead.
+        """
+        if not isinstance(fields, Mapping):
+            raise InvalidRequestError(
+                f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key, value in fields.items():
+            if key in REFUSED_FIELDS:
+                raise InvalidRequestError(
+                    f"sampling field {key}={value!r} is not supported: {REFUSED_FIELDS[key]}"
+                )
+            if key not in known:
+                raise InvalidRequestError(unknown_name_message("sampling field", str(key), known))
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as a dict that `from_dict` accepts."""
+        return dataclasses.asdict(self)
+
+
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogprobOptions:
+    """Which log-probs a request reports. Those of more than its output tokens are raw.
+
+    Attributes:
+        enabled: Report any at all.
+        start_len: First prompt position to report; -1 for none. In [-1, prompt tokens).
+        top_num: Most likely tokens to report at each position. In [0, 128].
+        token_ids: Tokens to report at each position, likely or not. At most 1024.
+    """
+
+    enabled: bool = False
+    start_len: int = -1
+    top_num: int = 0
+    token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError naming the argument of `generate`, its value and limit."""
+        if not isinstance(self.enabled, bool):
+            raise InvalidRequestError(f"return_logprob must be True or False, got {self.enabled!r}")
+        start = _check_int("logprob_start_len", self.start_len, low=-1)
+        top = _check_int("top_logprobs_num", self.top_num, low=0, high=MAX_TOP_LOGPROBS)
+        ids = _check_ids("token_ids_logprob", self.token_ids)
+        if len(ids) > MAX_TOKEN_IDS_LOGPROB:
+            raise InvalidRequestError(
+                f"token_ids_logprob must hold at most {MAX_TOKEN_IDS_LOGPROB} ids, got {len(ids)}"
+            )
+        for name, value in (("start_len", start), ("top_num", top), ("token_ids", ids)):
+            object.__setattr__(self, name, value)
+        if not self.enabled and (start, top, ids) != (-1, 0, ()):
+            raise InvalidRequestError(
+                f"logprob_start_len={start}, top_logprobs_num={top}, token_ids_logprob={list(ids)} "
+                "need return_logprob=True, got False"
+            )
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether each position reports more than its own token."""
+        return self.top_num > 0 or bool(self.token_ids)
+
+
+def _check_bias_key(key: object) -> int:
+    # JSON has no integer keys.
+    is_text = isinstance(key, str) and key.isdecimal()
+    return _check_int("logit_bias token id", int(key) if is_text else key, low=0)  # type: ignore[arg-type]
+
+
+def _check_ids(name: str, ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise InvalidRequestError(f"{name} must be a list of integers, got {ids!r}")
+    return tuple(_check_int(name, token_id, low=0) for token_id in ids)
+
+
+def _check_int(
+    name: str, value: object, *, low: int, high: int | None = None, note: str = ""
+) -> int:
+    limit = f">= {low}" if high is None else f"between {low} and {high}"
+    try:
+        if isinstance(value, bool):  # an int in Python, but never a count
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequestError(
+            f"{name} must be an integer {limit}{note}, got {value!r}"
+        ) from None
+    if number < low or (high is not None and number > high):
+        raise InvalidRequestError(f"{name} must be {limit}{note}, got {value!r}")
+    return number
+
+
+def _check_number(
+    name: str, value: object, low: float, high: float, *, low_open: bool = False
+) -> float:
+    limit = f"in {'(' if low_open else '['}{low:g}, {high:g}]"
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise InvalidRequestError(f"{name} must be a number {limit}, got {value!r}") from None
+    below = number <= low if low_open else number < low
+    if math.isnan(number) or below or number > high:
+        raise InvalidRequestError(f"{name} must be {limit}, got {value!r}")
+    return number
+
+
+NO_LOGPROBS = LogprobOptions()
