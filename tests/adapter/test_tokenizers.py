@@ -12,13 +12,13 @@ from sgljax_engine.tokenizer import (
     TunixTokenizer,
     wrap_tokenizer,
 )
-from tests.engine import tokenizers
+from tests.engine import small_tokenizers
 
 ASK = [{"role": "user", "content": "the <|im_end|>fox"}]
 
 
 def test_hugging_face_inside():
-    hugging_face = tokenizers.byte_level()
+    hugging_face = small_tokenizers.byte_level()
     tokenizer = wrap_tokenizer(TokenizerAdapter(hugging_face))
     assert isinstance(tokenizer, TunixHFTokenizer)
     ids = tokenizer.encode("hi")
@@ -28,12 +28,12 @@ def test_hugging_face_inside():
     keep = DecodeOptions(skip_special_tokens=False, spaces_between_special_tokens=False)
     tokenizer.check_decode_options(keep)
     assert tokenizer.decode(ids, keep) == "<|bos|>hi"
-    fallback = wrap_tokenizer(TokenizerAdapter(tokenizers.byte_fallback()))
+    fallback = wrap_tokenizer(TokenizerAdapter(small_tokenizers.byte_fallback()))
     assert len(fallback.byte_run_ids) == 256
 
 
 def test_chat_of_hugging_face_inside():
-    tokenizer = wrap_tokenizer(TokenizerAdapter(tokenizers.byte_level()))
+    tokenizer = wrap_tokenizer(TokenizerAdapter(small_tokenizers.byte_level()))
     ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=False)
     keep = DecodeOptions(skip_special_tokens=False)
     # Tunix puts BOS in front of all prompts and takes control tokens out of contents.
@@ -41,7 +41,7 @@ def test_chat_of_hugging_face_inside():
 
 
 def test_sentencepiece_inside():
-    processor = tokenizers.sentencepiece()
+    processor = small_tokenizers.sentencepiece()
     tokenizer = wrap_tokenizer(TokenizerAdapter(processor))
     assert type(tokenizer) is TunixTokenizer
     ids = tokenizer.encode("the fox")
@@ -52,7 +52,7 @@ def test_sentencepiece_inside():
 
 
 def test_gemmas_format_without_a_template():
-    tokenizer = wrap_tokenizer(TokenizerAdapter(tokenizers.sentencepiece()))
+    tokenizer = wrap_tokenizer(TokenizerAdapter(small_tokenizers.sentencepiece()))
     ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True)
     text = "<start_of_turn>user\nthe fox<end_of_turn>\n<start_of_turn>model\n"
     assert ids == tokenizer.encode(text)
@@ -66,7 +66,7 @@ def test_gemmas_format_without_a_template():
 
 
 def test_users_tokenizer_inside():
-    tokenizer = wrap_tokenizer(TokenizerAdapter(tokenizers.CharTokenizer()))
+    tokenizer = wrap_tokenizer(TokenizerAdapter(small_tokenizers.CharTokenizer()))
     assert type(tokenizer) is TunixTokenizer
     assert tokenizer.decode(tokenizer.encode("a")[1:]) == "a"
 
@@ -79,7 +79,7 @@ class Shouting(TokenizerAdapter):
 
 
 def test_an_adapters_own_decode_is_kept():
-    adapter = Shouting(tokenizers.byte_level())
+    adapter = Shouting(small_tokenizers.byte_level())
     tokenizer = wrap_tokenizer(adapter)
     assert type(tokenizer) is TunixTokenizer
     assert tokenizer.decode(adapter.encode("hi")) == "HI"

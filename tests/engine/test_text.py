@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.text import StopMatch, TextStream
 from sgljax_engine.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, wrap_tokenizer
-from tests.engine import tokenizers
+from tests.engine import small_tokenizers
 
 MAKERS = {
-    "byte_level": tokenizers.byte_level,
-    "byte_fallback": tokenizers.byte_fallback,
-    "metaspace": tokenizers.metaspace,
-    "word_suffix": tokenizers.word_suffix,
-    "sentencepiece": tokenizers.sentencepiece,
-    "sentencepiece_no_bytes": lambda: tokenizers.sentencepiece(byte_fallback=False),
+    "byte_level": small_tokenizers.byte_level,
+    "byte_fallback": small_tokenizers.byte_fallback,
+    "metaspace": small_tokenizers.metaspace,
+    "word_suffix": small_tokenizers.word_suffix,
+    "sentencepiece": small_tokenizers.sentencepiece,
+    "sentencepiece_no_bytes": lambda: small_tokenizers.sentencepiece(byte_fallback=False),
 }
 HF_KINDS = ("byte_level", "byte_fallback", "metaspace", "word_suffix")
 REPLACEMENT = "\ufffd"
@@ -239,7 +239,7 @@ def test_a_byte_run_waits_until_it_ends_or_is_broken():
 
 def stops(text, stop, **options):
     """One token for each character."""
-    text_stream = TextStream(wrap_tokenizer(tokenizers.CharTokenizer()), stop=stop, **options)
+    text_stream = TextStream(wrap_tokenizer(small_tokenizers.CharTokenizer()), stop=stop, **options)
     text_stream.add(list(map(ord, text)))
     return text_stream.finish(), text_stream.match
 
@@ -266,7 +266,7 @@ def test_min_tokens_counts_the_token_that_completes():
 
 
 def test_only_a_possible_stop_string_waits():
-    tokenizer = wrap_tokenizer(tokenizers.CharTokenizer())
+    tokenizer = wrap_tokenizer(small_tokenizers.CharTokenizer())
     text_stream = TextStream(tokenizer, stop=("END", "x\n"))
     seen = []
     for char in "aEENb\n":
@@ -281,7 +281,7 @@ def test_only_a_possible_stop_string_waits():
 
 
 def test_tokens_after_the_match_are_ignored():
-    text_stream = TextStream(wrap_tokenizer(tokenizers.CharTokenizer()), stop=["b"])
+    text_stream = TextStream(wrap_tokenizer(small_tokenizers.CharTokenizer()), stop=["b"])
     text_stream.add([97, 98, 99, 98])
     text_stream.add([97])
     assert text_stream.match == StopMatch(2, "b")
@@ -292,12 +292,12 @@ def test_tokens_after_the_match_are_ignored():
 @pytest.mark.parametrize("stop", ["abc", ("a", ""), (b"a",), (1,)])
 def test_bad_stop_strings(stop):
     with pytest.raises(InvalidRequestError, match="stop must be a list of non-empty strings"):
-        TextStream(wrap_tokenizer(tokenizers.CharTokenizer()), stop=stop)
+        TextStream(wrap_tokenizer(small_tokenizers.CharTokenizer()), stop=stop)
 
 
 def test_bad_min_tokens():
     with pytest.raises(InvalidRequestError, match="min_tokens must be >= 0, got -1"):
-        TextStream(wrap_tokenizer(tokenizers.CharTokenizer()), min_tokens=-1)
+        TextStream(wrap_tokenizer(small_tokenizers.CharTokenizer()), min_tokens=-1)
 
 
 class Counted:

@@ -17,9 +17,9 @@ from sgljax_engine.tokenizer import (
     load_tokenizer,
     wrap_tokenizer,
 )
-from tests.engine import tokenizers
+from tests.engine import small_tokenizers
 from tests.engine.models import TINY, spread_weights
-from tests.engine.tokenizers import CharTokenizer
+from tests.engine.small_tokenizers import CharTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WRITES_BOS = (
@@ -30,7 +30,7 @@ ASK = [{"role": "user", "content": "hi"}]
 
 def hugging_face(**options):
     """A byte-level tokenizer that puts BOS in front of all it encodes."""
-    base = tokenizers.byte_level()
+    base = small_tokenizers.byte_level()
     rust = type(base.backend_tokenizer).from_str(base.backend_tokenizer.to_str())
     rust.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", base.bos_token_id)]
@@ -51,7 +51,7 @@ def test_hf_folder():
 
 
 def test_sentencepiece():
-    processor = tokenizers.sentencepiece(byte_fallback=False)
+    processor = small_tokenizers.sentencepiece(byte_fallback=False)
     tokenizer = wrap_tokenizer(processor)
     assert isinstance(tokenizer, SentencePieceTokenizer)
     ids = tokenizer.encode("the fox")
@@ -75,7 +75,7 @@ def test_anything_else_is_refused():
 
 
 def test_hugging_face_decode_options():
-    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    tokenizer = wrap_tokenizer(small_tokenizers.byte_level())
     eos = tokenizer.eos_token_id
     ids = [eos, eos, *tokenizer.encode("hi")]
     assert tokenizer.decode(ids) == "hi"
@@ -95,7 +95,7 @@ def test_spaces_are_not_cleaned_up():
     assert wrap_tokenizer(unclean).decode(ids) == "do n't , please ."
 
 
-@pytest.mark.parametrize("make", [CharTokenizer, tokenizers.sentencepiece])
+@pytest.mark.parametrize("make", [CharTokenizer, small_tokenizers.sentencepiece])
 def test_decode_options_of_other_tokenizers(make):
     tokenizer = wrap_tokenizer(make())
     tokenizer.check_decode_options(DecodeOptions())
@@ -107,20 +107,24 @@ def test_decode_options_of_other_tokenizers(make):
 
 
 def test_decode_options_are_bools():
-    for tokenizer in (tokenizers.byte_level(), CharTokenizer()):
+    for tokenizer in (small_tokenizers.byte_level(), CharTokenizer()):
         with pytest.raises(InvalidRequestError, match=r"skip_special_tokens must be .* got 'no'"):
             wrap_tokenizer(tokenizer).check_decode_options(DecodeOptions("no"))  # type: ignore
 
 
 def test_byte_run_ids():
-    runs = wrap_tokenizer(tokenizers.byte_fallback()).byte_run_ids
+    runs = wrap_tokenizer(small_tokenizers.byte_fallback()).byte_run_ids
     assert {byte: token for token, byte in runs.items()} == {b: b + 3 for b in range(256)}
-    for tokenizer in (tokenizers.byte_level(), tokenizers.metaspace(), tokenizers.sentencepiece()):
+    for tokenizer in (
+        small_tokenizers.byte_level(),
+        small_tokenizers.metaspace(),
+        small_tokenizers.sentencepiece(),
+    ):
         assert wrap_tokenizer(tokenizer).byte_run_ids == {}
 
 
 def test_chat_template():
-    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    tokenizer = wrap_tokenizer(small_tokenizers.byte_level())
     keep = DecodeOptions(skip_special_tokens=False)
     ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=True)
     expected = "<|im_start|>user\nhi<|im_end|>\n"
@@ -156,7 +160,7 @@ def test_chat_template_that_writes_bos():
     ],
 )
 def test_malformed_messages(messages, error):
-    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    tokenizer = wrap_tokenizer(small_tokenizers.byte_level())
     with pytest.raises(InvalidRequestError, match=error):
         tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
@@ -174,7 +178,7 @@ def test_tool_calls_need_no_content():
     [
         (hugging_face, "chat_template is not set"),
         (CharTokenizer, "messages need a chat template, .*CharTokenizer has none"),
-        (tokenizers.sentencepiece, "messages need a chat template, .*SentencePieceProcessor"),
+        (small_tokenizers.sentencepiece, "messages need a chat template, .*SentencePieceProcessor"),
         (
             lambda: hugging_face(chat_template="{{ raise_exception('no systems here') }}"),
             "cannot render messages: no systems here",
@@ -187,7 +191,7 @@ def test_no_usable_template(make, error):
 
 
 def test_template_options_that_are_not_the_templates():
-    tokenizer = wrap_tokenizer(tokenizers.byte_level())
+    tokenizer = wrap_tokenizer(small_tokenizers.byte_level())
     with pytest.raises(InvalidRequestError, match="must not set 'tokenize', got False"):
         tokenizer.apply_chat_template(
             ASK, add_generation_prompt=True, template_options={"tokenize": False}
