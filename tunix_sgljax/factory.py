@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ def create_sgljax_rollout(
     mesh: jax.sharding.Mesh | None = None,
     max_model_len: int | None = None,
     rollout_config: RolloutConfig | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    logprobs_mode: str = "trainer_logprobs",
     **engine_options: Any,
 ) -> SglJaxRollout:
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
@@ -36,6 +38,8 @@ def create_sgljax_rollout(
         mesh: Where to run; None takes JAX's first device.
         max_model_len: Prompt plus output tokens of one sequence at most.
         rollout_config: A training RolloutConfig, when it is known already.
+        sampling_params: Sampling fields that RolloutConfig does not have; see `SglJaxRollout`.
+        logprobs_mode: See `SglJaxRollout`.
         **engine_options: Flat `EngineConfig` options.
 
     Raises:
@@ -50,6 +54,8 @@ def create_sgljax_rollout(
         mesh=mesh,
         rollout_config=rollout_config,
         model_config=model_config,
+        sampling_params=sampling_params,
+        logprobs_mode=logprobs_mode,
         **engine_options,
     )
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ class SglJaxRollout(BaseRollout):
         mesh: jax.sharding.Mesh | None = None,
         rollout_config: RolloutConfig | None = None,
         model_config: Any = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        logprobs_mode: str = "trainer_logprobs",
         **engine_options: Any,
     ) -> None:
         """Checks the configuration; takes no device memory yet.
@@ -63,6 +66,11 @@ class SglJaxRollout(BaseRollout):
             mesh: Where to run; None takes JAX's first device.
             rollout_config: The training RolloutConfig.
             model_config: The model's shape, when the actor's `.config` does not tell.
+            sampling_params: Sampling fields that RolloutConfig does not have, for every call:
+                `{"min_p": 0.05, "stop": ["</answer>"]}` say.
+            logprobs_mode: What `return_logprobs` returns. "trainer_logprobs" are those that
+                Tunix's trainer computes, under softmax(logits / temperature); "processed_logprobs"
+                also follow filters, penalties and biases; "raw_logprobs" not even the temperature.
             **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
 
         Raises:
@@ -79,6 +87,8 @@ class SglJaxRollout(BaseRollout):
         self._mesh = mesh
         self._actor: nnx.Module | None = rollout_actor
         self._given_model_config = model_config
+        self._extra_params = sampling.check_extra_params(sampling_params or {})
+        self._logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
         self._explicit_options = dict(engine_options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -164,8 +174,8 @@ class SglJaxRollout(BaseRollout):
             **kwargs: None is supported.
 
         Returns:
-            Tokens with the end token, if one was sampled; log-probs of the sampled tokens under
-            softmax(logits / temperature) if `return_logprobs` is set, else None.
+            Tokens with the end token, if one was sampled; log-probs of the sampled tokens (see
+            `logprobs_mode`) if `return_logprobs` is set, else None.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
@@ -191,7 +201,10 @@ class SglJaxRollout(BaseRollout):
         outputs: list[RequestOutput],
         config: RolloutConfig,
     ) -> RolloutOutput:
-        logprobs = [np.asarray(o.scaled_logprobs, np.float32) for o in outputs]
+        logprobs = [
+            np.asarray(sampling.pick_logprobs(output, self._logprobs_mode), np.float32)
+            for output in outputs
+        ]
         return RolloutOutput(
             text=[output.text for output in outputs],
             logits=[],
@@ -211,7 +224,9 @@ class SglJaxRollout(BaseRollout):
 
     def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
         seed = sampling.seed_to_int(config.seed)
-        params = sampling.to_sampling_params(config, eos_id=self.eos_id(), seed=None)
+        params = sampling.to_sampling_params(
+            config, eos_id=self.eos_id(), seed=None, extra=self._extra_params
+        )
         if seed is None:
             return [params] * count
         with self._lock:

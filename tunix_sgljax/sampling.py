@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import EngineConfig, InvalidConfigError, SamplingParams
+from sgljax_engine import EngineConfig, InvalidConfigError, RequestOutput, SamplingParams
 
 _PREFIX = "rollout_sglang_jax_"
 _MAX_SEED = 2**63 - 1
@@ -24,8 +24,24 @@ _HONOURED = {
     f"{_PREFIX}chunked_prefill_size": "chunked_prefill_size",
     f"{_PREFIX}page_size": "page_size",
     f"{_PREFIX}max_running_requests": "max_running_requests",
+    f"{_PREFIX}disable_radix_cache": "disable_radix_cache",
 }
 """Fields that are engine options. A field left at its default leaves the engine's default."""
+
+_FROM_CONFIG = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+)
+"""Sampling fields that RolloutConfig decides, or that a rollout has no use for."""
+
+LOGPROBS_MODES = ("trainer_logprobs", "processed_logprobs", "raw_logprobs")
+"""Which log-probs a rollout returns. The last two have vLLM's names."""
 
 _HANDLED = {
     # Per call, in `to_sampling_params` and the rollout.
@@ -141,8 +157,46 @@ def apply_log_level(config: RolloutConfig) -> None:
             ) from None
 
 
+def check_extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling fields beyond RolloutConfig's, for all calls of a rollout.
+
+    Raises:
+        InvalidRequestError: for an unknown field or a bad value.
+        InvalidConfigError: for a field that RolloutConfig decides.
+    """
+    for name in _FROM_CONFIG:
+        if name in extra:
+            raise InvalidConfigError(
+                f"sampling_params must not hold {name!r}, got {extra[name]!r}: RolloutConfig "
+                "decides it for each call"
+            )
+    # min_new_tokens is bounded by max_new_tokens, which each call brings.
+    SamplingParams.from_dict({"max_new_tokens": _MAX_SEED, **extra})
+    return dict(extra)
+
+
+def check_logprobs_mode(mode: str) -> str:
+    """One of `LOGPROBS_MODES`, or InvalidConfigError."""
+    if mode not in LOGPROBS_MODES:
+        raise InvalidConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, got {mode!r}")
+    return mode
+
+
+def pick_logprobs(output: RequestOutput, mode: str) -> list[float]:
+    """The log-probs of an output's tokens that a mode asks for."""
+    if mode == "raw_logprobs":
+        return output.logprobs
+    if mode == "processed_logprobs":
+        return output.processed_logprobs
+    return output.scaled_logprobs
+
+
 def to_sampling_params(
-    config: RolloutConfig, *, eos_id: int | None, seed: int | None
+    config: RolloutConfig,
+    *,
+    eos_id: int | None,
+    seed: int | None,
+    extra: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
     """The sampling parameters of one prompt.
 
@@ -154,17 +208,21 @@ def to_sampling_params(
         config: Tunix's config of this call.
         eos_id: The tokenizer's end token; None or negative when it has none.
         seed: Of this prompt, already made unique.
+        extra: Fields that RolloutConfig does not have; see `check_extra_params`.
     """
     own = [] if eos_id is None or eos_id < 0 else [eos_id]
     stop = config.eos_tokens if config.eos_tokens is not None else own
-    return SamplingParams(
-        temperature=config.temperature,
-        top_p=1.0 if config.top_p is None else config.top_p,
-        top_k=-1 if config.top_k in (None, 0) else config.top_k,
-        max_new_tokens=config.max_tokens_to_generate,
-        seed=seed,
-        stop_token_ids=tuple(stop),
-        ignore_eos=True,
+    return SamplingParams.from_dict(
+        {
+            **(extra or {}),
+            "temperature": config.temperature,
+            "top_p": 1.0 if config.top_p is None else config.top_p,
+            "top_k": -1 if config.top_k in (None, 0) else config.top_k,
+            "max_new_tokens": config.max_tokens_to_generate,
+            "seed": seed,
+            "stop_token_ids": tuple(stop),
+            "ignore_eos": True,
+        }
     )
 
 

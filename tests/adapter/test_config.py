@@ -67,6 +67,7 @@ TESTED_ELSEWHERE = {
     "data_parallel_size": "below",
     "rollout_sglang_jax_model_version": "below",
     "rollout_sglang_jax_log_level": "below",
+    "rollout_sglang_jax_disable_radix_cache": "test_group_sharing",
 }
 
 REFUSED = sorted(FIELDS.keys() - HONOURED.keys() - TESTED_ELSEWHERE.keys())
