@@ -149,6 +149,7 @@ def test_no_environment_reads():
 def test_exported_names():
     engine = importlib.import_module("sgljax_engine")
     assert engine.__all__ == [
+        "AttentionConfig",
         "CacheConfig",
         "CompileForbiddenError",
         "Engine",
@@ -161,8 +162,10 @@ def test_exported_names():
         "FinishReason",
         "InvalidConfigError",
         "InvalidRequestError",
+        "Llama3Scaling",
         "ModelConfig",
         "RequestOutput",
+        "RopeConfig",
         "Rule",
         "RuntimeConfig",
         "SamplingParams",
@@ -172,6 +175,8 @@ def test_exported_names():
         "WeightSyncError",
         "derive_seed",
         "flatten_named",
+        "load_model_config",
+        "model_config_from_hf",
     ]
     adapter = importlib.import_module("tunix_sgljax")
     assert adapter.__all__ == [

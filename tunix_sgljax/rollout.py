@@ -29,6 +29,7 @@ from sgljax_engine import (
     SamplingParams,
     derive_seed,
     flatten_named,
+    load_model_config,
 )
 from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.model_config import as_trained, to_model_config
@@ -341,7 +342,7 @@ class SglJaxRollout(BaseRollout):
             # Tunix's sglang_jax engine takes a model name here; a local folder tells the shape.
             folder = rollout_config.rollout_sglang_jax_model_version
             if folder and (Path(folder) / "config.json").is_file():
-                given = ModelConfig.from_hf_folder(folder)
+                given = load_model_config(folder)
             else:
                 given = getattr(self._actor, "config", None)
         model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))

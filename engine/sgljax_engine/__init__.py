@@ -9,9 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from sgljax_engine.config import (
+    AttentionConfig,
     CacheConfig,
     EngineConfig,
+    Llama3Scaling,
     ModelConfig,
+    RopeConfig,
     RuntimeConfig,
     SchedulerConfig,
 )
@@ -34,15 +37,19 @@ from sgljax_engine.types import FinishReason
 
 if TYPE_CHECKING:
     from sgljax_engine.engine import Engine
+    from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.weights.rules import Rule, flatten_named
 
 _LAZY = {
     "Engine": "sgljax_engine.engine",
     "Rule": "sgljax_engine.weights.rules",
     "flatten_named": "sgljax_engine.weights.rules",
+    "load_model_config": "sgljax_engine.models.registry",
+    "model_config_from_hf": "sgljax_engine.models.registry",
 }
 
 __all__ = [
+    "AttentionConfig",
     "CacheConfig",
     "CompileForbiddenError",
     "Engine",
@@ -55,8 +62,10 @@ __all__ = [
     "FinishReason",
     "InvalidConfigError",
     "InvalidRequestError",
+    "Llama3Scaling",
     "ModelConfig",
     "RequestOutput",
+    "RopeConfig",
     "Rule",
     "RuntimeConfig",
     "SamplingParams",
@@ -66,6 +75,8 @@ __all__ = [
     "WeightSyncError",
     "derive_seed",
     "flatten_named",
+    "load_model_config",
+    "model_config_from_hf",
 ]
 
 

@@ -32,6 +32,9 @@ from sgljax_engine.weights.rules import Rule
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
+_FILLS = {ParamKind.NORM: 1.0, ParamKind.OFFSET_NORM: 0.0, ParamKind.BIAS: 0.0}
+"""What vectors are in a model of random weights."""
+
 _names = itertools.count()
 
 
@@ -59,7 +62,8 @@ def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
     """Random weights."""
     specs = get_model(model.architecture).param_specs(model)
     shapes = {name: spec.shape for name, spec in specs.items()}
-    return WeightSource(loader.random_weights(shapes, seed), identity_rules(model))
+    fills = {name: _FILLS[spec.kind] for name, spec in specs.items() if spec.kind in _FILLS}
+    return WeightSource(loader.random_weights(shapes, fills, seed), identity_rules(model))
 
 
 def pick_dtype(config: EngineConfig, folder: str | Path | None) -> str:

@@ -14,11 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sgljax_engine.errors import (
-    InvalidConfigError,
-    UnsupportedModelError,
-    unknown_name_message,
-)
+from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -42,15 +38,98 @@ def _check_count(name: str, value: object, low: int = 1) -> None:
     _require(_is_int(value) and value >= low, name, value, f"an integer >= {low}")  # type: ignore[operator]
 
 
+def _check_positive(name: str, value: float) -> None:
+    _require(math.isfinite(value) and value > 0, name, value, "a positive number")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Rope type "llama3": slow channels are slowed down further (Llama 3.1, 2024).
+
+    Attributes:
+        factor: How much the slowest channels are slowed down.
+        low_freq_factor: Channels that turn less often than this in the original context are slow.
+        high_freq_factor: Channels that turn more often than this are left alone.
+        original_context_length: Tokens of the context before it was stretched.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_length: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        _check_positive("factor", self.factor)
+        _check_positive("low_freq_factor", self.low_freq_factor)
+        _require(
+            self.high_freq_factor > self.low_freq_factor,
+            "high_freq_factor",
+            self.high_freq_factor,
+            f"above low_freq_factor ({self.low_freq_factor})",
+        )
+        _check_count("original_context_length", self.original_context_length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+        theta: Base of the timescales.
+        linear_factor: Positions are divided by it (rope type "linear").
+        llama3: Set for rope type "llama3".
+    """
+
+    theta: float
+    linear_factor: float = 1.0
+    llama3: Llama3Scaling | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        _check_positive("theta", self.theta)
+        _check_positive("linear_factor", self.linear_factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """How layers attend, where it is not softmax(q k / sqrt(head_dim)) over all keys.
+
+    Attributes:
+        scale: Multiplies products of queries and keys; None is head_dim ** -0.5.
+        logit_softcap: Scaled products s become cap * tanh(s / cap); None for no cap.
+        sliding_window: Newest keys, its own included, that a query of a sliding layer sees.
+        sliding_layers: For each layer whether it slides; empty when none does.
+        sliding_rope: Rotary embedding of sliding layers; None is that of the other layers.
+    """
+
+    scale: float | None = None
+    logit_softcap: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    sliding_rope: RopeConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        for name in ("scale", "logit_softcap"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.sliding_window is not None or any(self.sliding_layers):
+            _check_count("sliding_window", self.sliding_window)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a dense decoder-only transformer, named as in Hugging Face's config.json.
 
+    `models.registry.load_model_config` reads one from a model folder.
+
     Attributes:
-        architecture: HF class name, a key of `models.registry`.
+        architecture: HF class name, a key of `models.registry.MODELS`.
         tie_word_embeddings: The output projection is the embedding table.
         context_length: Tokens in one sequence at most (HF's max_position_embeddings).
         eos_token_ids: End-of-sequence ids; generation stops after one unless `ignore_eos`.
+        final_logit_softcap: Logits x become cap * tanh(x / cap); None for no cap.
     """
 
     architecture: str
@@ -61,11 +140,13 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float
+    rope: RopeConfig
     rms_norm_eps: float
     tie_word_embeddings: bool
     context_length: int
     eos_token_ids: tuple[int, ...] = ()
+    attention: AttentionConfig = AttentionConfig()
+    final_logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the first field that is out of range."""
@@ -79,54 +160,16 @@ class ModelConfig:
             f"a multiple of num_kv_heads ({self.num_kv_heads})",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (rotary embedding)")
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            _require(math.isfinite(value) and value > 0, name, value, "a positive number")
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Builds from the contents of an HF config.json.
-
-        Raises:
-            UnsupportedModelError: for an architecture or a setting that is not implemented.
-            InvalidConfigError: for a missing or wrong field.
-        """
-        architecture = (config.get("architectures") or [None])[0]
-        if architecture != "Qwen3ForCausalLM":
-            raise UnsupportedModelError(
-                f"architecture {architecture!r} is not supported; supported: Qwen3ForCausalLM"
-            )
-        _refuse_unsupported_settings(config)
-
-        def get(name: str) -> Any:
-            if config.get(name) is None:
-                raise InvalidConfigError(f"config.json has no {name!r}")
-            return config[name]
-
-        hidden_size, num_heads = get("hidden_size"), get("num_attention_heads")
-        eos = config.get("eos_token_id")
-        return cls(
-            architecture=architecture,
-            vocab_size=get("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=get("intermediate_size"),
-            num_layers=get("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
-            rope_theta=_rope_theta(config),
-            rms_norm_eps=float(get("rms_norm_eps")),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            context_length=get("max_position_embeddings"),
-            eos_token_ids=_as_ids(eos),
+        _check_positive("rms_norm_eps", self.rms_norm_eps)
+        if self.final_logit_softcap is not None:
+            _check_positive("final_logit_softcap", self.final_logit_softcap)
+        num_marked = len(self.attention.sliding_layers)
+        _require(
+            num_marked in (0, self.num_layers),
+            "len(sliding_layers)",
+            num_marked,
+            f"0 or num_layers ({self.num_layers})",
         )
-
-    @classmethod
-    def from_hf_folder(cls, folder: str | Path) -> ModelConfig:
-        """Reads config.json, and end-of-sequence ids from generation_config.json if present."""
-        model = cls.from_hf(read_json(Path(folder) / "config.json"))
-        eos = read_generation_config(folder).get("eos_token_id")
-        return dataclasses.replace(model, eos_token_ids=_as_ids(eos)) if eos is not None else model
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -146,36 +189,6 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     """The contents of a model folder's generation_config.json; {} when there is none."""
     path = Path(folder) / "generation_config.json"
     return read_json(path) if path.exists() else {}
-
-
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    # transformers 4 writes rope_theta at the top level, transformers 5 inside rope_parameters.
-    for place in (config.get("rope_parameters") or {}, config):
-        if place.get("rope_theta") is not None:
-            return float(place["rope_theta"])
-    raise InvalidConfigError(
-        "config.json has no 'rope_theta', neither top-level nor in rope_parameters"
-    )
-
-
-def _refuse_unsupported_settings(config: Mapping[str, Any]) -> None:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    unsupported = {
-        "rope_type": (rope_type, "default"),
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(config.get("attention_bias", False)), False),
-        "use_sliding_window": (bool(config.get("use_sliding_window", False)), False),
-    }
-    for name, (value, supported) in unsupported.items():
-        if value != supported:
-            raise UnsupportedModelError(f"{name}={value!r} is not supported, only {supported!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from sgljax_engine.config import EngineConfig, ModelConfig, read_generation_conf
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.metrics import EngineState
+from sgljax_engine.models.registry import load_model_config
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.requests import LogprobArgs, RequestFactory
 from sgljax_engine.sampling_params import SamplingParams
@@ -80,7 +81,7 @@ class Engine:
         _check_sources(model_path, model_config, weights, weight_rules, load_format)
         if model_config is None:
             assert model_path is not None
-            model_config = ModelConfig.from_hf_folder(model_path)
+            model_config = load_model_config(model_path)
         self._model = model_config
         self._generation = read_generation_config(model_path) if model_path is not None else {}
         if tokenizer is not None:

@@ -18,9 +18,9 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from sgljax_engine import (
     InvalidConfigError,
     InvalidRequestError,
-    ModelConfig,
     UnsupportedModelError,
     WeightSyncError,
+    model_config_from_hf,
 )
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
@@ -373,7 +373,7 @@ def test_a_model_can_be_described_in_other_words(make_rollout, rollout, model, t
     (tmp_path / "config.json").write_text(json.dumps(hf_config()))
     words = [
         {"model_config": hf_config()},
-        {"model_config": ModelConfig.from_hf(hf_config())},
+        {"model_config": model_config_from_hf(hf_config())},
         {"model_config": model.config},
         {"config": {"rollout_sglang_jax_model_version": str(tmp_path)}},
     ]

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from sgljax_engine import ModelConfig
+from sgljax_engine import ModelConfig, RopeConfig
 from sgljax_engine.models.registry import get_model
 
 TINY = ModelConfig(
@@ -18,7 +18,7 @@ TINY = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    rope_theta=1e6,
+    rope=RopeConfig(theta=1e6),
     rms_norm_eps=1e-6,
     tie_word_embeddings=False,
     context_length=256,

@@ -17,13 +17,13 @@ from sgljax_engine import (
     Engine,
     EngineShutdownError,
     InvalidConfigError,
-    ModelConfig,
     Rule,
     SamplingParams,
     UnsupportedModelError,
     WeightLoadError,
     WeightSyncError,
     flatten_named,
+    load_model_config,
 )
 from sgljax_engine.weights.rules import match
 from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
@@ -275,12 +275,12 @@ class TestHFFolder:
             assert out["meta_info"]["prompt_tokens"] > 0
 
     def test_rope_theta_is_read_from_both_places(self, folder):
-        nested = ModelConfig.from_hf_folder(folder).rope_theta
+        nested = load_model_config(folder).rope.theta
         self.edit(folder, rope_parameters=None, rope_theta=nested)
-        assert ModelConfig.from_hf_folder(folder).rope_theta == nested
+        assert load_model_config(folder).rope.theta == nested
         self.edit(folder, rope_theta=None)
         with pytest.raises(InvalidConfigError, match="no 'rope_theta'"):
-            ModelConfig.from_hf_folder(folder)
+            load_model_config(folder)
 
     UNSUPPORTED = (
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported"),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.layers.basic import soft_cap
 
 _KEYS_PER_STEP = 64
 _QUERIES_PER_CHUNK = 128
@@ -24,12 +25,28 @@ _BLOCKS_PER_TILE = 8
 _MASKED = -1e30
 
 
+class AttentionOptions(NamedTuple):
+    """How one layer attends. Static and hashable: programs are compiled for it.
+
+    Attributes:
+        scale: Multiplies the products of queries and keys.
+        sliding_window: A query sees so many newest keys, its own included; None sees all.
+        logit_softcap: Scaled products s become `cap * tanh(s / cap)` (Gemma 2, 2024); None for
+            no cap.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    logit_softcap: float | None = None
+
+
 class BlockTables(NamedTuple):
     """Where the keys of each query block are.
 
     Shape:
         page_table: [N, P] int32, ids of the request's pages in order; unused entries are 0.
-        positions: [N, Q] int32, position of each query in its request.
+        positions: [N, Q] int32, position of each query in its request; no query of a block that
+            counts comes before the block's first.
         kv_lens: [N] int32, keys that exist, the block's own included; 0 for an unused block.
     """
 
@@ -41,16 +58,20 @@ class BlockTables(NamedTuple):
 class PagedAttention(Protocol):
     """Causal attention of query blocks over their requests' pages.
 
-    Keys at or beyond `kv_lens` must never be used, whatever the memory holds.
+    Keys at or beyond `kv_lens` must never be used, whatever the memory holds; nor must keys that
+    have left the window.
     """
 
-    def __call__(self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+    def __call__(
+        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+    ) -> jax.Array:
         """Attends.
 
         Args:
             q_NQDh: [N, Q, num_heads, head_dim] queries.
             layer: The cache, which already holds the keys and values of these tokens.
             tables: Where each block's keys are.
+            options: How the layer attends.
 
         Returns:
             [N, Q, num_heads, head_dim], in the queries' dtype; unspecified where `kv_lens` is 0.
@@ -81,10 +102,12 @@ class _Softmax(NamedTuple):
             acc=jnp.zeros((*shape, head_dim), jnp.float32),
         )
 
-    def add(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> _Softmax:
+    def add(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, softcap: float | None
+    ) -> _Softmax:
         """Takes in S keys: q [..., R, H], k and v [..., S, H], seen [..., R, S]."""
         scores = jnp.einsum("...rh,...sh->...rs", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores, _MASKED)
+        scores = jnp.where(seen, soft_cap(scores, softcap), _MASKED)
         peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
         # Masked once more, so that a row that has seen no key yet adds nothing.
         weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
@@ -100,11 +123,11 @@ class _Softmax(NamedTuple):
         return self.acc / jnp.maximum(self.total, jnp.finfo(jnp.float32).tiny)[..., None]
 
 
-def _group_queries(q_NQDh: jax.Array, layer: LayerKV) -> jax.Array:
+def _group_queries(q_NQDh: jax.Array, layer: LayerKV, scale: float) -> jax.Array:
     """[N, Q, heads, H] to scaled [N, K, R, H] with R = query heads of a kv head times Q."""
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     num_kv_heads = layer.k.shape[1]
-    q = (q_NQDh.astype(jnp.float32) * head_dim**-0.5).astype(layer.k.dtype)
+    q = (q_NQDh.astype(jnp.float32) * scale).astype(layer.k.dtype)
     q = q.reshape(num_blocks, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return q.transpose(0, 2, 3, 1, 4).reshape(num_blocks, num_kv_heads, -1, head_dim)
 
@@ -127,13 +150,25 @@ def _pad_tables(tables: BlockTables, multiple: int) -> jax.Array:
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))
 
 
-def xla_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+def _first_step(tables: BlockTables, window: int | None, keys_per_step: int) -> jax.Array:
+    """The first step of the loop that holds a key which some query of the batch sees."""
+    if window is None:
+        return jnp.zeros((), jnp.int32)
+    first_key = jnp.maximum(tables.positions[:, 0] - window + 1, 0)
+    unused = jnp.iinfo(jnp.int32).max
+    return jnp.min(jnp.where(tables.kv_lens > 0, first_key, unused)) // keys_per_step
+
+
+def xla_attention(
+    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+) -> jax.Array:
     """The portable backend: a loop over the context, all blocks together in each step.
 
     The loop ends at the longest context in the batch, so its cost does not depend on the width
-    of the page table.
+    of the page table; with a window it begins at the oldest key that a query of the batch sees.
     """
-    q_NKRh = _group_queries(q_NQDh, layer)
+    window = options.sliding_window
+    q_NKRh = _group_queries(q_NQDh, layer, options.scale)
     num_blocks, num_kv_heads, num_rows, head_dim = q_NKRh.shape
     group = num_rows // q_NQDh.shape[1]
     count = _pages_per_step(layer.page_size)
@@ -153,19 +188,25 @@ def xla_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax
         key_pos = step * keys_per_step + jnp.arange(keys_per_step, dtype=jnp.int32)
         exists_NS = key_pos[None, :] < tables.kv_lens[:, None]
         seen = (key_pos[None, None, None] <= positions[..., None]) & exists_NS[:, None, None]
+        if window is not None:
+            seen &= key_pos[None, None, None] > positions[..., None] - window
         # Memory beyond kv_lens may hold anything, NaN included, and 0 * NaN is NaN.
         v = jnp.where(exists_NS[:, None, :, None], load(layer.v, ids), 0)
-        return step + 1, softmax.add(q_NKRh, load(layer.k, ids), v, seen)
+        softmax = softmax.add(q_NKRh, load(layer.k, ids), v, seen, options.logit_softcap)
+        return step + 1, softmax
 
-    start = (jnp.zeros((), jnp.int32), _Softmax.start(q_NKRh.shape[:3], head_dim))
+    first = _first_step(tables, window, keys_per_step)
+    start = (first, _Softmax.start(q_NKRh.shape[:3], head_dim))
     _, softmax = lax.while_loop(lambda carry: carry[0] < num_loops, body, start)
     return _ungroup(softmax.result(), q_NQDh)
 
 
-def xla_tiles_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+def xla_tiles_attention(
+    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+) -> jax.Array:
     """The CPU backend: `xla_attention` over a few blocks at a time, one tile after another.
 
-    A tile's keys fit the caches, and a tile ends at its own longest context, not at the batch's.
+    A tile's keys fit the caches, and a tile begins and ends where its own blocks need it to.
     """
     num_blocks = q_NQDh.shape[0]
     tile = min(num_blocks, _BLOCKS_PER_TILE)
@@ -175,13 +216,15 @@ def xla_tiles_attention(q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables) 
         return padded.reshape(-1, tile, *x.shape[1:])
 
     def one_tile(args: tuple[jax.Array, BlockTables]) -> jax.Array:
-        return xla_attention(args[0], layer, args[1])
+        return xla_attention(args[0], layer, args[1], options)
 
     out = lax.map(one_tile, (split(q_NQDh), BlockTables(*map(split, tables))))
     return out.reshape(-1, *q_NQDh.shape[1:])[:num_blocks]
 
 
-def dense_attention(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
+def dense_attention(
+    q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, options: AttentionOptions
+) -> jax.Array:
     """Causal attention within whole sequences, without a cache; used to score given tokens.
 
     Shape:
@@ -200,8 +243,12 @@ def dense_attention(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> 
             "bckgh,bskh->bkgcs", q_BCKGh, k_BLKH, preferred_element_type=jnp.float32
         )
         position = start + jnp.arange(chunk, dtype=jnp.int32)
-        seen = jnp.arange(length, dtype=jnp.int32)[None] <= position[:, None]
-        scores = jnp.where(seen[None, None, None], scores * head_dim**-0.5, _MASKED)
+        key_pos = jnp.arange(length, dtype=jnp.int32)
+        seen = key_pos[None] <= position[:, None]
+        if options.sliding_window is not None:
+            seen &= key_pos[None] > position[:, None] - options.sliding_window
+        scores = soft_cap(scores * options.scale, options.logit_softcap)
+        scores = jnp.where(seen[None, None, None], scores, _MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BLKH.dtype)
         return jnp.einsum("bkgcs,bskh->bckgh", weights, v_BLKH)
 

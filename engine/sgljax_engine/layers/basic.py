@@ -1,4 +1,4 @@
-"""Projection, embedding, normalisation and rotary position embedding.
+"""Projection, embedding, normalisation.
 
 Shape legend of the suffixes: T tokens, D model dim, N heads, H head dim.
 """
@@ -34,6 +34,11 @@ def linear(x_TI: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
     return lax.dot_general(x_TI, weight, (((1,), (axis,)), ((), ())))
 
 
+def add_bias(x_TO: jax.Array, bias_O: jax.Array) -> jax.Array:
+    """`x + b` for every token."""
+    return x_TO + bias_O[None, :]
+
+
 def embed(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
     """Rows of the embedding table. Ids must be in range (they are checked on the host)."""
     return jnp.take(table_VD, ids_T, axis=0, mode="clip")
@@ -44,23 +49,23 @@ def unembed(x_TD: jax.Array, table_VD: jax.Array) -> jax.Array:
     return lax.dot_general(x_TD, table_VD, (((1,), (1,)), ((), ()))).astype(jnp.float32)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, in float32 (Zhang and Sennrich, 2019)."""
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """`cap * tanh(x / cap)`, which stays within (-cap, cap); `x` itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32 (Zhang and Sennrich, 2019).
+
+    Args:
+        x: [..., D].
+        weight: [D].
+        eps: Added to the mean square.
+        offset: Added to the weight; 1 for models that store their weights minus one (Gemma).
+    """
     x32 = x.astype(jnp.float32)
     rms = jnp.sqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     weight32 = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    if offset:
+        weight32 = weight32 + offset
     return (weight32 * (x32 / rms)).astype(x.dtype)
-
-
-def rope_tables(positions_T: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Sines and cosines [T, 1, head_dim // 2] float32 of the rotary angles (Su et al., 2021)."""
-    fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angles = positions_T.astype(jnp.float32)[:, None, None] / (theta**fraction)[None, None, :]
-    return jnp.sin(angles), jnp.cos(angles)
-
-
-def apply_rope(x_TNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotates the first half of each head against its second half (the "NeoX" pairing)."""
-    sin, cos = sin.astype(x_TNH.dtype), cos.astype(x_TNH.dtype)
-    first, second = jnp.split(x_TNH, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

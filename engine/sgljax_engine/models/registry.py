@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sgljax_engine.config import ModelConfig, read_generation_config, read_json
 from sgljax_engine.errors import UnsupportedModelError
-from sgljax_engine.models import qwen3
+from sgljax_engine.models import gemma, gemma2, gemma3, llama, qwen2, qwen3
+from sgljax_engine.models.hf import as_ids
 from sgljax_engine.models.spec import ModelDefinition
 
-MODELS: dict[str, ModelDefinition] = {"Qwen3ForCausalLM": qwen3.MODEL}
+MODELS: dict[str, ModelDefinition] = {
+    "Gemma2ForCausalLM": gemma2.MODEL,
+    "Gemma3ForCausalLM": gemma3.MODEL,
+    "GemmaForCausalLM": gemma.MODEL,
+    "LlamaForCausalLM": llama.MODEL,
+    "Qwen2ForCausalLM": qwen2.MODEL,
+    "Qwen3ForCausalLM": qwen3.MODEL,
+}
 
 
-def get_model(architecture: str) -> ModelDefinition:
+def get_model(architecture: str | None) -> ModelDefinition:
     """The model of that name, or UnsupportedModelError naming those that exist."""
     if architecture not in MODELS:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported; supported: {', '.join(MODELS)}"
         )
     return MODELS[architecture]
+
+
+def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """Builds a ModelConfig from the contents of a Hugging Face config.json.
+
+    Raises:
+        UnsupportedModelError: for an architecture or a setting that is not implemented.
+        InvalidConfigError: for a missing or wrong field.
+    """
+    architecture = (config.get("architectures") or [None])[0]
+    return get_model(architecture).config_from_hf(config)
+
+
+def load_model_config(folder: str | Path) -> ModelConfig:
+    """Reads a model folder's config.json, and end-of-sequence ids from generation_config.json.
+
+    Raises:
+        UnsupportedModelError: for an architecture or a setting that is not implemented.
+        InvalidConfigError: for a file that cannot be read, or a missing or wrong field.
+    """
+    model = model_config_from_hf(read_json(Path(folder) / "config.json"))
+    eos = read_generation_config(folder).get("eos_token_id")
+    return model if eos is None else dataclasses.replace(model, eos_token_ids=as_ids(eos))

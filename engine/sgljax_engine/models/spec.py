@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.config import ModelConfig
+from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout
 
 Params = Mapping[str, jax.Array]
 """Physical weights by parameter name, a pytree of leaves that programs take as an argument."""
 
 Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, LayerKV | None], tuple[jax.Array, LayerKV | None]
+    [jax.Array, jax.Array, jax.Array, LayerKV | None, AttentionOptions],
+    tuple[jax.Array, LayerKV | None],
 ]
-"""`attend(q[T, N, H], k[T, K, H], v[T, K, H], layer_kv) -> (out[T, N, H], new layer_kv)`.
+"""`attend(q[T, N, H], k[T, K, H], v[T, K, H], layer_kv, options) -> (out[T, N, H], new layer_kv)`.
 
-The model computes q, k and v; whoever runs it decides where keys live: in pages (prefill and
-decode) or nowhere (scoring), with `layer_kv` None.
+The model computes q, k and v and says how the layer attends; whoever runs it decides where keys
+live: in pages (prefill and decode) or nowhere (scoring), with `layer_kv` None.
 """
 
 
@@ -31,6 +33,9 @@ class ParamKind(enum.Enum):
     LINEAR = "linear"
     EMBEDDING = "embedding"
     NORM = "norm"
+    OFFSET_NORM = "offset_norm"
+    """A norm's weight minus one."""
+    BIAS = "bias"
 
 
 class ParamSpec(NamedTuple):
@@ -60,11 +65,13 @@ class ModelDefinition(NamedTuple):
     """An architecture.
 
     Attributes:
+        config_from_hf: From the contents of HF's config.json; refuses what is not implemented.
         param_specs: All parameters of a config, by Hugging Face's dotted names.
         forward: (params, context, input_ids[T], positions[T], attend, kv) -> (hidden[T, D], kv).
         logits: (params, context, hidden[T, D]) -> [T, V] float32.
     """
 
+    config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     param_specs: Callable[[ModelConfig], dict[str, ParamSpec]]
     forward: Callable[
         [

@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
-from sgljax_engine.layers.attention import BlockTables, PagedAttention, dense_attention
+from sgljax_engine.layers.attention import (
+    AttentionOptions,
+    BlockTables,
+    PagedAttention,
+    dense_attention,
+)
 from sgljax_engine.models.spec import Attend, ModelContext, ModelDefinition, Params
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
@@ -71,12 +76,16 @@ def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables)
     num_blocks, num_queries = tables.positions.shape
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerKV | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: LayerKV | None,
+        options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV | None]:
         assert layer is not None
         layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
         blocks = q.reshape(num_blocks, num_queries, *q.shape[1:])
-        return static.attention(blocks, layer, tables).reshape(q.shape), layer
+        return static.attention(blocks, layer, tables, options).reshape(q.shape), layer
 
     return attend
 
@@ -266,12 +275,16 @@ def score(
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, _: LayerKV | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        _: LayerKV | None,
+        options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV | None]:
         def split(x: jax.Array) -> jax.Array:
             return x.reshape(batch, length, *x.shape[1:])
 
-        return dense_attention(split(q), split(k), split(v)).reshape(q.shape), None
+        return dense_attention(split(q), split(k), split(v), options).reshape(q.shape), None
 
     hidden, _ = static.model.forward(
         params, static.context, input_ids_BL.reshape(-1), positions, attend, None

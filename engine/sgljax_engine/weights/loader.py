@@ -70,15 +70,20 @@ def hf_rules(kinds: Mapping[str, bool], *, tied: bool) -> list[Rule]:
     return rules
 
 
-def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Any]:
-    """Random weights in logical shapes: ones for vectors (norms), normal(0, 0.02) for the rest.
+def random_weights(
+    shapes: Mapping[str, tuple[int, ...]], fills: Mapping[str, float], seed: int
+) -> dict[str, Any]:
+    """Random weights in logical shapes. Each tensor depends on the seed and its own name alone.
 
-    Each tensor depends on the seed and its own name alone.
+    Args:
+        shapes: By name.
+        fills: The value that fills a parameter; those without one are normal(0, 0.02).
+        seed: Any number.
     """
     weights = {}
     for name, shape in shapes.items():
-        if len(shape) == 1:
-            weights[name] = np.ones(shape, np.float32)
+        if name in fills:
+            weights[name] = np.full(shape, fills[name], np.float32)
             continue
         rng = np.random.default_rng([seed, *name.encode()])
         weights[name] = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)

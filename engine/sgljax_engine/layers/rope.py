@@ -1,0 +1,51 @@
+"""Rotary position embedding (Su et al., 2021) and the ways to stretch it over longer contexts.
+
+A *timescale* is the number of positions in which a pair of channels turns by one radian.
+Shape legend of the suffixes: T tokens, N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+def rope_timescales(head_dim: int, theta: float) -> jax.Array:
+    """Timescales [head_dim // 2] float32, from 1 up to nearly `theta`."""
+    fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    return theta**fraction
+
+
+def stretch_llama3(
+    timescales: jax.Array,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_context_length: int,
+) -> jax.Array:
+    """Llama 3.1's stretching of timescales [head_dim // 2] (rope_type "llama3").
+
+    Channels that turn fewer than `low_freq_factor` times within the original context are slowed
+    down by `factor`, those that turn more than `high_freq_factor` times stay as they are, and
+    frequencies in between are interpolated.
+    """
+    turns = original_context_length / (2 * math.pi * timescales)
+    kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return timescales / (kept + (1 - kept) / factor)
+
+
+def rope_tables(positions_T: jax.Array, timescales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sines and cosines [T, 1, head_dim // 2] float32 of the rotary angles."""
+    angles = positions_T.astype(jnp.float32)[:, None, None] / timescales[None, None, :]
+    return jnp.sin(angles), jnp.cos(angles)
+
+
+def apply_rope(x_TNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+    """Rotates the first half of each head against its second half (the "NeoX" pairing)."""
+    sin, cos = sin.astype(x_TNH.dtype), cos.astype(x_TNH.dtype)
+    first, second = jnp.split(x_TNH, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

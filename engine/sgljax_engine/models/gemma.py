@@ -1,0 +1,34 @@
+"""Gemma (Gemma: Open Models Based on Gemini Research and Technology, 2024).
+
+Llama's decoder with GeGLU, scaled embeddings and norm weights stored minus one. Gemma 2 and 3
+build on the traits that are defined here.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from sgljax_engine.config import ModelConfig
+from sgljax_engine.models import hf
+from sgljax_engine.models.decoder import DecoderTraits, decoder
+
+GELU = "gelu_pytorch_tanh"
+"""HF's name of the activation, the tanh approximation of GELU."""
+
+TRAITS = DecoderTraits(
+    activation=functools.partial(jax.nn.gelu, approximate=True),
+    has_offset_norms=True,
+    scales_embeddings=True,
+)
+
+
+def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
+    # Where `hidden_activation` is set, it and not `hidden_act` is what counts.
+    name = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
+    hf.check_settings(config, **{name: GELU})
+    return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=True)
+
+
+MODEL = decoder(TRAITS, _config_from_hf)

@@ -1,0 +1,178 @@
+"""Reading Hugging Face's config.json, as transformers 4 and 5 write it; shared by all models.
+
+Nothing is ignored silently: a setting that changes what a model computes is either read or refused
+by name. Settings that only concern training, generation or speed are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sgljax_engine.config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
+from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
+
+HfConfig = Mapping[str, Any]
+"""The contents of a config.json."""
+
+_ONLY_SUPPORTED: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "use_bidirectional_attention": False,
+    "use_sliding_window": False,
+}
+
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+_PLAIN_ATTENTION = AttentionConfig()
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""The entries of `layer_types`."""
+
+
+def require(hf: HfConfig, name: str) -> Any:
+    """The value of a setting; InvalidConfigError when it is absent or null."""
+    if hf.get(name) is None:
+        raise InvalidConfigError(f"config.json has no {name!r}")
+    return hf[name]
+
+
+def check_settings(hf: HfConfig, **supported: Any) -> None:
+    """Refuses settings that no model implements, and those of `supported` with another value.
+
+    An absent or null setting passes: transformers then takes its default, which must be the
+    supported value.
+
+    Raises:
+        UnsupportedModelError: names the setting, its value and the one that is implemented.
+    """
+    for name, only in {**_ONLY_SUPPORTED, **supported}.items():
+        value = hf.get(name)
+        if value is not None and value != only:
+            raise UnsupportedModelError(f"{name}={value!r} is not supported, only {only!r}")
+
+
+def check_full_attention(hf: HfConfig) -> None:
+    """Refuses `layer_types` other than full attention."""
+    for kind in hf.get("layer_types") or ():
+        if kind != FULL:
+            raise UnsupportedModelError(f"layer_types {kind!r} is not supported, only {FULL!r}")
+
+
+def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
+    """For each layer whether it slides: as `layer_types` says, else all but every pattern-th.
+
+    Raises:
+        UnsupportedModelError: for another type of layer.
+        InvalidConfigError: when there are not as many types as layers.
+    """
+    num_layers = require(hf, "num_hidden_layers")
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return tuple((i + 1) % pattern != 0 for i in range(num_layers))
+    unknown = set(kinds) - {SLIDING, FULL}
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer_types {sorted(unknown)[0]!r} is not supported, only {SLIDING!r} and {FULL!r}"
+        )
+    if len(kinds) != num_layers:
+        raise InvalidConfigError(
+            f"layer_types must name num_hidden_layers ({num_layers}) types, got {len(kinds)}"
+        )
+    return tuple(kind == SLIDING for kind in kinds)
+
+
+def read_rope(hf: HfConfig) -> RopeConfig:
+    """The rotary embedding of a model whose layers all have the same one."""
+    # transformers 4 writes rope_theta at the top level and the rest, if any, in rope_scaling;
+    # transformers 5 writes everything in rope_parameters.
+    nested = hf.get("rope_parameters") or {}
+    theta = nested.get("rope_theta", hf.get("rope_theta"))
+    return parse_rope(hf.get("rope_scaling") or nested, theta)
+
+
+def parse_rope(settings: HfConfig, theta: float | None) -> RopeConfig:
+    """One rotary embedding.
+
+    Args:
+        settings: `rope_scaling` of transformers 4, or (a part of) `rope_parameters` of 5.
+        theta: The base, unless the settings have one.
+
+    Raises:
+        UnsupportedModelError: for a rope type, or a setting of it, that is not implemented.
+        InvalidConfigError: for a missing setting.
+    """
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in _ROPE_FIELDS:
+        raise UnsupportedModelError(
+            f"rope_type={kind!r} is not supported, only {', '.join(map(repr, _ROPE_FIELDS))}"
+        )
+    known = {"rope_type", "type", "rope_theta", *_ROPE_FIELDS[kind]}
+    for name, value in settings.items():
+        if name not in known and value is not None:
+            raise UnsupportedModelError(f"{name}={value!r} is not supported for rope_type={kind!r}")
+    theta = settings.get("rope_theta", theta)
+    if theta is None:
+        raise InvalidConfigError(
+            "config.json has no 'rope_theta', neither top-level nor in rope_parameters"
+        )
+    fields = {name: require(settings, name) for name in _ROPE_FIELDS[kind]}
+    if kind == "linear":
+        return RopeConfig(theta=float(theta), linear_factor=float(fields["factor"]))
+    if kind == "llama3":
+        length = fields.pop("original_max_position_embeddings")
+        scaling = Llama3Scaling(**fields, original_context_length=length)
+        return RopeConfig(theta=float(theta), llama3=scaling)
+    return RopeConfig(theta=float(theta))
+
+
+def dense_config(
+    hf: HfConfig,
+    *,
+    rope: RopeConfig,
+    tied_by_default: bool,
+    attention: AttentionConfig = _PLAIN_ATTENTION,
+    final_logit_softcap: float | None = None,
+) -> ModelConfig:
+    """The fields that all models name alike, and those given.
+
+    Raises:
+        InvalidConfigError: for a missing or wrong field.
+    """
+    hidden_size, num_heads = require(hf, "hidden_size"), require(hf, "num_attention_heads")
+    tied = hf.get("tie_word_embeddings")
+    return ModelConfig(
+        architecture=require(hf, "architectures")[0],
+        vocab_size=require(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=require(hf, "intermediate_size"),
+        num_layers=require(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+        head_dim=hf.get("head_dim") or hidden_size // num_heads,
+        rope=rope,
+        rms_norm_eps=float(require(hf, "rms_norm_eps")),
+        tie_word_embeddings=tied_by_default if tied is None else bool(tied),
+        context_length=require(hf, "max_position_embeddings"),
+        eos_token_ids=as_ids(hf.get("eos_token_id")),
+        attention=attention,
+        final_logit_softcap=final_logit_softcap,
+    )
+
+
+def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id`, which may be one id, several or none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

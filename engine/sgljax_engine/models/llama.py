@@ -1,0 +1,15 @@
+"""Llama 2, 3, 3.1 and 3.2, text only (The Llama 3 Herd of Models, 2024): GQA, RoPE, SwiGLU."""
+
+from __future__ import annotations
+
+from sgljax_engine.config import ModelConfig
+from sgljax_engine.models import hf
+from sgljax_engine.models.decoder import DecoderTraits, decoder
+
+
+def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
+    hf.check_settings(config, hidden_act="silu")
+    return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=False)
+
+
+MODEL = decoder(DecoderTraits(), _config_from_hf)
