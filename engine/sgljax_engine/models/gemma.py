@@ -28,6 +28,7 @@ def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
     # Where `hidden_activation` is set, it and not `hidden_act` is what counts.
     name = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
     hf.check_settings(config, **{name: GELU})
+    hf.check_full_attention(config)
     return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=True)
 
 

@@ -9,6 +9,7 @@ from sgljax_engine.models.decoder import DecoderTraits, decoder
 
 def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
     hf.check_settings(config, hidden_act="silu")
+    hf.check_full_attention(config)
     return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=False)
 
 

@@ -1,0 +1,235 @@
+"""Reading config.json: every family, both generations of transformers, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgljax_engine import (
+    AttentionConfig,
+    InvalidConfigError,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    UnsupportedModelError,
+    model_config_from_hf,
+)
+from sgljax_engine.layers.rope import rope_timescales, stretch_llama3
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FOLDERS = {
+    "qwen2": "qwen2_bias_untied",
+    "qwen3": "qwen3_mqa_untied",
+    "llama": "llama_tied",
+    "gemma": "gemma_mqa",
+    "gemma2": "gemma2_window",
+    "gemma3": "gemma3_window",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def config_of(family, **changes):
+    """A golden model's config.json with some settings changed; None removes one."""
+    config = json.loads((GOLDEN / FOLDERS[family] / "config.json").read_text()) | changes
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def read(family, **changes):
+    return model_config_from_hf(config_of(family, **changes))
+
+
+def legacy(family, **settings):
+    """Changes that write a config as transformers 4 did."""
+    return {"rope_parameters": None, "layer_types": None, **settings}
+
+
+# ------------------------------------------------------------------ rotary embeddings
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma", "gemma2"])
+def test_default_rope_of_both_generations(family):
+    new = read(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert new.rope == RopeConfig(theta=5e5)
+    assert read(family, **legacy(family, rope_theta=5e5)) == new
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_scaled_rope_of_both_generations(family, kind):
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=8192
+    )
+    expected = RopeConfig(theta=5e5, llama3=scaling)
+    settings = {kind: "llama3"} | {k: v for k, v in LLAMA3.items() if k != "rope_type"}
+    assert read(family, rope_parameters=settings | {"rope_theta": 5e5}).rope == expected
+    assert read(family, **legacy(family, rope_theta=5e5, rope_scaling=settings)).rope == expected
+
+    linear = {kind: "linear", "factor": 2}
+    expected = RopeConfig(theta=5e5, linear_factor=2.0)
+    assert read(family, **legacy(family, rope_theta=5e5, rope_scaling=linear)).rope == expected
+
+
+def test_gemma3_of_both_generations():
+    new = read("gemma3")
+    assert new.rope == RopeConfig(theta=1e5, linear_factor=4.0)
+    assert new.attention.sliding_rope == RopeConfig(theta=1e4)
+    assert new.attention.sliding_layers == (True, True, False)
+    old = legacy(
+        "gemma3",
+        rope_theta=1e5,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+        sliding_window_pattern=3,
+    )
+    assert read("gemma3", **old) == new
+
+
+def test_stretched_timescales_follow_the_formula():
+    """Against Meta's description, channel by channel, in float64."""
+    theta, length, factor, low, high = 5e5, 8192, 8.0, 1.0, 4.0
+    expected = []
+    for channel in range(64):
+        timescale = theta ** (channel / 64)
+        wavelength = 2 * np.pi * timescale
+        if wavelength > length / low:
+            frequency = 1 / timescale / factor
+        elif wavelength < length / high:
+            frequency = 1 / timescale
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            frequency = (1 - smooth) / timescale / factor + smooth / timescale
+        expected.append(1 / frequency)
+    got = stretch_llama3(
+        rope_timescales(128, theta),
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context_length=length,
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+# ------------------------------------------------------------------ attention
+
+
+def test_gemma2_attention():
+    model = read("gemma2")
+    assert model.attention == AttentionConfig(
+        scale=24**-0.5,
+        logit_softcap=4.0,
+        sliding_window=13,
+        sliding_layers=(True, False, True),
+    )
+    assert model.final_logit_softcap == 16.0
+    assert read("gemma2", layer_types=None) == model
+    full = read("gemma2", layer_types=["full_attention"] * 3)
+    assert full.attention.sliding_window is None
+
+
+def test_gemma3_slides_five_times_of_six():
+    attention = read("gemma3", num_hidden_layers=12, layer_types=None).attention
+    assert attention.sliding_layers == (*[True] * 5, False) * 2
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", False), ("gemma2", True)])
+def test_embeddings_are_tied_as_the_family_does_by_default(family, tied):
+    assert read(family, tie_word_embeddings=None).tie_word_embeddings is tied
+    assert read(family, tie_word_embeddings=not tied).tie_word_embeddings is not tied
+
+
+# ------------------------------------------------------------------ refusals
+
+EVERYWHERE = (
+    ({"attention_bias": True}, "attention_bias=True"),
+    ({"mlp_bias": True}, "mlp_bias=True"),
+    ({"use_sliding_window": True}, "use_sliding_window=True"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config=.*bits"),
+    ({"hidden_activation": "gelu", "hidden_act": "gelu"}, "hidden_act.*='gelu'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type='yarn'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2, "short_factor": 3}}, "short_factor=3"),
+    ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section="),
+    ({"layer_types": ["chunked_attention"] * 3}, "layer_types 'chunked_attention'"),
+)
+
+
+@pytest.mark.parametrize(("changes", "message"), EVERYWHERE)
+@pytest.mark.parametrize("family", FOLDERS)
+def test_what_is_not_implemented_is_refused_by_name(family, changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(family, **changes)
+
+
+def test_sliding_layers_are_refused_where_not_implemented():
+    with pytest.raises(UnsupportedModelError, match="'sliding_attention' is not supported"):
+        read("qwen2", layer_types=["sliding_attention", "full_attention"])
+
+
+def test_gemma_with_an_ambiguous_activation_is_refused():
+    """Releases of transformers differ in what they make of "gelu" alone."""
+    with pytest.raises(UnsupportedModelError, match="hidden_act='gelu'"):
+        read("gemma", hidden_act="gelu")
+    explicit = read("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh")
+    assert explicit == read("gemma")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'factor'"),
+        ("llama", {"rope_parameters": None}, "no 'rope_theta'"),
+        ("gemma3", {"rope_parameters": None, "rope_theta": 1e6}, "no 'rope_theta'"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "'query_pre_attn_scalar'"),
+        ("gemma2", {"sliding_window": None}, "'sliding_window'"),
+        ("gemma2", {"layer_types": ["full_attention"]}, r"layer_types .* \(3\) types, got 1"),
+        ("qwen2", {"rms_norm_eps": None}, "'rms_norm_eps'"),
+    ],
+)
+def test_missing_or_inconsistent_settings_are_named(family, changes, message):
+    with pytest.raises(InvalidConfigError, match=message):
+        read(family, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcap": 0.0}, "final_logit_softcap must be a positive number, got 0.0"),
+        ({"attention": {"sliding_layers": (True,)}}, "sliding_window must be an integer >= 1"),
+        ({"attention": {"scale": -1.0}}, "scale must be a positive number"),
+        (
+            {"attention": {"sliding_layers": (True,), "sliding_window": 4}},
+            r"len\(sliding_layers\) must be 0 or num_layers \(3\), got 1",
+        ),
+        ({"rope": {"theta": 0.0}}, "theta must be a positive number"),
+    ],
+)
+def test_wrong_values_are_named(changes, message):
+    model: ModelConfig = read("gemma2")
+    build = {"attention": AttentionConfig, "rope": RopeConfig}
+
+    def replace():
+        made = {k: build[k](**v) if isinstance(v, dict) else v for k, v in changes.items()}
+        return dataclasses.replace(model, **made)
+
+    with pytest.raises(InvalidConfigError, match=message):
+        replace()
+
+
+def test_scaling_factors_must_be_in_order():
+    with pytest.raises(
+        InvalidConfigError, match=r"high_freq_factor must be above .*\(4.0\), got 1"
+    ):
+        Llama3Scaling(
+            factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0, original_context_length=8
+        )
