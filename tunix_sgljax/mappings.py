@@ -8,25 +8,80 @@ from typing import Any
 
 from tunix.generate.mappings import MappingConfig
 
-from sgljax_engine import Rule, WeightSyncError
+from sgljax_engine import Rule, UnsupportedModelError, WeightSyncError
 
-_QWEN3_RULES = (
-    Rule("embedder.input_embedding", "model.embed_tokens.weight"),
-    Rule("layers.*.input_layernorm.w", "model.layers.*.input_layernorm.weight"),
-    Rule("layers.*.attn.q_proj.w", "model.layers.*.self_attn.q_proj.weight"),
-    Rule("layers.*.attn.k_proj.w", "model.layers.*.self_attn.k_proj.weight"),
-    Rule("layers.*.attn.v_proj.w", "model.layers.*.self_attn.v_proj.weight"),
-    Rule("layers.*.attn.o_proj.w", "model.layers.*.self_attn.o_proj.weight"),
-    Rule("layers.*.attn.q_norm.w", "model.layers.*.self_attn.q_norm.weight"),
-    Rule("layers.*.attn.k_norm.w", "model.layers.*.self_attn.k_norm.weight"),
-    Rule("layers.*.post_attention_layernorm.w", "model.layers.*.post_attention_layernorm.weight"),
-    Rule("layers.*.mlp.gate_proj.kernel", "model.layers.*.mlp.gate_proj.weight"),
-    Rule("layers.*.mlp.up_proj.kernel", "model.layers.*.mlp.up_proj.weight"),
-    Rule("layers.*.mlp.down_proj.kernel", "model.layers.*.mlp.down_proj.weight"),
-    Rule("final_norm.w", "model.norm.weight"),
-    Rule("lm_head.w", "lm_head.weight", (1, 0)),
+_LAYER, _HF_LAYER = "layers.*.", "model.layers.*."
+
+
+def _norm(ours: str, theirs: str) -> Rule:
+    return Rule(f"{_LAYER}{theirs}", f"{_HF_LAYER}{ours}.weight")
+
+
+_EMBEDDING = Rule("embedder.input_embedding", "model.embed_tokens.weight")
+_HEAD = Rule("lm_head.w", "lm_head.weight", (1, 0))
+_MLP = tuple(
+    Rule(f"{_LAYER}mlp.{name}.kernel", f"{_HF_LAYER}mlp.{name}.weight")
+    for name in ("gate_proj", "up_proj", "down_proj")
 )
-"""For a model that ships no `sglang_jax` mapping and has the parameter names of Tunix's Qwen3."""
+_QK_NORMS = (_norm("self_attn.q_norm", "attn.q_norm.w"), _norm("self_attn.k_norm", "attn.k_norm.w"))
+_BIASES = tuple(
+    Rule(f"{_LAYER}attn.{name}_bias", f"{_HF_LAYER}self_attn.{name}_proj.bias") for name in "qkv"
+)
+_LLAMA = (
+    _EMBEDDING,
+    _HEAD,
+    *_MLP,
+    *(
+        Rule(f"{_LAYER}attn.{name}.w", f"{_HF_LAYER}self_attn.{name}.weight")
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    ),
+    _norm("input_layernorm", "input_layernorm.w"),
+    _norm("post_attention_layernorm", "post_attention_layernorm.w"),
+    Rule("final_norm.w", "model.norm.weight"),
+)
+
+
+def _heads(source: str, name: str, part: int | None = None) -> Rule:
+    """Of Gemma's projections, which are [heads, model, head], fused ones in parts."""
+    target = f"{_HF_LAYER}self_attn.{name}_proj.weight"
+    return Rule(f"{_LAYER}attn.{source}.w", target, (1, 0, 2), part=part)
+
+
+_GEMMA_SHARED = (
+    _EMBEDDING,
+    *_MLP,
+    _heads("q_einsum", "q"),
+    *(_heads("kv_einsum", name, part) for part, name in enumerate("kv")),
+    *(_heads("qkv_einsum", name, part) for part, name in enumerate("qkv")),
+    Rule(f"{_LAYER}attn.attn_vec_einsum.w", f"{_HF_LAYER}self_attn.o_proj.weight"),
+    _norm("input_layernorm", "pre_attention_norm.scale"),
+    Rule("final_norm.scale", "model.norm.weight"),
+)
+_GEMMA2 = (
+    *_GEMMA_SHARED,
+    _norm("post_attention_layernorm", "post_attn_norm.scale"),
+    _norm("pre_feedforward_layernorm", "pre_ffw_norm.scale"),
+    _norm("post_feedforward_layernorm", "post_ffw_norm.scale"),
+)
+
+_BUILT_IN: dict[str, tuple[Rule, ...]] = {
+    "Qwen2ForCausalLM": (*_LLAMA, *_BIASES),
+    "Qwen3ForCausalLM": (*_LLAMA, *_QK_NORMS),
+    "LlamaForCausalLM": _LLAMA,
+    "GemmaForCausalLM": (
+        *_GEMMA_SHARED,
+        _norm("post_attention_layernorm", "pre_ffw_norm.scale"),
+    ),
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": (
+        *_GEMMA2,
+        _norm("post_attention_layernorm", "post_attention_norm.scale"),
+        _norm("self_attn.q_norm", "attn._query_norm.scale"),
+        _norm("self_attn.k_norm", "attn._key_norm.scale"),
+    ),
+}
+"""By engine architecture, for a model that ships no `sglang_jax` mapping and has the parameter
+names of Tunix's own. Tunix ships none for Gemma."""
 
 
 def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
@@ -45,14 +100,27 @@ def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
     return mapping if mapping.to_hf_mappings else None
 
 
-def to_rules(mapping: MappingConfig | None, source_names: Iterable[str]) -> tuple[Rule, ...]:
+def to_rules(
+    mapping: MappingConfig | None, source_names: Iterable[str], architecture: str
+) -> tuple[Rule, ...]:
     """Engine rules for a mapping, with transposes and hooks resolved for each source name.
+
+    Args:
+        mapping: None takes the rules that are built in for the architecture.
+        source_names: Of the trainer's parameters.
+        architecture: The engine's name of it.
 
     Raises:
         WeightSyncError: for scanned (stacked) layers, which are not supported.
+        UnsupportedModelError: when there is no mapping and none is built in.
     """
     if mapping is None:
-        return _QWEN3_RULES
+        if architecture not in _BUILT_IN:
+            raise UnsupportedModelError(
+                f"no weight mapping is built in for {architecture}, and the model ships none: "
+                "set RolloutConfig.rollout_mapping_config"
+            )
+        return _BUILT_IN[architecture]
     patterns = dict(mapping.to_hf_mappings or {})
     transposes = dict(mapping.to_hf_transpose_keys or {})
     hooks = dict(mapping.to_hf_hook_fns or {})

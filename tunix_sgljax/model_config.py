@@ -1,26 +1,41 @@
-"""From a Tunix model to the engine's ModelConfig."""
+"""From a Tunix model to the engine's ModelConfig.
+
+What counts is what Tunix's code computes, not what its configs say: the rollout must sample from
+the model that is trained.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tunix.models.qwen3 import model as qwen3
-
-from sgljax_engine import ModelConfig, UnsupportedModelError
+from sgljax_engine import (
+    AttentionConfig,
+    ModelConfig,
+    RopeConfig,
+    UnsupportedModelError,
+    model_config_from_hf,
+)
 
 logger = logging.getLogger(__name__)
+
+_GEMMA_NORM_EPS = 1e-6
+"""Written out in Tunix's Gemma RMSNorm."""
+
+_COMPUTED = ("rope", "rms_norm_eps", "attention", "final_logit_softcap")
+"""Fields that no weight's shape tells."""
 
 
 def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
     """The engine's description of a model that Tunix trains.
 
     Args:
-        config: A Tunix Qwen3 ModelConfig, the contents of an HF config.json, or an engine
-            ModelConfig (returned as it is).
+        config: A Tunix ModelConfig, the contents of an HF config.json, or an engine ModelConfig
+            (returned as it is).
         context_length: For Tunix's configs, which do not say.
 
     Raises:
@@ -29,18 +44,40 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
     if isinstance(config, ModelConfig):
         return config
     if isinstance(config, Mapping):
-        return ModelConfig.from_hf(config)
-    if not isinstance(config, qwen3.ModelConfig):
+        return model_config_from_hf(config)
+    convert = _converter(config)
+    if convert is None:
         raise UnsupportedModelError(
             f"a model with config {type(config).__module__}.{type(config).__qualname__} is not "
-            "supported; supported: tunix.models.qwen3 (dense)"
+            f"supported; supported: {', '.join(_CONVERTERS)}"
         )
-    if config.num_experts is not None:
-        raise UnsupportedModelError(
-            f"num_experts={config.num_experts} is not supported: only dense Qwen3 models are"
-        )
+    return convert(config, context_length)
+
+
+def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
+    """`model` with what Tunix computes the actor with, where a config.json says otherwise."""
+    convert = _converter(actor_config)
+    if convert is None:
+        return model
+    trained = convert(actor_config, model.context_length)
+    for name in _COMPUTED:
+        given, wanted = getattr(model, name), getattr(trained, name)
+        if given != wanted:
+            logger.warning(
+                "the model's config has %s=%s, but Tunix trains it with %s: the rollout uses that",
+                name,
+                given,
+                wanted,
+            )
+            model = dataclasses.replace(model, **{name: wanted})
+    return model
+
+
+def _llama_like(
+    architecture: str, config: Any, context_length: int, *, theta: float, tied: bool
+) -> ModelConfig:
     return ModelConfig(
-        architecture="Qwen3ForCausalLM",
+        architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.embed_dim,
         intermediate_size=config.hidden_dim,
@@ -48,30 +85,136 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rope_theta=_trained_rope_theta(),
+        rope=RopeConfig(theta=theta),
         rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.use_tied_embedding,
+        tie_word_embeddings=tied,
         context_length=context_length,
     )
 
 
-def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
-    """`model` with the rotary base that Tunix computes the actor with.
+def _qwen2(config: Any, context_length: int) -> ModelConfig:
+    theta, tied = float(config.rope_theta), config.use_tied_embedding
+    return _llama_like("Qwen2ForCausalLM", config, context_length, theta=theta, tied=tied)
 
-    A config.json may name another base; the rollout has to sample from the model that is trained.
-    """
-    theta = _trained_rope_theta()
-    if not isinstance(actor_config, qwen3.ModelConfig) or model.rope_theta == theta:
-        return model
-    logger.warning(
-        "the model's config has rope_theta=%g, but Tunix trains it with %g: the rollout uses that",
-        model.rope_theta,
-        theta,
+
+def _qwen3(config: Any, context_length: int) -> ModelConfig:
+    if config.num_experts is not None:
+        raise UnsupportedModelError(
+            f"num_experts={config.num_experts} is not supported: only dense Qwen3 models are"
+        )
+    theta, tied = _default_of_apply_rope(config, "rope_theta"), config.use_tied_embedding
+    return _llama_like("Qwen3ForCausalLM", config, context_length, theta=theta, tied=tied)
+
+
+def _llama3(config: Any, context_length: int) -> ModelConfig:
+    # Neither rope_theta nor Llama 3.1's stretching is in Tunix 0.1.7's Llama 3.
+    theta, tied = _default_of_apply_rope(config, "rope_theta"), config.weight_tying
+    return _llama_like("LlamaForCausalLM", config, context_length, theta=theta, tied=tied)
+
+
+def _gemma_like(
+    architecture: str,
+    config: Any,
+    context_length: int,
+    *,
+    rope: RopeConfig,
+    attention: AttentionConfig,
+    final_logit_softcap: float | None = None,
+) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=config.num_embed,
+        hidden_size=config.embed_dim,
+        intermediate_size=config.hidden_dim,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rope=rope,
+        rms_norm_eps=_GEMMA_NORM_EPS,
+        tie_word_embeddings=True,
+        context_length=context_length,
+        attention=attention,
+        final_logit_softcap=final_logit_softcap,
     )
-    return dataclasses.replace(model, rope_theta=theta)
 
 
-def _trained_rope_theta() -> float:
-    # Tunix 0.1.7's Qwen3 calls apply_rope without config.rope_theta, so its default is what the
-    # trainer computes with, and the rollout must sample from the model that is trained.
-    return float(inspect.signature(qwen3.apply_rope).parameters["rope_theta"].default)
+def _gemma(config: Any, context_length: int) -> ModelConfig:
+    """Gemma 1 and 2, which are one class in Tunix."""
+    norms = (config.use_post_attn_norm, config.use_post_ffw_norm)
+    if norms not in ((False, False), (True, True)):
+        raise UnsupportedModelError(
+            "use_post_attn_norm={} with use_post_ffw_norm={} is not supported: only both (Gemma 2) "
+            "or neither (Gemma 1)".format(*norms)
+        )
+    sliding = _sliding_layers(config.attention_types, config.num_layers)
+    return _gemma_like(
+        "Gemma2ForCausalLM" if norms[0] else "GemmaForCausalLM",
+        config,
+        context_length,
+        rope=RopeConfig(theta=_default_of_apply_rope(config, "max_wavelength")),
+        attention=AttentionConfig(
+            logit_softcap=config.attn_logits_soft_cap,
+            sliding_window=config.sliding_window_size if any(sliding) else None,
+            sliding_layers=sliding,
+        ),
+        final_logit_softcap=config.final_logit_softcap,
+    )
+
+
+def _gemma3(config: Any, context_length: int) -> ModelConfig:
+    if config.vision_config is not None:
+        raise UnsupportedModelError("vision_config is not supported: only text Gemma 3 models are")
+    by_head_dim = config.query_pre_attn_norm.name == "BY_ONE_OVER_SQRT_HEAD_DIM"
+    query_dim = config.head_dim if by_head_dim else config.embed_dim // config.num_heads
+    pattern = sys.modules[_module(config)].GEMMA3_ATTENTION_PATTERN
+    types = [pattern[i % len(pattern)] for i in range(config.num_layers)]
+    return _gemma_like(
+        "Gemma3ForCausalLM",
+        config,
+        context_length,
+        rope=RopeConfig(
+            theta=float(config.global_base_frequency), linear_factor=config.global_scale_factor
+        ),
+        attention=AttentionConfig(
+            scale=query_dim**-0.5,
+            sliding_window=config.sliding_window_size,
+            sliding_layers=_sliding_layers(types, config.num_layers),
+            sliding_rope=RopeConfig(
+                theta=float(config.local_base_frequency), linear_factor=config.local_scale_factor
+            ),
+        ),
+    )
+
+
+def _sliding_layers(types: Any, num_layers: int) -> tuple[bool, ...]:
+    """For each layer whether it slides; empty when none does."""
+    sliding = tuple(kind.name == "LOCAL_SLIDING" for kind in types)[:num_layers]
+    return sliding if any(sliding) else ()
+
+
+def _default_of_apply_rope(config: Any, name: str) -> float:
+    # Some of Tunix 0.1.7's models call apply_rope without their config's base, so that its default
+    # is what the trainer computes with.
+    apply_rope = sys.modules[_module(config)].apply_rope
+    return float(inspect.signature(apply_rope).parameters[name].default)
+
+
+_CONVERTERS: dict[str, Callable[[Any, int], ModelConfig]] = {
+    "tunix.models.qwen2.model": _qwen2,
+    "tunix.models.qwen3.model": _qwen3,
+    "tunix.models.llama3.model": _llama3,
+    "tunix.models.gemma.model": _gemma,
+    "tunix.models.gemma3.model": _gemma3,
+}
+"""By the module of a config's class, so that no model is imported that nobody uses."""
+
+
+def _module(config: Any) -> str:
+    """The Tunix module that a config's class, or a base of it, comes from; "" if none is known."""
+    names = (cls.__module__ for cls in type(config).__mro__)
+    return next((name for name in names if name in _CONVERTERS), "")
+
+
+def _converter(config: Any) -> Callable[[Any, int], ModelConfig] | None:
+    return _CONVERTERS.get(_module(config))

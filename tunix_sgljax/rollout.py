@@ -324,7 +324,8 @@ class SglJaxRollout(BaseRollout):
     def _rules_for(self, source: dict[str, Any]) -> Any:
         names = tuple(source)
         if names not in self._rules:
-            self._rules[names] = mappings.to_rules(self._mapping, names)
+            architecture = self._model_config.architecture
+            self._rules[names] = mappings.to_rules(self._mapping, names, architecture)
         return self._rules[names]
 
     def _check_same_engine(self, config: RolloutConfig) -> None:

@@ -14,6 +14,7 @@ from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, named_params, named_params_of, params_of, tokens_of
 from tunix_sgljax import mappings
 
+QWEN3 = "Qwen3ForCausalLM"
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 9), seed=2)
 
 HF_NAMES = {
@@ -276,7 +277,7 @@ def test_rules_of_a_mapping():
         to_hf_transpose_keys={"a.*.w": (1, 0), "c.w": (0, 2, 1)},
         to_hf_hook_fns={"a.1.b.3.w": hook},
     )
-    rules = mappings.to_rules(mapping, ["a.0.b.2.w", "a.1.b.3.w", "c.w", "unmapped"])
+    rules = mappings.to_rules(mapping, ["a.0.b.2.w", "a.1.b.3.w", "c.w", "unmapped"], "any")
     assert rules == (
         Rule("a.0.b.2.w", "x.0.y.2.weight", (1, 0), None),
         Rule("a.1.b.3.w", "x.1.y.3.weight", (1, 0), hook),
@@ -288,7 +289,7 @@ def test_rules_of_a_mapping():
 def test_a_star_stands_for_one_component():
     mapping = MappingConfig(to_hf_mappings={"layers.*.w": "t.*.weight"})
     names = ["layers.0.w", "layers.0.inner.w"]
-    assert [rule.source for rule in mappings.to_rules(mapping, names)] == ["layers.0.w"]
+    assert [rule.source for rule in mappings.to_rules(mapping, names, "any")] == ["layers.0.w"]
 
 
 def test_the_shipped_mapping_of_tunix_agrees_with_ours(model, untied):
@@ -297,8 +298,8 @@ def test_the_shipped_mapping_of_tunix_agrees_with_ours(model, untied):
         names = list(named_params(actor))
         mapping = mappings.find_mapping(None, actor)
         assert mapping is not None
-        shipped = {rule.source: rule for rule in mappings.to_rules(mapping, names)}
-        ours = {rule.source: rule for rule in mappings.to_rules(None, names)}
+        shipped = {rule.source: rule for rule in mappings.to_rules(mapping, names, QWEN3)}
+        ours = {rule.source: rule for rule in mappings.to_rules(None, names, QWEN3)}
         for source in names:
             pattern = source.replace(".0.", ".*.").replace(".1.", ".*.")
             assert shipped[source].transpose == ours[pattern].transpose

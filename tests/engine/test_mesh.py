@@ -8,13 +8,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 SCRIPT = """
+import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from tests.engine.models import TINY, random_prompts, spread_weights
 
+GOLDEN = sys.argv[1]
 devices = np.asarray(jax.devices())
 assert len(devices) == 8
 prompts = random_prompts(9, 1, 40)
@@ -66,6 +71,17 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
         assert outputs(engine) == expected
         assert engine._loop._runner.kv[0].k.devices() == {devices[4]}
 
+# Biases, a window, soft caps, tied and untied heads: as transformers computes them.
+mesh = Mesh(devices.reshape(4, 2), ("fsdp", "tp"))
+for name in ("qwen2_bias_untied", "llama_scaled_untied", "gemma2_window", "gemma3_window"):
+    golden = np.load(f"{GOLDEN}/{name}/golden.npz")
+    with Engine(f"{GOLDEN}/{name}", mesh=mesh, dtype="float32", page_size=4) as engine:
+        rows = range(int(golden["num_prompts"]))
+        given = [golden[f"prompt_{i}"].tolist() for i in rows]
+        greedy = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
+        for i, output in enumerate(engine.generate_requests(given, greedy)):
+            assert output.output_ids == golden[f"greedy_{i}"].tolist(), (name, i)
+
 try:
     Engine(model_config=TINY, mesh=Mesh(devices.reshape(2, 4), ("fsdp", "tp")))
 except InvalidConfigError as error:
@@ -82,7 +98,11 @@ def test_eight_devices():
         "JAX_PLATFORMS": "cpu",
     }
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", SCRIPT, str(GOLDEN)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "mesh ok" in result.stdout

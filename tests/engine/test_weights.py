@@ -25,6 +25,7 @@ from sgljax_engine import (
     flatten_named,
     load_model_config,
 )
+from sgljax_engine.builder import dummy_weights
 from sgljax_engine.weights.rules import match
 from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
 from tests.compilation import recorded_programs
@@ -45,21 +46,32 @@ def sync(source, rules, targets):
 
 class TestRules:
     def target(self, rules, name):
-        found = match(rules, name)
-        assert found is not None
+        (found,) = match(rules, name)
         return found.target
 
     def test_wildcards_match_one_component(self):
         rules = [Rule("layers.*.mlp.*.w", "model.layers.*.*.weight"), Rule("skip.*", None)]
         assert self.target(rules, "layers.12.mlp.up.w") == "model.layers.12.up.weight"
-        assert match(rules, "layers.1.2.mlp.up.w") is None
+        assert match(rules, "layers.1.2.mlp.up.w") == []
         assert self.target(rules, "skip.this") is None
-        assert match(rules, "layersX1Xmlp.up.w") is None
+        assert match(rules, "layersX1Xmlp.up.w") == []
 
     def test_first_rule_wins(self):
         rules = [Rule("a.0", "first"), Rule("a.*", "second")]
         assert self.target(rules, "a.0") == "first"
         assert self.target(rules, "a.1") == "second"
+
+    def test_parts_come_together(self):
+        rules = [
+            Rule("*.kv", "*.k", part=0),
+            Rule("*.q", "*.q"),
+            Rule("*.kv", "*.v", part=1),
+            Rule("0.*", "never"),
+        ]
+        assert [(found.target, found.rule.part) for found in match(rules, "0.kv")] == [
+            ("0.k", 0),
+            ("0.v", 1),
+        ]
 
     def test_flatten_named(self):
         tree = {"a": [np.zeros(1), {"b": np.ones(2)}], "c.d": np.zeros(3)}
@@ -86,6 +98,16 @@ class TestApply:
             {"x": np.ones(2)}, [Rule("x", "norm.scale")], {"n": target((2,), alias="norm.scale")}
         )
         np.testing.assert_array_equal(made["n"], [1, 1])
+
+    def test_a_fused_parameter_is_split(self):
+        fused = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+        rules = [
+            Rule("kv", "v", (1, 0), lambda x: -x, part=1),
+            Rule("kv", "k", part=0),
+        ]
+        made = sync({"kv": fused}, rules, {"k": target((12,)), "v": target((4, 3))})
+        np.testing.assert_array_equal(made["k"], fused[0].reshape(-1))
+        np.testing.assert_array_equal(made["v"], -fused[1].T)
 
     def test_never_aliases_the_source(self):
         source = {"x": jnp.arange(8.0).reshape(2, 4), "y": jnp.ones((4, 4))}
@@ -136,6 +158,30 @@ class TestPlanErrors:
             [Rule("w", "w", None, lambda x: x["no"])],
             {"w": (2,)},
             ["'w' [2] for 'w' [2]"],
+        ),
+        (
+            {"w": (3, 2)},
+            [Rule("w", "a", part=0), Rule("w", "b", part=2)],
+            {"a": (2,), "b": (2,)},
+            ["'w' [3, 2] has 3 parts, the rules take [0, 2]"],
+        ),
+        (
+            {"w": (2, 2)},
+            [Rule("w", "a", part=0), Rule("w", "b", part=0)],
+            {"a": (2,), "b": (2,)},
+            ["'w' [2, 2] has 2 parts, the rules take [0, 0]"],
+        ),
+        (
+            {"w": (1, 2)},
+            [Rule("w", "a", part=0), Rule("w", "b")],
+            {"a": (2,), "b": (1, 2)},
+            ["'w' [1, 2] is mapped both whole and in parts"],
+        ),
+        (
+            {"w": (2, 3)},
+            [Rule("w", "a", part=0), Rule("w", None, part=1)],
+            {"a": (2,)},
+            ["'w' [2, 3] for 'a' [2]: shapes do not fit (after transpose and hook: [3])"],
         ),
     )
 
@@ -358,6 +404,21 @@ class TestHFFolder:
         with Engine(folder, load_format="dummy", random_seed=1) as engine:
             params = {"max_new_tokens": 3}
             assert engine.generate(input_ids=[5], sampling_params=params)["output_ids"]
+
+    @pytest.mark.parametrize(
+        ("name", "filled"),
+        [
+            ("qwen2_bias_untied", {"k_proj.bias": 0.0, "norm.weight": 1.0}),
+            ("gemma2_window", {"norm.weight": 0.0}),
+        ],
+    )
+    def test_dummy_vectors_change_nothing(self, name, filled):
+        """Biases are 0, norms 1, also where they are stored minus one."""
+        source = dummy_weights(load_model_config(GOLDEN / name), seed=0)
+        for ending, value in filled.items():
+            found = [v for key, v in source.arrays.items() if key.endswith(ending)]
+            assert found
+            assert all((vector == value).all() for vector in found)
 
     def test_dtype_comes_from_the_checkpoint(self):
         with Engine(GOLDEN / "qwen3_bf16_tied") as engine:

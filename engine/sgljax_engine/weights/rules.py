@@ -21,14 +21,17 @@ class Rule(NamedTuple):
         source: Dotted source name; `*` stands for one component (a layer number, say).
         target: Engine name, its `*`s filled with what the source's matched; None ignores the
             source parameter on purpose.
-        transpose: Permutation of the source's axes, applied first.
+        transpose: Permutation of the source's axes (those of the part, if `part` is set).
         hook: Applied after the transpose.
+        part: For a fused parameter, the index on its first axis that this rule takes, before the
+            transpose; the rules with the same source together must take all of them.
     """
 
     source: str
     target: str | None
     transpose: tuple[int, ...] | None = None
     hook: Hook | None = None
+    part: int | None = None
 
 
 class Match(NamedTuple):
@@ -38,13 +41,22 @@ class Match(NamedTuple):
     rule: Rule
 
 
-def match(rules: Sequence[Rule], source: str) -> Match | None:
-    """The first rule whose pattern is the source name, or None."""
+def match(rules: Sequence[Rule], source: str) -> list[Match]:
+    """The first rule whose pattern is the source name; with its fellows, if it takes a part.
+
+    Returns:
+        One match, one a part of a fused parameter, or none.
+    """
+    found: list[Match] = []
     for rule in rules:
-        found = re.fullmatch(_pattern(rule.source), source)
-        if found is not None:
-            return Match(_fill(rule.target, found.groups()), rule)
-    return None
+        if found and rule.source != found[0].rule.source:
+            continue
+        names = re.fullmatch(_pattern(rule.source), source)
+        if names is not None:
+            found.append(Match(_fill(rule.target, names.groups()), rule))
+            if found[0].rule.part is None:
+                break
+    return found
 
 
 def _pattern(source: str) -> str:

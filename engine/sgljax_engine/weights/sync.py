@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sgljax_engine.errors import WeightSyncError
-from sgljax_engine.weights.rules import Hook, Rule, flatten_named, match
+from sgljax_engine.weights.rules import Hook, Match, Rule, flatten_named, match
 
 
 class TargetSpec(NamedTuple):
@@ -45,12 +46,13 @@ class SourceSpec(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How one engine parameter is made: transpose, hook, reshape, cast, physical transpose."""
+    """How one engine parameter is made: part, transpose, hook, reshape, cast, physical layout."""
 
     source: str
     target: str
     transpose: tuple[int, ...] | None
     hook: Hook | None
+    part: int | None
 
 
 class Program(NamedTuple):
@@ -111,20 +113,20 @@ def plan_sync(
     steps: dict[str, Step] = {}
     problems: list[str] = []
     for name, spec in source.items():
-        found = match(rules, name)
-        if found is None:
-            problems.append(f"source parameter {name!r} {list(spec.shape)} is mapped by no rule")
-            continue
-        if found.target is None:
-            continue
-        target = names.get(found.target)
-        if target is None:
-            problems.append(f"{name!r} maps to {found.target!r}, which the model does not have")
-        elif target in steps:
-            problems.append(f"{name!r} and {steps[target].source!r} both map to {target!r}")
-        else:
-            steps[target] = Step(name, target, found.rule.transpose, found.rule.hook)
-            problems.extend(_shape_problems(spec, steps[target], targets[target]))
+        matches = match(rules, name)
+        problems.extend(_coverage_problems(name, spec, matches))
+        for found in matches:
+            if found.target is None:
+                continue
+            target = names.get(found.target)
+            if target is None:
+                problems.append(f"{name!r} maps to {found.target!r}, which the model does not have")
+            elif target in steps:
+                problems.append(f"{name!r} and {steps[target].source!r} both map to {target!r}")
+            else:
+                rule = found.rule
+                steps[target] = Step(name, target, rule.transpose, rule.hook, rule.part)
+                problems.extend(_shape_problems(spec, steps[target], targets[target]))
     problems.extend(
         f"parameter {name!r} {list(spec.shape)} is missing from the source"
         for name, spec in targets.items()
@@ -137,6 +139,22 @@ def plan_sync(
         )
     ordered = tuple(steps[name] for name in targets)
     return SyncPlan(dict(source), ordered, targets, _build_program(ordered, targets))
+
+
+def _coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) -> list[str]:
+    """What of a source parameter no rule, or more than one, takes."""
+    where = f"source parameter {name!r} {list(spec.shape)}"
+    if not matches:
+        return [f"{where} is mapped by no rule"]
+    parts = [found.rule.part for found in matches if found.rule.part is not None]
+    if not parts:
+        return []
+    if len(parts) < len(matches):
+        return [f"{where} is mapped both whole and in parts"]
+    size = spec.shape[0] if spec.shape else 0
+    if sorted(parts) != list(range(size)):
+        return [f"{where} has {size} parts, the rules take {sorted(parts)}"]
+    return []
 
 
 def _shape_problems(spec: SourceSpec, step: Step, target: TargetSpec) -> list[str]:
@@ -171,6 +189,8 @@ def _is_regrouping(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 def _transform(x: jax.Array, step: Step) -> jax.Array:
+    if step.part is not None:
+        x = lax.index_in_dim(x, step.part, keepdims=False)
     if step.transpose is not None:
         x = jnp.transpose(x, step.transpose)
     return step.hook(x) if step.hook is not None else x

@@ -1,0 +1,156 @@
+"""Every family that Tunix trains: the same tokens and log-probs as its own sampler and trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from sgljax_engine import RopeConfig, UnsupportedModelError, WeightSyncError
+from tests import tunix_families as families
+from tests import tunix_reference as ref
+from tests.adapter.helpers import (
+    max_difference,
+    named_params,
+    new_rollout,
+    params_of,
+    rollout_config,
+    scores,
+    text_of,
+    tokens_of,
+)
+from tunix_sgljax import mappings
+from tunix_sgljax.model_config import as_trained, to_model_config
+
+NUM_TOKENS = 64
+TOLERANCE = 1e-4
+
+
+def config_of(**changes):
+    return rollout_config(max_tokens_to_generate=NUM_TOKENS, return_logprobs=True, **changes)
+
+
+@pytest.fixture(scope="module", params=sorted(families.FAMILIES))
+def case(request):
+    """A model, its rollout, and prompts."""
+    model = families.make(request.param)
+    rollout = new_rollout(model, rollout_config=config_of(), max_model_len=128)
+    prompts = families.make_prompts(request.param)
+    yield types.SimpleNamespace(name=request.param, model=model, rollout=rollout, prompts=prompts)
+    rollout.close()
+
+
+def generate(case):
+    return case.rollout.generate([text_of(ids) for ids in case.prompts], config_of())
+
+
+def test_greedy_tokens_are_those_of_tunixs_sampler(case):
+    expected = ref.vanilla_greedy(case.model, case.prompts, NUM_TOKENS)
+    for row, want in zip(generate(case).tokens, expected, strict=True):
+        np.testing.assert_array_equal(row, want)
+
+
+def test_logprobs_and_scores_are_the_trainers(case):
+    output = generate(case)
+    expected = ref.trainer_logps(case.model, case.prompts, output.tokens, temperature=0.0)
+    assert max_difference(output.logprobs, expected) < TOLERANCE
+    case.rollout.bind(config_of(temperature=0.0))
+    assert max_difference(scores(case.rollout, case.prompts, output.tokens), expected) < TOLERANCE
+
+
+def test_new_weights_arrive_in_every_parameter(case):
+    """The engine, given other weights and then the first ones again, follows the trainer."""
+    before = [row.tolist() for row in generate(case).tokens]
+    other = families.make(case.name, seed=99)
+    case.rollout.update_params(params_of(other), (nnx.Param,))
+    output = generate(case)
+    # Up to the first pad id, which the trainer masks.
+    tokens = [row[: int(np.append(row == ref.PAD_ID, True).argmax())] for row in output.tokens]
+    rows = [i for i, row in enumerate(tokens) if len(row)]
+    expected = ref.trainer_logps(
+        other, [case.prompts[i] for i in rows], [tokens[i] for i in rows], temperature=0.0
+    )
+    got = [output.logprobs[i][: len(tokens[i])] for i in rows]
+    assert len(rows) >= 3
+    assert max_difference(got, expected) < TOLERANCE
+    case.rollout.update_params(params_of(case.model), (nnx.Param,))
+    assert [row.tolist() for row in generate(case).tokens] == before
+
+
+def test_a_missing_parameter_is_named(case):
+    state = named_params(case.model)
+    del state["layers.1.mlp.up_proj.kernel"]
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*missing"):
+        case.rollout.update_params(state, (nnx.Param,))
+
+
+def test_a_fused_projection_of_another_size_is_named():
+    model = families.make("gemma_mqa")
+    rollout = new_rollout(model, max_model_len=64)
+    tokens_of(rollout, [[1, 2]])
+    state = named_params(model)
+    name = "layers.0.attn.kv_einsum.w"
+    state[name] = jax.numpy.concatenate([state[name], state[name][:1]])
+    with pytest.raises(WeightSyncError, match=r"kv_einsum.* has 3 parts, the rules take \[0, 1\]"):
+        rollout.update_params(state, (nnx.Param,))
+    rollout.close()
+
+
+# ------------------------------------------------------------------ what Tunix computes
+
+
+def test_llama_rotates_as_tunix_does_not_as_its_config_says(caplog):
+    config = families.FAMILIES["llama3_tied"].config
+    model = to_model_config(config, context_length=64)
+    assert (config.rope_theta, model.rope) == (500_000, RopeConfig(theta=1e6))
+    given = dataclasses.replace(model, rope=RopeConfig(theta=5e5, linear_factor=8.0))
+    with caplog.at_level(logging.WARNING):
+        assert as_trained(given, config) == model
+    assert "rope=RopeConfig(theta=500000.0, linear_factor=8.0" in caplog.text
+
+
+def test_gemma3_scale_follows_the_normalisation_of_queries():
+    config = families.FAMILIES["gemma3"].config
+    attention = to_model_config(config, context_length=64).attention
+    assert attention.scale == (config.embed_dim // config.num_heads) ** -0.5 == 8**-0.5
+    by_head = type(config.query_pre_attn_norm).BY_ONE_OVER_SQRT_HEAD_DIM
+    usual = dataclasses.replace(config, query_pre_attn_norm=by_head)
+    assert to_model_config(usual, context_length=64).attention.scale == 16**-0.5
+    assert attention.sliding_layers == (*[True] * 5, False)
+
+
+def test_half_of_gemma2s_norms_are_refused():
+    config = dataclasses.replace(families.FAMILIES["gemma2"].config, use_post_ffw_norm=False)
+    with pytest.raises(UnsupportedModelError, match="use_post_ffw_norm=False"):
+        to_model_config(config, context_length=64)
+
+
+def test_images_are_refused():
+    config = dataclasses.replace(families.FAMILIES["gemma3"].config, vision_config=object())
+    with pytest.raises(UnsupportedModelError, match="vision_config"):
+        to_model_config(config, context_length=64)
+
+
+def test_an_architecture_without_a_mapping_is_refused():
+    with pytest.raises(UnsupportedModelError, match="no weight mapping is built in for Mamba"):
+        mappings.to_rules(None, [], "Mamba")
+
+
+@pytest.mark.parametrize("name", ["qwen2_untied", "llama3_untied"])
+def test_the_shipped_mapping_of_tunix_agrees_with_ours(name):
+    model = families.make(name)
+    names = list(named_params(model))
+    architecture = to_model_config(families.FAMILIES[name].config, context_length=64).architecture
+    mapping = mappings.find_mapping(None, model)
+    assert mapping is not None
+    shipped = {rule.source: rule for rule in mappings.to_rules(mapping, names, architecture)}
+    ours = {rule.source: rule for rule in mappings.to_rules(None, names, architecture)}
+    for source in names:
+        pattern = source.replace(".0.", ".*.").replace(".1.", ".*.")
+        assert shipped[source].transpose == ours[pattern].transpose
+        assert shipped[source].hook is None

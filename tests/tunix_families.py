@@ -1,0 +1,177 @@
+"""Small models of every family that Tunix trains and the rollout supports, beside Qwen3.
+
+Qwen3 itself is in `tunix_reference`, whose sampler and trainer serve these models too. Nothing here
+imports the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.models.gemma import model as gemma
+from tunix.models.gemma3 import model as gemma3
+from tunix.models.llama3 import model as llama3
+from tunix.models.qwen2 import model as qwen2
+
+from tests import tunix_reference as ref
+
+_LLAMA_LIKE: dict[str, Any] = {
+    "num_layers": 2,
+    "vocab_size": 96,
+    "embed_dim": 32,
+    "hidden_dim": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "norm_eps": 1e-5,
+}
+_GEMMA_LIKE: dict[str, Any] = {
+    "num_layers": 2,
+    "num_embed": 96,
+    "embed_dim": 32,
+    "hidden_dim": 48,
+    "num_heads": 4,
+    "head_dim": 16,
+}
+_GEMMA1: dict[str, Any] = {
+    **_GEMMA_LIKE,
+    "final_logit_softcap": None,
+    "use_post_attn_norm": False,
+    "use_post_ffw_norm": False,
+    "attention_types": (gemma.AttentionType.GLOBAL,) * 2,
+}
+
+
+class Family(NamedTuple):
+    """A tiny model.
+
+    Attributes:
+        model: Tunix's class.
+        config: Its configuration.
+        seed: Of weights whose 64 greedy tokens after each prompt leave a gap of at least 4e-3
+            between the two best logits and do not fall into a short cycle.
+        prompt_lengths: Of the prompts; all the same where Tunix depends on padding.
+    """
+
+    model: Any
+    config: Any
+    seed: int
+    prompt_lengths: tuple[int, ...] = (1, 5, 16, 17, 40)
+
+
+FAMILIES = {
+    "qwen2_tied": Family(
+        qwen2.Qwen2,
+        qwen2.ModelConfig(**_LLAMA_LIKE, rope_theta=30_000, use_tied_embedding=True),
+        seed=6,
+    ),
+    "qwen2_untied": Family(
+        qwen2.Qwen2, qwen2.ModelConfig(**_LLAMA_LIKE, rope_theta=1_000_000), seed=4
+    ),
+    "llama3_tied": Family(
+        llama3.Llama3,
+        llama3.ModelConfig(**_LLAMA_LIKE, rope_theta=500_000, weight_tying=True),
+        seed=0,
+    ),
+    "llama3_untied": Family(
+        llama3.Llama3, llama3.ModelConfig(**_LLAMA_LIKE, rope_theta=500_000), seed=0
+    ),
+    # The three forms of Gemma's projections: q and kv, all in one, q and kv of several heads.
+    "gemma_mqa": Family(gemma.Gemma, gemma.ModelConfig(**_GEMMA1, num_kv_heads=1), seed=0),
+    "gemma_mha": Family(gemma.Gemma, gemma.ModelConfig(**_GEMMA1, num_kv_heads=4), seed=6),
+    # Tunix 0.1.7 compares positions with places in the padded row, so that the window of a
+    # Gemma 2 moves with the padding; without padding it is right.
+    "gemma2": Family(
+        gemma.Gemma,
+        gemma.ModelConfig(
+            **{**_GEMMA_LIKE, "num_layers": 3},
+            num_kv_heads=2,
+            final_logit_softcap=16.0,
+            use_post_attn_norm=True,
+            use_post_ffw_norm=True,
+            attention_types=(
+                gemma.AttentionType.LOCAL_SLIDING,
+                gemma.AttentionType.GLOBAL,
+                gemma.AttentionType.LOCAL_SLIDING,
+            ),
+            attn_logits_soft_cap=4.0,
+            sliding_window_size=13,
+        ),
+        seed=4,
+        prompt_lengths=(20, 20, 20, 20, 20),
+    ),
+    # Six layers, for the sixth is the first with full attention.
+    "gemma3": Family(
+        gemma3.Gemma3,
+        gemma3.ModelConfig(
+            **{**_GEMMA_LIKE, "num_layers": 6},
+            num_kv_heads=1,
+            sliding_window_size=13,
+            local_base_frequency=10_000,
+            global_base_frequency=100_000,
+            global_scale_factor=4.0,
+            query_pre_attn_norm=(
+                gemma3.QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS
+            ),
+            param_dtype=jnp.float32,
+        ),
+        seed=3,
+    ),
+}
+
+
+@ref.deprecations_ignored()
+def make(name: str, seed: int | None = None) -> Any:
+    """Builds a float32 model with random weights whose logits are well spread.
+
+    Args:
+        name: A key of `FAMILIES`.
+        seed: Of the weights; None is the family's.
+    """
+    family = FAMILIES[name]
+    model = family.model(family.config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(family.seed if seed is None else seed)
+    draw = functools.partial(_draw, name, rng)
+    state = nnx.state(model, nnx.Param)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    new = [jnp.asarray(draw(jax.tree_util.keystr(path), x.shape), x.dtype) for path, x in leaves]
+    nnx.update(model, jax.tree_util.tree_unflatten(treedef, new))
+    return model
+
+
+def make_prompts(name: str) -> list[np.ndarray]:
+    """Prompts of the family's lengths."""
+    return ref.make_prompts(_LLAMA_LIKE["vocab_size"], FAMILIES[name].prompt_lengths)
+
+
+def _draw(family: str, rng: np.random.Generator, path: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Draws one parameter by its place in Tunix's model."""
+    noise = rng.standard_normal(shape)
+    if "norm" in path:
+        if "scale" not in path:
+            return 1.0 + 0.25 * noise
+        # Gemma's embeddings are large, as they are scaled: large outputs of the layers, too, keep
+        # the model from repeating its last token.
+        is_post_norm = "post_" in path
+        return (12.0 if is_post_norm else 0.0) + 0.25 * noise
+    if "bias" in path:
+        return noise
+    if "embedder" in path:
+        weight = 3.0 * noise / shape[1] ** 0.5
+        weight[ref.PAD_ID] *= ref.PAD_LOGIT_SCALE
+        return weight
+    if "lm_head" in path:
+        weight = 3.0 * noise / shape[0] ** 0.5
+        weight[:, ref.PAD_ID] *= ref.PAD_LOGIT_SCALE
+        return weight
+    if "o_proj" in path or "attn_vec_einsum" in path:  # [N, H, D]
+        fan_in = shape[0] * shape[1]
+    else:  # [D, ...], or Gemma's [..., N, D, H]
+        fan_in = shape[-2] if "einsum" in path else shape[0]
+    gain = 10.0 if "down_proj" in path and family.startswith("gemma_") else 2.0
+    return gain * noise / fan_in**0.5
