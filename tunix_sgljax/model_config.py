@@ -154,6 +154,7 @@ def _gemma(config: Any, context_length: int) -> ModelConfig:
         context_length,
         rope=RopeConfig(theta=_default_of_apply_rope(config, "max_wavelength")),
         attention=AttentionConfig(
+            scale=config.head_dim**-0.5 if norms[0] else None,
             logit_softcap=config.attn_logits_soft_cap,
             sliding_window=config.sliding_window_size if any(sliding) else None,
             sliding_layers=sliding,

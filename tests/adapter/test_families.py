@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sgljax_engine import RopeConfig, UnsupportedModelError, WeightSyncError
+from sgljax_engine import (
+    RopeConfig,
+    UnsupportedModelError,
+    WeightSyncError,
+    model_config_from_hf,
+)
 from tests import tunix_families as families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
@@ -112,6 +117,53 @@ def test_llama_rotates_as_tunix_does_not_as_its_config_says(caplog):
     with caplog.at_level(logging.WARNING):
         assert as_trained(given, config) == model
     assert "rope=RopeConfig(theta=500000.0, linear_factor=8.0" in caplog.text
+
+
+GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 8192,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 10000.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA3_4B = {
+    **GEMMA2_2B,
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 34,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+PUBLISHED = {
+    "gemma2_2b": (families.gemma.ModelConfig.gemma2_2b, GEMMA2_2B),
+    "gemma3_4b": (families.gemma3.ModelConfig.gemma3_4b_it, GEMMA3_4B),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tunix_computes_what_the_published_config_says(name, caplog):
+    """So that a config.json beside Tunix's model neither warns nor changes anything."""
+    make_config, published = PUBLISHED[name]
+    described = model_config_from_hf(published)
+    with caplog.at_level(logging.WARNING):
+        assert as_trained(described, make_config()) == described
+    assert not caplog.records
 
 
 def test_gemma3_scale_follows_the_normalisation_of_queries():

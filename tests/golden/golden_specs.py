@@ -1,0 +1,284 @@
+"""The golden models that make_goldens.py writes, and what each must be sensitive to."""
+
+# The development environment has no torch.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+
+DEFAULT_EPS = 1e-6
+SPECIAL_TOKENS = ("<|pad|>", "<|eos|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GoldenSpec:
+    """One golden model.
+
+    Attributes:
+        name: The folder is `<family>_<name>`.
+        family: A key of `FAMILIES`.
+        rope_theta: Base of the rotary embedding.
+        rope: `rope_parameters`, where they say more than `rope_theta`.
+        settings: Further fields of the config.
+        wrong_settings: Fields of the config and values that must be seen if used instead.
+        wrong_weights: Endings of parameter names that must be seen if those were zero.
+        legacy_config: Rewrite config.json as transformers 4 wrote it: top-level `rope_theta`,
+            `rope_scaling` and `torch_dtype`. Otherwise it holds `rope_parameters` only.
+        num_special: Ids below this are special: in no prompt, in no greedy continuation.
+        max_shard_size: Passed to `save_pretrained`.
+        dtype: Of the stored weights; goldens are always computed in float32.
+        with_tokenizer: Also write a tokenizer and sampling defaults.
+    """
+
+    name: str
+    family: str = "qwen3"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tied: bool
+    rope_theta: float
+    rope: dict[str, Any] | None = None
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    wrong_settings: tuple[tuple[str, Any], ...] = ()
+    wrong_weights: tuple[str, ...] = ()
+    rms_norm_eps: float = DEFAULT_EPS
+    legacy_config: bool = False
+    num_special: int = 3
+    max_shard_size: str = "1GB"
+    dtype: torch.dtype = torch.float32
+    with_tokenizer: bool = False
+
+    @property
+    def folder_name(self) -> str:
+        """Where the golden goes."""
+        return f"{self.family}_{self.name}"
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """As transformers 5 has them."""
+        return self.rope or {"rope_type": "default", "rope_theta": self.rope_theta}
+
+    @property
+    def has_offset_norms(self) -> bool:
+        """Whether norm weights are stored minus one."""
+        return self.family.startswith("gemma")
+
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+}
+"""Config and model classes of transformers."""
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SLIDING_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+GLOBAL_ROPE = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}
+
+
+def _gemma3_rope(**changes: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_attention": SLIDING_ROPE, "full_attention": GLOBAL_ROPE} | changes
+
+
+SPECS = (
+    GoldenSpec(
+        name="gqa_tied",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=True,
+        rope_theta=1_000_000.0,
+        num_special=len(SPECIAL_TOKENS),
+        with_tokenizer=True,
+    ),
+    GoldenSpec(
+        name="mqa_untied",
+        vocab_size=160,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=16,
+        tied=False,
+        rope_theta=10_000.0,
+    ),
+    # A theta that is nobody's default, and an eps large enough to be seen in the logits.
+    GoldenSpec(
+        name="mha_sharded",
+        vocab_size=128,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=12,
+        tied=False,
+        rope_theta=30_000.0,
+        rms_norm_eps=1e-2,
+        legacy_config=True,
+        max_shard_size="64KB",
+    ),
+    GoldenSpec(
+        name="bf16_tied",
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        tied=True,
+        rope_theta=250_000.0,
+        dtype=torch.bfloat16,
+    ),
+    GoldenSpec(
+        name="bias_untied",
+        family="qwen2",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tied=False,
+        rope_theta=1_000_000.0,
+        wrong_weights=("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+    ),
+    GoldenSpec(
+        name="tied",
+        family="llama",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=16,
+        tied=True,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+    ),
+    # Llama 3.1 in transformers 4's words; of the 8 timescales each of the three kinds is there.
+    GoldenSpec(
+        name="scaled_untied",
+        family="llama",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=False,
+        rope_theta=10_000.0,
+        rope=LLAMA3_ROPE,
+        legacy_config=True,
+        wrong_settings=(
+            ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}),
+            ("rope_parameters", LLAMA3_ROPE | {"factor": 2.0}),
+            ("rope_parameters", LLAMA3_ROPE | {"low_freq_factor": 0.25}),
+            ("rope_parameters", LLAMA3_ROPE | {"high_freq_factor": 1.5}),
+            ("rope_parameters", LLAMA3_ROPE | {"original_max_position_embeddings": 64}),
+        ),
+    ),
+    GoldenSpec(
+        name="mqa",
+        family="gemma",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=16,
+        tied=True,
+        rope_theta=10_000.0,
+        wrong_settings=(("hidden_act", "silu"),),
+    ),
+    GoldenSpec(
+        name="window",
+        family="gemma2",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=True,
+        rope_theta=10_000.0,
+        settings={
+            "sliding_window": 13,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 16.0,
+        },
+        wrong_settings=(
+            ("sliding_window", 12),
+            ("sliding_window", 14),
+            ("layer_types", ["full_attention"] * 3),
+            ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+            ("query_pre_attn_scalar", 16),
+            ("attn_logit_softcapping", None),
+            ("attn_logit_softcapping", 8.0),
+            ("final_logit_softcapping", None),
+            ("hidden_activation", "silu"),
+        ),
+        wrong_weights=("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"),
+    ),
+    GoldenSpec(
+        name="window",
+        family="gemma3",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=True,
+        rope_theta=100_000.0,
+        rope=_gemma3_rope(),
+        settings={
+            "sliding_window": 13,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        wrong_settings=(
+            ("sliding_window", 12),
+            ("sliding_window", 14),
+            ("layer_types", ["full_attention"] * 3),
+            ("layer_types", ["sliding_attention"] * 3),
+            ("query_pre_attn_scalar", 16),
+            ("rope_parameters", _gemma3_rope(full_attention=SLIDING_ROPE)),
+            ("rope_parameters", _gemma3_rope(sliding_attention=GLOBAL_ROPE)),
+            ("rope_parameters", _gemma3_rope(full_attention=GLOBAL_ROPE | {"factor": 1.0})),
+        ),
+        wrong_weights=("q_norm.weight", "k_norm.weight", "post_attention_layernorm.weight"),
+    ),
+)
