@@ -9,8 +9,9 @@ again, prompt and output so far together. The oldest request always keeps its pa
 request that fits the pool alone finishes in the end.
 
 Pages with the same tokens are computed once and shared. A prefill's pages can be shared as soon as
-it is planned: in one dispatch every layer writes all keys before any token reads them. While a
-long prompt is prefilled in chunks, other requests with the same beginning wait for it.
+it is planned: in one dispatch every layer writes all keys before any token reads them. A prompt
+that goes in chunks takes the whole budget of a dispatch until its last chunk, so requests with the
+same beginning wait for it and then find its pages.
 """
 
 from __future__ import annotations
@@ -234,9 +235,6 @@ class Scheduler:
             if len(self.running) >= self._config.max_running_requests:
                 break
             prefix = self._pool.find_prefix(request)
-            if self._is_being_computed(request, prefix, plan):
-                self._pool.release_prefix(prefix)
-                continue
             expected = self._expected_pages(request, prefix.num_pages)
             now = self._pages_to_start(request, prefix, num_steps)
             if prefix.tail is not None and now > self._pool.num_available:
@@ -258,23 +256,6 @@ class Scheduler:
         self.waiting = [r for r in self.waiting if r.status is RequestStatus.WAITING]
         self.running.sort(key=_arrival)
         return started
-
-    def _is_being_computed(self, request: Request, prefix: PrefixHandle, plan: _Prefill) -> bool:
-        """Whether an older request's prefill will soon make more of this one's prefix shareable."""
-        if not self._pool.is_sharing or prefix.tail is not None:
-            return False
-        start = prefix.num_pages * self._pool.page_size
-        end = min(start + self._pool.page_size, request.kv_len)
-        is_tail = end - start < self._pool.page_size
-        wanted = request.tokens(start, end)
-        return start < end and any(
-            r.arrival < request.arrival
-            and plan.ends.get(r.rid, r.num_computed) < r.kv_len
-            and (r.kv_len == end if is_tail else r.kv_len >= end)
-            and r.tokens(start, end) == wanted
-            and r.tokens(0, start) == request.tokens(0, start)
-            for r in self.running
-        )
 
     def _pages_to_start(self, request: Request, prefix: PrefixHandle, num_steps: int) -> int:
         steps = min(num_steps, request.num_remaining)
