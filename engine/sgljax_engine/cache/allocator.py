@@ -41,11 +41,11 @@ class PageAllocator:
 
     def free(self, pages: list[int]) -> None:
         """Gives pages back; a page that is not in use raises EngineError."""
-        for page in pages:
+        for page in reversed(pages):
             if not 0 <= page < self.num_pages or not self._is_used[page]:
                 raise EngineError(f"KV page {page} freed but it is not in use")
             self._is_used[page] = 0
-        self._free.extend(reversed(pages))
+            self._free.append(page)
 
     def check_integrity(self) -> None:
         """Raises EngineError unless free and used pages add up to the pool."""

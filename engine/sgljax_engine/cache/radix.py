@@ -90,9 +90,13 @@ class RadixCache:
         return self._allocator.num_free + len(self._unused)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes pages, evicting the least recently used ones; EngineError if there are too few."""
-        while self._allocator.num_free < count and self._unused:
-            self._evict()
+        """Takes pages, evicting the least recently used ones.
+
+        Raises EngineError, and evicts nothing, if there are too few.
+        """
+        if count <= self.num_available:
+            while self._allocator.num_free < count:
+                self._evict()
         return self._allocator.allocate(count)
 
     def acquire(self, tokens: Sequence[int]) -> PrefixHandle:
@@ -122,7 +126,7 @@ class RadixCache:
         """Gives the cache pages that come after a handle's; returns the longer handle.
 
         Args:
-            handle: A current handle; it is used up.
+            handle: A current handle without a tail; it is used up.
             tokens: A whole page of tokens for each of `pages`, which follow the handle's.
             pages: Their pages, from now on owned by the cache.
             merge: What to do at a page that the cache has already. True frees the given one and
