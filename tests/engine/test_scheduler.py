@@ -29,6 +29,7 @@ from sgljax_engine.types import (
     SchedulerOutput,
     StepOutput,
 )
+from tests.engine.fake_device import FakeDevice
 
 PAGE = 4
 BLOCK = 8
@@ -84,35 +85,63 @@ def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, bud
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, retracts and steps in any order; everything finishes exactly once."""
+    """Adds, aborts, retracts, fails and steps in any order; everything finishes exactly once.
+
+    The device checks that every request finds its own keys and values, whoever computed them.
+    """
 
     @initialize(
         num_pages=st.integers(6, 20),
         max_running=st.integers(1, 5),
         steps=st.integers(1, 8),
+        budget=st.sampled_from([8, 16, 32]),
         ratio=st.sampled_from([0.0, 0.3, 1.0]),
+        is_sharing=st.sampled_from([True, True, True, False]),
         seed=st.integers(0, 2**16),
     )
-    def start(self, num_pages, max_running, steps, ratio, seed):
-        self.num_pages, self.max_running, self.budget = num_pages, max_running, 16
+    def start(self, num_pages, max_running, steps, budget, ratio, is_sharing, seed):
+        self.num_pages, self.max_running, self.budget = num_pages, max_running, budget
         self.scheduler, self.pool = make_scheduler(
             num_pages,
             max_running,
             steps,
             self.budget,
+            is_sharing=is_sharing,
             init_new_token_ratio=ratio,
             min_new_token_ratio=0.0,
         )
-        self.rng = random.Random(seed)
+        self.device = FakeDevice(num_pages, PAGE, random.Random(seed))
         self.added: dict[str, Request] = {}
         self.finished: list[str] = []
 
-    @rule(num_prompt=st.integers(1, 20), max_new=st.integers(1, 12))
-    def add(self, num_prompt, max_new):
-        max_new = min(max_new, self.num_pages * PAGE - num_prompt + 1)
-        request = make_request(len(self.added), num_prompt, max_new)
-        self.added[request.rid] = request
-        self.scheduler.add(request)
+    def add_prompt(self, prompt, max_new, count):
+        prompt = prompt[: self.num_pages * PAGE]
+        max_new = min(max_new, self.num_pages * PAGE - len(prompt) + 1)
+        for _ in range(count):
+            request = Request(
+                rid=str(len(self.added)),
+                prompt_ids=prompt,
+                params=SamplingParams(max_new_tokens=max_new),
+                seed=0,
+                prompt_key=hash(tuple(prompt)),
+            )
+            self.added[request.rid] = request
+            self.scheduler.add(request)
+
+    @rule(
+        family=st.integers(0, 2),
+        num_prompt=st.integers(1, 40),
+        max_new=st.integers(1, 12),
+        count=st.sampled_from([1, 1, 2, 4]),
+    )
+    def add(self, family, num_prompt, max_new, count):
+        self.add_prompt([family] * num_prompt, max_new, count)
+
+    @precondition(lambda self: self.finished)
+    @rule(data=st.data(), more=st.integers(0, 5), max_new=st.integers(1, 12))
+    def add_next_turn(self, data, more, max_new):
+        last = self.added[data.draw(st.sampled_from(self.finished))]
+        self.add_prompt([*last.prompt_ids, *last.output_ids, *([1] * more)], max_new, 1)
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(data=st.data())
@@ -122,24 +151,57 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.finished.append(request.rid)
 
     @precondition(lambda self: self.scheduler.running)
-    @rule(data=st.data())
-    def retract(self, data):
-        self.scheduler.retract(data.draw(st.sampled_from(self.scheduler.running)))
+    @rule(count=st.integers(1, 5))
+    def retract_youngest(self, count):
+        for request in self.scheduler.running[-count:]:
+            self.scheduler.retract(request)
 
-    @precondition(lambda self: self.scheduler.has_work)
-    @rule(stop_chance=st.sampled_from([0.0, 0.3]))
-    def step(self, stop_chance):
+    @rule()
+    def flush(self):
+        self.pool.reset_cache()
+
+    @rule()
+    def update_weights(self):
+        for request in list(self.scheduler.running):
+            self.scheduler.retract(request)
+        self.pool.reset_cache()
+        assert self.pool.num_cached == 0
+        self.device.version += 1
+
+    def schedule(self):
         output = self.scheduler.schedule()
         self.scheduler.check_integrity()
         check_output(output, self.scheduler, self.max_running, self.budget)
         oldest = min(self.scheduler.requests(), key=lambda r: r.arrival)
         assert oldest.status is RequestStatus.RUNNING, "the oldest request always runs"
-        done = self.scheduler.update(output, run_device(output, stop_chance, self.rng))
+        return output
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(stop_chance=st.sampled_from([0.0, 0.3]))
+    def step(self, stop_chance):
+        output = self.schedule()
+        done = self.scheduler.update(output, self.device.run(output, stop_chance))
         self.finished.extend(r.rid for r in done)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(loses_pages=st.booleans())
+    def fail_step(self, loses_pages):
+        output = self.schedule()
+        self.device.spoil(output)
+        self.pool.reset_cache()
+        touched = [*output.decode, *(c.request for c in output.prefill), *output.started]
+        for request in {r.rid: r for r in touched}.values():
+            self.scheduler.finish(request, FinishReason("error"), keep=False)
+            self.finished.append(request.rid)
+        if loses_pages:
+            self.device.lose_everything()
+            for request in list(self.scheduler.running):
+                self.scheduler.retract(request)
 
     @invariant()
     def consistent(self):
         self.scheduler.check_integrity()
+        self.device.check(self.scheduler.running)
         assert len(set(self.finished)) == len(self.finished)
         unfinished = {r.rid for r in self.scheduler.requests()}
         assert unfinished | set(self.finished) == set(self.added)
@@ -150,6 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work:
                 break
             self.step(0.0)
+            self.consistent()
         assert sorted(self.finished) == sorted(self.added)
         assert self.pool.num_available == self.num_pages
         self.pool.reset_cache()

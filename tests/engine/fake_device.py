@@ -1,0 +1,96 @@
+"""A device without a model: a slot holds which tokens, under which weights, wrote it.
+
+What a key or value depends on is the weights and the tokens up to its position, so that is what
+the slots keep. Whoever reads a slot that holds anything else gets an AssertionError: a page shared
+with the wrong request, rewritten by another one, copied too late or left over from older weights.
+"""
+
+from __future__ import annotations
+
+import random
+
+from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput
+
+GARBAGE = object()
+
+
+class FakeDevice:
+    """Runs what the scheduler decides, in the order in which the runner dispatches it."""
+
+    def __init__(self, num_pages: int, page_size: int, rng: random.Random) -> None:
+        self.version = 0
+        self.num_prefilled = 0
+        self._page_size = page_size
+        self._rng = rng
+        self._pages: list[list[object]] = [[GARBAGE] * page_size for _ in range(num_pages)]
+
+    def run(self, output: SchedulerOutput, stop_chance: float = 0.0) -> StepOutput:
+        """Prefills, copies and decodes; each row takes up to its limit, perhaps stops early."""
+        for chunk in output.prefill:  # one dispatch: all chunks write before any reads
+            self._write(chunk.request, chunk.pages, chunk.start, chunk.start + chunk.num_tokens)
+            self.num_prefilled += chunk.num_tokens
+        for chunk in output.prefill:
+            self._read(chunk.request, chunk.pages, chunk.start + chunk.num_tokens)
+        sources = [list(self._pages[copy.source]) for copy in output.copies]
+        for copy, slots in zip(output.copies, sources, strict=True):
+            self._pages[copy.target] = slots
+        for request in output.decode:
+            self._read(request, request.pages, request.kv_len)
+        rows = [
+            self._decode(request, min(limit, output.num_steps), stop_chance)
+            for request, limit in zip(output.decode, output.step_limits, strict=True)
+        ]
+        return StepOutput(rows)
+
+    def check(self, requests: list[Request]) -> None:
+        """Raises unless all that running requests count as computed is what they find."""
+        for request in requests:
+            self._read(request, request.pages, request.num_computed)
+
+    def spoil(self, output: SchedulerOutput) -> None:
+        """Fails half-way: what the dispatch was to write is anything now."""
+        for chunk in output.prefill:
+            for at in range(chunk.start, chunk.start + chunk.num_tokens):
+                page = chunk.pages[at // self._page_size]
+                self._pages[page][at % self._page_size] = GARBAGE
+        for copy in output.copies:
+            self._pages[copy.target] = [GARBAGE] * self._page_size
+        for request, limit in zip(output.decode, output.step_limits, strict=True):
+            for at in range(request.kv_len, request.kv_len + limit):
+                page = request.pages[at // self._page_size]
+                self._pages[page][at % self._page_size] = GARBAGE
+
+    def lose_everything(self) -> None:
+        """The pages were donated to a program that failed."""
+        for slots in self._pages:
+            slots[:] = [GARBAGE] * self._page_size
+
+    def _decode(self, request: Request, count: int, stop_chance: float) -> RowOutput:
+        stopped = self._rng.random() < stop_chance
+        if stopped:
+            count = self._rng.randint(1, count)
+        # Few different tokens, so that samples of a prompt and later prompts often agree.
+        tokens = [self._rng.randrange(2) for _ in range(count)]
+        start = request.kv_len
+        written = [*request.tokens(0, start + 1), *tokens]
+        for at in range(start, start + count):
+            page, offset = request.pages[at // self._page_size], at % self._page_size
+            self._pages[page][offset] = self._content(written[: at + 1])
+        return RowOutput(tokens, [0.0] * count, [0.0] * count, stopped)
+
+    def _write(self, request: Request, pages: tuple[int, ...], start: int, end: int) -> None:
+        tokens = request.tokens(0, end)
+        for at in range(start, end):
+            page, offset = pages[at // self._page_size], at % self._page_size
+            self._pages[page][offset] = self._content(tokens[: at + 1])
+
+    def _read(self, request: Request, pages: list[int] | tuple[int, ...], end: int) -> None:
+        tokens = request.tokens(0, end)
+        for at in range(end):
+            page, offset = pages[at // self._page_size], at % self._page_size
+            assert self._pages[page][offset] == self._content(tokens[: at + 1]), (
+                f"request {request.rid} reads another's KV at position {at}, page {page}"
+            )
+
+    def _content(self, tokens: list[int]) -> object:
+        return (self.version, tuple(tokens))
