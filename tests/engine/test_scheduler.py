@@ -35,8 +35,10 @@ PAGE = 4
 BLOCK = 8
 
 
-def make_scheduler(num_pages=16, max_running=4, steps=4, budget=32, *, is_sharing=True, **config):
-    pool = PagePool(PageAllocator(num_pages), PAGE, is_sharing=is_sharing)
+def make_scheduler(
+    num_pages=16, max_running=4, steps=4, budget=32, *, page_size=PAGE, is_sharing=True, **config
+):
+    pool = PagePool(PageAllocator(num_pages), page_size, is_sharing=is_sharing)
     scheduler = Scheduler(
         SchedulerConfig(max_running_requests=max_running, decode_steps=steps, **config),
         pool,
@@ -65,9 +67,10 @@ def run_device(
     return StepOutput(rows)
 
 
-def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, budget):
+def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, budget, page_size):
     """What the device relies on."""
     assert not output.is_empty
+    assert not (output.retracted and output.started)
     assert len(output.decode) <= len(scheduler.running) <= max_running
     cost = sum(-(-chunk.num_tokens // BLOCK) * BLOCK for chunk in output.prefill)
     assert cost <= budget
@@ -75,13 +78,13 @@ def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, bud
     assert len(chunk_end) == len(output.prefill)
     for chunk in output.prefill:
         assert chunk.start == chunk.request.num_computed
-        assert len(chunk.pages) * PAGE >= chunk.start + chunk.num_tokens
+        assert len(chunk.pages) * page_size >= chunk.start + chunk.num_tokens
         assert chunk.request.status is RequestStatus.RUNNING
     for request, limit in zip(output.decode, output.step_limits, strict=True):
         assert request.status is RequestStatus.RUNNING
         assert chunk_end.get(request.rid, request.num_computed) == request.kv_len
         assert 1 <= limit <= request.num_remaining
-        assert request.kv_len + limit <= len(request.pages) * PAGE
+        assert request.kv_len + limit <= len(request.pages) * page_size
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -95,28 +98,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         steps=st.integers(1, 8),
         budget=st.sampled_from([8, 16, 32]),
+        page_size=st.sampled_from([1, 3, 4, 16]),
         ratio=st.sampled_from([0.0, 0.3, 1.0]),
         is_sharing=st.sampled_from([True, True, True, False]),
         seed=st.integers(0, 2**16),
     )
-    def start(self, num_pages, max_running, steps, budget, ratio, is_sharing, seed):
+    def start(self, num_pages, max_running, steps, budget, page_size, ratio, is_sharing, seed):
         self.num_pages, self.max_running, self.budget = num_pages, max_running, budget
+        self.page_size = page_size
         self.scheduler, self.pool = make_scheduler(
             num_pages,
             max_running,
             steps,
             self.budget,
+            page_size=page_size,
             is_sharing=is_sharing,
             init_new_token_ratio=ratio,
             min_new_token_ratio=0.0,
         )
-        self.device = FakeDevice(num_pages, PAGE, random.Random(seed))
+        self.device = FakeDevice(num_pages, page_size, random.Random(seed))
         self.added: dict[str, Request] = {}
         self.finished: list[str] = []
 
     def add_prompt(self, prompt, max_new, count):
-        prompt = prompt[: self.num_pages * PAGE]
-        max_new = min(max_new, self.num_pages * PAGE - len(prompt) + 1)
+        room = self.num_pages * self.page_size
+        prompt = prompt[:room]
+        max_new = min(max_new, room - len(prompt) + 1)
         for _ in range(count):
             request = Request(
                 rid=str(len(self.added)),
@@ -171,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self):
         output = self.scheduler.schedule()
         self.scheduler.check_integrity()
-        check_output(output, self.scheduler, self.max_running, self.budget)
+        check_output(output, self.scheduler, self.max_running, self.budget, self.page_size)
         oldest = min(self.scheduler.requests(), key=lambda r: r.arrival)
         assert oldest.status is RequestStatus.RUNNING, "the oldest request always runs"
         return output
