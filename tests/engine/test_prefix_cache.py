@@ -1,0 +1,359 @@
+"""Shared prompt pages in the real engine: what is computed once, and that nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgljax_engine import Engine, EngineStepError, SamplingParams
+from tests.engine.models import TINY, spread_weights
+
+MODEL = dataclasses.replace(TINY, context_length=1024)
+PAGE = 16
+GROUP = 16
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
+SAMPLES = SamplingParams(n=GROUP, temperature=1.0, seed=3, max_new_tokens=4)
+
+
+def make_engine(**given: Any) -> Engine:
+    options: dict[str, Any] = {
+        "page_size": PAGE,
+        "max_running_requests": GROUP,
+        "decode_steps": 4,
+        "num_kv_tokens": 4096,
+    }
+    options |= given
+    weights = options.pop("weights", None) or spread_weights(MODEL)
+    return Engine(model_config=MODEL, weights=weights, **options)
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, MODEL.vocab_size, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with make_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The same engine without a prefix cache."""
+    with make_engine(disable_radix_cache=True) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared):
+    """With an empty cache; every page must be free afterwards."""
+    shared.flush_cache()
+    yield shared
+    assert_all_free(shared)
+
+
+def assert_all_free(engine):
+    engine.check_integrity()
+    engine.flush_cache()
+    state = engine.get_internal_state()
+    assert state.running_batch_size == state.waiting_queue_size == state.cached_kv_tokens == 0
+    assert state.available_kv_tokens == state.total_kv_tokens
+    engine.check_integrity()
+
+
+class Counted:
+    """What an engine's counters grew by."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = engine.get_internal_state().counters
+
+    def __getattr__(self, name: str) -> int:
+        now = self._engine.get_internal_state().counters
+        return getattr(now, f"num_{name}") - getattr(self._before, f"num_{name}")
+
+
+def ids(outputs):
+    return [output.output_ids for output in outputs]
+
+
+def greedy(engine, prompt):
+    return engine.generate_requests([prompt], GREEDY)[0]
+
+
+class TestGroup:
+    def test_512_token_prompt_of_16_samples_is_prefilled_once(self, engine, reference):
+        prompt, counted = make_prompt(512), Counted(engine)
+        outs = engine.generate(input_ids=prompt, sampling_params=SAMPLES)
+        assert counted.prefill_tokens == 511
+        assert counted.cached_tokens == 15 * 511
+        assert counted.page_copies == 16  # one each of the last, half-filled page
+        assert [o["meta_info"]["cached_tokens"] for o in outs] == [0] + 15 * [511]
+        assert all(o["meta_info"]["prompt_tokens"] == 512 for o in outs)
+        plain = reference.generate(input_ids=prompt, sampling_params=SAMPLES)
+        assert [o["output_ids"] for o in outs] == [o["output_ids"] for o in plain]
+        assert len({tuple(o["output_ids"]) for o in outs}) > 1
+
+    def test_without_the_cache_everything_is_computed(self, reference):
+        counted = Counted(reference)
+        outs = reference.generate_requests([make_prompt(512)], SAMPLES)
+        assert counted.prefill_tokens == 16 * 511
+        assert counted.cached_tokens == counted.page_copies == 0
+        assert [o.num_cached_tokens for o in outs] == 16 * [0]
+        assert reference.get_internal_state().cached_kv_tokens == 0
+        assert reference.flush_cache() == 0
+
+    @pytest.mark.parametrize("length", [1, 2, PAGE, PAGE + 1, PAGE + 2, 2 * PAGE + 1])
+    def test_any_length_is_prefilled_once(self, engine, reference, length):
+        prompt, counted = make_prompt(length), Counted(engine)
+        outs = engine.generate_requests([prompt], SAMPLES)
+        assert counted.prefill_tokens == length - 1
+        assert counted.cached_tokens == 15 * (length - 1)
+        assert counted.page_copies == (16 if (length - 1) % PAGE else 0)
+        assert ids(outs) == ids(reference.generate_requests([prompt], SAMPLES))
+
+    def test_group_larger_than_the_batch(self, engine, reference):
+        prompt, counted = make_prompt(100), Counted(engine)
+        params = dataclasses.replace(SAMPLES, n=3 * GROUP + 1)
+        outs = engine.generate_requests([prompt], params)
+        assert counted.prefill_tokens == 99
+        assert [o.num_cached_tokens for o in outs] == [0] + 3 * GROUP * [99]
+        assert ids(outs) == ids(reference.generate_requests([prompt], params))
+
+    def test_repeated_prompts_share_as_samples_do(self, engine, reference):
+        prompts = [make_prompt(90, seed) for seed in (0, 1)] * 4
+        params = [dataclasses.replace(GREEDY, max_new_tokens=1 + i) for i in range(8)]
+        counted = Counted(engine)
+        outs = engine.generate_requests(prompts, params)
+        assert counted.prefill_tokens == 2 * 89
+        assert [o.num_cached_tokens for o in outs] == [0, 0] + 6 * [89]
+        assert ids(outs) == ids(reference.generate_requests(prompts, params))
+
+    def test_prompts_with_the_same_beginning_share_whole_pages(self, engine, reference):
+        start = make_prompt(70)
+        prompts = [start + make_prompt(30, seed) for seed in range(3)]
+        counted = Counted(engine)
+        outs = engine.generate_requests(prompts, GREEDY)
+        assert [o.num_cached_tokens for o in outs] == [0, 64, 64]
+        assert counted.prefill_tokens == 99 + 2 * 35
+        assert counted.page_copies == 0
+        assert ids(outs) == ids(reference.generate_requests(prompts, GREEDY))
+
+    def test_prompt_longer_than_a_prefill_is_computed_once(self, reference):
+        prompts = [make_prompt(512), make_prompt(512), make_prompt(300)]
+        params = [SAMPLES, dataclasses.replace(SAMPLES, n=1), dataclasses.replace(SAMPLES, n=4)]
+        with make_engine(chunked_prefill_size=64) as engine:
+            counted = Counted(engine)
+            outs = engine.generate_requests(prompts, params)
+            assert counted.prefill_tokens == 511 + 299
+            assert [o.num_cached_tokens for o in outs] == [0] + 16 * [511] + [0] + 3 * [299]
+            assert_all_free(engine)
+        assert ids(outs) == ids(reference.generate_requests(prompts, params))
+
+    def test_pool_that_holds_one_request_more_than_the_prompt(self, reference):
+        """Pages run out in the middle of the group, tails and all."""
+        prompt = make_prompt(100)
+        with make_engine(
+            num_kv_tokens=9 * PAGE, init_new_token_ratio=0.0, min_new_token_ratio=0.0
+        ) as engine:
+            params = dataclasses.replace(SAMPLES, max_new_tokens=30)
+            outs = engine.generate_requests([prompt], params)
+            assert_all_free(engine)
+        assert ids(outs) == ids(reference.generate_requests([prompt], params))
+
+
+class TestTurns:
+    def test_next_turn_reuses_prompt_and_output(self, engine, reference):
+        prompt, length = make_prompt(50), 50
+        for turn in range(4):
+            out = greedy(engine, prompt)
+            assert out.num_cached_tokens == (0 if turn == 0 else (length - 1) // PAGE * PAGE)
+            assert out.output_ids == greedy(reference, prompt).output_ids
+            prompt = prompt + out.output_ids
+            length = len(prompt)  # the last token's key was never needed
+            prompt = prompt + make_prompt(10, turn)
+
+    def test_same_prompt_later_finds_its_whole_pages(self, engine):
+        prompt = make_prompt(3 * PAGE)
+        first, second = greedy(engine, prompt), greedy(engine, prompt)
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 2 * PAGE)
+        assert first.output_ids == second.output_ids
+
+
+class TestUpdate:
+    def test_nothing_of_older_weights_is_matched(self, reference):
+        prompt, weights = make_prompt(120), spread_weights(MODEL, seed=1)
+        with make_engine() as engine, make_engine(weights=weights) as fresh:
+            old = greedy(engine, prompt).output_ids
+            assert old == greedy(reference, prompt).output_ids
+            engine.update_weights(weights)
+            assert engine.get_internal_state().cached_kv_tokens == 0
+            expected = greedy(fresh, prompt).output_ids
+            assert expected != old
+            for cached in (0, 112):
+                out = greedy(engine, prompt)
+                assert out.num_cached_tokens == cached
+                assert out.output_ids == expected
+            assert_all_free(engine)
+
+    def test_update_amid_a_group(self):
+        """Running samples hold shared pages of the old weights when the update comes."""
+        prompt, weights = make_prompt(120), spread_weights(MODEL, seed=1)
+        long = SamplingParams(n=6, temperature=1.0, seed=1, max_new_tokens=500)
+        with (
+            make_engine() as engine,
+            make_engine(weights=weights) as fresh,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            group = pool.submit(engine.generate_requests, [prompt], long)
+            wait_for(lambda: engine.get_internal_state().running_batch_size == 6)
+            engine.update_weights(weights)
+            out = greedy(engine, prompt)
+            assert not group.done()
+            assert out.output_ids == greedy(fresh, prompt).output_ids
+            continued = group.result()
+            assert {(o.num_retractions, o.weight_version) for o in continued} == {(1, 1)}
+            # What a sample goes on with must be what the new weights make of its tokens.
+            scored = fresh.score([[*prompt, *o.output_ids] for o in continued])
+            for sample, logprobs in zip(continued, scored, strict=True):
+                assert sample.logprobs[-1] == pytest.approx(float(logprobs[-1]), abs=1e-4)
+            assert_all_free(engine)
+
+
+class TestFlush:
+    def test_frees_all_that_nobody_uses(self, engine):
+        greedy(engine, make_prompt(100))
+        state = engine.get_internal_state()
+        assert state.cached_kv_tokens == 6 * PAGE
+        assert state.available_kv_tokens == state.total_kv_tokens
+        assert engine.flush_cache() == 6 * PAGE
+        assert engine.get_internal_state().cached_kv_tokens == 0
+        assert greedy(engine, make_prompt(100)).num_cached_tokens == 0
+
+    def test_amid_a_group_changes_no_output(self, engine, reference):
+        prompt = make_prompt(100)
+        params = dataclasses.replace(SAMPLES, n=8, max_new_tokens=300)
+        expected = ids(reference.generate_requests([prompt], params))
+        with ThreadPoolExecutor(1) as pool:
+            group = pool.submit(engine.generate_requests, [prompt], params)
+            wait_for(lambda: engine.get_internal_state().running_batch_size == 8)
+            num_flushes = 0
+            while not group.done():
+                engine.flush_cache()
+                engine.check_integrity()
+                num_flushes += 1
+        assert num_flushes > 1
+        assert ids(group.result()) == expected
+
+
+class TestEnds:
+    def test_aborting_a_group_leaves_a_cache_that_is_right(self, engine, reference):
+        prompt = make_prompt(512)
+
+        async def main():
+            params = dataclasses.replace(SAMPLES, n=2 * GROUP, max_new_tokens=400)
+            task = asyncio.create_task(
+                engine.async_generate(input_ids=prompt, sampling_params=params)
+            )
+            while engine.get_internal_state().running_batch_size < GROUP:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(main())
+        wait_for(lambda: engine.get_internal_state().running_batch_size == 0)
+        engine.check_integrity()
+        out = greedy(engine, prompt)
+        assert out.num_cached_tokens >= 496
+        assert out.output_ids == greedy(reference, prompt).output_ids
+
+    @pytest.mark.parametrize("program", ["prefill", "copy_pages", "decode"])
+    def test_failed_step_leaves_nothing_to_match(self, engine, reference, monkeypatch, program):
+        prompt, runner = make_prompt(100), engine._loop._runner
+        with monkeypatch.context() as patch:
+
+            def broken(*_):
+                raise RuntimeError("planted fault")
+
+            patch.setattr(runner, program, broken)
+            with pytest.raises(EngineStepError, match="planted fault"):
+                engine.generate_requests([prompt], SAMPLES)
+            wait_for(lambda: engine.get_internal_state().running_batch_size == 0)
+        engine.check_integrity()
+        assert engine.get_internal_state().cached_kv_tokens == 0
+        out = greedy(engine, prompt)
+        assert out.num_cached_tokens == 0
+        assert out.output_ids == greedy(reference, prompt).output_ids
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.001)
+
+
+class TestPressure:
+    NUM_TALKS, NUM_TURNS, NUM_THREADS = 100, 5, 12
+
+    def talk(self, engine: Engine, number: int) -> list[list[int]]:
+        """A conversation of several turns; its text depends on what the engine answers."""
+        rng = np.random.default_rng([7, number])
+        prompt = make_prompt(60, number % 5)[: int(rng.integers(1, 61))]
+        answers = []
+        for _ in range(self.NUM_TURNS):
+            params = SamplingParams(temperature=0, max_new_tokens=int(rng.integers(1, 25)))
+            answer = engine.generate_requests([prompt], params)[0].output_ids
+            answers.append(answer)
+            more = rng.integers(0, MODEL.vocab_size, int(rng.integers(1, 12))).tolist()
+            prompt = [*prompt, *answer, *more]
+        return answers
+
+    def run(self, **options: Any) -> tuple[list[list[list[int]]], Any, int]:
+        pressure: dict[str, Any] = {
+            "page_size": 4,
+            "num_kv_tokens": 640,
+            "max_model_len": 256,
+            "init_new_token_ratio": 0.0,
+            "min_new_token_ratio": 0.0,
+            "chunked_prefill_size": 96,
+        }
+        with make_engine(**pressure, **options) as engine:
+            evictions = count_evictions(engine)
+            with ThreadPoolExecutor(self.NUM_THREADS) as pool:
+                talks = list(pool.map(lambda i: self.talk(engine, i), range(self.NUM_TALKS)))
+            counters = engine.get_internal_state().counters
+            assert_all_free(engine)
+        return talks, counters, len(evictions)
+
+    def test_500_requests_answer_the_same_with_and_without_the_cache(self):
+        plain, plain_counters, _ = self.run(disable_radix_cache=True)
+        cached, counters, num_evictions = self.run()
+        assert cached == plain
+        assert counters.num_finished == plain_counters.num_finished == 500
+        assert num_evictions > 500
+        assert counters.num_retractions > 0
+        assert plain_counters.num_retractions > 0
+        assert counters.num_cached_tokens > 5000
+        assert counters.num_prefill_tokens < plain_counters.num_prefill_tokens / 1.5
+
+
+def count_evictions(engine: Engine) -> list[int]:
+    cache = engine._loop._pool._cache
+    evict, pages, lock = cache._evict, [], threading.Lock()
+
+    def counting() -> None:
+        with lock:
+            pages.append(1)
+        evict()
+
+    cache._evict = counting
+    return pages
