@@ -26,12 +26,14 @@ def make_engine(**given: Any) -> Engine:
     options: dict[str, Any] = {
         "page_size": PAGE,
         "max_running_requests": GROUP,
+        "batch_buckets": (GROUP,),  # one decode program to compile
         "decode_steps": 4,
         "num_kv_tokens": 4096,
     }
     options |= given
-    weights = options.pop("weights", None) or spread_weights(MODEL)
-    return Engine(model_config=MODEL, weights=weights, **options)
+    model = options.pop("model_config", MODEL)
+    weights = options.pop("weights", None) or spread_weights(model)
+    return Engine(model_config=model, weights=weights, **options)
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:
@@ -168,6 +170,24 @@ class TestGroup:
             assert_all_free(engine)
         assert ids(outs) == ids(reference.generate_requests([prompt], params))
 
+    def test_a_groups_prefill_takes_a_fraction_of_the_time(self):
+        """A small version of `benchmarks/prefix_sharing.py`; less work, so less of a difference."""
+        model = dataclasses.replace(
+            MODEL, hidden_size=256, intermediate_size=768, num_layers=3, num_heads=8, head_dim=32
+        )
+        params = SamplingParams(n=GROUP, max_new_tokens=1)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        with (
+            make_engine(model_config=model, num_kv_tokens=16384) as sharing,
+            make_engine(model_config=model, num_kv_tokens=16384, disable_radix_cache=True) as plain,
+        ):
+            for turn in range(5):
+                for engine, runs in ((sharing, times[True]), (plain, times[False])):
+                    start = time.perf_counter()
+                    engine.generate_requests([make_prompt(512, turn)], params)
+                    runs.append(time.perf_counter() - start)
+        assert min(times[False][1:]) >= 5 * min(times[True][1:])  # the first call compiles
+
 
 class TestTurns:
     def test_next_turn_reuses_prompt_and_output(self, engine, reference):
@@ -220,6 +240,7 @@ class TestUpdate:
             assert out.output_ids == greedy(fresh, prompt).output_ids
             continued = group.result()
             assert {(o.num_retractions, o.weight_version) for o in continued} == {(1, 1)}
+            assert [o.num_cached_tokens for o in continued] == [0] + 5 * [119]
             # What a sample goes on with must be what the new weights make of its tokens.
             scored = fresh.score([[*prompt, *o.output_ids] for o in continued])
             for sample, logprobs in zip(continued, scored, strict=True):
@@ -262,8 +283,8 @@ class TestEnds:
             task = asyncio.create_task(
                 engine.async_generate(input_ids=prompt, sampling_params=params)
             )
-            while engine.get_internal_state().running_batch_size < GROUP:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets the task submit its requests
+            wait_for(lambda: engine.get_internal_state().running_batch_size > 4)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
