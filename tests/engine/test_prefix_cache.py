@@ -323,7 +323,7 @@ def wait_for(condition):
 
 
 class TestPressure:
-    NUM_TALKS, NUM_TURNS, NUM_THREADS = 100, 5, 12
+    NUM_TALKS, NUM_TURNS, NUM_THREADS = 100, 5, 16
 
     def talk(self, engine: Engine, number: int) -> list[list[int]]:
         """A conversation of several turns; its text depends on what the engine answers."""
@@ -341,13 +341,13 @@ class TestPressure:
     def run(self, **options: Any) -> tuple[list[list[list[int]]], Any, int]:
         pressure: dict[str, Any] = {
             "page_size": 4,
-            "num_kv_tokens": 640,
+            "num_kv_tokens": 320,
             "max_model_len": 256,
             "init_new_token_ratio": 0.0,
             "min_new_token_ratio": 0.0,
             "chunked_prefill_size": 96,
         }
-        with make_engine(**pressure, **options) as engine:
+        with make_engine(**(pressure | options)) as engine:
             evictions = count_evictions(engine)
             with ThreadPoolExecutor(self.NUM_THREADS) as pool:
                 talks = list(pool.map(lambda i: self.talk(engine, i), range(self.NUM_TALKS)))
@@ -363,8 +363,8 @@ class TestPressure:
         assert num_evictions > 500
         assert counters.num_retractions > 0
         assert plain_counters.num_retractions > 0
-        assert counters.num_cached_tokens > 5000
-        assert counters.num_prefill_tokens < plain_counters.num_prefill_tokens / 1.5
+        assert counters.num_cached_tokens > 3000
+        assert counters.num_prefill_tokens < plain_counters.num_prefill_tokens
 
 
 def count_evictions(engine: Engine) -> list[int]:
