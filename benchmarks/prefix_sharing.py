@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from grpo_addition_compare import ROOT, describe_environment
-from sgljax_engine import Engine, ModelConfig, SamplingParams
+from sgljax_engine import Engine, ModelConfig, RopeConfig, SamplingParams
 
 PROMPT_TOKENS, NUM_SAMPLES = 512, 16
 MODEL = ModelConfig(
@@ -35,7 +35,7 @@ MODEL = ModelConfig(
     num_heads=8,
     num_kv_heads=4,
     head_dim=64,
-    rope_theta=1e6,
+    rope=RopeConfig(theta=1e6),
     rms_norm_eps=1e-6,
     tie_word_embeddings=True,
     context_length=1024,

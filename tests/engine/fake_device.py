@@ -76,7 +76,8 @@ class FakeDevice:
         for at in range(start, start + count):
             page, offset = request.pages[at // self._page_size], at % self._page_size
             self._pages[page][offset] = self._content(written[: at + 1])
-        return RowOutput(tokens, [0.0] * count, [0.0] * count, stopped)
+        zeros = [0.0] * count
+        return RowOutput(tokens, zeros, zeros, zeros, stopped)
 
     def _write(self, request: Request, pages: tuple[int, ...], start: int, end: int) -> None:
         tokens = request.tokens(0, end)

@@ -63,7 +63,8 @@ def run_device(
         stopped = False
         if rng is not None and rng.random() < stop_chance:
             stopped, count = True, rng.randint(1, count)
-        rows.append(RowOutput([7] * count, *[[0.0] * count] * 3, stopped))
+        zeros = [0.0] * count
+        rows.append(RowOutput([7] * count, zeros, zeros, zeros, stopped))
     return StepOutput(rows)
 
 
