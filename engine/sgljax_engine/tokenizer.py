@@ -12,29 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from sgljax_engine.chat import check_gemma_fallback, check_messages, render
 from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-
-_RESERVED_TEMPLATE_OPTIONS = frozenset(
-    {
-        "add_generation_prompt",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "truncation",
-    }
-)
-"""Arguments of Hugging Face's `apply_chat_template` that would change what it returns."""
-
-_GEMMA_ROLES = ("user", "model")
-"""The roles that the fallback template of Tunix's adapter renders; it leaves out all others."""
 
 
 class DecodeOptions(NamedTuple):
@@ -165,7 +146,7 @@ class HFTokenizer:
     ) -> list[int]:
         """See `Tokenizer`. Special tokens are those that the template writes, BOS among them."""
         return list(
-            _render(
+            render(
                 self._tokenizer,
                 messages,
                 template_options,
@@ -235,10 +216,10 @@ class TunixTokenizer:
                 f"messages need a chat template, and a tokenizer of type "
                 f"{type(self._tokenizer).__name__} has none; use a prompt or input_ids"
             )
-        _check_messages(messages)
+        check_messages(messages)
         if _has_gemma_fallback(self._tokenizer):
-            _check_gemma_fallback(messages, template_options)
-        text = _render(
+            check_gemma_fallback(messages, template_options)
+        text = render(
             self._tokenizer,
             messages,
             template_options,
@@ -352,68 +333,7 @@ def _has_gemma_fallback(tokenizer: Any) -> bool:
     )
 
 
-def _check_gemma_fallback(
-    messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None
-) -> None:
-    """Refuses what Tunix's fallback template would drop without a word."""
-    for index, message in enumerate(messages):
-        if message["role"] not in _GEMMA_ROLES:
-            raise InvalidRequestError(
-                f"messages[{index}]['role'] must be one of {_GEMMA_ROLES}, which is all that the "
-                f"template of Tunix's TokenizerAdapter renders, got {message['role']!r}"
-            )
-    if template_options:
-        raise InvalidRequestError(
-            f"template_options must be empty, since the template of Tunix's TokenizerAdapter "
-            f"takes none, got {sorted(template_options)}"
-        )
-
-
 def _check_bools(options: DecodeOptions) -> None:
     for field, value in options._asdict().items():
         if not isinstance(value, bool):
             raise InvalidRequestError(f"{field} must be True or False, got {value!r}")
-
-
-def _check_messages(messages: object) -> None:
-    """Refuses everything but dicts of text; templates would print the rest as Python does."""
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequestError(
-            "messages must be a list of at least one dict with 'role' and 'content', "
-            f"got {messages!r}"
-        )
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(
-                f"messages[{index}] must be a dict with 'role' and 'content', got {message!r}"
-            )
-        may_be_none = ("content",) if message.get("tool_calls") else ()
-        for field in ("role", "content"):
-            value = message.get(field)
-            if value is None and field in may_be_none:
-                continue
-            if not isinstance(value, str):
-                got = repr(value) if field in message else f"only {sorted(map(str, message))}"
-                raise InvalidRequestError(f"messages[{index}][{field!r}] must be text, got {got}")
-
-
-def _render(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    template_options: Mapping[str, Any] | None,
-    **arguments: bool,
-) -> Any:
-    """Calls a tokenizer's `apply_chat_template`."""
-    _check_messages(messages)
-    options = dict(template_options or {})
-    for name in options:
-        if name in _RESERVED_TEMPLATE_OPTIONS:
-            raise InvalidRequestError(
-                f"template_options must not set {name!r}, got {options[name]!r}; it is not an "
-                "argument of the template"
-            )
-    try:
-        conversation = [dict(message) for message in messages]
-        return tokenizer.apply_chat_template(conversation, **arguments, **options)
-    except Exception as error:  # templates are programs of others and may raise anything
-        raise InvalidRequestError(f"the chat template cannot render messages: {error}") from error
