@@ -2,14 +2,16 @@
 
 No step sorts the vocabulary and none draws a random number per vocabulary entry:
 
-- The k-th largest logit (top-k) and the nucleus's smallest logit (top-p) are found by bisection
-  over the 32 bits of the float's order-preserving integer form, one compare-and-sum a bit; the
-  result is exact. Ties with the threshold are kept.
+- The k-th largest logit (top-k) and the nucleus's smallest logit (top-p) are looked up among the
+  64 largest logits. Where a row needs more of them, they are found by bisection over the 32 bits of
+  the float's order-preserving integer form, one compare-and-sum a bit. Both are exact. Ties with
+  the threshold are kept.
 - A token is drawn by inverting the cumulative distribution at one uniform number a row, in two
   levels: over the sums of blocks of 128 entries, then inside one block.
 
-Filters apply in the order of vLLM and SGLang: temperature, top-k, then top-p over what top-k
-kept, then min-p. Batches in which no row filters skip them at run time (`lax.cond`).
+Filters apply in this order: temperature, top-k, top-p over what top-k kept, min-p (last as in
+SGLang; vLLM applies it before top-k). Batches in which no row filters skip them at run time
+(`lax.cond`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 _BLOCK = 128
+_NUM_SORTED = 64
+"""Largest logits that are sorted: all that usual settings of top-k and top-p look at."""
+
+_GROUP = 16
+"""Entries of which only the largest competes, when the largest logits are sought."""
 
 
 class SamplingBatch(NamedTuple):
@@ -87,17 +94,19 @@ def sample(
     weights_BV = jnp.exp(scaled_BV)
     all_weight = jnp.sum(weights_BV, axis=-1)
 
+    # Filters of greedy rows change nothing, and must not cost anything either.
     vocab_size = logits_BV.shape[1]
-    is_filtering = (rows.top_k < vocab_size) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+    top_k = jnp.where(is_greedy, vocab_size, rows.top_k)
+    top_p = jnp.where(is_greedy, 1.0, rows.top_p)
+    min_p = jnp.where(is_greedy, 0.0, rows.min_p)
+    is_filtering = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
 
     def filtered() -> tuple[jax.Array, jax.Array]:
-        kept_BV = filter_weights(scaled_BV, weights_BV, rows.top_k, rows.top_p, rows.min_p)
+        kept_BV = filter_weights(scaled_BV, weights_BV, top_k, top_p, min_p)
         return kept_BV, jnp.sum(kept_BV, axis=-1)
 
     def draw() -> tuple[jax.Array, jax.Array]:
-        kept_BV, kept = lax.cond(
-            jnp.any(is_filtering & ~is_greedy), filtered, lambda: (weights_BV, all_weight)
-        )
+        kept_BV, kept = lax.cond(jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight))
         return invert_cdf(kept_BV, _uniform(rows.seed, rows.step + step_offset)), kept
 
     token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), draw)
@@ -135,23 +144,78 @@ def filter_weights(
     Args:
         scaled_BV: [B, V] logits over temperature, shifted so that each row's peak is 0.
         weights_BV: [B, V] their exponentials.
-        top_k: [B] int32.
+        top_k: [B] int32 in [1, V].
         top_p: [B] float32.
         min_p: [B] float32.
     """
-    order_BV = _ordered_bits(scaled_BV)
-    # Largest threshold with at least k entries at or above it: the k-th largest entry.
-    kth = _bisect(order_BV, lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32) >= top_k)
-    kept_BV = jnp.where(order_BV >= kth[:, None], weights_BV, 0.0)
-    # Largest threshold whose entries at or above it hold the nucleus's mass.
+    batch, vocab_size = scaled_BV.shape
+    has_threshold = jnp.any((top_k < vocab_size) | (top_p < 1.0))
+    threshold = lax.cond(
+        has_threshold,
+        lambda: _top_threshold(scaled_BV, weights_BV, top_k, top_p),
+        lambda: jnp.full(batch, -jnp.inf, scaled_BV.dtype),
+    )
+    is_kept = (scaled_BV >= threshold[:, None]) & (weights_BV >= min_p[:, None])
+    return jnp.where(is_kept, weights_BV, 0.0)
+
+
+def _top_threshold(
+    scaled_BV: jax.Array, weights_BV: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """The smallest logit [B] that top-k, and top-p after it, keep; -inf where both keep all."""
+    vocab_size = scaled_BV.shape[1]
+    top_BN = _largest(scaled_BV)
+    num_sorted = top_BN.shape[1]
+
+    def find_kth() -> jax.Array:
+        order_BV = _ordered_bits(scaled_BV)
+        # Largest threshold with at least k entries at or above it: the k-th largest entry.
+        return _bisect(order_BV, lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32) >= top_k)
+
+    has_k = top_k < vocab_size
+    kth = lax.cond(
+        jnp.all((top_k <= num_sorted) | ~has_k),
+        lambda: _pick(top_BN, jnp.minimum(top_k, num_sorted) - 1),
+        find_kth,
+    )
+    kth = jnp.where(has_k, kth, -jnp.inf)
+    kept_BV = jnp.where(scaled_BV >= kth[:, None], weights_BV, 0.0)
     # Never 0, which a denormal top_p would make it: then nothing would be needed to reach it.
     target = jnp.maximum(top_p * jnp.sum(kept_BV, axis=-1), jnp.finfo(jnp.float32).tiny)
-    nucleus = _bisect(
-        order_BV, lambda mask: jnp.sum(jnp.where(mask, kept_BV, 0.0), axis=-1) >= target
+
+    def find_nucleus() -> jax.Array:
+        order_BV = _ordered_bits(scaled_BV)
+        # Largest threshold whose entries at or above it hold the nucleus's mass.
+        return _bisect(
+            order_BV, lambda mask: jnp.sum(jnp.where(mask, kept_BV, 0.0), axis=-1) >= target
+        )
+
+    has_p = top_p < 1.0
+    mass_BN = jnp.cumsum(jnp.where(top_BN >= kth[:, None], jnp.exp(top_BN), 0.0), axis=-1)
+    reached_BN = mass_BN >= target[:, None]
+    nucleus = lax.cond(
+        jnp.all(reached_BN[:, -1] | ~has_p),
+        lambda: _pick(top_BN, jnp.argmax(reached_BN, axis=-1)),
+        find_nucleus,
     )
-    keep_all = top_p >= 1.0
-    in_nucleus = (order_BV >= nucleus[:, None]) | keep_all[:, None]
-    return jnp.where(in_nucleus & (weights_BV >= min_p[:, None]), kept_BV, 0.0)
+    return jnp.where(has_p, nucleus, kth)
+
+
+def _largest(values_BV: jax.Array) -> jax.Array:
+    """The `_NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
+
+    They lie in the N groups with the largest maxima, since each of those maxima is at least as
+    large as every entry of another group.
+    """
+    batch, vocab_size = values_BV.shape
+    if vocab_size < _NUM_SORTED * _GROUP:
+        return lax.top_k(values_BV, min(_NUM_SORTED, vocab_size))[0]
+    padded = jnp.pad(
+        values_BV, ((0, 0), (0, -vocab_size % _GROUP)), constant_values=-jnp.inf
+    ).reshape(batch, _GROUP, -1)
+    groups = lax.top_k(jnp.max(padded, axis=1), _NUM_SORTED)[1]
+    entries = jnp.take_along_axis(padded, groups[:, None, :], axis=2)
+    return lax.top_k(entries.reshape(batch, -1), _NUM_SORTED)[0]
 
 
 def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
@@ -204,12 +268,21 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
+def _float_of_order(order: jax.Array) -> jax.Array:
+    """The inverse of `_ordered_bits`."""
+    sign = jnp.uint32(0x80000000)
+    return lax.bitcast_convert_type(jnp.where(order & sign, order ^ sign, ~order), jnp.float32)
+
+
 def _bisect(order_BV: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Largest uint32 threshold a row such that `is_enough(order >= threshold)` still holds."""
+    """Largest threshold a row such that `is_enough(order >= threshold)` still holds.
+
+    `order` is that of `_ordered_bits`; the threshold is the float, one of the row's entries.
+    """
 
     def body(i: jax.Array, threshold: jax.Array) -> jax.Array:
         candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(is_enough(order_BV >= candidate[:, None]), candidate, threshold)
 
     start = jnp.zeros(order_BV.shape[0], jnp.uint32)
-    return lax.fori_loop(0, 32, body, start)
+    return _float_of_order(lax.fori_loop(0, 32, body, start))
