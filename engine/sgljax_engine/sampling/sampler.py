@@ -254,11 +254,16 @@ def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
+    """Uniform numbers [B] in (0, 1): the middles of 2**23 equal intervals.
+
+    Never 0, which would draw the first token that has any weight at all, however small.
+    """
+
     def one(seed: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.uniform(jax.random.fold_in(key, step), dtype=jnp.float32)
 
-    return jax.vmap(one)(seed_B2, step_B)
+    return jax.vmap(one)(seed_B2, step_B) + 2.0**-24
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:
