@@ -46,7 +46,7 @@ class LogprobArgs(NamedTuple):
         ]
         ids = self.token_ids_logprob
         is_nested = isinstance(ids, (list, tuple)) and any(
-            isinstance(each, (list, tuple)) for each in ids
+            each is None or isinstance(each, (list, tuple)) for each in ids
         )
         if is_nested and len(ids) != count:
             raise _count_error("token_ids_logprob", len(ids), count)
@@ -127,8 +127,8 @@ class RequestFactory:
 
     def check_scored(self, sequences: Any, temperature: Any) -> list[list[int]]:
         """The arguments of a `score` call, checked."""
-        if not isinstance(temperature, (int, float)) or not temperature > 0:
-            raise InvalidRequestError(f"temperature must be a number > 0, got {temperature!r}")
+        if SamplingParams(temperature=temperature).temperature == 0.0:
+            raise InvalidRequestError(f"temperature must be > 0 to score, got {temperature!r}")
         checked = [self._check_ids(ids) for ids in sequences]
         longest = max((len(ids) for ids in checked), default=0)
         if longest > self.limits.max_model_len:

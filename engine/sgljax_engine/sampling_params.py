@@ -16,6 +16,9 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 1e6
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+"""A logit divided by much less overflows float32."""
+
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_TOP_LOGPROBS = 128
@@ -38,6 +41,8 @@ REFUSED_FIELDS = {
     "_bad_words_token_ids": "use bad_token_ids, single tokens",
     "logprobs": "use the arguments return_logprob and top_logprobs_num of generate",
     "prompt_logprobs": "use the argument logprob_start_len of generate",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "stop_regex": "use stop, plain strings",
     "max_tokens": "it is called max_new_tokens here",
     "min_tokens": "it is called min_new_tokens here",
 }
@@ -48,9 +53,10 @@ REFUSED_FIELDS = {
 class SamplingParams:
     """How to continue one prompt. Immutable; `dataclasses.replace` makes a changed copy.
 
-    Logits go through, in this order (vLLM's): allowed_token_ids, bad_token_ids, min_new_tokens,
-    logit_bias, repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p,
-    min_p. Each of top_k, top_p and min_p sees what the one before it kept.
+    Logits go through, in this order: allowed_token_ids, bad_token_ids, min_new_tokens, logit_bias,
+    repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p. Each
+    of top_k, top_p and min_p sees what the one before it kept. The order is vLLM's but for min_p,
+    which vLLM applies before top_k and SGLang, as here, after top_p.
 
     Attributes:
         n: Samples to draw from the prompt, each an output of its own. >= 1.
@@ -61,7 +67,7 @@ class SamplingParams:
         presence_penalty: Subtracted from the logit of each token in the output. In [-2, 2].
         frequency_penalty: The same, times the token's occurrences in the output. In [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of each token in prompt
-            or output (Keskar et al., CTRL, 2019). In (0, 100]; 1 changes nothing.
+            or output (Keskar et al., CTRL, 2019). In [0.01, 100]; 1 changes nothing.
         logit_bias: Added to the logits of token ids. Each in [-100, 100].
         allowed_token_ids: If not None, no other token is generated, not even a stop token.
         bad_token_ids: These tokens are never generated.
@@ -71,6 +77,7 @@ class SamplingParams:
         min_new_tokens: No stop token is generated and no stop string looked for before there are
             this many tokens. In [0, max_new_tokens].
         stop: Generation stops when the text contains one of these; the text is cut before it.
+            A string, several of them or None.
         stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`.
         ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
         include_stop_str_in_output: Cut the text after the stop string, not before it.
@@ -122,14 +129,16 @@ class SamplingParams:
 
     def _numbers(self) -> dict[str, Any]:
         max_new = _check_int("max_new_tokens", self.max_new_tokens, low=1)
-        limit = MAX_REPETITION_PENALTY
         checked: dict[str, Any] = {
             "n": _check_int("n", self.n, low=1),
             "temperature": _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
             "top_p": _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True),
             "min_p": _check_number("min_p", self.min_p, 0.0, 1.0),
             "repetition_penalty": _check_number(
-                "repetition_penalty", self.repetition_penalty, 0.0, limit, low_open=True
+                "repetition_penalty",
+                self.repetition_penalty,
+                MIN_REPETITION_PENALTY,
+                MAX_REPETITION_PENALTY,
             ),
             "max_new_tokens": max_new,
             "min_new_tokens": _check_int(
@@ -138,18 +147,19 @@ class SamplingParams:
         }
         for name in ("presence_penalty", "frequency_penalty"):
             checked[name] = _check_number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
-        if self.top_k is not None and self.top_k != -1:
+        if self.top_k is not None:
             note = " (or -1 or None for all)"
-            checked["top_k"] = _check_int("top_k", self.top_k, low=1, note=note)
+            is_all = not isinstance(self.top_k, float) and self.top_k == -1
+            checked["top_k"] = -1 if is_all else _check_int("top_k", self.top_k, low=1, note=note)
         if self.seed is not None:
             checked["seed"] = _check_int("seed", self.seed, low=0, high=MAX_SEED)
         return checked
 
     def _ids(self) -> dict[str, Any]:
-        checked: dict[str, Any] = {
-            name: _check_ids(name, getattr(self, name))
-            for name in ("stop_token_ids", "bad_token_ids")
-        }
+        checked: dict[str, Any] = {}
+        for name in ("stop_token_ids", "bad_token_ids"):
+            ids = getattr(self, name)
+            checked[name] = _check_ids(name, () if ids is None else ids)
         if self.allowed_token_ids is not None:
             checked["allowed_token_ids"] = _check_ids("allowed_token_ids", self.allowed_token_ids)
             if not checked["allowed_token_ids"]:
@@ -159,12 +169,16 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"logit_bias must map token ids to numbers, got {self.logit_bias!r}"
                 )
-            checked["logit_bias"] = {
+            checked["logit_bias"] = biases = {
                 _check_bias_key(key): _check_number(
                     f"logit_bias[{key!r}]", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
                 )
                 for key, value in self.logit_bias.items()
             }
+            if len(biases) < len(self.logit_bias):
+                raise InvalidRequestError(
+                    f"logit_bias must name each token id once, got {dict(self.logit_bias)!r}"
+                )
         return checked
 
     def _texts(self) -> dict[str, Any]:
