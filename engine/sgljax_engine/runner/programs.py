@@ -315,6 +315,8 @@ def score(
     scores = lax.map(chunk_scores, chunks)
 
     def join(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[2:])[: batch * length].reshape(batch, length, *x.shape[2:])
+        # No -1: rows may report no ranks or no ids, and then the size of the others is unknown.
+        flat = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+        return flat[: batch * length].reshape(batch, length, *x.shape[2:])
 
     return ScoreOutput(*jax.tree.map(join, scores))
