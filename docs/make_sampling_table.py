@@ -1,0 +1,177 @@
+"""Writes docs/sampling.md from the engine's own fields, docstrings and refusals.
+
+    python docs/make_sampling_table.py
+
+A test compares the file with `render()`, collects every test that it names, and compares every
+refusal with the error that is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+from sgljax_engine import InvalidRequestError, SamplingParams
+from sgljax_engine.sampling_params import REFUSED_FIELDS, LogprobOptions
+
+OUTPUT = Path(__file__).with_name("sampling.md")
+_ROWS = "tests/engine/test_sampling_table.py::TestRows::test_"
+_TEXT = "tests/engine/test_sampling_table.py::TestText::test_"
+_LOGPROBS = "tests/engine/test_logprob_options.py::TestShapes::test_"
+
+TESTS = {
+    "stop": _TEXT + "stop_across_tokens",
+    "include_stop_str_in_output": _TEXT + "include_stop_str_in_output",
+    "detokenize": _TEXT + "detokenize",
+    "skip_special_tokens": _TEXT + "skip_special_tokens",
+    "spaces_between_special_tokens": _TEXT + "spaces_between_special_tokens",
+}
+"""Tests of fields that are not in `TestRows` under the field's name."""
+
+REFUSAL_TEST = "tests/engine/test_sampling_table.py::TestRefused::test_field"
+
+LOGPROB_ARGUMENTS = {
+    "return_logprob": ("enabled", _LOGPROBS + "return_logprob_alone"),
+    "logprob_start_len": ("start_len", _LOGPROBS + "prompt_from_a_position"),
+    "top_logprobs_num": ("top_num", _LOGPROBS + "lists_match_float64"),
+    "token_ids_logprob": ("token_ids", _LOGPROBS + "lists_match_float64"),
+}
+"""Arguments of `Engine.generate`: the field of `LogprobOptions`, and the test."""
+
+VLLM_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "bad_token_ids": ""}
+"""vLLM's names where they differ; empty where vLLM has no such field."""
+
+_HEAD = """# Sampling
+
+<!-- Written by docs/make_sampling_table.py; do not edit. -->
+
+Every row of vLLM's `SamplingParams`, and every one of this engine's: supported, with the test that
+shows it, or refused, with the error that tells what to do instead. Nothing is ignored. Fields go
+into `SamplingParams` or into a dict of the same names, for all prompts of a call or one for each.
+"""
+
+_TAIL = """## Order of operations
+
+Logits of each step go through
+
+1. `allowed_token_ids`, then `bad_token_ids`;
+2. `min_new_tokens`: no stop token yet;
+3. `logit_bias`;
+4. `repetition_penalty` (tokens of prompt and output), `frequency_penalty`, `presence_penalty`
+   (tokens of the output);
+5. `temperature`; at 0 the likeliest token is taken and the rest does not matter;
+6. `top_k`, then `top_p` over what is left, then `min_p`.
+
+This is vLLM's order but for `min_p`, which vLLM applies before `top_k`; SGLang applies it last, as
+here. Tokens exactly as likely as the last one kept are kept. All of it is held against float64 by
+`tests/engine/test_sampling_numerics.py`, sampled frequencies too, and on real generations by
+`tests/engine/test_sampling_table.py::TestDistribution::test_logprobs_of_real_generations`.
+
+Draws depend on `seed`, on the step and on the row's own distribution. So a request with a seed
+gives the same tokens whatever runs beside it, whatever the configuration, and also after a
+retraction (`tests/engine/test_sampling_batches.py`), up to rounding: another batch size may add up
+in another order.
+
+## Log-probs
+
+`meta_info` gets SGLang's lists of `(log-prob, token id, None)`. None of them is ever longer or
+shorter than the output.
+
+| log-prob | of | where |
+|---|---|---|
+| raw | log softmax(logits) | `output_token_logprobs`, `RequestOutput.logprobs` |
+| processed | the distribution that the token was drawn from; 0 when greedy | \
+`output_processed_logprobs`, `RequestOutput.processed_logprobs` |
+| scaled | log softmax(logits / temperature); raw when greedy | `RequestOutput.scaled_logprobs` |
+
+`input_token_logprobs`, `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` are
+raw. The first token of a prompt has no log-prob; its entries are None. With several weight versions
+in one output, each token has the log-prob under the weights that produced it.
+
+The Tunix rollout returns the *scaled* log-probs, because the trainer recomputes exactly that:
+log softmax(logits / temperature), without penalties and filters.
+
+## Streaming
+
+`generate(stream=True)` returns an iterator at once. Each item has `index`, the place of the output
+among those of the call, and what is new since that output's last item: text, `output_ids` and
+log-probs. The pieces add up to what `stream=False` returns; text waits until no further token can
+change it. Closing or dropping the iterator aborts what is unfinished.
+"""
+
+
+def attribute_docs(owner: type) -> dict[str, str]:
+    """The "Attributes" of a class docstring, each on one line."""
+    body = inspect.cleandoc(owner.__doc__ or "").split("Attributes:\n")[1]
+    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", body, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def refusal(name: str) -> str:
+    """The real error for a refused field."""
+    try:
+        SamplingParams.from_dict({name: None})
+    except InvalidRequestError as error:
+        return str(error)
+    raise AssertionError(f"{name} is not refused")
+
+
+def test_of(name: str) -> str:
+    """The node id of the test of a field."""
+    return TESTS.get(name, _ROWS + name)
+
+
+def _field_rows() -> list[str]:
+    docs = attribute_docs(SamplingParams)
+    rows = ["| field | in vLLM | default | meaning and range | test |", "|---|---|---|---|---|"]
+    for field in dataclasses.fields(SamplingParams):
+        name = field.name
+        vllm = VLLM_NAMES.get(name, name)
+        rows.append(
+            f"| `{name}` | {f'`{vllm}`' if vllm else ''} | `{field.default!r}` | {docs[name]} "
+            f"| `{_short(test_of(name))}` |"
+        )
+    return rows
+
+
+def _logprob_rows() -> list[str]:
+    docs = attribute_docs(LogprobOptions)
+    defaults = {field.name: field.default for field in dataclasses.fields(LogprobOptions)}
+    rows = ["| argument of `generate` | default | meaning and range | test |", "|---|---|---|---|"]
+    rows += [
+        f"| `{name}` | `{defaults[field]!r}` | {docs[field]} | `{_short(test)}` |"
+        for name, (field, test) in LOGPROB_ARGUMENTS.items()
+    ]
+    return rows
+
+
+def _refused_rows() -> list[str]:
+    return [
+        "| field | error |",
+        "|---|---|",
+        *(f"| `{n}` | {refusal(n)} |" for n in REFUSED_FIELDS),
+    ]
+
+
+def _short(node: str) -> str:
+    return node.removeprefix("tests/engine/")
+
+
+def render() -> str:
+    """The text of docs/sampling.md."""
+    sections = [
+        _HEAD,
+        "## Supported\n\nTests are below `tests/engine/`.\n",
+        "\n".join(_field_rows()) + "\n",
+        "\n".join(_logprob_rows()) + "\n",
+        f"## Refused\n\nBy name, whatever the value; `{REFUSAL_TEST}` tries each.\n",
+        "\n".join(_refused_rows()) + "\n",
+        _TAIL,
+    ]
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(render(), encoding="utf-8")

@@ -1,0 +1,211 @@
+"""What a request draws depends on its seed and settings, and on nothing else in the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgljax_engine import Engine, EngineStepError, SamplingParams
+from tests.compilation import recorded_programs
+from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
+from tests.engine.sampling_reference import adjust, distribution, forward, log_softmax
+
+EOS = 17
+MODEL = with_eos(TINY, EOS)
+WEIGHTS = spread_weights()
+FULL = SamplingParams(
+    temperature=0.9,
+    top_k=40,
+    top_p=0.95,
+    min_p=0.005,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    logit_bias={5: 1.0, 6: -1.0, EOS: 3.0},
+    bad_token_ids=(56, 57),
+    min_new_tokens=20,
+    max_new_tokens=40,
+)
+
+
+def make_engine(**given: Any) -> Engine:
+    options: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "batch_buckets": (8,)}
+    return Engine(model_config=MODEL, weights=WEIGHTS, **(options | given))
+
+
+def seeded_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Full-table and plain requests, some of them with equal prompts."""
+    prompts = random_prompts(12, 2, 40, seed=3)
+    prompts[3] = prompts[4] = prompts[5]
+    plain = SamplingParams(temperature=1.0, max_new_tokens=40)
+    kinds = [
+        FULL,
+        plain,
+        dataclasses.replace(plain, repetition_penalty=1.3, temperature=0.0),
+        dataclasses.replace(FULL, allowed_token_ids=tuple(range(20, 90)), logit_bias=None),
+    ]
+    return prompts, [dataclasses.replace(kinds[i % 4], seed=100 + i) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request alone in an engine that decodes one step a dispatch."""
+    with make_engine(decode_steps=1, disable_radix_cache=True, page_size=16) as engine:
+        return [
+            engine.generate_requests([prompt], params)[0]
+            for prompt, params in zip(*seeded_requests(), strict=True)
+        ]
+
+
+def assert_same(outs, expected):
+    for out, each in zip(outs, expected, strict=True):
+        assert out.output_ids == each.output_ids
+        assert out.finish == each.finish
+        for name in ("logprobs", "scaled_logprobs", "processed_logprobs"):
+            values = getattr(out, name)
+            assert len(values) == len(out.output_ids)
+            np.testing.assert_allclose(values, getattr(each, name), atol=2e-4)
+
+
+class TestCompany:
+    CONFIGURATIONS = (
+        {"decode_steps": 16},
+        {"decode_steps": 5, "page_size": 1, "batch_buckets": (4, 8)},
+        {
+            "decode_steps": 4,
+            "batch_buckets": (32,),
+            "chunked_prefill_size": 16,
+            "max_running_requests": 3,
+            "disable_radix_cache": True,
+        },
+    )
+
+    @pytest.mark.parametrize("options", CONFIGURATIONS)
+    def test_output_does_not_depend_on_company_or_configuration(self, alone, options):
+        """Also one step a dispatch against many: penalties go on across their border."""
+        with make_engine(**options) as engine:
+            prompts, params = seeded_requests()
+            assert_same(engine.generate_requests(prompts, params), alone)
+            # In another order, with strangers.
+            strangers = random_prompts(4, 1, 30, seed=9)
+            outs = engine.generate_requests(
+                [*strangers, *prompts[::-1]],
+                [*[SamplingParams(max_new_tokens=30)] * 4, *params[::-1]],
+            )
+            assert_same(outs[:3:-1], alone)
+
+    def test_penalties_and_draws_survive_retraction(self, alone):
+        with make_engine(
+            decode_steps=4, num_kv_tokens=96, init_new_token_ratio=0.0, min_new_token_ratio=0.0
+        ) as engine:
+            outs = engine.generate_requests(*seeded_requests())
+            state = engine.get_internal_state()
+        assert state.counters.num_retractions > 0
+        assert any(out.num_retractions and out.output_ids for out in outs)
+        assert_same(outs, alone)
+
+    def test_the_settings_matter(self, alone):
+        """Guards the tests above: without its options a request draws something else."""
+        with make_engine(decode_steps=4) as engine:
+            prompts, params = seeded_requests()
+            plain = [
+                SamplingParams(temperature=p.temperature, seed=p.seed, max_new_tokens=40)
+                for p in params
+            ]
+            outs = engine.generate_requests(prompts, plain)
+        same = [out.output_ids == each.output_ids for out, each in zip(outs, alone, strict=True)]
+        assert same == [False, True, False, False] * 3
+
+
+LARGE = dataclasses.replace(MODEL, vocab_size=600, context_length=512)
+
+
+@pytest.fixture(scope="module")
+def large():
+    with Engine(
+        model_config=LARGE,
+        weights=spread_weights(LARGE),
+        max_running_requests=4,
+        batch_buckets=(4,),
+        decode_steps=16,
+    ) as engine:
+        yield engine
+
+
+class TestWidths:
+    """Lists of 64, 256 and more entries; the engine moves a request from one to the next."""
+
+    def test_more_distinct_tokens_than_a_list_holds(self, large):
+        """Penalties over the widths 64, 256 and 600, against a float64 model."""
+        params = SamplingParams(
+            temperature=1.0,
+            seed=1,
+            repetition_penalty=1.8,
+            presence_penalty=1.0,
+            frequency_penalty=0.5,
+            max_new_tokens=400,
+            ignore_eos=True,
+        )
+        prompts = [list(range(30)), list(range(590, 600))]
+        before = large.get_internal_state().num_compiles
+        outs = large.generate_requests(prompts, params)
+        assert large.get_internal_state().num_compiles - before >= 3 + 1
+        for prompt, out in zip(prompts, outs, strict=True):
+            assert len(set(out.output_ids)) > 256
+            logits = forward(spread_weights(LARGE), LARGE, prompt + out.output_ids[:-1])
+            logits = logits[len(prompt) - 1 :]
+            for step in range(0, 400, 19):
+                row = adjust(logits[step], params, prompt, out.output_ids[:step])
+                expected = log_softmax(row)[out.output_ids[step]]
+                assert out.processed_logprobs[step] == pytest.approx(expected, abs=2e-4)
+        alone = large.generate_requests(prompts[1:], params)[0]
+        assert alone.output_ids == outs[1].output_ids
+
+    def test_long_bias_and_bad_lists(self, large):
+        """Raw log-probs of the whole vocabulary fix the logits up to a constant."""
+        bias = {token: 3.0 * np.sin(token) for token in range(0, 600, 2)}
+        params = SamplingParams(
+            temperature=0.8,
+            seed=2,
+            logit_bias=bias,
+            bad_token_ids=tuple(range(1, 300, 2)),
+            frequency_penalty=0.5,
+            max_new_tokens=20,
+            ignore_eos=True,
+        )
+        out = large.generate(
+            input_ids=[1, 2, 3],
+            sampling_params=params,
+            return_logprob=True,
+            token_ids_logprob=list(range(600)),
+        )
+        meta = out["meta_info"]
+        for step, token in enumerate(out["output_ids"]):
+            raw = np.array([entry[0] for entry in meta["output_token_ids_logprobs"][step]])
+            assert abs(np.exp(raw).sum() - 1) < 1e-4
+            probs = distribution(adjust(raw, params, [1, 2, 3], out["output_ids"][:step]), params)
+            got = meta["output_processed_logprobs"][step][0]
+            assert got == pytest.approx(np.log(probs[token]), abs=1e-4)
+
+
+class TestCompilation:
+    def test_after_warmup_with_the_table_nothing_compiles(self):
+        with make_engine(forbid_compile=True, chunked_prefill_size=64, decode_steps=4) as engine:
+            # Prefill, copies, decode without a table and with one of 64 or 128 entries.
+            assert engine.warmup(include_table=True) == 2 + 1 + 2
+            assert engine.warmup(include_table=True) == 0
+            with recorded_programs() as lowered:
+                outs = engine.generate_requests(*seeded_requests())
+            assert not lowered
+            assert all(out.num_cache_misses == 0 for out in outs)
+
+    def test_without_it_the_table_is_refused(self):
+        with make_engine(forbid_compile=True, chunked_prefill_size=64) as engine:
+            engine.warmup()
+            with pytest.raises(EngineStepError, match="forbid_compile is set"):
+                engine.generate(input_ids=[1], sampling_params=FULL)
+            plain = SamplingParams(max_new_tokens=2)
+            assert engine.generate(input_ids=[1], sampling_params=plain)

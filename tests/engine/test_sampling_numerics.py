@@ -1,0 +1,447 @@
+"""The sampling table's numbers against float64: adjusted logits, filters, sampled frequencies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from sgljax_engine import SamplingParams
+from sgljax_engine.runner.sampling_batch import build_sampling_batch, build_table, table_buckets
+from sgljax_engine.sampling.sampler import filter_weights, sample
+from sgljax_engine.sampling.table import adjust_logits, record
+from sgljax_engine.types import LogitEdits, Request
+from tests.engine.sampling_reference import adjust, distribution, log_softmax
+
+VOCAB = 97
+STOP_IDS = (11, 30)
+PROMPT = (5, 6, 6, 7, 11)
+OUTPUT = (6, 8, 9, 9, 9, 40)
+ALL_OPTIONS = SamplingParams(
+    temperature=0.8,
+    top_k=30,
+    top_p=0.95,
+    min_p=0.01,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    repetition_penalty=1.3,
+    logit_bias={3: 1.5, 9: 2.0, 50: -1.0, 60: -100.0},
+    bad_token_ids=(13, 14, 3),
+    min_new_tokens=10,
+)
+
+
+def request(params: SamplingParams, prompt=PROMPT, output=OUTPUT, seed=0) -> Request:
+    """As the request factory makes it, but for the vocabulary checks."""
+    edits = dict.fromkeys(params.allowed_token_ids or (), 0.0)
+    for token, bias in (params.logit_bias or {}).items():
+        if params.allowed_token_ids is None or token in edits:
+            edits[token] = bias
+    edits |= dict.fromkeys(params.bad_token_ids, -np.inf)
+    table = LogitEdits(
+        np.array(list(edits), np.int32),
+        np.array(list(edits.values()), np.float32),
+        params.allowed_token_ids is not None,
+    )
+    made = Request(rid="r", prompt_ids=list(prompt), params=params, seed=seed, stop_ids=STOP_IDS)
+    made.output_ids.extend(output)
+    made.edits = table if edits else None
+    return made
+
+
+def device_adjusted(logits, requests, num_steps=1):
+    size, vocab = logits.shape
+    rows = build_sampling_batch(requests, size, vocab)
+    table = build_table(requests, size, vocab, num_steps)
+    assert table is not None
+    return jax.jit(adjust_logits)(logits, table, rows.stop_ids, rows.step), table, rows
+
+
+def some_logits(size, vocab, seed=0, scale=3.0):
+    return np.random.default_rng(seed).normal(0, scale, (size, vocab)).astype(np.float32)
+
+
+OPTIONS = {
+    "presence": {"presence_penalty": 1.1},
+    "presence_negative": {"presence_penalty": -2.0},
+    "frequency": {"frequency_penalty": 0.7},
+    "frequency_negative": {"frequency_penalty": -0.3},
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition_below_one": {"repetition_penalty": 0.5},
+    "repetition_least": {"repetition_penalty": 0.01},
+    "logit_bias": {"logit_bias": {0: 5.0, 9: -100.0, VOCAB - 1: 100.0}},
+    "allowed": {"allowed_token_ids": (1, 9, 11, VOCAB - 1)},
+    "allowed_one": {"allowed_token_ids": (VOCAB - 1,)},
+    "bad": {"bad_token_ids": (0, 9, VOCAB - 1)},
+    "min_new_tokens": {"min_new_tokens": len(OUTPUT) + 1},
+    "min_new_tokens_reached": {"min_new_tokens": len(OUTPUT), "logit_bias": {0: 1.0}},
+    "bias_of_allowed_and_others": {
+        "allowed_token_ids": (1, 9),
+        "logit_bias": {9: 4.0, 10: 50.0},
+    },
+    "bias_of_a_bad_token": {"bad_token_ids": (9,), "logit_bias": {9: 100.0}},
+    "allowed_with_stops_masked": {"allowed_token_ids": (11, 30, 9), "min_new_tokens": 64},
+    "all": dataclasses.asdict(ALL_OPTIONS),
+}
+
+
+class TestAdjustedLogits:
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_matches_float64(self, name):
+        params = SamplingParams(**OPTIONS[name])
+        logits = some_logits(4, VOCAB)
+        got = np.asarray(device_adjusted(logits, [request(params)] * 4)[0])
+        for row in range(4):
+            expected = adjust(logits[row], params, PROMPT, OUTPUT, STOP_IDS)
+            np.testing.assert_array_equal(np.isinf(got[row]), np.isinf(expected))
+            np.testing.assert_allclose(got[row], expected, rtol=1e-6, atol=1e-5)
+
+    def test_rows_do_not_touch_one_another(self):
+        """All options in one batch, padded with rows that have none."""
+        params = [SamplingParams(**fields) for fields in OPTIONS.values()]
+        outputs = [OUTPUT[: i % 7] for i in range(len(params))]
+        prompts = [PROMPT[: 1 + i % 5] for i in range(len(params))]
+        rows = [request(*args) for args in zip(params, prompts, outputs, strict=True)]
+        logits = some_logits(32, VOCAB, seed=1)
+        got = np.asarray(device_adjusted(logits, rows)[0])
+        for row, each in enumerate(rows):
+            expected = adjust(logits[row], each.params, each.prompt_ids, each.output_ids, STOP_IDS)
+            np.testing.assert_allclose(got[row], expected, rtol=1e-6, atol=1e-5)
+        np.testing.assert_array_equal(got[len(rows) :], logits[len(rows) :])
+
+    def test_penalties_come_after_the_bias_and_the_order_matters(self):
+        """Repetition first, then frequency and presence, on the biased logit."""
+        params = SamplingParams(
+            logit_bias={9: 2.0},
+            repetition_penalty=2.0,
+            frequency_penalty=0.5,
+            presence_penalty=0.25,
+        )
+        logits = np.zeros((1, VOCAB), np.float32)
+        logits[0, 9] = -1.0
+        got = np.asarray(device_adjusted(logits, [request(params)])[0])
+        assert got[0, 9] == (-1.0 + 2.0) / 2.0 - 0.5 * 3 - 0.25
+
+    def test_repetition_counts_the_prompt_and_the_others_do_not(self):
+        logits = np.full((1, VOCAB), 4.0, np.float32)
+        for fields, prompt_value, output_value in (
+            ({"repetition_penalty": 2.0}, 2.0, 2.0),
+            ({"presence_penalty": 1.0}, 4.0, 3.0),
+            ({"frequency_penalty": 1.0}, 4.0, 1.0),
+        ):
+            got = np.asarray(device_adjusted(logits, [request(SamplingParams(**fields))])[0])
+            assert (got[0, 5], got[0, 9]) == (prompt_value, output_value)
+
+
+class TestRecord:
+    def test_many_steps_match_a_table_built_anew(self):
+        """Counts that the device keeps over a dispatch are those that the host would make."""
+        rng = np.random.default_rng(3)
+        params = [ALL_OPTIONS, SamplingParams(frequency_penalty=0.2), SamplingParams(top_k=3)]
+        rows = [
+            request(p, PROMPT[:n], OUTPUT[:m])
+            for p, n, m in zip(params, (5, 1, 2), (6, 0, 3), strict=True)
+        ]
+        num_steps = 60
+        table = build_table(rows, 4, VOCAB, num_steps)
+        assert table is not None
+        step = jax.jit(record)
+        for i in range(num_steps):
+            tokens = rng.integers(0, VOCAB, 4).astype(np.int32)
+            active = np.array([True, i % 3 > 0, i < 20, False])
+            table = step(table, tokens, active)
+            for row, each in enumerate(rows):
+                if active[row]:
+                    each.output_ids.append(int(tokens[row]))
+        logits = some_logits(4, VOCAB, seed=2)
+        sampling = build_sampling_batch(rows, 4, VOCAB)
+        got = adjust_logits(jnp.asarray(logits), table, sampling.stop_ids, sampling.step)
+        for row, each in enumerate(rows):
+            expected = adjust(logits[row], each.params, each.prompt_ids, each.output_ids, STOP_IDS)
+            np.testing.assert_allclose(got[row], expected, rtol=1e-6, atol=1e-5)
+        assert int(table.num_seen[0]) == len({*rows[0].prompt_ids, *rows[0].output_ids})
+        np.testing.assert_array_equal(got[3], logits[3])
+
+    @pytest.mark.parametrize("num_distinct", [63, 64, 65, 255, 256, 300])
+    def test_list_width_grows_with_the_tokens(self, num_distinct):
+        vocab = 1000
+        assert table_buckets(vocab) == (64, 256, 1000)
+        params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.5)
+        output = range(100, 100 + num_distinct - 1)
+        each = request(params, prompt=(1,), output=output)
+        logits = some_logits(1, vocab)
+        got, table, _ = device_adjusted(logits, [each], num_steps=1)
+        assert table.seen_ids.shape[1] == next(w for w in (64, 256, 1000) if w > num_distinct)
+        expected = adjust(logits[0], params, (1,), output)
+        np.testing.assert_allclose(got[0], expected, rtol=1e-6, atol=1e-5)
+
+    def test_a_vocabulary_seen_whole_has_no_room_and_needs_none(self):
+        params = SamplingParams(frequency_penalty=0.5)
+        each = request(params, prompt=range(50), output=range(50, VOCAB))
+        table = build_table([each], 1, VOCAB, 16)
+        assert table is not None
+        assert table.seen_ids.shape[1] == VOCAB
+        table = jax.jit(record)(table, np.array([60], np.int32), np.array([True]))
+        assert int(table.seen_counts[0, 60]) == 2
+        assert int(table.num_seen[0]) == VOCAB
+
+    def test_long_bias_lists(self):
+        vocab = 1000
+        bias = {token: 0.01 * token for token in range(0, 900, 2)}
+        params = SamplingParams(logit_bias=bias, bad_token_ids=tuple(range(1, 300, 2)))
+        logits = some_logits(2, vocab)
+        got, table, _ = device_adjusted(logits, [request(params)] * 2)
+        assert table.edit_ids.shape[1] == vocab
+        np.testing.assert_allclose(
+            got[1], adjust(logits[1], params, PROMPT, OUTPUT), rtol=1e-6, atol=1e-5
+        )
+
+
+def spread(value, size, dtype=np.float32):
+    return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (size,)))
+
+
+class TestFilter:
+    """Beyond the 64 sorted logits, where the thresholds are found by bisection."""
+
+    VOCABS = (63, 64, 65, 1023, 1024, 1025, 5000)
+
+    @pytest.mark.parametrize("vocab", VOCABS)
+    @pytest.mark.parametrize(
+        ("top_k", "top_p", "min_p", "scale"),
+        [
+            (64, 1.0, 0.0, 3.0),
+            (65, 1.0, 0.0, 3.0),
+            (500, 0.99, 0.0, 3.0),
+            (10**6, 0.95, 0.0, 0.5),
+            (10**6, 0.95, 0.0, 9.0),
+            (40, 0.9, 0.1, 2.0),
+            (10**6, 1.0, 0.3, 1.0),
+        ],
+    )
+    def test_matches_a_sort(self, vocab, top_k, top_p, min_p, scale):
+        logits = some_logits(6, vocab, seed=vocab, scale=scale)
+        scaled = logits - logits.max(-1, keepdims=True)
+        k = min(top_k, vocab)
+        kept = np.asarray(
+            jax.jit(filter_weights)(
+                scaled,
+                np.exp(scaled),
+                spread(k, 6, np.int32),
+                spread(top_p, 6),
+                spread(min_p, 6),
+            )
+        )
+        params = SamplingParams(top_k=k, top_p=top_p, min_p=min_p)
+        for row in range(6):
+            expected = distribution(logits[row], params)
+            np.testing.assert_array_equal(kept[row] > 0, expected > 0)
+            np.testing.assert_allclose(kept[row] / kept[row].sum(), expected, atol=1e-6)
+
+    @pytest.mark.parametrize("vocab", [100, 5000])
+    @pytest.mark.parametrize("top_k", [3, 200])
+    def test_ties_with_the_threshold_are_kept(self, vocab, top_k):
+        """Half of the vocabulary is as likely as the k-th token."""
+        top_k = min(top_k, vocab - 1)
+        scaled = np.full((1, vocab), -2.0, np.float32)
+        scaled[0, :2] = 0.0, -1.0
+        scaled[0, vocab // 2 :] = -5.0
+        args = (scaled, np.exp(scaled), spread(top_k, 1, np.int32))
+        kept = np.asarray(filter_weights(*args, spread(1.0, 1), spread(0.0, 1)))[0] > 0
+        np.testing.assert_array_equal(kept, scaled[0] >= (-2.0 if top_k <= vocab // 2 else -5.0))
+        # A nucleus that ends among equals keeps them all.
+        none = spread(vocab, 1, np.int32)
+        kept = filter_weights(*args[:2], none, spread(0.5, 1), spread(0.0, 1))
+        np.testing.assert_array_equal(np.asarray(kept)[0] > 0, scaled[0] >= -2.0)
+
+    def test_rows_with_few_allowed_tokens(self):
+        """Forbidden tokens are never kept, though there are fewer others than top_k."""
+        scaled = np.full((2, 3000), -np.inf, np.float32)
+        scaled[0, [7, 2999]], scaled[1, 1234] = [0.0, -1.0], 0.0
+        for top_k, top_p in ((50, 1.0), (500, 1.0), (3000, 0.999), (50, 0.999)):
+            kept = filter_weights(
+                jnp.asarray(scaled),
+                jnp.exp(scaled),
+                spread(top_k, 2, np.int32),
+                spread(top_p, 2),
+                spread(0.0, 2),
+            )
+            np.testing.assert_array_equal(np.asarray(kept) > 0, scaled > -np.inf)
+
+    def test_mixed_rows(self):
+        """Rows that need the bisection beside rows that do not, and rows that filter nothing."""
+        vocab = 2000
+        logits = some_logits(5, vocab, seed=9, scale=1.0)
+        logits[1] *= 6
+        settings = [(5, 1.0), (vocab, 0.9), (vocab, 1.0), (300, 0.97), (vocab, 0.2)]
+        scaled = logits - logits.max(-1, keepdims=True)
+        kept = filter_weights(
+            jnp.asarray(scaled),
+            jnp.exp(scaled),
+            jnp.asarray([k for k, _ in settings], jnp.int32),
+            jnp.asarray([p for _, p in settings], jnp.float32),
+            spread(0.0, 5),
+        )
+        for row, (k, p) in enumerate(settings):
+            expected = distribution(logits[row], SamplingParams(top_k=k, top_p=p))
+            np.testing.assert_array_equal(np.asarray(kept)[row] > 0, expected > 0)
+
+
+DRAWS = 40_000
+FREQUENCY_OPTIONS = {
+    "plain": {},
+    "temperature_0_7": {"temperature": 0.7},
+    "temperature_2": {"temperature": 2.0},
+    "top_k": {"top_k": 9},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "top_k_top_p": {"top_k": 12, "top_p": 0.8},
+    "top_k_top_p_min_p": {"temperature": 1.5, "top_k": 25, "top_p": 0.9, "min_p": 0.4},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "repetition": {"repetition_penalty": 1.8},
+    "logit_bias": {"logit_bias": {3: 2.0, 9: -2.0}},
+    "allowed": {"allowed_token_ids": (3, 9, 11, 20, 21)},
+    "bad": {"bad_token_ids": (3, 9, 20)},
+    "min_new_tokens": {"min_new_tokens": len(OUTPUT) + 1},
+    "all": dataclasses.asdict(ALL_OPTIONS),
+}
+
+
+def small_logits():
+    """Of 64 tokens, with those that the options are about among the likely ones."""
+    logits = np.random.default_rng(8).normal(0, 1.2, 64).astype(np.float32)
+    logits[[3, 6, 9, 11, 30]] += 1.5
+    return logits
+
+
+@pytest.fixture(scope="module")
+def draw():
+    @jax.jit
+    def run(logits, rows, table):
+        tiled = jnp.tile(logits, (rows.step.shape[0], 1))
+        adjusted = adjust_logits(tiled, table, rows.stop_ids, rows.step)
+        return sample(tiled, rows, jnp.int32(0), adjusted)
+
+    return run
+
+
+def without_63(params):
+    """Forbids one token more, so that plain rows have a table too."""
+    return dataclasses.replace(params, bad_token_ids=(*params.bad_token_ids, 63))
+
+
+def draw_tokens(draw, logits, params):
+    """DRAWS independent draws: one request's row, with a seed of its own each."""
+    made = request(params)
+    rows = build_sampling_batch([made], 1, len(logits))
+    table = build_table(
+        [request(dataclasses.replace(params, bad_token_ids=(*params.bad_token_ids, 63)))],
+        1,
+        len(logits),
+        1,
+    )
+    repeated = [jax.tree.map(lambda x: np.repeat(x, DRAWS, 0), tree) for tree in (rows, table)]
+    seeds = np.random.default_rng(0).integers(0, 2**32, (DRAWS, 2), np.uint32)
+    return draw(logits, repeated[0]._replace(seed=seeds), repeated[1])
+
+
+def p_value(tokens, probs):
+    """Of Pearson's chi-square test; cells that expect fewer than five draws are one cell."""
+    counts = np.bincount(tokens, minlength=len(probs))
+    expected = probs * len(tokens)
+    if counts[probs == 0].any():
+        return 0.0
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    used = expected > 0
+    statistic = np.sum((observed[used] - expected[used]) ** 2 / expected[used])
+    return scipy.stats.chi2.sf(statistic, max(used.sum() - 1, 1))
+
+
+class TestFrequencies:
+    @pytest.mark.parametrize("name", FREQUENCY_OPTIONS)
+    def test_match_the_distribution(self, draw, name):
+        """40,000 draws against float64. A wrong option's distribution has p < 1e-9, see below."""
+        params = SamplingParams(**FREQUENCY_OPTIONS[name])
+        logits = small_logits()
+        out = draw_tokens(draw, logits, params)
+        tokens = np.asarray(out.token)
+        probs = self.expected(params)
+        assert p_value(tokens, probs) > 1e-3
+        np.testing.assert_allclose(
+            out.processed_logprob, np.log(probs[tokens]), rtol=1e-5, atol=2e-5
+        )
+
+    @staticmethod
+    def expected(params):
+        adjusted = adjust(small_logits(), without_63(params), PROMPT, OUTPUT, STOP_IDS)
+        return distribution(adjusted, params)
+
+    WRONG = (
+        ("plain", {"temperature": 1.05}),
+        ("temperature_0_7", {"temperature": 0.73}),
+        ("temperature_2", {"temperature": 1.8}),
+        ("top_k", {"top_k": 8}),
+        ("top_k", {"top_k": 10}),
+        ("top_p", {"top_p": 0.74}),
+        ("min_p", {"min_p": 0.12}),
+        ("top_k_top_p", {"top_p": 0.85}),
+        ("top_k_top_p_min_p", {"min_p": 0.0}),
+        ("presence", {"presence_penalty": 1.2}),
+        ("frequency", {"frequency_penalty": 0.6}),
+        ("repetition", {"repetition_penalty": 1.6}),
+        ("logit_bias", {"logit_bias": {3: 1.8, 9: -2.0}}),
+        ("allowed", {"allowed_token_ids": (3, 9, 11, 20)}),
+        ("bad", {"bad_token_ids": (3, 9)}),
+        ("min_new_tokens", {"min_new_tokens": 0}),
+        ("all", {"repetition_penalty": 1.2}),
+        ("all", {"frequency_penalty": 0.2}),
+        ("all", {"presence_penalty": 0.2}),
+        ("all", {"min_new_tokens": 0}),
+        ("all", {"temperature": 0.75}),
+    )
+
+    @pytest.mark.parametrize(("name", "change"), WRONG)
+    def test_would_notice_a_wrong_option(self, draw, name, change):
+        params = SamplingParams(**FREQUENCY_OPTIONS[name])
+        tokens = np.asarray(draw_tokens(draw, small_logits(), params).token)
+        wrong = self.expected(dataclasses.replace(params, **change))
+        assert p_value(tokens, wrong) < 1e-9
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+    def test_raw_scaled_and_processed(self, temperature):
+        """Of adjusted and filtered rows: raw and scaled are of the model's own logits."""
+        params = dataclasses.replace(ALL_OPTIONS, temperature=temperature)
+        logits = some_logits(16, VOCAB, seed=4)
+        made = [request(params, seed=i) for i in range(16)]
+        adjusted, _, rows = device_adjusted(logits, made)
+        out = sample(jnp.asarray(logits), rows, jnp.int32(0), adjusted)
+        scale = temperature or 1.0
+        for row in range(16):
+            token = int(out.token[row])
+            raw = logits[row].astype(np.float64)
+            probs = distribution(adjust(raw, params, PROMPT, OUTPUT, STOP_IDS), params)
+            for got, expected in (
+                (out.logprob, log_softmax(raw)[token]),
+                (out.scaled_logprob, log_softmax(raw / scale)[token]),
+                (out.processed_logprob, np.log(probs[token])),
+            ):
+                np.testing.assert_allclose(got[row], expected, atol=2e-5)
+            if temperature == 0.0:
+                assert out.processed_logprob[row] == 0.0
+
+    def test_the_smallest_uniform_number_draws_no_negligible_token(self, monkeypatch):
+        """A generator's 0 would draw the first token of any weight, here one of e**-60."""
+        monkeypatch.setattr(jax.random, "uniform", lambda *args, **kwargs: jnp.zeros(()))
+        logits = np.full((1, 300), -60.0, np.float32)
+        logits[0, 200] = 0.0
+        rows = build_sampling_batch([request(SamplingParams())], 1, 300)
+        assert int(sample(jnp.asarray(logits), rows, jnp.int32(0)).token[0]) == 200
