@@ -195,6 +195,7 @@ class TestBatching:
         assert state.counters.num_retractions > 0, "the test must put pages under pressure"
         assert state.total_kv_tokens <= demand // 10
         for prompt, p, out in zip(prompts, params, outs, strict=True):
+            assert out.finish is not None
             assert out.finish.type == "length"
             assert len(out.output_ids) == p.max_new_tokens
             assert out.output_ids == one_at_a_time(prompt, p)
@@ -280,6 +281,7 @@ class TestStops:
         with make_engine(model_config=with_eos(TINY, ids[2])) as other:
             out = other.generate_requests([prompt], GREEDY)[0]
             assert out.output_ids == ids[: ids.index(ids[2]) + 1]
+            assert out.finish is not None
             assert out.finish.type == "stop"
             ignoring = dataclasses.replace(GREEDY, ignore_eos=True)
             assert other.generate_requests([prompt], ignoring)[0].output_ids == ids
