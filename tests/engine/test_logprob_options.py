@@ -187,11 +187,13 @@ class TestLengths:
     def test_cut_at_a_stop_string(self, stream):
         params = {"temperature": 3.0, "seed": 1, "ignore_eos": True, "max_new_tokens": 40}
         with Engine(GOLDEN, max_running_requests=1, batch_buckets=(1,), decode_steps=16) as engine:
-            letters = [i for i in range(320) if engine._tokenizer.decode([i]).isalpha()]
-            letters = [i for i in letters if len(engine._tokenizer.decode([i])) > 1]
+            tokenizer = engine._tokenizer
+            assert tokenizer is not None
+            texts = [tokenizer.decode([i]) for i in range(320)]
+            letters = [i for i, text in enumerate(texts) if text.isalpha() and len(text) > 1]
             params["allowed_token_ids"] = letters
             plain = engine.generate(prompt="the", sampling_params=params)
-            pieces = [engine._tokenizer.decode([i]) for i in plain["output_ids"]]
+            pieces = [texts[i] for i in plain["output_ids"]]
             stop, begin, last = across(pieces)
             out = engine.generate(
                 prompt="the",

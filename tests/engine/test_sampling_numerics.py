@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,12 +129,12 @@ class TestAdjustedLogits:
 
     def test_repetition_counts_the_prompt_and_the_others_do_not(self):
         logits = np.full((1, VOCAB), 4.0, np.float32)
-        for fields, prompt_value, output_value in (
-            ({"repetition_penalty": 2.0}, 2.0, 2.0),
-            ({"presence_penalty": 1.0}, 4.0, 3.0),
-            ({"frequency_penalty": 1.0}, 4.0, 1.0),
+        for params, prompt_value, output_value in (
+            (SamplingParams(repetition_penalty=2.0), 2.0, 2.0),
+            (SamplingParams(presence_penalty=1.0), 4.0, 3.0),
+            (SamplingParams(frequency_penalty=1.0), 4.0, 1.0),
         ):
-            got = np.asarray(device_adjusted(logits, [request(SamplingParams(**fields))])[0])
+            got = np.asarray(device_adjusted(logits, [request(params)])[0])
             assert (got[0, 5], got[0, 9]) == (prompt_value, output_value)
 
 
@@ -201,7 +202,7 @@ class TestRecord:
         )
 
 
-def spread(value, size, dtype=np.float32):
+def spread(value: float, size: int, dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (size,)))
 
 
@@ -250,7 +251,7 @@ class TestFilter:
         scaled = np.full((1, vocab), -2.0, np.float32)
         scaled[0, :2] = 0.0, -1.0
         scaled[0, vocab // 2 :] = -5.0
-        args = (scaled, np.exp(scaled), spread(top_k, 1, np.int32))
+        args = (jnp.asarray(scaled), jnp.exp(scaled), spread(top_k, 1, np.int32))
         kept = np.asarray(filter_weights(*args, spread(1.0, 1), spread(0.0, 1)))[0] > 0
         np.testing.assert_array_equal(kept, scaled[0] >= (-2.0 if top_k <= vocab // 2 else -5.0))
         # A nucleus that ends among equals keeps them all.
