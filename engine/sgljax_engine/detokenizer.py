@@ -62,7 +62,11 @@ class _Progress:
 
 
 class Detokenizer:
-    """Answers requests. All methods are for the engine thread."""
+    """Answers requests. All methods are for the engine thread.
+
+    Attributes:
+        thread: Its thread.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None, name: str, on_stop: Callable[[Request, str], None]
@@ -78,8 +82,8 @@ class Detokenizer:
         self._on_stop = on_stop
         self._queue: queue.Queue[_Item | None] = queue.Queue(_MAX_QUEUED)
         self._progress: dict[str, _Progress] = {}
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def put(self, request: Request, answer: Answer, error: EngineError | None = None) -> None:
         """Takes news of a request; blocks while the queue is full.
@@ -96,7 +100,7 @@ class Detokenizer:
     def stop(self) -> None:
         """Answers what is queued, then ends the thread and waits for it."""
         self._queue.put(None)
-        self._thread.join()
+        self.thread.join()
 
     # ------------------------------------------------------------------ the thread
 

@@ -71,7 +71,9 @@ class EngineLoop:
         self._counters = EngineCounters()
         self._answers: dict[str, Answer] = {}
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
-        self._submit_lock = threading.Lock()
+        # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
+        # submit on the same thread.
+        self._submit_lock = threading.RLock()
         self._is_closed = False
         self._close_reason = "the engine was shut down"
         self._detokenizer = Detokenizer(tokenizer, f"{name}-detokenizer", self._end_stopped)
@@ -100,7 +102,8 @@ class EngineLoop:
     def stop(self) -> None:
         """`request_stop`, then waits for both threads to end."""
         self.request_stop()
-        if threading.current_thread() is not self._thread:
+        # A finalizer may call this on any thread; on these two it would wait for itself.
+        if threading.current_thread() not in (self._thread, self._detokenizer.thread):
             self._thread.join()
 
     def _end_stopped(self, request: Request, stop_string: str) -> None:
