@@ -11,7 +11,7 @@ import numpy as np
 
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.metrics import EngineState
-from sgljax_engine.types import Request
+from sgljax_engine.types import FinishReason, Request
 from sgljax_engine.weights.rules import Rule
 
 
@@ -32,12 +32,12 @@ class AbortRequests:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class EndStopped:
-    """End a request whose text contains a stop string; it has been answered already."""
+class EndAnswered:
+    """End a request that was answered while it ran: with a stop string, or with an error."""
 
     rid: str
-    stop_string: str
-    future: Future[None]
+    reason: FinishReason
+    future: Future[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +96,7 @@ class Shutdown:
 Command = (
     AddRequests
     | AbortRequests
-    | EndStopped
+    | EndAnswered
     | UpdateWeights
     | Score
     | Warmup

@@ -69,17 +69,21 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, name: str, on_stop: Callable[[Request, str], None]
+        self,
+        tokenizer: Tokenizer | None,
+        name: str,
+        on_end: Callable[[Request, FinishReason], None],
     ) -> None:
         """Starts the thread.
 
         Args:
             tokenizer: None leaves all text empty.
             name: Of the thread.
-            on_stop: Called on the thread with a request and the stop string found in its text.
+            on_end: Called on the thread with an unfinished request that was answered, since its
+                text has a stop string or cannot be decoded, and why it ends.
         """
         self._tokenizer = tokenizer
-        self._on_stop = on_stop
+        self._on_end = on_end
         self._queue: queue.Queue[_Item | None] = queue.Queue(_MAX_QUEUED)
         self._progress: dict[str, _Progress] = {}
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -105,16 +109,35 @@ class Detokenizer:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                self._handle(item)
-            except BaseException as error:  # a user's tokenizer may raise anything, Rust panics too
-                failure = EngineError(f"detokenizing request {item.request.rid} failed: {error!r}")
-                reject(item.answer.future, failure)
-                if item.request.rid in self._progress:
-                    self._progress[item.request.rid].is_answered = True
-            if item.finish is not None:
-                self._progress.pop(item.request.rid, None)
+        while self._take():
+            pass
+        self._progress.clear()
+
+    def _take(self) -> bool:
+        """Handles one item; False at the end.
+
+        What it holds is gone when it returns: an answer or an error kept while waiting for the
+        next item would keep its caller's frames alive, and the engine with them.
+        """
+        item = self._queue.get()
+        if item is None:
+            return False
+        try:
+            self._handle(item)
+        except BaseException as error:  # a user's tokenizer may raise anything, Rust panics too
+            self._fail(item, repr(error))
+        if item.finish is not None:
+            self._progress.pop(item.request.rid, None)
+        return True
+
+    def _fail(self, item: _Item, error: str) -> None:
+        """Answers a request that cannot be detokenized, and ends it if it still runs."""
+        message = f"detokenizing request {item.request.rid} failed: {error}"
+        if item.finish is None:
+            progress = self._progress.setdefault(item.request.rid, _Progress(None))
+            progress.is_answered = True
+            self._on_end(item.request, FinishReason("error", message=message))
+        reject(item.answer.future, EngineError(message))
 
     def _handle(self, item: _Item) -> None:
         if item.error is not None:
@@ -130,7 +153,8 @@ class Detokenizer:
     def _decode(self, request: Request, finish: FinishReason) -> str:
         if self._tokenizer is None or not request.params.detokenize:
             return ""
-        return self._tokenizer.decode(_text_ids(request, finish), _decode_options(request))
+        ids = request.output_ids[: _num_text_tokens(request, finish)]
+        return self._tokenizer.decode(ids, _decode_options(request))
 
     def _follow(self, item: _Item) -> None:
         """Sends a piece of a watched request, or its end."""
@@ -142,16 +166,16 @@ class Detokenizer:
             return
         num_tokens = item.num_tokens
         if progress.text is not None:
-            ids = request.output_ids[:num_tokens] if finish is None else _text_ids(request, finish)
-            progress.text.add(ids[progress.num_added :])
-            progress.num_added = len(ids)
+            num_text = num_tokens if finish is None else _num_text_tokens(request, finish)
+            progress.text.add(request.output_ids[progress.num_added : num_text])
+            progress.num_added = num_text
             progress.unsent += progress.text.take() if finish is None else progress.text.finish()
             match = progress.text.match
             if match is not None:
                 num_tokens = max(match.num_tokens, progress.num_sent)
                 if finish is None:
                     progress.unsent += progress.text.finish()
-                    self._on_stop(request, match.stop_string)
+                    self._on_end(request, FinishReason("stop", matched=match.stop_string))
                 finish = FinishReason("stop", matched=match.stop_string)
         self._send(item, progress, num_tokens, finish)
 
@@ -189,11 +213,10 @@ def _decode_options(request: Request) -> DecodeOptions:
     return DecodeOptions(params.skip_special_tokens, params.spaces_between_special_tokens)
 
 
-def _text_ids(request: Request, finish: FinishReason) -> list[int]:
+def _num_text_tokens(request: Request, finish: FinishReason) -> int:
     """The output tokens that are text: without the stop token, unless it is to be included."""
-    if finish.type == "stop" and not request.params.include_stop_str_in_output:
-        return request.output_ids[:-1]
-    return request.output_ids
+    has_stop_token = finish.type == "stop" and not request.params.include_stop_str_in_output
+    return len(request.output_ids) - has_stop_token
 
 
 def _output(item: _Item, span: slice, text: str, finish: FinishReason | None) -> RequestOutput:

@@ -76,7 +76,7 @@ class EngineLoop:
         self._submit_lock = threading.RLock()
         self._is_closed = False
         self._close_reason = "the engine was shut down"
-        self._detokenizer = Detokenizer(tokenizer, f"{name}-detokenizer", self._end_stopped)
+        self._detokenizer = Detokenizer(tokenizer, f"{name}-detokenizer", self._end_answered)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # A daemon thread must not touch the device while the interpreter is torn down.
         atexit.register(self.stop)
@@ -106,9 +106,9 @@ class EngineLoop:
         if threading.current_thread() not in (self._thread, self._detokenizer.thread):
             self._thread.join()
 
-    def _end_stopped(self, request: Request, stop_string: str) -> None:
+    def _end_answered(self, request: Request, reason: FinishReason) -> None:
         with contextlib.suppress(EngineShutdownError):
-            self.submit(cmd.EndStopped(request.rid, stop_string, Future()))
+            self.submit(cmd.EndAnswered(request.rid, reason, Future()))
 
     # ------------------------------------------------------------------ the thread
 
@@ -155,8 +155,8 @@ class EngineLoop:
         if isinstance(command, cmd.AbortRequests):
             reason = FinishReason("abort", message="aborted by the caller")
             return self._end(command.rids, reason)
-        if isinstance(command, cmd.EndStopped):
-            return self._end([command.rid], FinishReason("stop", matched=command.stop_string))
+        if isinstance(command, cmd.EndAnswered):
+            return self._end([command.rid], command.reason)
         if isinstance(command, cmd.UpdateWeights):
             return self._update_weights(command)
         if isinstance(command, cmd.Score):
