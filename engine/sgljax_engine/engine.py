@@ -245,8 +245,7 @@ class Engine:
             return_logprob: As in `generate`.
             stream: As in `generate`.
         """
-        is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if is_single else messages
+        conversations, is_single = _conversations(messages)
         ids = [
             self.apply_chat_template(
                 conversation,
@@ -436,6 +435,18 @@ def _check_sources(
     model_config: ModelConfig | None,
     weights: Any,
     weight_rules: Sequence[Rule] | None,
+def _conversations(messages: Any) -> tuple[Sequence[Any], bool]:
+    """The conversations of a `chat` call, and whether it was given one, not a list of them."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not messages:
+        raise InvalidRequestError(
+            "messages must be a list of at least one dict with 'role' and 'content', or a list of "
+            f"such lists, got {messages!r}"
+        )
+    is_single = isinstance(messages[0], Mapping)
+    return [messages] if is_single else messages, is_single
+
+
     load_format: str,
 ) -> None:
     """Refuses arguments that contradict one another; none is ever ignored."""
