@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -30,6 +30,8 @@ from sgljax_engine.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import Rule
+
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -139,15 +141,11 @@ class Engine:
 
     def get_internal_state(self) -> EngineState:
         """Queue sizes, free KV tokens and counters, taken between two dispatches."""
-        future: Future[EngineState] = Future()
-        self._loop.submit(cmd.GetState(future))
-        return future.result()
+        return self._ask(cmd.GetState)
 
     def check_integrity(self) -> None:
         """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
-        future: Future[None] = Future()
-        self._loop.submit(cmd.CheckIntegrity(future))
-        future.result()
+        self._ask(cmd.CheckIntegrity)
 
     # ------------------------------------------------------------------ generation
 
@@ -215,7 +213,7 @@ class Engine:
         )
         if stream:
             pieces = AsyncTokenStream(requests, self._abandon)
-            self._submit(requests, pieces.answers)
+            self._submit(requests, pieces.make_answers())
             return pieces
         futures = self._submit(requests)
         try:
@@ -223,6 +221,8 @@ class Engine:
         except BaseException:
             self._abandon(requests)
             raise
+        finally:
+            futures.clear()  # see `_ask`
         return _dicts(outputs, is_single)
 
     def chat(
@@ -307,9 +307,7 @@ class Engine:
         checked = self._requests.check_scored(sequences, temperature)
         if not checked:
             return []
-        future: Future[list[np.ndarray]] = Future()
-        self._loop.submit(cmd.Score(checked, float(temperature), future))
-        return future.result()
+        return self._ask(functools.partial(cmd.Score, checked, float(temperature)))
 
     # ------------------------------------------------------------------ control
 
@@ -324,9 +322,7 @@ class Engine:
             include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
                 too, three or more for each batch bucket.
         """
-        future: Future[int] = Future()
-        self._loop.submit(cmd.Warmup(include_score, include_table, future))
-        return future.result()
+        return self._ask(functools.partial(cmd.Warmup, include_score, include_table))
 
     def update_weights(self, source: Any, rules: Sequence[Rule] | None = None) -> int:
         """Replaces all weights between two dispatches, all or nothing.
@@ -348,18 +344,14 @@ class Engine:
         """
         if rules is None:
             rules = builder.identity_rules(self._model)
-        future: Future[int] = Future()
-        self._loop.submit(cmd.UpdateWeights(source, tuple(rules), future))
-        return future.result()
+        return self._ask(functools.partial(cmd.UpdateWeights, source, tuple(rules)))
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; returns the KV tokens that this freed.
 
         Running requests go on; pages that they share are freed when they end.
         """
-        future: Future[int] = Future()
-        self._loop.submit(cmd.FlushCache(future))
-        return future.result()
+        return self._ask(cmd.FlushCache)
 
     def shutdown(self) -> None:
         """Fails unfinished requests, ends the threads, frees device memory. Idempotent."""
@@ -379,6 +371,17 @@ class Engine:
         self.shutdown()
 
     # ------------------------------------------------------------------ requests
+
+    def _ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
+        """Has the engine thread do something, and waits for its answer."""
+        future: Future[_T] = Future()
+        self._loop.submit(command(future))
+        try:
+            return future.result()
+        finally:
+            # An error refers to the frames that it passed; one that refers back to the error
+            # would keep all of them, and what the caller has in his, until a collection.
+            del future, command
 
     def _make_requests(
         self,
@@ -405,16 +408,18 @@ class Engine:
 
     def _stream(self, requests: list[Request]) -> TokenStream:
         pieces = TokenStream(requests, self._abandon)
-        self._submit(requests, pieces.answers)
+        self._submit(requests, pieces.make_answers())
         return pieces
 
     def _wait(self, requests: list[Request]) -> list[RequestOutput]:
         futures = self._submit(requests)
         try:
-            return [future.result() for future in futures]
+            return list(map(Future.result, futures))
         except BaseException:
             self._abandon(requests)
             raise
+        finally:
+            futures.clear()  # see `_ask`
 
     def _wait_dicts(self, requests: list[Request], is_single: bool) -> Any:
         return _dicts(self._wait(requests), is_single)
@@ -430,11 +435,6 @@ def _dicts(outputs: Sequence[RequestOutput], is_single: bool) -> Any:
     return dicts[0] if is_single else dicts
 
 
-def _check_sources(
-    model_path: str | Path | None,
-    model_config: ModelConfig | None,
-    weights: Any,
-    weight_rules: Sequence[Rule] | None,
 def _conversations(messages: Any) -> tuple[Sequence[Any], bool]:
     """The conversations of a `chat` call, and whether it was given one, not a list of them."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
@@ -447,6 +447,11 @@ def _conversations(messages: Any) -> tuple[Sequence[Any], bool]:
     return [messages] if is_single else messages, is_single
 
 
+def _check_sources(
+    model_path: str | Path | None,
+    model_config: ModelConfig | None,
+    weights: Any,
+    weight_rules: Sequence[Rule] | None,
     load_format: str,
 ) -> None:
     """Refuses arguments that contradict one another; none is ever ignored."""

@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from typing import Any
 
@@ -120,7 +121,7 @@ class EngineLoop:
         except BaseException as error:  # a bug: never leave a caller waiting
             logger.exception("the engine thread failed")
             self._close_reason = f"the engine thread failed: {error!r}"
-        self._close(EngineShutdownError(self._close_reason))
+        self._close()
 
     def _take_commands(self) -> bool:
         """Handles all queued commands, waiting for one when idle; False at shutdown."""
@@ -143,12 +144,15 @@ class EngineLoop:
         try:
             result = self._answer(command)
         except BaseException as error:  # handed to the caller, who asked for it
+            _forget_locals(error)
             reject(command.future, error)
             if not isinstance(error, Exception):
                 raise
         else:
             future: Future[Any] = command.future
             resolve(future, result)
+        finally:
+            del command
         return True
 
     def _answer(self, command: cmd.Command) -> Any:
@@ -278,6 +282,7 @@ class EngineLoop:
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that the step touched; others keep going."""
         logger.exception("a device step failed")
+        _forget_locals(error)
         self._counters.num_failed_steps += 1
         # Shared pages may lack what the step was to write.
         self._pool.reset_cache()
@@ -295,27 +300,40 @@ class EngineLoop:
 
     # ------------------------------------------------------------------ the end
 
-    def _close(self, reason: EngineShutdownError) -> None:
+    def _close(self) -> None:
         with self._submit_lock:
             self._is_closed = True
         self._detokenizer.stop()
         for request in self._scheduler.requests():
             request.status = RequestStatus.FINISHED
         for answer in self._answers.values():
-            reject(answer.future, reason)
+            self._refuse(answer.future)
         self._answers.clear()
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, cmd.AddRequests):
                 for answer in command.answers:
-                    reject(answer.future, reason)
+                    self._refuse(answer.future)
             elif not isinstance(command, cmd.Shutdown):
-                reject(command.future, reason)
+                self._refuse(command.future)
         self._runner.release()
         atexit.unregister(self.stop)
+
+    def _refuse(self, future: Future[Any]) -> None:
+        # Each caller gets an error of its own: raised on two threads, one would mix up their
+        # tracebacks and keep both their frames alive.
+        reject(future, EngineShutdownError(self._close_reason))
 
 
 def _touched(output: SchedulerOutput) -> list[Request]:
     """The requests that a dispatch works on, each once."""
     touched = [*output.decode, *(chunk.request for chunk in output.prefill), *output.started]
     return list({request.rid: request for request in touched}.values())
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Frees what an error's frames hold, weights and commands among it; callers keep errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.types import Request
 
-_Event = tuple[int, RequestOutput | Future[RequestOutput]]
-"""Index of the request, and a piece of its output or its finished future."""
+
+class _Event(NamedTuple):
+    """A piece of the output at a place in the call, or what its request failed with.
+
+    The piece with a finish reason is the last.
+    """
+
+    place: int
+    output: RequestOutput | None
+    error: BaseException | None = None
 
 
-def make_answers(count: int, put: Callable[[_Event], None]) -> list[Answer]:
-    """Answers that hand every piece, and the finished future at the end, to `put`.
+def _make_answers(count: int, put: Callable[[_Event], None]) -> list[Answer]:
+    """Answers that hand every piece, and the last one or a failure at the end, to `put`.
 
     `put` is called on the detokenizer's thread, at shutdown on the engine's.
     """
 
     def answer(index: int) -> Answer:
+        def end(done: Future[RequestOutput]) -> None:
+            error = done.exception()
+            put(_Event(index, None, error) if error else _Event(index, done.result()))
+
         future: Future[RequestOutput] = Future()
-        future.add_done_callback(lambda done: put((index, done)))
-        return Answer(future, lambda piece: put((index, piece)))
+        future.add_done_callback(end)
+        return Answer(future, lambda piece: put(_Event(index, piece)))
 
     return [answer(index) for index in range(count)]
 
@@ -38,17 +50,25 @@ class _Pieces:
         self._open = dict(enumerate(requests))
         self._abandon = abandon
 
-    def _take(self, event: _Event) -> dict[str, Any]:
-        """The dict to hand out; raises what the request failed with, and ends the others."""
-        index, news = event
-        if isinstance(news, Future):
-            del self._open[index]
+    def _take(self, event: _Event) -> dict[str, Any] | None:
+        """The dict to hand out; raises what the request failed with.
+
+        None if the stream was closed meanwhile, by another thread or task.
+        """
+        index, output, error = event
+        if index not in self._open:
+            return None
+        if output is None:
+            assert error is not None
             try:
-                news = news.result()
-            except BaseException:
-                self._end()
-                raise
-        return {"index": index, **news.to_dict()}
+                raise error
+            finally:
+                # An error refers to the frames that it passed; none of them may refer to it, or
+                # it would keep them, and what they have, until a collection.
+                del event, error
+        if output.finish is not None:
+            self._open.pop(index, None)
+        return {"index": index, **output.to_dict()}
 
     def _end(self) -> None:
         if self._open:
@@ -71,21 +91,26 @@ class TokenStream(_Pieces, Iterator[dict[str, Any]]):
     """
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
-        """Makes `answers` for the requests; they are to be submitted with them."""
+        """Iterates over requests that are to be submitted with `make_answers`."""
         super().__init__(requests, abandon)
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self.answers = make_answers(len(requests), self._events.put)
+
+    def make_answers(self) -> list[Answer]:
+        """Answers for the requests. They hold no reference to the stream, nor it to them."""
+        return _make_answers(len(self._open), self._events.put)
 
     def __next__(self) -> dict[str, Any]:
         """Waits for the next item."""
         if not self._open:
             raise StopIteration
         try:
-            event = self._events.get()
-        except BaseException:  # an interrupt
+            piece = self._take(self._events.get())
+        except BaseException:  # the request failed, or an interrupt
             self._end()
             raise
-        return self._take(event)
+        if piece is None:
+            raise StopIteration
+        return piece
 
     def close(self) -> None:
         """Aborts what is unfinished; there are no more items. Idempotent."""
@@ -100,27 +125,39 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
     """
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
-        """Makes `answers` for the requests. Needs a running event loop, the one to iterate in."""
+        """As of `TokenStream`. Needs a running event loop, the one to iterate in."""
         super().__init__(requests, abandon)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        loop, events = asyncio.get_running_loop(), self._events
+        self._loop = asyncio.get_running_loop()
+
+    def make_answers(self) -> list[Answer]:
+        """See `TokenStream.make_answers`."""
+        loop, events, ref = self._loop, self._events, weakref.ref(self)
 
         def put(event: _Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the loop is closed: nobody will ever read
+                stream = ref()
+                if stream is not None:
+                    stream._end()
 
-        self.answers = make_answers(len(requests), put)
+        return _make_answers(len(self._open), put)
 
     async def __anext__(self) -> dict[str, Any]:
         """Waits for the next item."""
         if not self._open:
             raise StopAsyncIteration
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("the stream was made in another event loop than this one")
         try:
-            event = await self._events.get()
-        except BaseException:
+            piece = self._take(await self._events.get())
+        except BaseException:  # the request failed, or the task was cancelled
             self._end()
             raise
-        return self._take(event)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
 
     async def aclose(self) -> None:
         """Aborts what is unfinished; there are no more items. Idempotent."""
