@@ -24,7 +24,7 @@ import numpy as np
 
 from grpo_addition_compare import ROOT, describe_environment
 from rollout_longtail import SMALL
-from sgljax_engine import Engine, ModelConfig, SamplingParams
+from sgljax_engine import Engine, ModelConfig, RopeConfig, SamplingParams
 
 NUM_ROWS, NUM_PROMPT, NUM_NEW = 32, 32, 64
 PENALTIES = {"presence_penalty": 0.2, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
@@ -82,7 +82,7 @@ def make_engine(vocab_size: int) -> Engine:
         num_heads=SMALL.num_heads,
         num_kv_heads=SMALL.num_kv_heads,
         head_dim=SMALL.head_dim,
-        rope_theta=float(SMALL.rope_theta),
+        rope=RopeConfig(theta=float(SMALL.rope_theta)),
         rms_norm_eps=SMALL.norm_eps,
         tie_word_embeddings=True,
         context_length=NUM_PROMPT + NUM_NEW,

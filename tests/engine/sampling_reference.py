@@ -71,7 +71,7 @@ def forward(
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + model.rms_norm_eps) * get(name)
 
     num, dim, half = len(tokens), model.head_dim, model.head_dim // 2
-    angles = np.arange(num)[:, None] / model.rope_theta ** (np.arange(half) * 2 / dim)
+    angles = np.arange(num)[:, None] / model.rope.theta ** (np.arange(half) * 2 / dim)
     turn = np.exp(1j * angles)[:, None, :]
 
     def rotate(x: np.ndarray) -> np.ndarray:

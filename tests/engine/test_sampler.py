@@ -197,3 +197,31 @@ def test_greedy_rows_ignore_filters_and_seed():
     rows = batch(4, 99, temperature=[0, 1, 0, 1], top_k=5, top_p=0.5)
     tokens = np.asarray(sample(logits, rows, jnp.int32(3)).token)
     np.testing.assert_array_equal(tokens[[0, 2]], np.asarray(logits).argmax(-1)[[0, 2]])
+
+
+def test_a_rows_nucleus_does_not_depend_on_its_mates():
+    """A flat mate needs the slow search; rows that do not must not take part in it."""
+    rng = np.random.default_rng(5)
+    peaked = 4.0 * rng.standard_normal((512, 2000)).astype(np.float32)
+    peaked -= peaked.max(-1, keepdims=True)
+    # Where a nucleus ends exactly at a token, the order of summation decides.
+    mass = np.cumsum(np.sort(np.exp(peaked))[:, ::-1], axis=-1, dtype=np.float32)
+    total = np.asarray(jnp.sum(jnp.exp(peaked), axis=-1))
+    top_p = mass[np.arange(512), rng.integers(2, 30, 512)] / total
+    flat = np.zeros((1, 2000), np.float32)
+
+    def kept(logits, top_p):
+        num = len(logits)
+        weights = filter_weights(
+            jnp.asarray(logits),
+            jnp.exp(logits),
+            jnp.full(num, 2000),
+            jnp.asarray(top_p),
+            jnp.zeros(num),
+        )
+        return np.asarray(weights) > 0
+
+    alone = kept(peaked, top_p)
+    in_company = kept(np.concatenate([peaked, flat]), np.append(top_p, np.float32(0.9)))
+    assert in_company[-1].sum() == 2000  # its ties all stay
+    np.testing.assert_array_equal(in_company[:-1], alone)

@@ -193,10 +193,14 @@ def _top_threshold(
     has_p = top_p < 1.0
     mass_BN = jnp.cumsum(jnp.where(top_BN >= kth[:, None], jnp.exp(top_BN), 0.0), axis=-1)
     reached_BN = mass_BN >= target[:, None]
+    is_found = reached_BN[:, -1]
+    found = _pick(top_BN, jnp.argmax(reached_BN, axis=-1))
+    # The two sums may round differently: which of them counts is for each row to say, not for
+    # the rows beside it.
     nucleus = lax.cond(
-        jnp.all(reached_BN[:, -1] | ~has_p),
-        lambda: _pick(top_BN, jnp.argmax(reached_BN, axis=-1)),
-        find_nucleus,
+        jnp.all(is_found | ~has_p),
+        lambda: found,
+        lambda: jnp.where(is_found, found, find_nucleus()),
     )
     return jnp.where(has_p, nucleus, kth)
 
