@@ -1,0 +1,984 @@
+"""Streams as a caller sees them: pieces, stop strings, cancellation, threads, loops, garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import threading
+import time
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sgljax_engine import (
+    Engine,
+    EngineError,
+    EngineShutdownError,
+    EngineStepError,
+    InvalidRequestError,
+    WeightSyncError,
+)
+from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
+from tests.threads import LIMIT_S, held, start
+
+OPTIONS = {
+    "page_size": 4,
+    "max_running_requests": 32,
+    # One program each, whoever meets whom.
+    "batch_buckets": (32,),
+    "chunked_prefill_size": 256,
+    "token_buckets": (256,),
+}
+GREEDY = {"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
+LONG = GREEDY | {"max_new_tokens": 240}
+PROMPT = [11, 12, 13]
+
+
+def make_engine(**options: Any) -> Engine:
+    given = OPTIONS | {"decode_steps": 1, "tokenizer": CharTokenizer()} | options
+    return Engine(model_config=TINY, weights=spread_weights(), **given)
+
+
+@pytest.fixture(scope="module")
+def one_step():
+    """An engine that hands out every token by itself; its tokens are characters."""
+    with make_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def many_steps():
+    with make_engine(decode_steps=16) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["one_step", "many_steps"])
+def engine(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def bytes_engine():
+    """Its tokens are bytes, and random weights care little for UTF-8."""
+    with Engine(GOLDEN / "qwen3_gqa_tied", **OPTIONS, decode_steps=2) as engine:
+        yield engine
+
+
+def assert_idle(engine):
+    """Nothing runs, and a flush frees every page."""
+    engine.check_integrity()
+    assert engine.flush_cache() >= 0
+    state = engine.get_internal_state()
+    assert state.running_batch_size == state.waiting_queue_size == 0
+    assert state.cached_kv_tokens == 0
+    assert state.available_kv_tokens == state.total_kv_tokens
+    assert not engine._loop._answers
+
+
+def num_decoded(engine):
+    return engine.get_internal_state().counters.num_output_tokens
+
+
+def wait_for(condition, limit_s=LIMIT_S):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.001)
+
+
+def joined(pieces):
+    """The outputs that pieces add up to, by index, after checking each one's place."""
+    outputs: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        meta = piece["meta_info"]
+        index = piece["index"]
+        if index not in outputs:
+            outputs[index] = {"text": "", "output_ids": [], "meta_info": defaultdict(list)}
+        output = outputs[index]
+        so_far = output["meta_info"]
+        assert so_far["finish_reason"] in ([], None), "nothing may follow the last piece"
+        output["text"] += piece["text"]
+        output["output_ids"] += piece["output_ids"]
+        assert piece["output_ids"]
+        assert meta["completion_tokens"] == len(output["output_ids"])
+        for name, value in meta.items():
+            if name.startswith("output_"):
+                assert len(value) == len(piece["output_ids"])
+                so_far[name] += value
+            elif name.startswith("input_"):
+                assert name not in so_far, "prompt log-probs come with the first piece only"
+                so_far[name] = value
+            else:
+                assert name != "id" or so_far["id"] in ([], value)
+                so_far[name] = value
+    return outputs
+
+
+VARYING = ("id", "e2e_latency", "cached_tokens", "cache_miss_count")
+
+
+def comparable(output):
+    """An output without what differs from call to call."""
+    meta = {k: v for k, v in output["meta_info"].items() if k not in VARYING}
+    return {"text": output["text"], "output_ids": output["output_ids"], "meta_info": meta}
+
+
+def assert_streams_the_same(engine, **arguments):
+    """The pieces of a call add up to what the call returns without `stream`; returns both."""
+    whole = engine.generate(**arguments)
+    pieces = list(engine.generate(**arguments, stream=True))
+    outputs = joined(pieces)
+    wholes = [whole] if isinstance(whole, dict) else whole
+    assert sorted(outputs) == list(range(len(wholes)))
+    for index, output in outputs.items():
+        assert comparable(output) == comparable(wholes[index])
+        assert output["meta_info"]["finish_reason"] is not None
+    return wholes, pieces
+
+
+class TestPieces:
+    CASES = (
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 1.0, "seed": 4, "n": 3},
+        {"temperature": 0.9, "seed": 5, "top_k": 20, "n": 2, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "seed": 6, "detokenize": False},
+    )
+
+    @pytest.mark.parametrize("params", CASES)
+    def test_add_up(self, engine, params):
+        prompts = random_prompts(3, 2, 20, seed=1)
+        params = GREEDY | params
+        wholes, pieces = assert_streams_the_same(
+            engine, input_ids=prompts, sampling_params=params, return_logprob=True
+        )
+        assert len(wholes) == 3 * params.get("n", 1)
+        assert all(len(w["output_ids"]) == 50 for w in wholes)
+        assert all(bool(w["text"]) == params.get("detokenize", True) for w in wholes)
+        assert len(pieces) >= 4 * len(wholes)
+        first = {piece["index"] for piece in pieces[: len(wholes)]}
+        assert first == set(range(len(wholes))), "outputs are streamed side by side"
+
+    def test_with_all_logprobs(self, engine):
+        wholes, _ = assert_streams_the_same(
+            engine,
+            input_ids=random_prompts(2, 5, 9, seed=2),
+            sampling_params=GREEDY | {"temperature": 1.0, "seed": 1, "n": 2, "max_new_tokens": 20},
+            return_logprob=True,
+            logprob_start_len=1,
+            top_logprobs_num=2,
+            token_ids_logprob=[5, 6],
+        )
+        names = set(wholes[0]["meta_info"])
+        assert {"output_top_logprobs", "input_token_ids_logprobs"} <= names
+
+    @pytest.mark.parametrize(("name", "tokens"), [("one_step", 1), ("many_steps", 16)])
+    def test_come_after_every_dispatch(self, request, name, tokens):
+        engine = request.getfixturevalue(name)
+        pieces = list(engine.generate(None, GREEDY, PROMPT, stream=True))
+        sizes = [len(piece["output_ids"]) for piece in pieces]
+        assert sizes == [tokens] * (50 // tokens) + [50 % tokens] * (50 % tokens > 0)
+
+    def test_come_before_the_next_dispatch(self, one_step):
+        """The first piece is there while the engine cannot have gone on."""
+        with held(one_step):
+            stream = one_step.generate(None, GREEDY, PROMPT, stream=True)
+            waiting = start(lambda: next(stream))
+            time.sleep(0.05)
+            assert not waiting.done()
+        assert waiting.result(LIMIT_S)["meta_info"]["completion_tokens"] == 1
+        assert len(list(stream)) == 49
+
+    def test_of_each_prompts_own_params(self, engine):
+        params = [GREEDY | {"max_new_tokens": count} for count in (1, 40, 7)]
+        wholes, pieces = assert_streams_the_same(
+            engine, input_ids=random_prompts(3, 2, 9), sampling_params=params
+        )
+        assert [len(w["output_ids"]) for w in wholes] == [1, 40, 7]
+        assert pieces[-1]["index"] == 1
+
+    def test_of_no_prompts(self, engine):
+        assert list(engine.generate([], GREEDY, stream=True)) == []
+
+    def test_bad_input_is_refused_at_once(self, engine):
+        with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+            engine.generate(input_ids=[], stream=True)
+        with pytest.raises(InvalidRequestError, match="stream must be True or False, got 1"):
+            engine.generate(input_ids=[1], stream=1)
+
+    def test_go_on_after_retraction(self, one_step):
+        """New weights, equal to the old, while all run: nobody can tell."""
+        arguments = {"input_ids": random_prompts(4, 2, 9), "sampling_params": GREEDY}
+        whole = one_step.generate(**arguments)
+        stream = one_step.generate(**arguments, stream=True)
+        first = next(stream)
+        one_step.update_weights(spread_weights())
+        outputs = joined([first, *stream])
+        assert one_step.get_internal_state().counters.num_retractions > 0
+        assert [outputs[i]["output_ids"] for i in range(4)] == [w["output_ids"] for w in whole]
+
+
+def byte_ids(text):
+    """The byte tokens of a text; the golden model's vocabulary has them at the front."""
+    from tests.engine.small_tokenizers import byte_level
+
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    return ids
+
+
+class TestBytes:
+    def test_random_bytes(self, bytes_engine):
+        params = {"temperature": 1.5, "seed": 1, "n": 8, "max_new_tokens": 100}
+        wholes, _ = assert_streams_the_same(
+            bytes_engine, prompt=["hi", "a \u4e2d"], sampling_params=params | {"ignore_eos": True}
+        )
+        assert any("\ufffd" in whole["text"] for whole in wholes)
+
+    @pytest.mark.parametrize("text", ["\u00e9", "\u4e2d", "\U0001f600", "\u00e9\U0001f600"])
+    def test_characters_of_several_bytes(self, bytes_engine, text):
+        """Of tokens that make some whole characters and some broken ones."""
+        ids = sorted(set(byte_ids(text)))
+        assert len(ids) > 1
+        params = {
+            "temperature": 100.0,  # all of them equally often
+            "seed": 2,
+            "n": 16,
+            "max_new_tokens": 120,
+            "allowed_token_ids": ids,
+        }
+        wholes, pieces = assert_streams_the_same(
+            bytes_engine, input_ids=[5], sampling_params=params
+        )
+        everything = "".join(whole["text"] for whole in wholes)
+        assert any(character in everything for character in text)
+        assert "\ufffd" in everything
+        assert any(not piece["text"] for piece in pieces), "an unfinished character waits"
+
+    def test_stop_string_in_broken_text(self, bytes_engine):
+        """A stop string made of bytes of several tokens, found in all samples or in none."""
+        params = {
+            "temperature": 100.0,  # all of them equally often
+            "seed": 2,
+            "n": 16,
+            "max_new_tokens": 120,
+            "allowed_token_ids": sorted(set(byte_ids("\u00e9a"))),
+        }
+        free = bytes_engine.generate(input_ids=[5], sampling_params=params)
+        stop = "\u00e9a"
+        wholes, _ = assert_streams_the_same(
+            bytes_engine, input_ids=[5], sampling_params=params | {"stop": [stop]}
+        )
+        assert sum(stop in output["text"] for output in free) >= 8
+        for output, whole in zip(free, wholes, strict=True):
+            assert whole["text"] == output["text"].split(stop)[0]
+            count = len(whole["output_ids"])
+            assert whole["output_ids"] == output["output_ids"][:count]
+            reason = whole["meta_info"]["finish_reason"]
+            assert (reason == {"type": "stop", "matched": stop}) == (stop in output["text"])
+
+
+def text_of(ids):
+    return "".join(map(chr, ids))
+
+
+class TestStopStrings:
+    @pytest.fixture
+    def free(self, one_step):
+        """What the model writes without a stop."""
+        ids = one_step.generate(None, LONG, PROMPT)["output_ids"]
+        assert len(ids) == 240
+        return ids
+
+    def unique(self, ids, first, length):
+        """A piece of text that is not found earlier, from about token `first` on."""
+        text = text_of(ids)
+        for place in range(first, len(ids) - length):
+            if text.find(text[place : place + length]) == place:
+                return place, text[place : place + length]
+        raise AssertionError("the model repeats itself")
+
+    @pytest.mark.parametrize("is_streaming", [False, True])
+    @pytest.mark.parametrize("include", [False, True])
+    @pytest.mark.parametrize(("first", "length"), [(0, 1), (3, 1), (14, 4), (9, 12)])
+    def test_end_the_output(self, engine, free, first, length, include, is_streaming):
+        """Across tokens, and across dispatches, which end after 16 and 32 tokens."""
+        place, stop = self.unique(free, first, length)
+        params = LONG | {"stop": ["never", stop], "include_stop_str_in_output": include}
+        before = num_decoded(engine)
+        arguments = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+        if is_streaming:
+            output = joined(engine.generate(**arguments, stream=True))[0]
+        else:
+            output = engine.generate(**arguments)
+        # The engine was told before the caller was answered.
+        state = engine.get_internal_state()
+        assert state.running_batch_size == 0
+        assert state.counters.num_output_tokens - before < 240
+        end = place + length
+        assert output["output_ids"] == free[:end]
+        assert output["text"] == text_of(free)[: end if include else place]
+        meta = output["meta_info"]
+        assert meta["finish_reason"] == {"type": "stop", "matched": stop}
+        assert meta["completion_tokens"] == end
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == free[:end]
+        assert_idle(engine)
+
+    def test_the_rest_goes_on(self, engine, free):
+        place, stop = self.unique(free, 20, 3)
+        params = [LONG | {"stop": stop}, LONG]
+        outputs = joined(engine.generate(None, params, [PROMPT, PROMPT], stream=True))
+        assert outputs[0]["output_ids"] == free[: place + 3]
+        assert outputs[1]["output_ids"] == free
+
+    @pytest.mark.parametrize("is_streaming", [False, True])
+    def test_in_the_last_item(self, many_steps, free, is_streaming):
+        """Found in the dispatch in which the request ended otherwise; the stop string wins."""
+        # The stop string is completed by a token that is new, and another new one follows soon.
+        firsts = [i for i in range(1, 240) if free[i] not in free[:i]]
+        last, later = next((i, j) for i, j in itertools.pairwise(firsts) if i // 16 == j // 16)
+        place, stop = last - 1, text_of(free[last - 1 : last + 1])
+
+        def run(**changes):
+            changes = LONG | {"stop": stop} | changes
+            if is_streaming:
+                return joined(many_steps.generate(None, changes, PROMPT, stream=True))[0]
+            return many_steps.generate(None, changes, PROMPT)
+
+        for output in (
+            run(max_new_tokens=last + 1),
+            run(max_new_tokens=last + 2),
+            run(stop_token_ids=[free[later]]),
+        ):
+            assert output["output_ids"] == free[: last + 1]
+            assert output["text"] == text_of(free[:place])
+            reason = output["meta_info"]["finish_reason"]
+            assert reason == {"type": "stop", "matched": stop}
+        # A stop token is no text, so it completes no stop string.
+        output = run(stop_token_ids=[free[last]])
+        assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": free[last]}
+        assert output["output_ids"] == free[: last + 1]
+        assert output["text"] == text_of(free[:last])
+        # Too short for the stop string, whose beginning was held back.
+        output = run(max_new_tokens=last)
+        assert output["meta_info"]["finish_reason"] == {"type": "length", "length": last}
+        assert output["text"] == text_of(free[:last])
+        assert_idle(many_steps)
+
+    def test_in_an_aborted_request(self, one_step, free):
+        """The abort ends it while the stop string waits to be seen."""
+        _, stop = self.unique(free, 5, 2)
+        before = num_decoded(one_step)
+        seen, go_on = threading.Event(), threading.Event()
+        tokenizer = one_step._tokenizer._tokenizer
+        real = tokenizer.decode
+
+        def slow(ids):
+            seen.set()
+            assert go_on.wait(LIMIT_S)
+            return real(ids)
+
+        tokenizer.decode = slow
+        try:
+            stream = one_step.generate(None, LONG | {"stop": stop}, PROMPT, stream=True)
+            assert seen.wait(LIMIT_S)
+            wait_for(lambda: num_decoded(one_step) > before + 10)
+            stream.close()
+            one_step.get_internal_state()
+        finally:
+            tokenizer.decode = real
+            go_on.set()
+        assert list(stream) == []
+        assert one_step.generate(None, GREEDY, PROMPT)["output_ids"] == free[:50]
+        assert_idle(one_step)
+
+    @pytest.mark.parametrize("meanwhile", ["finished", "updated"])
+    def test_told_late(self, free, meanwhile):
+        """The engine hears of the stop string when the request is over, or was retracted."""
+        with make_engine() as engine:
+            late: list[Any] = []
+            tell = engine._loop._detokenizer._on_end
+            engine._loop._detokenizer._on_end = lambda *what: late.append(what)
+            place, stop = self.unique(free, 3, 2)
+            output = engine.generate(None, LONG | {"stop": stop}, PROMPT)
+            assert output["output_ids"] == free[: place + 2]
+            assert len(late) == 1, "the engine is told once"
+            if meanwhile == "updated":
+                with held(engine):
+                    updating = start(lambda: engine.update_weights(spread_weights(seed=1)))
+                    time.sleep(0.05)
+                    tell(*late[0])
+                assert updating.result(LIMIT_S) == 1
+                assert num_decoded(engine) < 240
+            else:
+                wait_for(lambda: num_decoded(engine) == 240)
+                tell(*late[0])
+            assert_idle(engine)
+            assert not engine._loop._detokenizer._progress
+            assert engine.get_internal_state().counters.num_finished == 1
+
+
+@contextlib.contextmanager
+def company(engine):
+    """Another request runs meanwhile, and is none the worse for it."""
+    alone = engine.generate(None, LONG, [9, 8])
+    stream = engine.generate(None, LONG, [9, 8], stream=True)
+    yield
+    output = joined(stream)[0]
+    assert output["output_ids"] == alone["output_ids"]
+    assert output["meta_info"]["finish_reason"] == {"type": "length", "length": 240}
+
+
+@contextlib.contextmanager
+def aborts(engine):
+    """What is streamed inside ends before its 3 x 240 tokens."""
+    with company(engine):
+        before = engine.get_internal_state().counters
+        yield
+        state = engine.get_internal_state()
+        assert state.running_batch_size <= 1, "only the company goes on"
+        assert state.counters.num_output_tokens - before.num_output_tokens < 3 * 240
+    assert engine.get_internal_state().counters.num_finished == before.num_finished + 4
+    assert_idle(engine)
+
+
+THREE = {"input_ids": [PROMPT, [7]], "sampling_params": [LONG | {"n": 2}, LONG]}
+
+
+class TestCancelling:
+    @pytest.mark.parametrize("num_read", [0, 1, 10])
+    def test_close(self, one_step, num_read):
+        with aborts(one_step):
+            stream = one_step.generate(**THREE, stream=True)
+            list(itertools.islice(stream, num_read))
+            stream.close()
+            stream.close()
+            assert next(stream, None) is None
+
+    @pytest.mark.parametrize("num_read", [0, 1, 10])
+    def test_dropping(self, one_step, num_read):
+        gc.disable()  # the count of references alone must do
+        try:
+            with aborts(one_step):
+                stream = one_step.generate(**THREE, stream=True)
+                list(itertools.islice(stream, num_read))
+                del stream
+        finally:
+            gc.enable()
+
+    def test_never_keeping(self, one_step):
+        with aborts(one_step):
+            one_step.generate(**THREE, stream=True)
+
+    def test_break(self, one_step):
+        with aborts(one_step):
+            for piece in one_step.generate(**THREE, stream=True):
+                if piece["meta_info"]["completion_tokens"] == 3:
+                    break
+
+    def test_an_error_of_the_reader(self, one_step):
+        def read():
+            for _ in one_step.generate(**THREE, stream=True):
+                raise ZeroDivisionError
+
+        with aborts(one_step), pytest.raises(ZeroDivisionError):
+            read()
+
+    def test_an_interrupt(self, one_step, monkeypatch):
+        with aborts(one_step):
+            stream = one_step.generate(**THREE, stream=True)
+            next(stream)
+
+            class Interrupted:
+                def get(self):
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(stream, "_events", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+            assert next(stream, None) is None
+
+    def test_collected_on_another_thread(self, one_step):
+        with aborts(one_step):
+            cycle: list[Any] = [one_step.generate(**THREE, stream=True)]
+            next(cycle[0])
+            cycle.append(cycle)
+            del cycle
+            start(gc.collect).result(LIMIT_S)
+
+    def test_closing_ends_a_waiting_thread(self, one_step):
+        with aborts(one_step):
+            with held(one_step):
+                stream = one_step.generate(**THREE, stream=True)
+                waiting = start(lambda: list(stream))
+                time.sleep(0.05)
+                stream.close()
+            assert waiting.result(LIMIT_S) == []
+
+    def test_after_the_end(self, one_step):
+        before = one_step.get_internal_state().counters.num_finished
+        stream = one_step.generate(None, GREEDY, PROMPT, stream=True)
+        assert len(list(stream)) == 50
+        stream.close()
+        assert list(stream) == []
+        assert one_step.get_internal_state().counters.num_finished == before + 1
+
+
+class TestAsync:
+    def test_pieces_add_up(self, engine):
+        arguments: dict[str, Any] = {
+            "input_ids": random_prompts(3, 2, 9),
+            "sampling_params": GREEDY | {"temperature": 1.0, "seed": 2, "n": 2},
+            "return_logprob": True,
+        }
+
+        async def main():
+            return [p async for p in await engine.async_generate(**arguments, stream=True)]
+
+        outputs = joined(asyncio.run(main()))
+        for index, whole in enumerate(engine.generate(**arguments)):
+            assert comparable(outputs[index]) == comparable(whole)
+
+    def test_many_side_by_side(self, one_step):
+        prompts = random_prompts(16, 2, 9, seed=3)
+
+        async def run(prompt):
+            stream = await one_step.async_generate(None, GREEDY, prompt, stream=True)
+            return joined([piece async for piece in stream])[0]["output_ids"]
+
+        async def main():
+            return await asyncio.gather(*map(run, prompts))
+
+        wholes = one_step.generate(None, GREEDY, prompts)
+        assert asyncio.run(main()) == [whole["output_ids"] for whole in wholes]
+
+    def test_blocking_calls_in_a_running_loop(self, one_step):
+        """As in a notebook."""
+
+        async def main():
+            whole = one_step.generate(None, GREEDY, PROMPT)
+            outputs = joined(one_step.generate(None, GREEDY, PROMPT, stream=True))
+            assert comparable(outputs[0]) == comparable(whole)
+            return len(whole["output_ids"])
+
+        assert asyncio.run(main()) == 50
+
+    @pytest.mark.parametrize("way", ["aclose", "drop", "break", "never_read", "cancel", "timeout"])
+    def test_ending_early(self, one_step, way):
+        async def break_out():
+            async for _ in await one_step.async_generate(**THREE, stream=True):
+                break
+
+        async def read(stream):
+            async for _ in stream:
+                pass
+            raise AssertionError("read to the end")
+
+        async def main():
+            if way == "break":
+                await break_out()
+                return
+            stream = await one_step.async_generate(**THREE, stream=True)
+            if way == "never_read":
+                return
+            assert (await anext(stream))["meta_info"]["completion_tokens"] == 1
+            if way == "aclose":
+                await stream.aclose()
+                await stream.aclose()
+            elif way == "drop":
+                del stream
+                return
+            else:
+                await end_the_reader(stream)
+            assert [piece async for piece in stream] == []
+
+        async def end_the_reader(stream):
+            with held(one_step):
+                task = asyncio.create_task(read(stream))
+                await asyncio.sleep(0.05)
+                if way == "cancel":
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+                else:
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(task, 0.01)
+
+        with aborts(one_step):
+            asyncio.run(main())
+
+    def test_closing_ends_a_waiting_task(self, one_step):
+        async def read(stream):
+            return [piece async for piece in stream]
+
+        async def main():
+            with held(one_step):
+                stream = await one_step.async_generate(**THREE, stream=True)
+                task = asyncio.create_task(read(stream))
+                await asyncio.sleep(0.01)
+                await stream.aclose()
+            return await asyncio.wait_for(task, LIMIT_S)
+
+        with aborts(one_step):
+            assert asyncio.run(main()) == []
+
+    @pytest.mark.parametrize("is_running", [False, True])
+    def test_cancelling_a_whole_answer(self, one_step, is_running):
+        async def main():
+            task = asyncio.create_task(one_step.async_generate(**THREE))
+            if is_running:
+                before = num_decoded(one_step)
+                while num_decoded(one_step) < before + 10:
+                    await asyncio.sleep(0.001)
+            else:
+                with held(one_step):
+                    await asyncio.sleep(0.01)
+                    task.cancel()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        with aborts(one_step):
+            asyncio.run(main())
+
+    def test_the_loop_ends_first(self, one_step):
+        """The stream outlives its loop: nobody can read it, so it ends by itself."""
+
+        async def main():
+            stream = await one_step.async_generate(**THREE, stream=True)
+            await anext(stream)
+            return stream
+
+        async def read(stream):
+            await anext(stream)
+
+        with aborts(one_step):
+            stream = asyncio.run(main())
+            wait_for(lambda: one_step.get_internal_state().running_batch_size <= 1)
+            with pytest.raises(StopAsyncIteration):
+                asyncio.run(read(stream))
+
+    def test_another_loop(self, one_step):
+        """Refused, since it would wait for ever."""
+
+        async def main():
+            with held(one_step):
+                stream = await one_step.async_generate(**THREE, stream=True)
+                other = start(lambda: asyncio.run(read(stream)))
+                while not other.done():
+                    await asyncio.sleep(0.001)
+                await stream.aclose()
+                with pytest.raises(RuntimeError, match="made in another event loop"):
+                    other.result()
+
+        async def read(stream):
+            await anext(stream)
+
+        with aborts(one_step):
+            asyncio.run(main())
+
+    def test_shutdown(self):
+        async def read(engine, shut_down):
+            stream = await engine.async_generate(**THREE, stream=True)
+            whole = asyncio.ensure_future(engine.async_generate(**THREE))
+            await anext(stream)
+            if shut_down:
+                engine.shutdown()
+            with pytest.raises(EngineShutdownError):
+                async for _ in stream:
+                    pass
+            assert [piece async for piece in stream] == []
+            with pytest.raises(EngineShutdownError):
+                await whole
+
+        async def main():
+            with make_engine() as engine:
+                readers = [read(engine, number == 3) for number in range(4)]
+                await asyncio.wait_for(asyncio.gather(*readers), LIMIT_S)
+
+        asyncio.run(main())
+
+
+class TestThreads:
+    def test_32_at_once(self, one_step):
+        prompts = random_prompts(32, 2, 20, seed=4)
+        params = [
+            GREEDY | {"temperature": 0.7 * (i % 2), "seed": i, "max_new_tokens": 20 + i}
+            for i in range(32)
+        ]
+        wholes = [one_step.generate(None, p, ids) for p, ids in zip(params, prompts, strict=True)]
+        barrier = threading.Barrier(32)
+
+        def run(place):
+            barrier.wait(LIMIT_S)
+            pieces = one_step.generate(None, params[place], prompts[place], stream=True)
+            return joined(pieces)[0]
+
+        running = [start(lambda i=i: run(i)) for i in range(32)]
+        for whole, output in zip(wholes, running, strict=True):
+            assert comparable(output.result(LIMIT_S)) == comparable(whole)
+        assert_idle(one_step)
+
+    def test_shutdown_in_the_middle(self):
+        engine = make_engine()
+        streams = [engine.generate(**THREE, stream=True) for _ in range(12)]
+        for stream in streams[:8]:
+            next(stream)
+        never_read = streams.pop()
+
+        def read(stream):
+            with pytest.raises(EngineShutdownError):
+                for _ in stream:
+                    pass
+            return list(stream)
+
+        readers = [start(lambda s=s: read(s)) for s in streams]
+        start(engine.shutdown).result(LIMIT_S)
+        for reader in readers:
+            assert reader.result(LIMIT_S) == []
+        with pytest.raises(EngineShutdownError):
+            engine.generate(**THREE, stream=True)
+        del never_read, streams
+
+    def test_errors_of_one_shutdown_are_not_shared(self):
+        engine = make_engine()
+        waiting = [start(lambda: engine.generate(**THREE)) for _ in range(2)]
+        wait_for(lambda: engine.get_internal_state().counters.num_requests == 6)
+        engine.shutdown()
+        errors = [future.exception(LIMIT_S) for future in waiting]
+        assert all(isinstance(error, EngineShutdownError) for error in errors)
+        assert errors[0] is not errors[1]
+
+    def test_shutdown_on_the_detokenizers_thread(self):
+        """A finalizer of the user's may run there."""
+        tokenizer = CharTokenizer()
+        engine = make_engine(tokenizer=tokenizer)
+        plain = tokenizer.decode
+
+        def decode(ids):
+            engine.shutdown()
+            return plain(ids)
+
+        tokenizer.decode = decode
+        reading = start(lambda: list(engine.generate(None, LONG, PROMPT, stream=True)))
+        with pytest.raises(EngineShutdownError):
+            reading.result(LIMIT_S)
+        start(engine.shutdown).result(LIMIT_S)
+        assert not engine._loop._thread.is_alive()
+
+
+class TestFailure:
+    def test_a_tokenizer_that_raises_in_the_middle(self):
+        tokenizer = CharTokenizer()
+        with make_engine(tokenizer=tokenizer) as engine:
+            free = engine.generate(None, LONG, PROMPT)["output_ids"]
+            other = engine.generate(None, LONG, [9, 8])["output_ids"]
+            bad = next(token for token in free[10:] if token not in other)
+            place = free.index(bad)
+            for stop in ([], ["never"]):
+                tokenizer.poison = bad
+                before = num_decoded(engine)
+                stream = engine.generate(None, LONG | {"stop": stop}, PROMPT, stream=True)
+                text, error = "", None
+                try:
+                    for piece in stream:
+                        text += piece["text"]
+                except EngineError as raised:
+                    error = str(raised)
+                assert text == text_of(free[:place])
+                assert f"cannot decode {bad}" in str(error)
+                assert list(stream) == []
+                state = engine.get_internal_state()
+                assert state.running_batch_size == 0, "the engine must not go on for nobody"
+                assert state.counters.num_output_tokens - before < 240
+                # Not streamed, but watched for its stop string.
+                with pytest.raises(EngineError, match="cannot decode"):
+                    engine.generate(None, LONG | {"stop": ["never"]}, PROMPT)
+                assert engine.generate(None, LONG, [9, 8])["output_ids"] == other
+                tokenizer.poison = None
+                assert engine.generate(None, LONG, PROMPT)["output_ids"] == free
+            assert_idle(engine)
+            assert not engine._loop._detokenizer._progress
+
+    def test_a_tokenizer_that_raises_once(self):
+        """No piece may follow the failure."""
+        tokenizer = CharTokenizer()
+        with make_engine(tokenizer=tokenizer) as engine:
+            wrapped = engine._loop._detokenizer._tokenizer
+            assert wrapped is not None
+            calls = []
+
+            class Flaky(type(wrapped)):
+                @property
+                def byte_run_ids(self):
+                    calls.append(None)
+                    if len(calls) == 1:
+                        raise RuntimeError("planted fault")
+                    return {}
+
+            wrapped.__class__ = Flaky
+            stream = engine.generate(None, LONG, PROMPT, stream=True)
+            with pytest.raises(EngineError, match="planted fault"):
+                next(stream)
+            engine.get_internal_state()
+            assert stream._events.empty()
+            assert len(calls) == 1
+
+    def test_a_step_that_fails_in_the_middle(self, one_step, monkeypatch):
+        runner = one_step._loop._runner
+        real, counter = runner.decode, itertools.count()
+
+        def broken(output):
+            if next(counter) == 5:
+                raise RuntimeError("planted fault")
+            return real(output)
+
+        free = one_step.generate(None, LONG, PROMPT)["output_ids"]
+        monkeypatch.setattr(runner, "decode", broken)
+        stream = one_step.generate(None, LONG | {"n": 2}, PROMPT, stream=True)
+        first = list(itertools.islice(stream, 10))
+        with pytest.raises(EngineStepError, match="planted fault"):
+            next(stream)
+        for index in range(2):
+            pieces = [piece for piece in first if piece["index"] == index]
+            assert joined(pieces)[index]["output_ids"] == free[:5]
+        assert list(stream) == []
+        assert_idle(one_step)
+
+    def test_one_output_that_fails_ends_the_others(self):
+        tokenizer = CharTokenizer()
+        with make_engine(tokenizer=tokenizer) as engine:
+            mine = engine.generate(None, LONG, PROMPT)["output_ids"]
+            theirs = engine.generate(None, LONG, [9, 8])["output_ids"]
+            tokenizer.poison = next(token for token in mine if token not in theirs)
+            before = num_decoded(engine)
+            stream = engine.generate(None, LONG, [PROMPT, [9, 8]], stream=True)
+            with pytest.raises(EngineError, match="cannot decode"):
+                list(stream)
+            assert list(stream) == []
+            assert engine.get_internal_state().running_batch_size == 0
+            assert num_decoded(engine) - before < 2 * 240
+            assert_idle(engine)
+
+
+def fails_with(error, call, *arguments):
+    """Calls and forgets the error, as an `except` clause does; pytest.raises keeps it."""
+    with contextlib.suppress(error):
+        call(*arguments)
+        raise AssertionError("it should fail")
+
+
+def plant(engine, fault):
+    """Lets the next request fail."""
+    runner, ref = engine._loop._runner, weakref.ref(engine)
+
+    def break_step(output):
+        raise RuntimeError("planted fault")
+
+    def shut_down(output):
+        loop = ref()._loop  # type: ignore[union-attr]
+        loop.request_stop()
+        raise RuntimeError("planted fault")
+
+    if fault == "tokenizer":
+        poison = engine.generate(None, GREEDY, PROMPT)["output_ids"][0]
+        engine._tokenizer._tokenizer.poison = poison
+    elif fault == "step":
+        runner.decode = break_step
+    elif fault == "shutdown":
+        runner.decode = shut_down
+
+
+def call_generate(engine):
+    engine.generate(None, GREEDY, PROMPT)
+
+
+def call_stream(engine):
+    list(engine.generate(None, GREEDY, PROMPT, stream=True))
+
+
+def call_async(engine):
+    asyncio.run(engine.async_generate(None, GREEDY, PROMPT))
+
+
+def call_async_stream(engine):
+    async def read():
+        async for _ in await engine.async_generate(None, GREEDY, PROMPT, stream=True):
+            pass
+
+    asyncio.run(read())
+
+
+CALLS = {
+    "generate": call_generate,
+    "stream": call_stream,
+    "async": call_async,
+    "async_stream": call_async_stream,
+}
+
+
+class TestGarbage:
+    def test_200_dropped_streams_leave_nothing(self, one_step):
+        list(one_step.generate(**THREE, stream=True))
+        one_step.flush_cache()
+        gc.collect()
+        threads, arrays = threading.active_count(), len(jax.live_arrays())
+        loop = one_step._loop
+        for number in range(200):
+            stream = one_step.generate(None, LONG | {"stop": "never"}, [number % 99], stream=True)
+            list(itertools.islice(stream, number % 3))
+            del stream
+        assert_idle(one_step)
+        wait_for(lambda: not loop._detokenizer._progress)
+        gc.collect()
+        assert threading.active_count() == threads
+        assert len(jax.live_arrays()) <= arrays
+        assert not loop._answers
+        assert loop._commands.empty()
+        assert not [o for o in gc.get_objects() if type(o).__name__ == "TokenStream"]
+
+    @pytest.mark.parametrize("fails", ["step", "tokenizer", "shutdown", "nothing"])
+    @pytest.mark.parametrize("how", ["generate", "stream", "async", "async_stream"])
+    def test_an_engine_is_freed_without_a_collection(self, how, fails):
+        """Errors hold the frames that they passed, so nothing may hold the errors."""
+        engine = make_engine()
+        alive, thread = weakref.ref(engine), engine._loop._thread
+        plant(engine, fails)
+        gc.collect()
+        gc.disable()
+        try:
+            if fails == "nothing":
+                CALLS[how](engine)
+            else:
+                fails_with(EngineError, CALLS[how], engine)
+            del engine
+            # asyncio has cycles of its own.
+            collect = gc.collect if how.startswith("async") else lambda: None
+            wait_for(lambda: (collect(), alive())[1] is None, limit_s=10)
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+        finally:
+            gc.enable()
+
+    def test_a_failed_update_keeps_no_weights(self, one_step):
+        class Marked(dict):
+            """A source that can be watched."""
+
+        source = Marked({name: jnp.zeros((3, 3)) for name in ("a", "b")})
+        alive = weakref.ref(source["a"])
+        gc.collect()
+        gc.disable()
+        try:
+            fails_with(WeightSyncError, one_step.update_weights, source)
+            del source
+            assert alive() is None
+        finally:
+            gc.enable()

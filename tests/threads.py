@@ -1,0 +1,51 @@
+"""Threads that tests can rely on: none can hang a test, and the engine's can be held still."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+from sgljax_engine import Engine
+from sgljax_engine import commands as cmd
+from sgljax_engine.metrics import EngineState
+
+LIMIT_S = 30
+"""Far more than anything here takes; whatever waits longer hangs."""
+
+_T = TypeVar("_T")
+
+
+def start(call: Callable[[], _T]) -> Future[_T]:
+    """Calls on a daemon thread. Wait with `result(LIMIT_S)`."""
+    future: Future[_T] = Future()
+
+    def run():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@contextlib.contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """Keeps the engine's thread between two dispatches; commands queue up meanwhile."""
+    reached, let_go = threading.Event(), threading.Event()
+
+    def wait(_):
+        reached.set()
+        let_go.wait(LIMIT_S)
+
+    future: Future[EngineState] = Future()
+    future.add_done_callback(wait)
+    engine._loop.submit(cmd.GetState(future))
+    assert reached.wait(LIMIT_S)
+    try:
+        yield
+    finally:
+        let_go.set()
