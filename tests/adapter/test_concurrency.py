@@ -6,12 +6,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from flax import nnx
 
-from sgljax_engine import EngineShutdownError
+from sgljax_engine import EngineShutdownError, SamplingParams
 from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, new_rollout, params_of, rollout_config, text_of
+from tests.threads import LIMIT_S, held, start
 
 NUM_CALLERS = 16
 NUM_TOKENS = 96
@@ -147,6 +149,109 @@ def test_close_ends_calls_in_flight(model):
     assert set(results[1:]) <= {NUM_TOKENS, "refused"}
     with pytest.raises(EngineShutdownError):
         generate(rollout, PROMPTS[0])
+
+
+CROWD = 64
+CROWD_TOKENS = 40
+CROWD_OPTIONS = {
+    "max_running_requests": CROWD,
+    "batch_buckets": (CROWD,),
+    "chunked_prefill_size": 1024,
+    "token_buckets": (1024,),
+    "decode_steps": 8,
+}
+
+
+@pytest.fixture(scope="module", params=["greedy", "seeded"])
+def crowd(request, model):
+    """Each caller's prompt and config, and what it gets alone."""
+    prompts = ref.make_prompts(VOCAB_SIZE, [1 + i % 16 for i in range(CROWD)], seed=8)
+    changes = {} if request.param == "greedy" else {"temperature": 1.0, "top_p": 0.95}
+    calls = [
+        (text_of(prompt), changes and changes | {"seed": 100 + i})
+        for i, prompt in enumerate(prompts)
+    ]
+    alone = new_rollout(model, **CROWD_OPTIONS)
+    try:
+        return calls, [crowd_call(alone, call) for call in calls]
+    finally:
+        alone.close()
+
+
+def crowd_call(rollout, call):
+    """One caller's tokens and log-probs."""
+    text, changes = call
+    config = rollout_config(
+        max_tokens_to_generate=CROWD_TOKENS, return_logprobs=True, max_prompt_length=16, **changes
+    )
+    output = rollout.generate(text, config)
+    assert len(output.tokens) == 1
+    return output.tokens[0].tolist(), output.logprobs[0]
+
+
+def recorded_batches(rollout):
+    """The decode rows of each dispatch from now on."""
+    runner, sizes = rollout.engine._loop._runner, []
+    decode = runner.decode
+
+    def recorded(output):
+        sizes.append(len(output.decode))
+        return decode(output)
+
+    runner.decode = recorded
+    return sizes
+
+
+def test_64_callers_are_one_batch_on_the_device(model, crowd):
+    """The engine's thread is held until all calls are in its queue, so nothing is left to luck."""
+    calls, expected = crowd
+    rollout = new_rollout(model, **CROWD_OPTIONS)
+    try:
+        engine = rollout.engine
+        sizes = recorded_batches(rollout)
+        with held(engine):
+            callers = [start(lambda call=call: crowd_call(rollout, call)) for call in calls]
+            deadline = time.monotonic() + LIMIT_S
+            while engine._loop._commands.qsize() < CROWD:
+                assert time.monotonic() < deadline, engine._loop._commands.qsize()
+                time.sleep(0.001)
+        outputs = [caller.result(LIMIT_S) for caller in callers]
+        counters = engine.get_internal_state().counters
+        told = f"decode rows of each dispatch: {sizes}"
+        assert counters.max_decode_batch == CROWD, told
+        assert counters.num_dispatches == CROWD_TOKENS // 8, told
+        assert counters.num_decode_rows == CROWD * CROWD_TOKENS // 8 == sum(sizes), told
+        assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in expected]
+        for (_, logprobs), (_, alone) in zip(outputs, expected, strict=True):
+            np.testing.assert_allclose(logprobs, alone, atol=1e-5)
+        if calls[0][1]:
+            assert len({tuple(tokens) for tokens, _ in outputs}) == CROWD
+    finally:
+        rollout.close()
+
+
+def test_64_callers_join_a_running_batch(model):
+    """They come while another request runs, and leave it together."""
+    options = CROWD_OPTIONS | {"max_running_requests": CROWD + 1, "batch_buckets": (CROWD + 1,)}
+    rollout = new_rollout(model, **options)
+    try:
+        engine = rollout.engine
+        sizes = recorded_batches(rollout)
+        prompts = ref.make_prompts(VOCAB_SIZE, [3] * (CROWD + 1), seed=9)
+        long = SamplingParams(temperature=0, max_new_tokens=120)
+        lone = start(lambda: engine.generate_requests([prompts[0].tolist()], long))
+        while not sizes:
+            time.sleep(0.001)
+        tokens = at_once(lambda prompt: generate(rollout, prompt), prompts[1:])
+        assert [len(row) for row in tokens] == [NUM_TOKENS] * CROWD
+        assert len(lone.result(LIMIT_S)[0].output_ids) == 120
+        told = f"decode rows of each dispatch: {sizes}"
+        assert sizes[0] == 1, told
+        assert sum(sizes) == (CROWD * NUM_TOKENS + 120) // 8, told
+        # One after the other they would take 64 times 12 dispatches.
+        assert len(sizes) < CROWD * NUM_TOKENS // 8 / 4, told
+    finally:
+        rollout.close()
 
 
 def engine_threads():

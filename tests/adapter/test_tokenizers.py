@@ -12,6 +12,8 @@ from sgljax_engine.tokenizer import (
     TunixTokenizer,
     wrap_tokenizer,
 )
+from tests import tunix_reference as ref
+from tests.adapter.helpers import new_rollout, rollout_config, tokens_of
 from tests.engine import small_tokenizers
 
 ASK = [{"role": "user", "content": "the <|im_end|>fox"}]
@@ -83,3 +85,62 @@ def test_an_adapters_own_decode_is_kept():
     tokenizer = wrap_tokenizer(adapter)
     assert type(tokenizer) is TunixTokenizer
     assert tokenizer.decode(adapter.encode("hi")) == "HI"
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    """A model whose every token each of the tokenizers can decode."""
+    size = small_tokenizers.sentencepiece().GetPieceSize()
+    assert size <= len(small_tokenizers.byte_level())
+    return ref.make_tunix_qwen3(ref.CONFIGS["gqa2_tied"] | {"vocab_size": size})
+
+
+@pytest.fixture(scope="module")
+def by_ids(small_model):
+    """A rollout of the same model whose texts are token ids."""
+    rollout = new_rollout(small_model)
+    yield rollout
+    rollout.close()
+
+
+def hugging_face_text(ids):
+    tokenizer = small_tokenizers.byte_level()
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+ROLLOUTS = {
+    "Hugging Face": (small_tokenizers.byte_level, hugging_face_text),
+    "SentencePiece": (
+        small_tokenizers.sentencepiece,
+        lambda ids: small_tokenizers.sentencepiece().DecodeIds(ids),
+    ),
+    "custom": (small_tokenizers.CharTokenizer, lambda ids: "".join(map(chr, ids))),
+    "custom without BOS": (
+        lambda: small_tokenizers.CharTokenizer(bos=0),
+        lambda ids: "".join(map(chr, ids)),
+    ),
+}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("kind", ROLLOUTS)
+def test_rollouts(small_model, by_ids, kind, adapted):
+    """Prompts are encoded as Tunix does, and the output's text is what the tokenizer decodes."""
+    make, text_of = ROLLOUTS[kind]
+    adapter = TokenizerAdapter(make())
+    texts = ["the quick", "quick! don't"]
+    bos = adapter.bos_id()
+    prompts = [[bos] * (bos > 0) + list(adapter.encode(text)) for text in texts]
+    rollout = new_rollout(small_model, tokenizer=adapter if adapted else make())
+    try:
+        config = rollout_config(max_tokens_to_generate=24, return_logprobs=True)
+        output = rollout.generate(texts, config)
+    finally:
+        rollout.close()
+    for row, ids in zip(output.left_padded_prompt_tokens, prompts, strict=True):
+        assert row.tolist() == [adapter.pad_id()] * (len(row) - len(ids)) + ids
+    tokens = [row.tolist() for row in output.tokens]
+    assert tokens == tokens_of(by_ids, prompts, max_tokens_to_generate=24)
+    assert output.text == [text_of(ids) for ids in tokens]
+    assert all(output.text)
+    assert [len(row) for row in output.logprobs or ()] == [24, 24]
