@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -75,8 +76,10 @@ class _Pieces:
             self._abandon(list(self._open.values()))
             self._open = {}
 
-    def __del__(self) -> None:
-        self._end()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's end the engine is gone, and modules may have lost their globals.
+        if not is_finalizing():
+            self._end()
 
 
 class TokenStream(_Pieces, Iterator[dict[str, Any]]):

@@ -46,3 +46,60 @@ def test_under_unusual_jax_settings(tmp_path):
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.startswith("[[")
     assert "Traceback" not in result.stderr
+
+
+STREAMS = """
+import gc, threading
+import jax
+jax.config.update("jax_compilation_cache_dir", {cache!r})
+from sgljax_engine import Engine
+from tests.engine.models import TINY, spread_weights
+
+engine = Engine(model_config=TINY, weights=spread_weights())
+stream = lambda: engine.generate(None, {{"max_new_tokens": 200}}, [1], stream=True)
+
+# A collection that ends a stream, and then one that ends the engine of this loop, both while a
+# thread submits something else to it.
+loop, thread = engine._loop, engine._loop._thread
+is_alive = thread.is_alive
+def collecting():
+    thread.is_alive = is_alive
+    gc.collect()
+    return is_alive()
+
+cycle = [stream()]
+cycle.append(cycle)
+del cycle
+thread.is_alive = collecting
+engine.get_internal_state()
+assert engine.get_internal_state().running_batch_size == 0
+
+from concurrent.futures import Future
+from sgljax_engine import commands
+engine.cycle = engine
+del engine, stream
+thread.is_alive = collecting
+future = Future()
+loop.submit(commands.GetState(future))
+assert type(future.exception(60)).__name__ == "EngineShutdownError"
+
+engine = Engine(model_config=TINY, weights=spread_weights())
+half_read = engine.generate(None, {{"max_new_tokens": 200}}, [1], stream=True)
+next(half_read)
+print("ok")
+# Neither closed nor shut down: the interpreter must still end by itself, and cleanly.
+"""
+
+
+def test_collections_and_the_end_of_the_interpreter(tmp_path):
+    """In a process of its own: on a failure nothing but its end would get the threads out."""
+    result = subprocess.run(
+        [sys.executable, "-c", STREAMS.format(cache=str(tmp_path))],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout == "ok\n"
+    assert "Traceback" not in result.stderr
