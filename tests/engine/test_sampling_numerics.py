@@ -209,7 +209,7 @@ def spread(value: float, size: int, dtype: Any = np.float32) -> jax.Array:
 class TestFilter:
     """Beyond the 64 sorted logits, where the thresholds are found by bisection."""
 
-    VOCABS = (63, 64, 65, 1023, 1024, 1025, 5000)
+    VOCABS = (64, 65, 1023, 1025, 5000)
 
     @pytest.mark.parametrize("vocab", VOCABS)
     @pytest.mark.parametrize(
