@@ -45,6 +45,28 @@ class WeightSource(NamedTuple):
     rules: Sequence[Rule]
 
 
+def check_sources(
+    model_path: str | Path | None,
+    model_config: ModelConfig | None,
+    weights: Any,
+    weight_rules: Sequence[Rule] | None,
+    load_format: str,
+) -> None:
+    """Refuses arguments that contradict one another; none is ever ignored."""
+    if (model_path is None) == (model_config is None):
+        raise InvalidConfigError("give exactly one of model_path and model_config")
+    if model_path is not None and not Path(model_path).is_dir():
+        raise InvalidConfigError(f"model_path must be a folder, got {str(model_path)!r}")
+    if load_format not in LOAD_FORMATS:
+        raise InvalidConfigError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
+    if weights is not None and load_format != "auto":
+        raise InvalidConfigError(f"load_format={load_format!r} goes without weights")
+    if weights is None and weight_rules is not None:
+        raise InvalidConfigError("weight_rules goes with weights")
+    if load_format == "safetensors" and model_path is None:
+        raise InvalidConfigError("load_format='safetensors' needs model_path")
+
+
 def identity_rules(model: ModelConfig) -> list[Rule]:
     """Rules for a source that already has the engine's names and logical shapes."""
     return [Rule(name, name) for name in get_model(model.architecture).param_specs(model)]

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
 from sgljax_engine import builder
 from sgljax_engine import commands as cmd
+from sgljax_engine.client import EngineClient
 from sgljax_engine.config import EngineConfig, ModelConfig, read_generation_config
-from sgljax_engine.detokenizer import Answer
-from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
+from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.models.registry import load_model_config
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.requests import LogprobArgs, RequestFactory
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import SeedSource
-from sgljax_engine.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import Rule
-
-_T = TypeVar("_T")
 
 
 class Engine:
@@ -80,7 +73,7 @@ class Engine:
         if config is not None and options:
             raise InvalidConfigError(f"give config or options, not both; got {sorted(options)}")
         config = config or EngineConfig.from_options(options)
-        _check_sources(model_path, model_config, weights, weight_rules, load_format)
+        builder.check_sources(model_path, model_config, weights, weight_rules, load_format)
         if model_config is None:
             assert model_path is not None
             model_config = load_model_config(model_path)
@@ -106,8 +99,7 @@ class Engine:
         self._requests = RequestFactory(
             model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
         )
-        finalizer = weakref.finalize(self, self._loop.request_stop)
-        finalizer.atexit = False  # the loop stops itself at exit
+        self._client = EngineClient(self._loop)
 
     # ------------------------------------------------------------------ facts
 
@@ -141,11 +133,11 @@ class Engine:
 
     def get_internal_state(self) -> EngineState:
         """Queue sizes, free KV tokens and counters, taken between two dispatches."""
-        return self._ask(cmd.GetState)
+        return self._client.ask(cmd.GetState)
 
     def check_integrity(self) -> None:
         """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
-        self._ask(cmd.CheckIntegrity)
+        self._client.ask(cmd.CheckIntegrity)
 
     # ------------------------------------------------------------------ generation
 
@@ -188,7 +180,9 @@ class Engine:
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
         made = self._make_requests(prompt, sampling_params, input_ids, logprobs, stream)
-        return self._stream(made[0]) if stream else self._wait_dicts(*made)
+        if stream:
+            return self._client.stream(made[0])
+        return _dicts(self._client.generate(made[0]), made[1])
 
     async def async_generate(
         self,
@@ -212,17 +206,8 @@ class Engine:
             prompt, sampling_params, input_ids, logprobs, stream
         )
         if stream:
-            pieces = AsyncTokenStream(requests, self._abandon)
-            self._submit(requests, pieces.make_answers())
-            return pieces
-        futures = self._submit(requests)
-        try:
-            outputs = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures))
-        except BaseException:
-            self._abandon(requests)
-            raise
-        finally:
-            futures.clear()  # see `_ask`
+            return self._client.async_stream(requests)
+        outputs = await self._client.async_generate(requests)
         return _dicts(outputs, is_single)
 
     def chat(
@@ -289,7 +274,7 @@ class Engine:
     ) -> list[RequestOutput]:
         """`generate` for token ids with typed outputs, all samples of all prompts in order."""
         made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
-        return self._wait(made[0])
+        return self._client.generate(made[0])
 
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
@@ -307,7 +292,7 @@ class Engine:
         checked = self._requests.check_scored(sequences, temperature)
         if not checked:
             return []
-        return self._ask(functools.partial(cmd.Score, checked, float(temperature)))
+        return self._client.ask(functools.partial(cmd.Score, checked, float(temperature)))
 
     # ------------------------------------------------------------------ control
 
@@ -322,7 +307,7 @@ class Engine:
             include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
                 too, three or more for each batch bucket.
         """
-        return self._ask(functools.partial(cmd.Warmup, include_score, include_table))
+        return self._client.ask(functools.partial(cmd.Warmup, include_score, include_table))
 
     def update_weights(self, source: Any, rules: Sequence[Rule] | None = None) -> int:
         """Replaces all weights between two dispatches, all or nothing.
@@ -344,14 +329,14 @@ class Engine:
         """
         if rules is None:
             rules = builder.identity_rules(self._model)
-        return self._ask(functools.partial(cmd.UpdateWeights, source, tuple(rules)))
+        return self._client.ask(functools.partial(cmd.UpdateWeights, source, tuple(rules)))
 
     def flush_cache(self) -> int:
         """Empties the prefix cache; returns the KV tokens that this freed.
 
         Running requests go on; pages that they share are freed when they end.
         """
-        return self._ask(cmd.FlushCache)
+        return self._client.ask(cmd.FlushCache)
 
     def shutdown(self) -> None:
         """Fails unfinished requests, ends the threads, frees device memory. Idempotent."""
@@ -372,17 +357,6 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
-    def _ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
-        """Has the engine thread do something, and waits for its answer."""
-        future: Future[_T] = Future()
-        self._loop.submit(command(future))
-        try:
-            return future.result()
-        finally:
-            # An error refers to the frames that it passed; one that refers back to the error
-            # would keep all of them, and what the caller has in his, until a collection.
-            del future, command
-
     def _make_requests(
         self,
         prompt: Any,
@@ -398,36 +372,6 @@ class Engine:
         return self._requests.make(
             prompt, sampling_params, input_ids, logprobs, is_streaming=stream
         )
-
-    def _submit(
-        self, requests: list[Request], answers: list[Answer] | None = None
-    ) -> list[Future[RequestOutput]]:
-        answers = answers or [Answer(Future()) for _ in requests]
-        self._loop.submit(cmd.AddRequests(requests, answers))
-        return [answer.future for answer in answers]
-
-    def _stream(self, requests: list[Request]) -> TokenStream:
-        pieces = TokenStream(requests, self._abandon)
-        self._submit(requests, pieces.make_answers())
-        return pieces
-
-    def _wait(self, requests: list[Request]) -> list[RequestOutput]:
-        futures = self._submit(requests)
-        try:
-            return list(map(Future.result, futures))
-        except BaseException:
-            self._abandon(requests)
-            raise
-        finally:
-            futures.clear()  # see `_ask`
-
-    def _wait_dicts(self, requests: list[Request], is_single: bool) -> Any:
-        return _dicts(self._wait(requests), is_single)
-
-    def _abandon(self, requests: list[Request]) -> None:
-        """Aborts requests whose caller stopped waiting; does not wait for it."""
-        with contextlib.suppress(EngineShutdownError):
-            self._loop.submit(cmd.AbortRequests([r.rid for r in requests], Future()))
 
 
 def _dicts(outputs: Sequence[RequestOutput], is_single: bool) -> Any:
@@ -445,27 +389,3 @@ def _conversations(messages: Any) -> tuple[Sequence[Any], bool]:
         )
     is_single = isinstance(messages[0], Mapping)
     return [messages] if is_single else messages, is_single
-
-
-def _check_sources(
-    model_path: str | Path | None,
-    model_config: ModelConfig | None,
-    weights: Any,
-    weight_rules: Sequence[Rule] | None,
-    load_format: str,
-) -> None:
-    """Refuses arguments that contradict one another; none is ever ignored."""
-    if (model_path is None) == (model_config is None):
-        raise InvalidConfigError("give exactly one of model_path and model_config")
-    if model_path is not None and not Path(model_path).is_dir():
-        raise InvalidConfigError(f"model_path must be a folder, got {str(model_path)!r}")
-    if load_format not in builder.LOAD_FORMATS:
-        raise InvalidConfigError(
-            f"load_format must be one of {builder.LOAD_FORMATS}, got {load_format!r}"
-        )
-    if weights is not None and load_format != "auto":
-        raise InvalidConfigError(f"load_format={load_format!r} goes without weights")
-    if weights is None and weight_rules is not None:
-        raise InvalidConfigError("weight_rules goes with weights")
-    if load_format == "safetensors" and model_path is None:
-        raise InvalidConfigError("load_format='safetensors' needs model_path")

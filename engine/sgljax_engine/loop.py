@@ -21,7 +21,7 @@ from typing import Any
 from sgljax_engine import commands as cmd
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.detokenizer import Answer, Detokenizer, is_watched, reject, resolve
-from sgljax_engine.errors import EngineShutdownError, EngineStepError
+from sgljax_engine.errors import CompileForbiddenError, EngineShutdownError, EngineStepError
 from sgljax_engine.metrics import EngineCounters, EngineState
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
@@ -178,6 +178,11 @@ class EngineLoop:
 
     def _add(self, command: cmd.AddRequests) -> None:
         for request, answer in zip(command.requests, command.answers, strict=True):
+            try:
+                self._runner.check_warm(request)
+            except CompileForbiddenError as error:
+                reject(answer.future, error)
+                continue
             self._answers[request.rid] = answer
             self._scheduler.add(request)
             self._counters.num_requests += 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, EngineStepError, SamplingParams
+from sgljax_engine import CompileForbiddenError, Engine, SamplingParams
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.sampling_reference import adjust, distribution, forward, log_softmax
@@ -202,10 +202,21 @@ class TestCompilation:
             assert not lowered
             assert all(out.num_cache_misses == 0 for out in outs)
 
-    def test_without_it_the_table_is_refused(self):
+    @pytest.mark.parametrize(
+        ("request_of", "match"),
+        [
+            ({"sampling_params": FULL}, "include_table"),
+            ({"return_logprob": True, "logprob_start_len": 0}, "include_score"),
+            ({"return_logprob": True, "top_logprobs_num": 2}, "top_logprobs_num"),
+        ],
+    )
+    def test_what_was_not_warmed_up_is_refused_and_harms_nobody(self, request_of, match):
         with make_engine(forbid_compile=True, chunked_prefill_size=64) as engine:
             engine.warmup()
-            with pytest.raises(EngineStepError, match="forbid_compile is set"):
-                engine.generate(input_ids=[1], sampling_params=FULL)
-            plain = SamplingParams(max_new_tokens=2)
-            assert engine.generate(input_ids=[1], sampling_params=plain)
+            mate = engine.generate(
+                input_ids=[7], sampling_params={"max_new_tokens": 40}, stream=True
+            )
+            with pytest.raises(CompileForbiddenError, match=match):
+                engine.generate(input_ids=[1], **request_of)
+            assert sum(len(piece["output_ids"]) for piece in mate) == 40
+            assert engine.get_internal_state().counters.num_failed_steps == 0

@@ -96,7 +96,7 @@ class ModelRunner:
         self._copy_buckets = copy_buckets(self._batch_buckets[-1])
         self._token_block = token_block
         self._forbid_compile = forbid_compile
-        self._is_warm = False
+        self._is_warm = self._has_warm_score = self._has_warm_table = False
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.num_compiles = 0
         self.compile_s = 0.0
@@ -278,7 +278,27 @@ class ModelRunner:
                 for rows in {1, self._score_rows(length)}:
                     self.score([[0] * length] * rows, 1.0)
         self._is_warm = True
+        self._has_warm_score |= include_score
+        self._has_warm_table |= include_table
         return self.num_compiles - before
+
+    def check_warm(self, request: Request) -> None:
+        """Raises CompileForbiddenError if a request needs programs that warm-up left out.
+
+        Found out in a step, it would fail all requests of the step.
+        """
+        if not (self._forbid_compile and self._is_warm):
+            return
+        options, params = request.logprob_options, request.params
+        needs = ""
+        if params.changes_logits and not self._has_warm_table:
+            needs = "warmup(include_table=True), since it changes logits"
+        elif options.start_len >= 0 and not self._has_warm_score:
+            needs = "warmup(include_score=True), since it asks for prompt log-probs"
+        elif options.has_extras:
+            needs = "programs for top_logprobs_num and token_ids_logprob, which warmup leaves out"
+        if needs:
+            raise CompileForbiddenError(f"forbid_compile is set and the request needs {needs}")
 
     def _empty_prefill(self, size: int) -> ForwardBatch:
         return build_prefill_batch(

@@ -1,0 +1,92 @@
+"""The callers' side of the engine thread: hands over commands and requests, and waits.
+
+Any thread. No object here keeps an answer: an error refers to the frames that it passed, and one
+that a frame refers to would keep all of them, and what their callers hold, until a collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from sgljax_engine import commands as cmd
+from sgljax_engine.detokenizer import Answer
+from sgljax_engine.errors import EngineShutdownError
+from sgljax_engine.loop import EngineLoop
+from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.streams import AsyncTokenStream, TokenStream
+from sgljax_engine.types import Request
+
+_T = TypeVar("_T")
+
+
+class EngineClient:
+    """Submits to one engine thread. Whoever stops waiting for requests aborts them.
+
+    The thread ends when its client is gone: when the engine is, and all streams that it opened.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        """Talks to a loop that runs."""
+        self._loop = loop
+        finalizer = weakref.finalize(self, loop.request_stop)
+        finalizer.atexit = False  # the loop stops itself at exit
+
+    def ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
+        """Has the engine thread do something, and waits for its answer."""
+        future: Future[_T] = Future()
+        self._loop.submit(command(future))
+        try:
+            return future.result()
+        finally:
+            del future, command
+
+    def generate(self, requests: list[Request]) -> list[RequestOutput]:
+        """Submits requests and waits for all outputs."""
+        futures = self._submit(requests)
+        try:
+            return list(map(Future.result, futures))
+        except BaseException:
+            self.abandon(requests)
+            raise
+        finally:
+            futures.clear()
+
+    async def async_generate(self, requests: list[Request]) -> list[RequestOutput]:
+        """`generate` for asyncio."""
+        futures = self._submit(requests)
+        try:
+            return await asyncio.gather(*(asyncio.wrap_future(f) for f in futures))
+        except BaseException:
+            self.abandon(requests)
+            raise
+        finally:
+            futures.clear()
+
+    def stream(self, requests: list[Request]) -> TokenStream:
+        """Submits requests and returns the iterator over their pieces."""
+        pieces = TokenStream(requests, self.abandon)
+        self._submit(requests, pieces.make_answers())
+        return pieces
+
+    def async_stream(self, requests: list[Request]) -> AsyncTokenStream:
+        """`stream` for the running event loop."""
+        pieces = AsyncTokenStream(requests, self.abandon)
+        self._submit(requests, pieces.make_answers())
+        return pieces
+
+    def abandon(self, requests: list[Request]) -> None:
+        """Aborts requests that nobody waits for; does not wait for it."""
+        with contextlib.suppress(EngineShutdownError):
+            self._loop.submit(cmd.AbortRequests([r.rid for r in requests], Future()))
+
+    def _submit(
+        self, requests: list[Request], answers: list[Answer] | None = None
+    ) -> list[Future[RequestOutput]]:
+        answers = answers or [Answer(Future()) for _ in requests]
+        self._loop.submit(cmd.AddRequests(requests, answers))
+        return [answer.future for answer in answers]
