@@ -8,16 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sgljax_engine.config import (
-    AttentionConfig,
-    CacheConfig,
-    EngineConfig,
-    Llama3Scaling,
-    ModelConfig,
-    RopeConfig,
-    RuntimeConfig,
-    SchedulerConfig,
-)
+from sgljax_engine.config import CacheConfig, EngineConfig, RuntimeConfig, SchedulerConfig
 from sgljax_engine.errors import (
     CompileForbiddenError,
     EngineError,
@@ -30,6 +21,7 @@ from sgljax_engine.errors import (
     WeightSyncError,
 )
 from sgljax_engine.metrics import EngineCounters, EngineState
+from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import derive_seed

@@ -14,10 +14,12 @@ import jax
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.config import TOKEN_BLOCK, EngineConfig, ModelConfig, read_json
+from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.files import read_json
 from sgljax_engine.layers.attention import get_backend
 from sgljax_engine.loop import EngineLoop
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ParamKind
 from sgljax_engine.requests import Limits

@@ -14,9 +14,11 @@ import numpy as np
 from sgljax_engine import builder
 from sgljax_engine import commands as cmd
 from sgljax_engine.client import EngineClient
-from sgljax_engine.config import EngineConfig, ModelConfig, read_generation_config
+from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
+from sgljax_engine.files import read_generation_config
 from sgljax_engine.metrics import EngineState
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import load_model_config
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.requests import LogprobArgs, RequestFactory

@@ -205,8 +205,8 @@ class EngineLoop:
             total_kv_tokens=self._pool.num_pages * size,
             weight_version=self.weight_version,
             new_token_ratio=self._scheduler.policy.new_token_ratio,
-            num_compiles=self._runner.num_compiles,
-            compile_s=self._runner.compile_s,
+            num_compiles=self._runner.programs.num_compiles,
+            compile_s=self._runner.programs.compile_s,
             counters=copy.copy(self._counters),
         )
 
@@ -253,7 +253,7 @@ class EngineLoop:
         self._count(output, step)
 
     def _dispatch(self, output: SchedulerOutput) -> StepOutput:
-        compiles = self._runner.num_compiles
+        compiles = self._runner.programs.num_compiles
         started = time.perf_counter()
         for request in output.started:
             if request.logprob_options.start_len >= 0 and request.prompt_logprobs is None:
@@ -266,7 +266,7 @@ class EngineLoop:
         rows = self._runner.decode(output) if output.decode else []
         self._counters.prefill_s += prefilled - started
         self._counters.decode_s += time.perf_counter() - prefilled
-        return StepOutput(rows, self._runner.num_compiles - compiles)
+        return StepOutput(rows, self._runner.programs.num_compiles - compiles)
 
     def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
         counters = self._counters

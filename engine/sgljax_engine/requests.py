@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgljax_engine.config import ModelConfig
 from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
 from sgljax_engine.seeds import SeedSource, derive_seed
 from sgljax_engine.tokenizer import DecodeOptions, Tokenizer

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.config import ModelConfig, RopeConfig
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import add_bias, embed, linear, rms_norm, soft_cap, unembed
 from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, stretch_llama3
+from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.spec import (
     Attend,

@@ -10,7 +10,7 @@ import functools
 
 import jax
 
-from sgljax_engine.config import ModelConfig
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import DecoderTraits, decoder
 

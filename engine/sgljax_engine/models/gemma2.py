@@ -5,7 +5,7 @@ Gemma with norms after attention and MLP too, soft caps, and a sliding window in
 
 from __future__ import annotations
 
-from sgljax_engine.config import AttentionConfig, ModelConfig
+from sgljax_engine.model_config import AttentionConfig, ModelConfig
 from sgljax_engine.models import gemma, hf
 from sgljax_engine.models.decoder import decoder
 

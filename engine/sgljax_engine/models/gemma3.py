@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sgljax_engine.config import ModelConfig
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import gemma, gemma2, hf
 from sgljax_engine.models.decoder import decoder
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sgljax_engine.config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
+from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
 
 HfConfig = Mapping[str, Any]
 """The contents of a config.json."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgljax_engine.config import ModelConfig
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import DecoderTraits, decoder
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.config import ModelConfig
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.model_config import ModelConfig
 
 Params = Mapping[str, jax.Array]
 """Physical weights by parameter name, a pytree of leaves that programs take as an argument."""

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sgljax_engine.config import ModelConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import Layout, default_layout
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.spec import ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
-from sgljax_engine.config import ModelConfig
 from sgljax_engine.errors import CompileForbiddenError
-from sgljax_engine.runner import programs
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.runner import programs, scoring
 from sgljax_engine.runner.batch import (
     DecodeBatch,
     ForwardBatch,
@@ -24,6 +22,7 @@ from sgljax_engine.runner.batch import (
     copy_buckets,
     pick_bucket,
 )
+from sgljax_engine.runner.compiled import ProgramCache
 from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,
@@ -46,19 +45,14 @@ from sgljax_engine.types import (
 
 logger = logging.getLogger(__name__)
 
-_PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "prefill": (("weights", "kv"), ("kv",)),
-    "copy_pages": (("kv",), ("kv",)),
-    "decode": (("weights", "kv"), ("kv", "result")),
-    "score": (("weights",), ("result",)),
-}
-"""For each device program, the state that it takes before its arguments, and what it returns."""
-
 
 class ModelRunner:
     """Turns chunks and rows into device programs.
 
-    Programs are compiled ahead of time, one a bucket, and counted in `num_compiles`.
+    Attributes:
+        programs: The compiled ones.
+        weights: Physical weights by name.
+        kv: All pages.
     """
 
     def __init__(
@@ -96,10 +90,8 @@ class ModelRunner:
         self._copy_buckets = copy_buckets(self._batch_buckets[-1])
         self._token_block = token_block
         self._forbid_compile = forbid_compile
-        self._is_warm = self._has_warm_score = self._has_warm_table = False
-        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.num_compiles = 0
-        self.compile_s = 0.0
+        self._has_warm_score = self._has_warm_table = False
+        self.programs = ProgramCache(static, placement)
         self.weights: dict[str, jax.Array] = dict(weights)
         self.kv: KVPages = self._allocate_kv()
 
@@ -122,8 +114,7 @@ class ModelRunner:
         self._run_prefill(batch)
 
     def _run_prefill(self, batch: ForwardBatch) -> None:
-        program = self._program("prefill", (batch,))
-        self.kv = program(self.weights, self.kv, batch)
+        self.kv = self._call("prefill", batch)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Dispatches page copies; does not wait for the device. No page is source and target."""
@@ -132,8 +123,7 @@ class ModelRunner:
         )
 
     def _run_copies(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        args = (sources, targets)
-        self.kv = self._program("copy_pages", args)(self.kv, *args)
+        self.kv = self._call("copy_pages", sources, targets)
 
     def decode(self, output: SchedulerOutput) -> list[RowOutput]:
         """Runs the decode rows and waits for their tokens."""
@@ -161,8 +151,8 @@ class ModelRunner:
         num_steps: int,
         max_finished: int,
     ) -> programs.DecodeOutput:
-        args = (batch, sampling, options, np.int32(num_steps), np.int32(max_finished))
-        self.kv, result = self._program("decode", args)(self.weights, self.kv, *args)
+        limits = np.int32(num_steps), np.int32(max_finished)
+        self.kv, result = self._call("decode", batch, sampling, options, *limits)
         return jax.device_get(result)
 
     # ------------------------------------------------------------------ given tokens
@@ -199,9 +189,11 @@ class ModelRunner:
         more = [_extras_at(table, (0, t), request.logprob_options) for t in range(len(ids) - 1)]
         return PromptLogprobs(logprobs[start:], [None, *more][start:])
 
-    def _run_score(self, ids: np.ndarray, temperature: float, extras: Any) -> programs.ScoreOutput:
-        args = (ids, np.float32(temperature), extras)
-        return jax.device_get(self._program("score", args)(self.weights, *args))
+    def _run_score(self, ids: np.ndarray, temperature: float, extras: Any) -> scoring.ScoreOutput:
+        return jax.device_get(self._call("score", ids, np.float32(temperature), extras))
+
+    def _call(self, program: str, *args: Any) -> Any:
+        return self.programs.call(program, args, weights=self.weights, kv=self.kv)
 
     @property
     def _score_lengths(self) -> list[int]:
@@ -237,7 +229,7 @@ class ModelRunner:
     def release(self) -> None:
         """Lets go of weights, pages and programs."""
         self.weights, self.kv = {}, ()
-        self._programs.clear()
+        self.programs.clear()
 
     def _allocate_kv(self) -> KVPages:
         config = self.model_config
@@ -260,7 +252,7 @@ class ModelRunner:
             include_score: Those of `score` too.
             include_table: The decode buckets for rows that change logits too, in every width.
         """
-        before = self.num_compiles
+        before = self.programs.num_compiles
         vocab_size = self.model_config.vocab_size
         for size in self._token_buckets:
             self._run_prefill(self._empty_prefill(size))
@@ -277,17 +269,17 @@ class ModelRunner:
             for length in self._score_lengths:
                 for rows in {1, self._score_rows(length)}:
                     self.score([[0] * length] * rows, 1.0)
-        self._is_warm = True
+        self.programs.is_sealed = self._forbid_compile
         self._has_warm_score |= include_score
         self._has_warm_table |= include_table
-        return self.num_compiles - before
+        return self.programs.num_compiles - before
 
     def check_warm(self, request: Request) -> None:
         """Raises CompileForbiddenError if a request needs programs that warm-up left out.
 
         Found out in a step, it would fail all requests of the step.
         """
-        if not (self._forbid_compile and self._is_warm):
+        if not self.programs.is_sealed:
             return
         options, params = request.logprob_options, request.params
         needs = ""
@@ -308,47 +300,6 @@ class ModelRunner:
             page_size=self._static.page_size,
             table_width=self._table_width,
         )
-
-    def _program(self, name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """The compiled program for arguments of these shapes, compiled now if it is new."""
-        leaves, structure = jax.tree.flatten(args)
-        key = (name, structure, *(np.shape(leaf) for leaf in leaves))
-        if key not in self._programs:
-            if self._forbid_compile and self._is_warm:
-                raise CompileForbiddenError(
-                    f"forbid_compile is set and {name} needs a new program for shapes {key[2:]}; "
-                    "warmup did not cover it"
-                )
-            self._programs[key] = self._compile(name, args)
-        return self._programs[key]
-
-    def _compile(self, name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
-        started = time.perf_counter()
-        takes, gives = _PROGRAMS[name]
-        function = getattr(programs, name)
-        if "weights" in takes:
-            function = functools.partial(function, static=self._static)
-        everywhere = self._placement.replicated
-        held = {"weights": self.weights, "kv": self.kv}
-        state = tuple(held[part] for part in takes)
-        placed = {part: jax.tree.map(lambda x: x.sharding, held[part]) for part in held}
-        placed["result"] = everywhere
-        out_shardings = tuple(placed[part] for part in gives)
-        jitted = jax.jit(
-            function,
-            in_shardings=(
-                *(placed[part] for part in takes),
-                *jax.tree.map(lambda _: everywhere, args),
-            ),
-            out_shardings=out_shardings if len(gives) > 1 else out_shardings[0],
-            donate_argnums=tuple(i for i, part in enumerate(takes) if part == "kv"),
-        )
-        compiled = jitted.lower(*state, *args).compile()
-        self.num_compiles += 1
-        seconds = time.perf_counter() - started
-        self.compile_s += seconds
-        logger.info("compiled %s for %s in %.2f s", name, _shapes(args), seconds)
-        return compiled
 
 
 def _row_output(result: programs.DecodeOutput, row: int, request: Request) -> RowOutput:
@@ -375,7 +326,3 @@ def _extras_at(
         token_ids=extras.token_ids[place][: options.top_num].tolist(),
         chosen=extras.chosen[place][: len(options.token_ids)].tolist(),
     )
-
-
-def _shapes(args: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    return [np.shape(leaf) for leaf in jax.tree.leaves(args)]

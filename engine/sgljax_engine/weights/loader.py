@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from sgljax_engine.config import read_json
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
+from sgljax_engine.files import read_json
 from sgljax_engine.weights.rules import Rule
 
 _SINGLE_FILE = "model.safetensors"

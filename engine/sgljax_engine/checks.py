@@ -1,0 +1,28 @@
+"""Checks of configuration values; each error names the field, its value and the limit."""
+
+from __future__ import annotations
+
+import math
+
+from sgljax_engine.errors import InvalidConfigError
+
+
+def require(ok: bool, name: str, value: object, limit: str) -> None:
+    """Raises InvalidConfigError unless `ok`."""
+    if not ok:
+        raise InvalidConfigError(f"{name} must be {limit}, got {value!r}")
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an integer, True and False not among them."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: object, low: int = 1) -> None:
+    """Raises InvalidConfigError unless a value is an integer of at least `low`."""
+    require(is_int(value) and value >= low, name, value, f"an integer >= {low}")  # type: ignore[operator]
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises InvalidConfigError unless a number is finite and above 0."""
+    require(math.isfinite(value) and value > 0, name, value, "a positive number")
