@@ -163,6 +163,7 @@ class TunixTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         """Wraps the tokenizer."""
         self._tokenizer = tokenizer
+        self._num_pieces = _num_pieces(tokenizer)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -201,7 +202,12 @@ class TunixTokenizer:
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
         """See `Tokenizer`."""
         self.check_decode_options(options)
-        return self._tokenizer.decode([int(token) for token in ids])
+        return self._tokenizer.decode(self._known(ids))
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        # A model may have more tokens than its tokenizer, for padding. Hugging Face leaves them
+        # out of the text; SentencePiece raises an error.
+        return [int(token) for token in ids if self._num_pieces is None or token < self._num_pieces]
 
     def apply_chat_template(
         self,
@@ -276,7 +282,7 @@ class SentencePieceTokenizer(TunixTokenizer):
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
         """See `Tokenizer`."""
         self.check_decode_options(options)
-        return self._tokenizer.DecodeIds([int(token) for token in ids])
+        return self._tokenizer.DecodeIds(self._known(ids))
 
 
 def wrap_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -324,6 +330,13 @@ def _adapter_class(tokenizer: object) -> Any:
 def _is_hugging_face(tokenizer: object) -> bool:
     module = "transformers.tokenization_utils_base"
     return _base_class(tokenizer, module, "PreTrainedTokenizerBase") is not None
+
+
+def _num_pieces(tokenizer: Any) -> int | None:
+    """The size of a SentencePiece vocabulary, inside Tunix's adapter or not; else None."""
+    is_adapter = _adapter_class(tokenizer) is not None
+    processor = tokenizer.tokenizer if is_adapter else tokenizer
+    return processor.GetPieceSize() if hasattr(processor, "GetPieceSize") else None
 
 
 def _has_gemma_fallback(tokenizer: Any) -> bool:

@@ -42,6 +42,13 @@ def test_chat_of_hugging_face_inside():
     assert tokenizer.decode(ids, keep) == "<|bos|><|im_start|>user\nthe fox<|im_end|>\n"
 
 
+def test_sentencepiece_inside_leaves_ids_out_that_only_the_model_has():
+    processor = small_tokenizers.sentencepiece()
+    ids = processor.EncodeAsIds("the cat")
+    tokenizer = wrap_tokenizer(TokenizerAdapter(processor))
+    assert tokenizer.decode([*ids, processor.GetPieceSize()]) == processor.DecodeIds(ids)
+
+
 def test_sentencepiece_inside():
     processor = small_tokenizers.sentencepiece()
     tokenizer = wrap_tokenizer(TokenizerAdapter(processor))

@@ -95,6 +95,14 @@ def test_spaces_are_not_cleaned_up():
     assert wrap_tokenizer(unclean).decode(ids) == "do n't , please ."
 
 
+def test_sentencepiece_leaves_ids_out_that_only_the_model_has():
+    """A model's vocabulary may be padded; SentencePiece itself raises IndexError there."""
+    processor = small_tokenizers.sentencepiece()
+    ids = processor.EncodeAsIds("the cat")
+    padded = [ids[0], processor.GetPieceSize() + 5, *ids[1:]]
+    assert wrap_tokenizer(processor).decode(padded) == processor.DecodeIds(ids)
+
+
 @pytest.mark.parametrize("make", [CharTokenizer, small_tokenizers.sentencepiece])
 def test_decode_options_of_other_tokenizers(make):
     tokenizer = wrap_tokenizer(make())
