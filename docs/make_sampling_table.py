@@ -91,7 +91,8 @@ raw. The first token of a prompt has no log-prob; its entries are None. With sev
 in one output, each token has the log-prob under the weights that produced it.
 
 The Tunix rollout returns the *scaled* log-probs, because the trainer recomputes exactly that:
-log softmax(logits / temperature), without penalties and filters.
+log softmax(logits / temperature), without penalties and filters. Its `logprobs_mode` chooses
+others.
 
 ## Streaming
 
