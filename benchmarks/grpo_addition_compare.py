@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("google-tunix", "jax", "jaxlib", "flax", "numpy", "tunix-sgljax")
+from reporting import ROOT, Environment, describe_environment, report_head, write_report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,41 +45,6 @@ class Run:
     tokens_per_s: float
     step_s: float
     run_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Environment:
-    """Where and when the runs were made."""
-
-    date: str
-    cpu: str
-    num_cores: int
-    device: str
-    python: str
-    versions: dict[str, str]
-
-
-def describe_environment(device: str) -> Environment:
-    """Returns this machine, with the JAX device that a run reported."""
-    return Environment(
-        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        cpu=cpu_model(),
-        num_cores=len(os.sched_getaffinity(0)),
-        device=device,
-        python=platform.python_version(),
-        versions={name: importlib.metadata.version(name) for name in PACKAGES},
-    )
-
-
-def cpu_model() -> str:
-    """Returns the name of the processor, or its architecture where Linux does not tell."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.machine()
 
 
 def run_example(rollout: str, seed: int, steps: int | None, output_dir: Path) -> tuple[Run, str]:
@@ -117,18 +77,14 @@ def run_example(rollout: str, seed: int, steps: int | None, output_dir: Path) ->
     return run, records["settings"]["device"]
 
 
-def format_report(runs: Sequence[Run], environment: Environment) -> str:
-    """Returns the comparison in Markdown."""
+def format_report(runs: Sequence[Run], environment: Environment) -> list[str]:
+    """Returns the lines of the comparison in Markdown."""
     lines = [
-        "# GRPO on addition: rollout engines compared",
-        "",
-        f"Made on {environment.date} by `benchmarks/grpo_addition_compare.py`.",
-        "",
-        f"- Machine: {environment.cpu}, {environment.num_cores} cores; JAX device: "
-        f"{environment.device}",
-        f"- Python {environment.python}, "
-        + ", ".join(f"{name} {version}" for name, version in environment.versions.items()),
-        "",
+        *report_head(
+            "GRPO on addition: rollout engines compared",
+            "benchmarks/grpo_addition_compare.py",
+            environment,
+        ),
         "Rewards are means of 10 steps. Times of rollouts and steps are medians without the first "
         "step; the run is the whole process, with imports and compilation.",
         "",
@@ -140,7 +96,7 @@ def format_report(runs: Sequence[Run], environment: Environment) -> str:
         lines.append(_row(run.rollout, str(run.seed), [run]))
     for rollout in sorted({run.rollout for run in runs}):
         lines.append(_row(rollout, "mean", [run for run in runs if run.rollout == rollout]))
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _row(rollout: str, seed: str, runs: Sequence[Run]) -> str:
@@ -179,15 +135,8 @@ def main(argv: list[str] | None = None) -> None:
                 flush=True,
             )
     environment = describe_environment(device)
-    report = format_report(runs, environment)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(report)
-    content = {
-        "environment": dataclasses.asdict(environment),
-        "runs": [dataclasses.asdict(run) for run in runs],
-    }
-    args.output.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-    print(f"\n{report}\nwrote {args.output}")
+    content = {"runs": [dataclasses.asdict(run) for run in runs]}
+    write_report(args.output, format_report(runs, environment), environment, content)
 
 
 if __name__ == "__main__":

@@ -14,32 +14,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from grpo_addition_compare import ROOT, describe_environment
-from sgljax_engine import Engine, ModelConfig, RopeConfig, SamplingParams
+from reporting import (
+    ROOT,
+    SMALL,
+    SMALL_IN_WORDS,
+    describe_environment,
+    report_head,
+    write_report,
+)
+from sgljax_engine import Engine, SamplingParams
 
 PROMPT_TOKENS, NUM_SAMPLES = 512, 16
-MODEL = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    rope=RopeConfig(theta=1e6),
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-    context_length=1024,
-)
 REQUIRED_RATIO = 5.0
 
 
@@ -62,7 +53,7 @@ class Result:
 def make_engine(*, is_sharing: bool) -> Engine:
     """Returns an engine that holds the whole group, all programs compiled."""
     engine = Engine(
-        model_config=MODEL,
+        model_config=SMALL,
         load_format="dummy",
         max_running_requests=NUM_SAMPLES,
         num_kv_tokens=2 * NUM_SAMPLES * PROMPT_TOKENS,
@@ -93,7 +84,7 @@ def measure(repeats: int) -> list[Result]:
     times: dict[str, list[float]] = {name: [] for name in engines}
     before = {}
     for turn in range(-1, repeats):
-        prompt = rng.integers(0, MODEL.vocab_size, PROMPT_TOKENS).tolist()
+        prompt = rng.integers(0, SMALL.vocab_size, PROMPT_TOKENS).tolist()
         names = list(engines)[:: 1 if turn % 2 else -1]
         if turn == 0:
             before = {name: e.get_internal_state().counters for name, e in engines.items()}
@@ -130,18 +121,12 @@ def main() -> None:
     environment = describe_environment(jax.devices()[0].device_kind)
     ratio = results[1].median_s / results[0].median_s
     lines = [
-        "# Prefill of 16 samples on a 512-token prompt, with and without sharing",
-        "",
-        f"Made on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()} by "
-        "`benchmarks/prefix_sharing.py`, which describes what is timed.",
-        "",
-        f"- Machine: {environment.cpu}, {environment.num_cores} cores; JAX device: "
-        f"{environment.device}",
-        f"- Python {environment.python}, "
-        + ", ".join(f"{name} {version}" for name, version in environment.versions.items()),
-        "- Model: Qwen3 of 8 layers, hidden 512, 8/4 heads of 64, MLP 1536, vocabulary 4096, "
-        "float32",
-        "",
+        *report_head(
+            "Prefill of 16 samples on a 512-token prompt, with and without sharing",
+            "benchmarks/prefix_sharing.py",
+            environment,
+            f"Model: {SMALL_IN_WORDS}, vocabulary {SMALL.vocab_size}, float32",
+        ),
         "| engine | s to all first tokens (median) | runs, s | tokens prefilled | tokens shared "
         "| pages copied |",
         "|---|---:|---|---:|---:|---:|",
@@ -153,14 +138,8 @@ def main() -> None:
         "",
         f"Ratio: {ratio:.2f} (at least {REQUIRED_RATIO:g} is required)",
     ]
-    args.output.write_text("\n".join(lines) + "\n")
-    content = {
-        "environment": dataclasses.asdict(environment),
-        "results": [dataclasses.asdict(r) for r in results],
-        "ratio": ratio,
-    }
-    args.output.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-    print("\n".join(lines))
+    content = {"results": [dataclasses.asdict(r) for r in results], "ratio": ratio}
+    write_report(args.output, lines, environment, content)
     if ratio < REQUIRED_RATIO:
         raise SystemExit(f"sharing is only {ratio:.2f} times faster")
 

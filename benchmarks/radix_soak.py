@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 
-from grpo_addition_compare import ROOT, describe_environment
+from reporting import ROOT, describe_environment, report_head, write_report
 
 sys.path.insert(0, str(ROOT))
 from tests.engine.radix_model import Totals, random_operations
@@ -34,29 +33,23 @@ def main() -> None:
     seconds = time.perf_counter() - start
     environment = describe_environment("none; host code only")
     lines = [
-        "# Random operations on the prefix cache",
-        "",
-        f"Made on {environment.date} by `benchmarks/radix_soak.py --operations {args.operations} "
-        f"--seed {args.seed}`, which describes the checks.",
-        "",
-        f"- Machine: {environment.cpu}, {environment.num_cores} cores",
-        f"- Python {environment.python}, tunix-sgljax {environment.versions['tunix-sgljax']}",
-        "",
+        *report_head(
+            "Random operations on the prefix cache",
+            f"benchmarks/radix_soak.py --operations {args.operations} --seed {args.seed}",
+            environment,
+        ),
         "| operations | prefixes found | pages evicted | pages merged | resets | failures | s |",
         "|---:|---:|---:|---:|---:|---:|---:|",
         f"| {totals.operations} | {totals.hits} | {totals.evictions} | {totals.merges} "
         f"| {totals.resets} | 0 | {seconds:.0f} |",
     ]
-    args.output.write_text("\n".join(lines) + "\n")
     content = {
-        "environment": dataclasses.asdict(environment),
         "seed": args.seed,
         "totals": dataclasses.asdict(totals),
         "failures": 0,
         "seconds": seconds,
     }
-    args.output.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-    print("\n".join(lines))
+    write_report(args.output, lines, environment, content)
 
 
 if __name__ == "__main__":

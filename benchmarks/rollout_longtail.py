@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,24 +24,19 @@ from flax import nnx
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
-from grpo_addition_compare import ROOT, describe_environment
+from reporting import (
+    ROOT,
+    SMALL,
+    SMALL_IN_WORDS,
+    describe_environment,
+    report_head,
+    write_report,
+)
 from sgljax_engine import SamplingParams
 from tunix_sgljax import create_sgljax_rollout
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
 MAX_PROMPT, MAX_NEW = 128, 256
-SMALL = ModelConfig(
-    num_layers=8,
-    vocab_size=4096,
-    embed_dim=512,
-    hidden_dim=1536,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    rope_theta=1_000_000,
-    norm_eps=1e-6,
-    use_tied_embedding=True,
-)
 
 
 class IdTokenizer:
@@ -87,7 +80,19 @@ class Result:
 
 def make_model() -> Qwen3:
     """Returns the model with random weights, none of them zero."""
-    model = Qwen3(SMALL, rngs=nnx.Rngs(0))
+    config = ModelConfig(
+        num_layers=SMALL.num_layers,
+        vocab_size=SMALL.vocab_size,
+        embed_dim=SMALL.hidden_size,
+        hidden_dim=SMALL.intermediate_size,
+        num_heads=SMALL.num_heads,
+        num_kv_heads=SMALL.num_kv_heads,
+        head_dim=SMALL.head_dim,
+        rope_theta=int(SMALL.rope.theta),
+        norm_eps=SMALL.rms_norm_eps,
+        use_tied_embedding=True,
+    )
+    model = Qwen3(config, rngs=nnx.Rngs(0))
     state = nnx.state(model, nnx.Param)
     leaves, tree = jax.tree.flatten(state)
     rng = np.random.default_rng(0)
@@ -174,18 +179,13 @@ def main() -> None:
     environment = describe_environment(jax.devices()[0].device_kind)
     ratio = results[0].tokens_per_s / results[1].tokens_per_s
     lines = [
-        "# Long-tailed rollouts: the engine against Tunix's vanilla sampler",
-        "",
-        f"Made on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()} by "
-        "`benchmarks/rollout_longtail.py`, which describes the workload.",
-        "",
-        f"- Machine: {environment.cpu}, {environment.num_cores} cores; JAX device: "
-        f"{environment.device}",
-        f"- Python {environment.python}, "
-        + ", ".join(f"{name} {version}" for name, version in environment.versions.items()),
-        "- Model: Qwen3 of 8 layers, hidden 512, 8/4 heads of 64, MLP 1536, vocabulary 4096, "
-        f"float32; {results[0].useful_tokens} useful tokens in {NUM_PROMPTS * NUM_SAMPLES} samples",
-        "",
+        *report_head(
+            "Long-tailed rollouts: the engine against Tunix's vanilla sampler",
+            "benchmarks/rollout_longtail.py",
+            environment,
+            f"Model: {SMALL_IN_WORDS}, vocabulary {SMALL.vocab_size}, float32; "
+            f"{results[0].useful_tokens} useful tokens in {NUM_PROMPTS * NUM_SAMPLES} samples",
+        ),
         "| engine | useful tokens/s (median) | runs, s | first run with compilation, s |",
         "|---|---:|---|---:|",
         *(
@@ -196,13 +196,8 @@ def main() -> None:
         "",
         f"Ratio: {ratio:.2f}",
     ]
-    args.output.write_text("\n".join(lines) + "\n")
-    content = {
-        "environment": dataclasses.asdict(environment),
-        "results": [dataclasses.asdict(r) for r in results],
-    }
-    args.output.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-    print("\n".join(lines))
+    content = {"results": [dataclasses.asdict(r) for r in results]}
+    write_report(args.output, lines, environment, content)
 
 
 if __name__ == "__main__":

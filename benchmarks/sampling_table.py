@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_addition_compare import ROOT, describe_environment
-from rollout_longtail import SMALL
-from sgljax_engine import Engine, ModelConfig, RopeConfig, SamplingParams
+from reporting import (
+    ROOT,
+    SMALL,
+    SMALL_IN_WORDS,
+    Environment,
+    describe_environment,
+    report_head,
+    write_report,
+)
+from sgljax_engine import Engine, SamplingParams
 
 NUM_ROWS, NUM_PROMPT, NUM_NEW = 32, 32, 64
 PENALTIES = {"presence_penalty": 0.2, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
@@ -73,20 +78,7 @@ class Result:
 
 def make_engine(vocab_size: int) -> Engine:
     """Returns an engine with the long-tail benchmark's model and another vocabulary."""
-    model = ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=vocab_size,
-        hidden_size=SMALL.embed_dim,
-        intermediate_size=SMALL.hidden_dim,
-        num_layers=SMALL.num_layers,
-        num_heads=SMALL.num_heads,
-        num_kv_heads=SMALL.num_kv_heads,
-        head_dim=SMALL.head_dim,
-        rope=RopeConfig(theta=float(SMALL.rope_theta)),
-        rms_norm_eps=SMALL.norm_eps,
-        tie_word_embeddings=True,
-        context_length=NUM_PROMPT + NUM_NEW,
-    )
+    model = dataclasses.replace(SMALL, vocab_size=vocab_size, context_length=NUM_PROMPT + NUM_NEW)
     return Engine(
         model_config=model,
         load_format="dummy",
@@ -129,33 +121,22 @@ def measure(vocab_size: int, repeats: int) -> list[Result]:
     ]
 
 
-def report(results: list[Result]) -> tuple[str, dict[str, Any]]:
-    """Returns the results as Markdown and as JSON content."""
-    environment = describe_environment(jax.devices()[0].device_kind)
-    lines = [
-        "# The cost of the sampling table",
-        "",
-        f"Made on {datetime.datetime.now(tz=datetime.UTC).date().isoformat()} by "
-        "`benchmarks/sampling_table.py`, which describes the workload.",
-        "",
-        f"- Machine: {environment.cpu}, {environment.num_cores} cores; JAX device: "
-        f"{environment.device}",
-        f"- Python {environment.python}, "
-        + ", ".join(f"{name} {version}" for name, version in environment.versions.items()),
-        "- Model: Qwen3 of 8 layers, hidden 512, 8/4 heads of 64, MLP 1536, float32; "
-        f"{NUM_ROWS} rows of {NUM_NEW} new tokens at temperature 0.8",
-        "- Cost: throughput lost against plain temperature sampling, by the fastest runs' wall "
-        "time and by the median CPU time",
-        "",
+def report(results: list[Result], environment: Environment) -> list[str]:
+    """Returns the lines of the results in Markdown."""
+    return [
+        *report_head(
+            "The cost of the sampling table",
+            "benchmarks/sampling_table.py",
+            environment,
+            f"Model: {SMALL_IN_WORDS}, float32; {NUM_ROWS} rows of {NUM_NEW} new tokens at "
+            "temperature 0.8",
+            "Cost: throughput lost against plain temperature sampling, by the fastest runs' wall "
+            "time and by the median CPU time",
+        ),
         "| vocabulary | settings | tokens/s (fastest run) | cost, wall | cost, CPU |",
         "|---:|---|---:|---:|---:|",
         *(_row(result, results) for result in results),
     ]
-    content = {
-        "environment": dataclasses.asdict(environment),
-        "results": [dataclasses.asdict(r) for r in results],
-    }
-    return "\n".join(lines) + "\n", content
 
 
 def _row(result: Result, results: list[Result]) -> str:
@@ -179,10 +160,9 @@ def main() -> None:
     results: list[Result] = []
     for vocab_size in args.vocabularies.split(","):
         results += measure(int(vocab_size), args.repeats)
-    text, content = report(results)
-    args.output.write_text(text)
-    args.output.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-    print(text)
+    environment = describe_environment(jax.devices()[0].device_kind)
+    content = {"results": [dataclasses.asdict(r) for r in results]}
+    write_report(args.output, report(results, environment), environment, content)
 
 
 if __name__ == "__main__":
