@@ -87,7 +87,8 @@ shorter than the output.
 | scaled | log softmax(logits / temperature); raw when greedy | `RequestOutput.scaled_logprobs` |
 
 `input_token_logprobs`, `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` are
-raw. The first token of a prompt has no log-prob; its entries are None. With several weight versions
+raw. The first token of a prompt has no log-prob; its entries are None. Prompt log-probs are of the
+weights under which the output began. With several weight versions
 in one output, each token has the log-prob under the weights that produced it.
 
 The Tunix rollout returns the *scaled* log-probs, because the trainer recomputes exactly that:

@@ -136,6 +136,8 @@ def check_same_engine(
         for field in dataclasses.fields(group)
     }
     for name, value in engine_options(config).items():
+        if name.endswith("_buckets") and isinstance(value, (list, tuple)):
+            value = tuple(sorted(set(value)))  # as the engine's config keeps it
         if name not in overridden and current.get(name) != value:
             raise InvalidConfigError(
                 f"RolloutConfig asks for {name}={value!r}, but the engine was made with "
@@ -170,6 +172,10 @@ def check_extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
                 f"sampling_params must not hold {name!r}, got {extra[name]!r}: RolloutConfig "
                 "decides it for each call"
             )
+    if extra.get("detokenize") is False:
+        raise InvalidConfigError(
+            "sampling_params must not set detokenize=False: reward functions read the text"
+        )
     # min_new_tokens is bounded by max_new_tokens, which each call brings.
     SamplingParams.from_dict({"max_new_tokens": _MAX_SEED, **extra})
     return dict(extra)

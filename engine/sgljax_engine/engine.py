@@ -98,10 +98,14 @@ class Engine:
         )
         self._tokenizer = tokenizer
         self._loop, limits = builder.run_on_clean_thread(build)
-        self._requests = RequestFactory(
-            model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
-        )
-        self._client = EngineClient(self._loop)
+        try:
+            self._client = EngineClient(self._loop)
+            self._requests = RequestFactory(
+                model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
+            )
+        except BaseException:  # a user's tokenizer, or an interrupt
+            self._loop.request_stop()
+            raise
 
     # ------------------------------------------------------------------ facts
 

@@ -28,6 +28,7 @@ from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.types import (
     FinishReason,
+    PromptLogprobs,
     Request,
     RequestStatus,
     SchedulerOutput,
@@ -71,6 +72,7 @@ class EngineLoop:
         self._weight_maker = weight_maker
         self._counters = EngineCounters()
         self._answers: dict[str, Answer] = {}
+        self._failures: dict[str, EngineStepError] = {}
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
         # submit on the same thread.
@@ -219,6 +221,8 @@ class EngineLoop:
         # Keys and values of running requests belong to the old weights: prefill them again.
         for request in list(self._scheduler.running):
             self._retract(request)
+            if not request.output_ids:
+                request.prompt_logprobs = None
         self._pool.reset_cache()
         self._runner.swap_weights(weights)
         self.weight_version += 1
@@ -247,6 +251,8 @@ class EngineLoop:
             request.num_cache_misses += step.num_cache_misses
         for request in self._scheduler.update(output, step):
             self._deliver(request)
+        for rid, failure in list(self._failures.items()):
+            self._end([rid], FinishReason("error", message=str(failure)))
         for request in output.decode:
             if is_watched(request) and request.rid in self._answers:
                 self._detokenizer.put(request, self._answers[request.rid])
@@ -255,9 +261,7 @@ class EngineLoop:
     def _dispatch(self, output: SchedulerOutput) -> StepOutput:
         compiles = self._runner.programs.num_compiles
         started = time.perf_counter()
-        for request in output.started:
-            if request.logprob_options.start_len >= 0 and request.prompt_logprobs is None:
-                request.prompt_logprobs = self._runner.score_prompt(request)
+        self._score_prompts(output.started)
         if output.prefill:
             self._runner.prefill(output.prefill)
         if output.copies:
@@ -267,6 +271,24 @@ class EngineLoop:
         self._counters.prefill_s += prefilled - started
         self._counters.decode_s += time.perf_counter() - prefilled
         return StepOutput(rows, self._runner.programs.num_compiles - compiles)
+
+    def _score_prompts(self, started: list[Request]) -> None:
+        """Prompt log-probs for those that ask, each prompt once. A failure is theirs alone."""
+        done: dict[Any, PromptLogprobs] = {}
+        for request in started:
+            if request.logprob_options.start_len < 0 or request.prompt_logprobs is not None:
+                continue
+            key = (tuple(request.prompt_ids), request.logprob_options)
+            try:
+                if key not in done:
+                    done[key] = self._runner.score_prompt(request)
+                request.prompt_logprobs = done[key]
+            except Exception as error:  # no pages were donated: the step can go on
+                logger.exception("scoring a prompt failed")
+                _forget_locals(error)
+                failure = EngineStepError(f"scoring the prompt of {request.rid} failed: {error!r}")
+                failure.__cause__ = error
+                self._failures[request.rid] = failure
 
     def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
         counters = self._counters
@@ -282,7 +304,8 @@ class EngineLoop:
 
     def _deliver(self, request: Request) -> None:
         self._counters.num_finished += 1
-        self._detokenizer.put(request, self._answers.pop(request.rid))
+        failure = self._failures.pop(request.rid, None)
+        self._detokenizer.put(request, self._answers.pop(request.rid), failure)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that the step touched; others keep going."""
@@ -297,6 +320,7 @@ class EngineLoop:
             self._counters.num_finished += 1
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
+            self._failures.pop(request.rid, None)
             self._detokenizer.put(request, self._answers.pop(request.rid), failure)
         # A step that failed after it took the donated pages took everybody's keys and values.
         if self._runner.recover_kv():

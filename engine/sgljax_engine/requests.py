@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +129,8 @@ class RequestFactory:
         """The arguments of a `score` call, checked."""
         if SamplingParams(temperature=temperature).temperature == 0.0:
             raise InvalidRequestError(f"temperature must be > 0 to score, got {temperature!r}")
+        if isinstance(sequences, (str, bytes, Mapping)) or not hasattr(sequences, "__iter__"):
+            raise InvalidRequestError(f"sequences must be a list of lists, got {sequences!r}")
         checked = [self._check_ids(ids) for ids in sequences]
         longest = max((len(ids) for ids in checked), default=0)
         if longest > self.limits.max_model_len:
@@ -147,7 +149,7 @@ class RequestFactory:
             return [self._encode(prompt)], True
         given = input_ids if prompt is None else prompt
         if (
-            isinstance(given, str)
+            isinstance(given, (str, bytes, Mapping))
             or not hasattr(given, "__len__")
             or not hasattr(given, "__iter__")
         ):
@@ -155,7 +157,7 @@ class RequestFactory:
             raise InvalidRequestError(f"{name} must be a list, got {type(given).__name__}")
         if prompt is not None:
             return [self._encode(text) for text in prompt], False
-        is_single = len(input_ids) == 0 or np.ndim(input_ids[0]) == 0
+        is_single = len(input_ids) == 0 or _is_number(input_ids[0])
         each = [input_ids] if is_single else input_ids
         return [self._check_ids(ids) for ids in each], is_single
 
@@ -169,7 +171,12 @@ class RequestFactory:
         return self._check_ids(self._tokenizer.encode(text))
 
     def _check_ids(self, ids: Any) -> list[int]:
-        array = np.asarray(ids)
+        try:
+            array = np.asarray(ids)
+        except ValueError:
+            raise InvalidRequestError(
+                f"input_ids must be a list of integers, got {ids!r}"
+            ) from None
         if array.ndim == 1 and array.size == 0:
             raise InvalidRequestError("the prompt is empty; it needs at least one token")
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -277,6 +284,13 @@ class RequestFactory:
             np.fromiter(values.values(), np.float32, len(values)),
             allowed is not None,
         )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return np.ndim(value) == 0
+    except ValueError:  # a ragged list
+        return False
 
 
 def _params_of_each(given: Any, count: int) -> list[SamplingParams]:

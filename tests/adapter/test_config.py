@@ -133,6 +133,25 @@ def test_honoured_field(make_rollout, name):
     assert option(rollout._engine_config, path) != expected
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rollout_sglang_jax_precompile_bs_paddings", [8, 4, 8]),
+        ("rollout_sglang_jax_precompile_token_paddings", [64, 16]),
+        ("rollout_sglang_jax_kwargs", {"batch_buckets": [4, 8], "max_running_requests": 8}),
+        ("rollout_sglang_jax_kwargs", {"page_size": 8, "disable_radix_cache": True}),
+    ],
+)
+def test_a_config_fits_the_engine_that_it_made(model, field, value):
+    config = rollout_config(**{field: value})
+    rollout = SglJaxRollout(
+        rollout_actor=model, tokenizer=ref.IntegerTokenizer(), rollout_config=config
+    )
+    rollout._check_same_engine(config)
+    with pytest.raises(InvalidConfigError, match="cannot change after construction"):
+        rollout._check_same_engine(rollout_config(rollout_sglang_jax_context_length=77))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_field_without_meaning_is_refused(refuse, rollout, name):
     value = other_than(default_of(name))

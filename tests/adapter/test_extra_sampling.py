@@ -72,6 +72,7 @@ def test_without_filters_the_sampled_distribution_is_the_trainers(make_rollout):
         ({"sampling_params": {"min_q": 1}}, InvalidRequestError, "did you mean 'min_p'"),
         ({"sampling_params": {"best_of": 2}}, InvalidRequestError, "best_of=2 is not supported"),
         ({"sampling_params": {"min_p": 2}}, InvalidRequestError, r"min_p must be in \[0, 1\]"),
+        ({"sampling_params": {"detokenize": False}}, InvalidConfigError, "reward functions"),
         ({"logprobs_mode": "raw"}, InvalidConfigError, "logprobs_mode must be one of.*'raw'"),
     ],
 )

@@ -29,6 +29,7 @@ from sgljax_engine import (
 )
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
+from tests.engine.small_tokenizers import CharTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 
@@ -352,6 +353,18 @@ class TestBadInput:
         with pytest.raises(InvalidRequestError, match=f"{field} .*{message}"):
             SamplingParams.from_dict({field: value})
 
+    @pytest.mark.parametrize(
+        "ids", [[5, [6]], [[1, [2]]], {"a": 1}, [[1, 2], 3], "text", [[0.5]], [[True]], [None]]
+    )
+    def test_input_ids_of_another_shape(self, engine, ids):
+        with pytest.raises(InvalidRequestError, match="input_ids must be"):
+            engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
+
+    @pytest.mark.parametrize("sequences", [None, {"a": 1}, "text"])
+    def test_scored_sequences_of_another_type(self, engine, sequences):
+        with pytest.raises(InvalidRequestError, match="sequences must be a list"):
+            engine.score(sequences)
+
     def test_too_many_stop_ids(self, engine):
         with pytest.raises(InvalidRequestError, match="at most 16, got 17"):
             engine.generate(
@@ -550,6 +563,20 @@ class TestLife:
         ):
             with pytest.raises(EngineShutdownError):
                 call()
+
+    def test_a_constructor_that_fails_late_leaves_nothing(self):
+        class Broken(CharTokenizer):
+            def eos_id(self):
+                raise RuntimeError("no such thing")
+
+        threads = len(self.engine_threads())
+        with pytest.raises(RuntimeError, match="no such thing"):
+            make_engine(tokenizer=Broken())
+        for _ in range(300):
+            if len(self.engine_threads()) == threads:
+                break
+            time.sleep(0.05)
+        assert len(self.engine_threads()) == threads
 
     def test_shutdown_fails_what_is_unfinished(self):
         other = make_engine()

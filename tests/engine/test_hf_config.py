@@ -56,6 +56,12 @@ def legacy(family, **settings):
 # ------------------------------------------------------------------ rotary embeddings
 
 
+def test_llama_2_names_no_base():
+    """Its config.json is older than `rope_theta`; transformers takes 10000."""
+    old = legacy("llama", rope_scaling=None)
+    assert read("llama", **old).rope == RopeConfig(theta=10_000.0)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma", "gemma2"])
 def test_default_rope_of_both_generations(family):
     new = read(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
@@ -188,7 +194,7 @@ def test_gemma_with_an_ambiguous_activation_is_refused():
     ("family", "changes", "message"),
     [
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'factor'"),
-        ("llama", {"rope_parameters": None}, "no 'rope_theta'"),
+        ("qwen2", {"rope_parameters": None}, "no 'rope_theta'"),
         ("gemma3", {"rope_parameters": None, "rope_theta": 1e6}, "no 'rope_theta'"),
         ("gemma2", {"query_pre_attn_scalar": None}, "'query_pre_attn_scalar'"),
         ("gemma2", {"sliding_window": None}, "'sliding_window'"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, InvalidRequestError
+from sgljax_engine import Engine, EngineStepError, InvalidRequestError
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.sampling_reference import forward, log_softmax
 from tests.engine.test_sampling_table import GOLDEN, across
@@ -323,3 +324,57 @@ class TestRefusals:
         for bad in (0, 0.0, -1.0, True, float("nan"), float("inf"), "1"):
             with pytest.raises(InvalidRequestError, match="temperature"):
                 engine.score([[1, 2]], temperature=bad)
+
+
+class TestScoring:
+    def test_samples_of_a_prompt_are_scored_once(self, engine, monkeypatch):
+        runner, calls = engine._loop._runner, []
+        real = runner.score_prompt
+        monkeypatch.setattr(runner, "score_prompt", lambda r: calls.append(r.rid) or real(r))
+        outs = generate(engine, fields={"n": 6}, return_logprob=True, logprob_start_len=0)
+        assert len(calls) == 1
+        lists = [out["meta_info"]["input_token_logprobs"] for out in outs]
+        assert lists == lists[:1] * 6
+
+    def test_a_prompt_that_cannot_be_scored_fails_alone(self, engine, monkeypatch):
+        def fail(request):
+            raise MemoryError("no room to score")
+
+        monkeypatch.setattr(engine._loop._runner, "score_prompt", fail)
+        mate = generate(engine, stream=True)
+        for stream in (False, True):
+            with pytest.raises(EngineStepError, match=r"scoring the prompt .*no room to score"):
+                list(
+                    generate(
+                        engine, [1, 2], return_logprob=True, logprob_start_len=0, stream=stream
+                    )
+                )
+        assert sum(len(piece["output_ids"]) for piece in mate) == 10
+        state = engine.get_internal_state()
+        assert state.counters.num_failed_steps == 0
+        assert state.running_batch_size == 0
+        engine.check_integrity()
+
+    def test_an_update_before_the_first_token_scores_again(self, monkeypatch):
+        """Prompt log-probs are of the weights that the output began with."""
+        prompt, other = random_prompts(1, 60, 60)[0], spread_weights(seed=9)
+        with Engine(model_config=TINY, weights=WEIGHTS, chunked_prefill_size=16) as chunked:
+            runner, commands = chunked._loop._runner, chunked._loop._commands
+            updates: list[threading.Thread] = []
+            real = runner.prefill
+
+            def prefill(chunks):
+                if not updates:  # between the first chunk of the prompt and the second
+                    updates.append(threading.Thread(target=chunked.update_weights, args=(other,)))
+                    updates[0].start()
+                    while commands.empty():
+                        time.sleep(0.001)
+                real(chunks)
+
+            monkeypatch.setattr(runner, "prefill", prefill)
+            out = generate(chunked, prompt, return_logprob=True, logprob_start_len=0)
+            updates[0].join(timeout=30)
+        expected = log_softmax(forward(other, TINY, prompt))
+        got = [entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]]
+        wanted = [expected[place, token] for place, token in enumerate(prompt[1:])]
+        assert got == pytest.approx(wanted, abs=1e-4)

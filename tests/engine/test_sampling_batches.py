@@ -192,6 +192,15 @@ class TestWidths:
 
 
 class TestCompilation:
+    def test_warmup_may_be_extended(self):
+        with make_engine(forbid_compile=True, chunked_prefill_size=64) as engine:
+            engine.warmup()
+            assert engine.warmup(include_table=True) > 0
+            assert engine.generate(input_ids=[1], sampling_params=FULL)
+            assert engine.warmup(include_table=True) == 0
+            with pytest.raises(CompileForbiddenError, match="score"):
+                engine.score([[1, 2, 3]])
+
     def test_after_warmup_with_the_table_nothing_compiles(self):
         with make_engine(forbid_compile=True, chunked_prefill_size=64, decode_steps=4) as engine:
             # Prefill, copies, decode without a table and with one of 64 or 128 entries.
@@ -214,7 +223,9 @@ class TestCompilation:
         with make_engine(forbid_compile=True, chunked_prefill_size=64) as engine:
             engine.warmup()
             mate = engine.generate(
-                input_ids=[7], sampling_params={"max_new_tokens": 40}, stream=True
+                input_ids=[7],
+                sampling_params={"max_new_tokens": 40, "ignore_eos": True},
+                stream=True,
             )
             with pytest.raises(CompileForbiddenError, match=match):
                 engine.generate(input_ids=[1], **request_of)

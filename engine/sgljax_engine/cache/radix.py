@@ -87,7 +87,7 @@ class RadixCache:
     @property
     def num_available(self) -> int:
         """Pages that can be allocated now, by eviction if need be."""
-        return self._allocator.num_free + len(self._unused)
+        return self._allocator.num_free + self.num_evictable
 
     def allocate(self, count: int) -> list[int]:
         """Takes pages, evicting the least recently used ones.

@@ -25,7 +25,7 @@ TRAITS = DecoderTraits(
 
 
 def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
-    # Where `hidden_activation` is set, it and not `hidden_act` is what counts.
+    # transformers 4 reads `hidden_activation` where it is set, and `hidden_act` never.
     name = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
     hf.check_settings(config, **{name: GELU})
     hf.check_full_attention(config)

@@ -1,7 +1,7 @@
 """Reading Hugging Face's config.json, as transformers 4 and 5 write it; shared by all models.
 
-Nothing is ignored silently: a setting that changes what a model computes is either read or refused
-by name. Settings that only concern training, generation or speed are left alone.
+A setting that is known to change what a model computes is either read or refused by name. Settings
+that only concern training, generation or speed, and ones that no model here has, are left alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ HfConfig = Mapping[str, Any]
 
 _ONLY_SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
+    "dual_chunk_attention_config": None,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
@@ -93,13 +94,18 @@ def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in kinds)
 
 
-def read_rope(hf: HfConfig) -> RopeConfig:
-    """The rotary embedding of a model whose layers all have the same one."""
+def read_rope(hf: HfConfig, default_theta: float | None = None) -> RopeConfig:
+    """The rotary embedding of a model whose layers all have the same one.
+
+    Args:
+        hf: The config.json.
+        default_theta: The base where it names none; None refuses that.
+    """
     # transformers 4 writes rope_theta at the top level and the rest, if any, in rope_scaling;
     # transformers 5 writes everything in rope_parameters.
     nested = hf.get("rope_parameters") or {}
     theta = nested.get("rope_theta", hf.get("rope_theta"))
-    return parse_rope(hf.get("rope_scaling") or nested, theta)
+    return parse_rope(hf.get("rope_scaling") or nested, default_theta if theta is None else theta)
 
 
 def parse_rope(settings: HfConfig, theta: float | None) -> RopeConfig:

@@ -56,7 +56,7 @@ class DecodeOutput(NamedTuple):
     extras: ExtraLogprobs | None
 
 
-class DecodeOptions(NamedTuple):
+class RowOptions(NamedTuple):
     """What only some batches need; each part that is None costs nothing.
 
     Attributes:
@@ -132,7 +132,7 @@ def decode(
     kv: KVPages,
     rows: DecodeBatch,
     sampling: SamplingBatch,
-    options: DecodeOptions,
+    options: RowOptions,
     num_steps: jax.Array,
     max_finished: jax.Array,
     *,

@@ -135,7 +135,7 @@ class ModelRunner:
         )
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
         sampling = build_sampling_batch(output.decode, size, vocab_size)
-        options = programs.DecodeOptions(
+        options = programs.RowOptions(
             build_table(output.decode, size, vocab_size, output.num_steps),
             build_logprob_batch(output.decode, size, vocab_size),
         )
@@ -147,7 +147,7 @@ class ModelRunner:
         self,
         batch: DecodeBatch,
         sampling: Any,
-        options: programs.DecodeOptions,
+        options: programs.RowOptions,
         num_steps: int,
         max_finished: int,
     ) -> programs.DecodeOutput:
@@ -182,12 +182,18 @@ class ModelRunner:
         padded[0, : len(ids)] = ids
         extras = build_logprob_batch([request], 1, self.model_config.vocab_size)
         scores = self._run_score(padded, 1.0, extras)
-        logprobs: list[float | None] = [None, *scores.logprobs[0, : len(ids) - 1].tolist()]
-        if scores.extras is None:
-            return PromptLogprobs(logprobs[start:], [])
+        # What is said about a token stands at the place before it; the first has none.
+        places = range(max(start, 1) - 1, len(ids) - 1)
+        head = [None] if start == 0 else []
+        logprobs: list[float | None] = [
+            *head,
+            *scores.logprobs[0, places.start : places.stop].tolist(),
+        ]
         table = scores.extras
-        more = [_extras_at(table, (0, t), request.logprob_options) for t in range(len(ids) - 1)]
-        return PromptLogprobs(logprobs[start:], [None, *more][start:])
+        if table is None:
+            return PromptLogprobs(logprobs, [])
+        more = [_extras_at(table, (0, place), request.logprob_options) for place in places]
+        return PromptLogprobs(logprobs, [*head, *more])
 
     def _run_score(self, ids: np.ndarray, temperature: float, extras: Any) -> scoring.ScoreOutput:
         return jax.device_get(self._call("score", ids, np.float32(temperature), extras))
@@ -252,7 +258,19 @@ class ModelRunner:
             include_score: Those of `score` too.
             include_table: The decode buckets for rows that change logits too, in every width.
         """
-        before = self.programs.num_compiles
+        before, was_sealed = self.programs.num_compiles, self.programs.is_sealed
+        self.programs.is_sealed = False
+        try:
+            self._run_all(include_score=include_score, include_table=include_table)
+        except BaseException:
+            self.programs.is_sealed = was_sealed
+            raise
+        self.programs.is_sealed = self._forbid_compile
+        self._has_warm_score |= include_score
+        self._has_warm_table |= include_table
+        return self.programs.num_compiles - before
+
+    def _run_all(self, *, include_score: bool, include_table: bool) -> None:
         vocab_size = self.model_config.vocab_size
         for size in self._token_buckets:
             self._run_prefill(self._empty_prefill(size))
@@ -261,18 +279,14 @@ class ModelRunner:
         for size in self._batch_buckets:
             batch = build_decode_batch([], [], buckets=[size], table_width=self._table_width)
             sampling = build_sampling_batch([], size, vocab_size)
-            self._run_decode(batch, sampling, programs.DecodeOptions(), 1, 1)
+            self._run_decode(batch, sampling, programs.RowOptions(), 1, 1)
             for width in table_buckets(vocab_size) if include_table else ():
                 table = empty_table(size, width, vocab_size)
-                self._run_decode(batch, sampling, programs.DecodeOptions(table), 1, 1)
+                self._run_decode(batch, sampling, programs.RowOptions(table), 1, 1)
         if include_score:
             for length in self._score_lengths:
                 for rows in {1, self._score_rows(length)}:
                     self.score([[0] * length] * rows, 1.0)
-        self.programs.is_sealed = self._forbid_compile
-        self._has_warm_score |= include_score
-        self._has_warm_table |= include_table
-        return self.programs.num_compiles - before
 
     def check_warm(self, request: Request) -> None:
         """Raises CompileForbiddenError if a request needs programs that warm-up left out.
