@@ -320,6 +320,21 @@ class TestHFFolder:
             assert out["text"]
             assert out["meta_info"]["prompt_tokens"] > 0
 
+    def test_default_sampling_params_are_the_generation_configs(self, folder):
+        name = "generation_config.json"
+        fields = {"repetition_penalty": 1.1, "top_k": 0, "max_new_tokens": 33, "num_beams": 1}
+        self.edit(folder, name, temperature=None, **fields)
+        with Engine(folder, dtype="float32") as engine:
+            expected = SamplingParams(
+                repetition_penalty=1.1, top_k=-1, top_p=0.95, max_new_tokens=33
+            )
+            assert engine.get_default_sampling_params() == expected
+            # They hold for a call that brings none.
+            assert len(engine.generate("hello")["output_ids"]) <= 33
+        self.edit(folder, name, do_sample=False)
+        with Engine(folder, dtype="float32") as engine:
+            assert engine.get_default_sampling_params().temperature == 0.0
+
     def test_rope_theta_is_read_from_both_places(self, folder):
         nested = load_model_config(folder).rope.theta
         self.edit(folder, rope_parameters=None, rope_theta=nested)
