@@ -29,7 +29,7 @@ ALLOWED = {
     "seeds": {"sampling_params"},
     "metrics": set(),
     "chat": {"errors"},
-    "tokenizer": {"chat", "errors"},
+    "tokenizer": {"chat", "errors", "sampling_params"},
     "text": {"errors", "tokenizer"},
     "cache.allocator": {"errors"},
     "cache.kv_pages": set(),

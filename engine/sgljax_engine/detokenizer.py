@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from sgljax_engine.errors import EngineError
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.text import TextStream
-from sgljax_engine.tokenizer import DecodeOptions, Tokenizer
+from sgljax_engine.tokenizer import Tokenizer, decode_options
 from sgljax_engine.types import FinishReason, Request
 
 _MAX_QUEUED = 4096
@@ -154,7 +154,7 @@ class Detokenizer:
         if self._tokenizer is None or not request.params.detokenize:
             return ""
         ids = request.output_ids[: _num_text_tokens(request, finish)]
-        return self._tokenizer.decode(ids, _decode_options(request))
+        return self._tokenizer.decode(ids, decode_options(request.params))
 
     def _follow(self, item: _Item) -> None:
         """Sends a piece of a watched request, or its end."""
@@ -196,7 +196,7 @@ class Detokenizer:
             return None
         return TextStream(
             self._tokenizer,
-            _decode_options(request),
+            decode_options(params),
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_new_tokens,
@@ -206,11 +206,6 @@ class Detokenizer:
 def is_watched(request: Request) -> bool:
     """Whether the request's text is needed before it is finished."""
     return request.is_streaming or bool(request.params.stop)
-
-
-def _decode_options(request: Request) -> DecodeOptions:
-    params = request.params
-    return DecodeOptions(params.skip_special_tokens, params.spaces_between_special_tokens)
 
 
 def _num_text_tokens(request: Request, finish: FinishReason) -> int:

@@ -305,11 +305,11 @@ class Engine:
     def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
         """Compiles and runs all prefill, copy and decode programs; returns how many were new.
 
-        Programs for `top_logprobs_num`, `token_ids_logprob` and `logprob_start_len` are left to
-        their first use.
+        Programs for `top_logprobs_num` and `token_ids_logprob` are left to their first use.
 
         Args:
-            include_score: Those of `score` too, one or two for each power of two of tokens.
+            include_score: Those of `score` and `logprob_start_len` too, one or two for each power
+                of two of tokens.
             include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
                 too, three or more for each batch bucket.
         """

@@ -219,11 +219,11 @@ class EngineLoop:
         started = time.perf_counter()
         weights = self._weight_maker.make(command.source, command.rules)
         # Keys and values of running requests belong to the old weights: prefill them again.
+        self._pool.reset_cache()
         for request in list(self._scheduler.running):
             self._retract(request)
             if not request.output_ids:
                 request.prompt_logprobs = None
-        self._pool.reset_cache()
         self._runner.swap_weights(weights)
         self.weight_version += 1
         self._counters.num_weight_updates += 1
@@ -312,11 +312,11 @@ class EngineLoop:
         logger.exception("a device step failed")
         _forget_locals(error)
         self._counters.num_failed_steps += 1
-        # Shared pages may lack what the step was to write.
+        # Pages may lack what the step was to write: after this none of them is kept.
         self._pool.reset_cache()
         for request in _touched(output):
             reason = FinishReason("error", message=repr(error))
-            self._scheduler.finish(request, reason, keep=False)
+            self._scheduler.finish(request, reason)
             self._counters.num_finished += 1
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error

@@ -14,7 +14,7 @@ from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
 from sgljax_engine.seeds import SeedSource, derive_seed
-from sgljax_engine.tokenizer import DecodeOptions, Tokenizer
+from sgljax_engine.tokenizer import Tokenizer, decode_options
 from sgljax_engine.types import LogitEdits, Request
 
 
@@ -214,10 +214,7 @@ class RequestFactory:
             )
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         if params.detokenize and self._tokenizer is not None:
-            options = DecodeOptions(
-                params.skip_special_tokens, params.spaces_between_special_tokens
-            )
-            self._tokenizer.check_decode_options(options)
+            self._tokenizer.check_decode_options(decode_options(params))
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 f"stop={list(params.stop)!r} needs a tokenizer and the engine has none"

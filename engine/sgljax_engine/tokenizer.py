@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sgljax_engine.chat import check_gemma_fallback, check_messages, render
 from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
+from sgljax_engine.sampling_params import SamplingParams
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -33,6 +34,11 @@ class DecodeOptions(NamedTuple):
 
 
 DEFAULT_DECODE_OPTIONS = DecodeOptions()
+
+
+def decode_options(params: SamplingParams) -> DecodeOptions:
+    """How a request wants its text."""
+    return DecodeOptions(params.skip_special_tokens, params.spaces_between_special_tokens)
 
 
 class Tokenizer(Protocol):

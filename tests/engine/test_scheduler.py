@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool.reset_cache()
         touched = [*output.decode, *(c.request for c in output.prefill), *output.started]
         for request in {r.rid: r for r in touched}.values():
-            self.scheduler.finish(request, FinishReason("error"), keep=False)
+            self.scheduler.finish(request, FinishReason("error"))
             self.finished.append(request.rid)
         if loses_pages:
             self.device.lose_everything()

@@ -120,16 +120,14 @@ class PagePool:
         self._handles[request.rid] = handle
         return copies
 
-    def release(self, request: Request, *, keep: bool = True) -> None:
+    def release(self, request: Request) -> None:
         """Takes all pages from a request; its full ones stay in the prefix cache.
 
-        Args:
-            request: A request that has pages.
-            keep: False when the pages' contents cannot be trusted.
+        Not so if the cache was reset since the request got them.
         """
         handle = self._handles.pop(request.rid)
         size = self.page_size
-        if keep and self.is_sharing and self._cache.is_current(handle):
+        if self.is_sharing and self._cache.is_current(handle):
             first, num_full = handle.num_pages, request.num_computed // size
             handle = self._cache.extend(
                 handle,

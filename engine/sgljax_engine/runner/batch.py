@@ -61,6 +61,15 @@ def pick_bucket(buckets: Sequence[int], size: int) -> int:
     return next(bucket for bucket in buckets if bucket >= size)
 
 
+def grow_buckets(first: int, factor: int, last: int) -> tuple[int, ...]:
+    """`first` and its multiples by powers of `factor` as far as they are below `last`, then it."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, last)
+
+
 def default_batch_buckets(max_running: int) -> tuple[int, ...]:
     """1, then powers of two from 8, then `max_running` itself."""
     powers = [1, *(2**i for i in range(3, 32))]
@@ -69,8 +78,7 @@ def default_batch_buckets(max_running: int) -> tuple[int, ...]:
 
 def default_token_buckets(max_tokens: int, block: int) -> tuple[int, ...]:
     """`4 * block` and its multiples by powers of four, then `max_tokens`."""
-    sizes = [4 * block * 4**i for i in range(16)]
-    return (*(s for s in sizes if s < max_tokens), max_tokens)
+    return grow_buckets(4 * block, 4, max_tokens)
 
 
 def build_prefill_batch(
@@ -108,8 +116,7 @@ def build_prefill_batch(
 
 def copy_buckets(max_copies: int) -> tuple[int, ...]:
     """Numbers of page copies to compile for: 8 and its multiples by powers of four."""
-    sizes = [8 * 4**i for i in range(16)]
-    return (*(s for s in sizes if s < max_copies), max_copies)
+    return grow_buckets(8, 4, max_copies)
 
 
 def build_copies(

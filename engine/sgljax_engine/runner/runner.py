@@ -20,6 +20,7 @@ from sgljax_engine.runner.batch import (
     build_decode_batch,
     build_prefill_batch,
     copy_buckets,
+    grow_buckets,
     pick_bucket,
 )
 from sgljax_engine.runner.compiled import ProgramCache
@@ -202,11 +203,9 @@ class ModelRunner:
         return self.programs.call(program, args, weights=self.weights, kv=self.kv)
 
     @property
-    def _score_lengths(self) -> list[int]:
-        """Powers of two, then the longest sequence."""
-        longest = self._table_width * self._static.page_size
-        powers = (self._token_block * 2**i for i in range(32))
-        return [*(p for p in powers if p < longest), longest]
+    def _score_lengths(self) -> tuple[int, ...]:
+        """A block's tokens times powers of two, then the longest sequence."""
+        return grow_buckets(self._token_block, 2, self._table_width * self._static.page_size)
 
     def _score_rows(self, length: int) -> int:
         return max(self._token_buckets[-1] // length, 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sgljax_engine.runner.batch import pick_bucket
+from sgljax_engine.runner.batch import grow_buckets, pick_bucket
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.sampler import SamplingBatch
 from sgljax_engine.sampling.table import SamplingTable
@@ -24,8 +24,7 @@ TOKEN_ID_BUCKETS = (0, 8, 64, MAX_TOKEN_IDS_LOGPROB)
 
 def table_buckets(vocab_size: int) -> tuple[int, ...]:
     """Widths of the sampling table's lists: 64 and its multiples by powers of four, then all."""
-    widths = [64 * 4**i for i in range(16)]
-    return (*(w for w in widths if w < vocab_size), vocab_size)
+    return grow_buckets(64, 4, vocab_size)
 
 
 def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int) -> SamplingBatch:
@@ -57,7 +56,7 @@ def build_table(
 
     The lists are as wide as the widest row needs, with room for `num_steps` more tokens.
     """
-    if not any(request.params.changes_logits for request in requests):
+    if not any(_changes_next_logits(request) for request in requests):
         return None
     seen = [_seen_tokens(request) for request in requests]
     width = 0
@@ -81,6 +80,13 @@ def build_table(
             table.edit_values[row, :num_edits] = request.edits.values
             table.allow_only[row] = request.edits.is_allow_list
     return table
+
+
+def _changes_next_logits(request: Request) -> bool:
+    """Whether the request's settings change logits from here on; min_new_tokens is passed once."""
+    params = request.params
+    is_early = len(request.output_ids) < params.min_new_tokens
+    return params.has_penalties or request.edits is not None or is_early
 
 
 def empty_table(size: int, width: int, vocab_size: int) -> SamplingTable:

@@ -87,17 +87,11 @@ class Scheduler:
         self._num_arrivals += 1
         self.waiting.append(request)
 
-    def finish(self, request: Request, reason: FinishReason, *, keep: bool = True) -> None:
-        """Takes a request out, wherever it is, and takes its pages.
-
-        Args:
-            request: An unfinished request.
-            reason: Why it ends.
-            keep: Whether the prefix cache may keep what it computed.
-        """
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Takes a request out, wherever it is, and takes its pages."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self._pool.release(request, keep=keep)
+            self._pool.release(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
         else:
