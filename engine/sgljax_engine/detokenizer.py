@@ -233,6 +233,7 @@ def _output(item: _Item, span: slice, text: str, finish: FinishReason | None) ->
         num_completion_tokens=span.stop,
         num_cache_misses=request.num_cache_misses,
         e2e_latency_s=item.now_s - request.arrival_s,
+        time_to_first_token_s=request.time_to_first_token_s,
         num_retractions=request.num_retractions,
         weight_version=request.weight_version,
     )

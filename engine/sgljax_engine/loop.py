@@ -249,6 +249,7 @@ class EngineLoop:
         for request in _touched(output):
             request.weight_version = self.weight_version
             request.num_cache_misses += step.num_cache_misses
+        self._stamp_first_tokens(output, step)
         for request in self._scheduler.update(output, step):
             self._deliver(request)
         for rid, failure in list(self._failures.items()):
@@ -271,6 +272,14 @@ class EngineLoop:
         self._counters.prefill_s += prefilled - started
         self._counters.decode_s += time.perf_counter() - prefilled
         return StepOutput(rows, self._runner.programs.num_compiles - compiles)
+
+    def _stamp_first_tokens(self, output: SchedulerOutput, step: StepOutput) -> None:
+        now = time.perf_counter()
+        for request, row in zip(output.decode, step.rows, strict=True):
+            if request.first_token_s is None and row.token_ids:
+                request.first_token_s = now
+                self._counters.num_first_tokens += 1
+                self._counters.time_to_first_token_s += now - request.arrival_s
 
     def _score_prompts(self, started: list[Request]) -> None:
         """Prompt log-probs for those that ask, each prompt once. A failure is theirs alone."""
@@ -302,8 +311,12 @@ class EngineLoop:
         counters.num_page_copies += len(output.copies)
         counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
 
-    def _deliver(self, request: Request) -> None:
+    def _count_end(self, request: Request) -> None:
         self._counters.num_finished += 1
+        self._counters.e2e_latency_s += time.perf_counter() - request.arrival_s
+
+    def _deliver(self, request: Request) -> None:
+        self._count_end(request)
         failure = self._failures.pop(request.rid, None)
         self._detokenizer.put(request, self._answers.pop(request.rid), failure)
 
@@ -317,7 +330,7 @@ class EngineLoop:
         for request in _touched(output):
             reason = FinishReason("error", message=repr(error))
             self._scheduler.finish(request, reason)
-            self._counters.num_finished += 1
+            self._count_end(request)
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
             self._failures.pop(request.rid, None)

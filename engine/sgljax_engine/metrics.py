@@ -22,6 +22,9 @@ class EngineCounters:
         num_retractions: Times a running request lost its pages.
         num_weight_updates: Weight swaps.
         num_failed_steps: Steps that raised.
+        num_first_tokens: Requests that got their first token.
+        time_to_first_token_s: Seconds from the call to the first token, of all of those together.
+        e2e_latency_s: Seconds from the call to the end, of all `num_finished` together.
         prefill_s, decode_s: Seconds the engine thread spent dispatching prefill and in decode.
         update_s: Seconds spent transforming and swapping weights.
     """
@@ -38,6 +41,9 @@ class EngineCounters:
     num_retractions: int = 0
     num_weight_updates: int = 0
     num_failed_steps: int = 0
+    num_first_tokens: int = 0
+    time_to_first_token_s: float = 0.0
+    e2e_latency_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     update_s: float = 0.0

@@ -37,6 +37,8 @@ class RequestOutput:
         num_completion_tokens: Output tokens so far, those of earlier pieces included.
         num_cache_misses: Programs compiled while it ran.
         e2e_latency_s: Seconds from the call to the last token.
+        time_to_first_token_s: Seconds from the call to the end of the dispatch that produced the
+            first token; None if there was none.
         num_retractions: Times it lost its pages and was prefilled again.
         weight_version: The weights that produced its last token.
     """
@@ -56,6 +58,7 @@ class RequestOutput:
     num_completion_tokens: int
     num_cache_misses: int
     e2e_latency_s: float
+    time_to_first_token_s: float | None
     num_retractions: int
     weight_version: int
 
@@ -82,6 +85,7 @@ class RequestOutput:
             "cached_tokens": self.num_cached_tokens,
             "cache_miss_count": self.num_cache_misses,
             "e2e_latency": self.e2e_latency_s,
+            "time_to_first_token": self.time_to_first_token_s,
         }
         if self.logprob_options.enabled:
             meta["output_token_logprobs"] = _entries(self.logprobs, self.output_ids)

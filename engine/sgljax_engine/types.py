@@ -94,6 +94,9 @@ class Request:
     `num_computed` counts the tokens whose K and V are in `pages`. The newest token is never
     among them: it is the next decode step's input. A request whose `num_computed` is smaller
     than `kv_len` has to be prefilled (for the first time, or again after a retraction).
+
+    `arrival_s` and `first_token_s` are readings of `time.perf_counter`: when the caller submitted
+    it, and at the end of the dispatch that produced its first token.
     """
 
     rid: str
@@ -107,6 +110,7 @@ class Request:
     prompt_key: int = 0
     arrival: int = 0
     arrival_s: float = 0.0
+    first_token_s: float | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -136,6 +140,11 @@ class Request:
     def num_remaining(self) -> int:
         """Tokens that it may still generate."""
         return self.params.max_new_tokens - len(self.output_ids)
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from submission to the end of the dispatch with its first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def last_token(self) -> int:

@@ -76,13 +76,14 @@ class TestOutput:
             "cached_tokens",
             "cache_miss_count",
             "e2e_latency",
+            "time_to_first_token",
         }
         meta = out["meta_info"]
         assert len(out["output_ids"]) == meta["completion_tokens"] == 3
         assert meta["finish_reason"] == {"type": "length", "length": 3}
         assert meta["prompt_tokens"] == 3
         assert meta["cached_tokens"] == 0
-        assert meta["e2e_latency"] > 0
+        assert 0 < meta["time_to_first_token"] <= meta["e2e_latency"]
 
     def test_one_prompt_gives_a_dict_and_several_a_list(self, engine):
         params = {"max_new_tokens": 2}

@@ -126,7 +126,7 @@ def joined(pieces):
     return outputs
 
 
-VARYING = ("id", "e2e_latency", "cached_tokens", "cache_miss_count")
+VARYING = ("id", "e2e_latency", "time_to_first_token", "cached_tokens", "cache_miss_count")
 
 
 def comparable(output):

@@ -1,0 +1,68 @@
+"""Latencies that outputs and counters report."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from sgljax_engine import Engine, SamplingParams
+from sgljax_engine import commands as cmd
+from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.threads import held, start
+
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
+WAIT_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def engine():
+    options: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "decode_steps": 2}
+    with Engine(model_config=TINY, weights=spread_weights(), **options) as engine:
+        yield engine
+
+
+def test_time_to_first_token_begins_with_the_call(engine):
+    with held(engine):
+        answer = start(lambda: engine.generate(None, GREEDY, [1, 2, 3]))
+        time.sleep(WAIT_S)
+    meta = answer.result()["meta_info"]
+    assert WAIT_S <= meta["time_to_first_token"] < meta["e2e_latency"]
+
+
+def test_time_to_first_token_is_that_of_one_dispatch(engine):
+    """Pieces report the same time; neither they nor a retraction move it."""
+    stream = engine.generate(None, GREEDY, [4, 5], stream=True)
+    first = next(stream)
+    engine.update_weights(spread_weights())
+    times = {piece["meta_info"]["time_to_first_token"] for piece in [first, *stream]}
+    assert len(times) == 1
+
+
+def test_time_to_first_token_of_a_request_without_tokens(engine):
+    with held(engine):
+        answer = start(lambda: engine.generate_requests([[6]], SamplingParams())[0])
+        while engine._loop._commands.empty():
+            time.sleep(0.001)
+        add = engine._loop._commands.get()
+        engine._loop.submit(add)
+        engine._loop.submit(cmd.AbortRequests([add.requests[0].rid], Future()))
+    output = answer.result()
+    assert output.output_ids == []
+    assert output.time_to_first_token_s is None
+    assert output.to_dict()["meta_info"]["time_to_first_token"] is None
+
+
+def test_counters_add_up(engine):
+    before = engine.get_internal_state().counters
+    metas = [out["meta_info"] for out in engine.generate(None, GREEDY, random_prompts(20, 1, 30))]
+    now = engine.get_internal_state().counters
+    assert now.num_first_tokens - before.num_first_tokens == 20
+    assert now.time_to_first_token_s - before.time_to_first_token_s == pytest.approx(
+        sum(meta["time_to_first_token"] for meta in metas)
+    )
+    # Counted a moment before the answer is sent.
+    added_s = now.e2e_latency_s - before.e2e_latency_s
+    assert 0 < added_s <= sum(meta["e2e_latency"] for meta in metas)
