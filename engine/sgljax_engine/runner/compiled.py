@@ -1,11 +1,18 @@
-"""The compiled device programs: one a bucket, made ahead of time, counted. Engine thread only."""
+"""The compiled device programs: one a bucket, made ahead of time, counted. Engine thread only.
+
+Ahead of time the engine thread traces and lowers one program after another, which is Python, while
+other threads compile those that are lowered, which XLA does without Python's lock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +23,29 @@ from sgljax_engine.runner import programs, scoring
 from sgljax_engine.runner.placement import Placement
 
 logger = logging.getLogger(__name__)
+
+_MAX_COMPILE_THREADS = 8
+"""XLA uses several threads for one program already, and each program takes memory meanwhile."""
+
+
+class ProgramCall(NamedTuple):
+    """A program's name, and its arguments after the state that it takes."""
+
+    name: str
+    args: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What its compiled program is found by. Dtypes are the same in all calls of a name."""
+        leaves, structure = jax.tree.flatten(self.args)
+        return (self.name, structure, *(np.shape(leaf) for leaf in leaves))
+
+
+class ProgramState(NamedTuple):
+    """What programs work on beside their arguments."""
+
+    weights: Any
+    kv: Any
 
 
 class _Program(NamedTuple):
@@ -39,7 +69,7 @@ class ProgramCache:
 
     Attributes:
         num_compiles: Programs compiled so far.
-        compile_s: Seconds spent on that.
+        compile_s: Seconds that the engine thread spent on that.
         is_sealed: A program that is not there is refused, not compiled.
     """
 
@@ -57,51 +87,93 @@ class ProgramCache:
         self.compile_s = 0.0
         self.is_sealed = False
 
-    def call(self, name: str, args: tuple[Any, ...], *, weights: Any, kv: Any) -> Any:
-        """Runs a program, compiled now if it is new. It donates `kv` if it writes pages.
+    def run(self, call: ProgramCall, state: ProgramState) -> tuple[Any, Any]:
+        """Runs a program, compiled now if it is new. It donates the pages if it writes any.
+
+        Returns:
+            The pages, new ones if the program writes any, and its result, None if it has none.
 
         Raises:
             CompileForbiddenError: when it is new and the cache is sealed.
         """
-        state = {"weights": weights, "kv": kv}
-        leaves, structure = jax.tree.flatten(args)
-        key = (name, structure, *(np.shape(leaf) for leaf in leaves))
+        key = call.key
         if key not in self._programs:
-            shapes = list(key[2:])
             if self.is_sealed:
                 raise CompileForbiddenError(
-                    f"forbid_compile is set and {name} needs a new program for shapes {shapes}; "
-                    "warmup did not cover it"
+                    f"forbid_compile is set and {call.name} needs a new program for shapes "
+                    f"{list(key[2:])}; warmup did not cover it"
                 )
-            started = time.perf_counter()
-            self._programs[key] = self._compile(name, args, state)
-            seconds = time.perf_counter() - started
-            self.num_compiles += 1
-            self.compile_s += seconds
-            logger.info("compiled %s for %s in %.2f s", name, shapes, seconds)
-        return self._programs[key](*(state[part] for part in _PROGRAMS[name].takes), *args)
+            self.compile([call], state)
+        program = _PROGRAMS[call.name]
+        out = self._programs[key](*(getattr(state, part) for part in program.takes), *call.args)
+        made = dict(zip(program.gives, out if len(program.gives) > 1 else (out,), strict=True))
+        return made.get("kv", state.kv), made.get("result")
+
+    def compile(self, calls: Sequence[ProgramCall], state: ProgramState) -> None:
+        """Compiles the programs of the calls that are not there yet, several at a time.
+
+        An error carries a note that names its program.
+        """
+        new = {key: call for call in calls if (key := call.key) not in self._programs}
+        started = time.perf_counter()
+        num_threads = min(max(len(new), 1), os.cpu_count() or 1, _MAX_COMPILE_THREADS)
+        pool = ThreadPoolExecutor(num_threads, "sgljax-compile")
+        made: dict[tuple[Any, ...], Future[Callable[..., Any]]] = {}
+        try:
+            for key, call in new.items():
+                with _named(key):
+                    lowered = self._lower(call, state)
+                made[key] = pool.submit(_compile, key, lowered)
+            for key, future in made.items():
+                self._programs[key] = future.result()
+                self.num_compiles += 1
+        finally:
+            pool.shutdown(cancel_futures=True)
+            self.compile_s += time.perf_counter() - started
 
     def clear(self) -> None:
         """Lets go of all programs."""
         self._programs.clear()
 
-    def _compile(
-        self, name: str, args: tuple[Any, ...], state: dict[str, Any]
-    ) -> Callable[..., Any]:
-        function, takes, gives = _PROGRAMS[name]
+    def _lower(self, call: ProgramCall, state: ProgramState) -> jax.stages.Lowered:
+        function, takes, gives = _PROGRAMS[call.name]
         if "weights" in takes:
             function = functools.partial(function, static=self._static)
         everywhere = self._placement.replicated
-        placed = {part: jax.tree.map(lambda x: x.sharding, state[part]) for part in state}
-        placed["result"] = everywhere
+        placed = {
+            "weights": jax.tree.map(lambda x: x.sharding, state.weights),
+            "kv": jax.tree.map(lambda x: x.sharding, state.kv),
+            "result": everywhere,
+        }
         out_shardings = tuple(placed[part] for part in gives)
         jitted = jax.jit(
             function,
             in_shardings=(
                 *(placed[part] for part in takes),
-                *jax.tree.map(lambda _: everywhere, args),
+                *jax.tree.map(lambda _: everywhere, call.args),
             ),
             out_shardings=out_shardings if len(gives) > 1 else out_shardings[0],
             donate_argnums=tuple(i for i, part in enumerate(takes) if part == "kv"),
         )
-        return jitted.lower(*(state[part] for part in takes), *args).compile()
+        return jitted.lower(*(getattr(state, part) for part in takes), *call.args)
+
+
+def _compile(key: tuple[Any, ...], lowered: jax.stages.Lowered) -> Callable[..., Any]:
+    """Any thread: all that a program is compiled for was settled when it was lowered."""
+    started = time.perf_counter()
+    with _named(key):
+        compiled = lowered.compile()
+    name, _, *shapes = key
+    logger.info("compiled %s for %s in %.2f s", name, shapes, time.perf_counter() - started)
+    return compiled
+
+
+@contextlib.contextmanager
+def _named(key: tuple[Any, ...]) -> Iterator[None]:
+    """Adds to an error which program could not be compiled."""
+    try:
+        yield
+    except Exception as error:
+        name, _, *shapes = key
+        error.add_note(f"while compiling {name} for shapes {shapes}")
+        raise

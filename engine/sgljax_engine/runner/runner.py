@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.runner import programs, scoring
 from sgljax_engine.runner.batch import (
-    DecodeBatch,
     ForwardBatch,
     build_copies,
     build_decode_batch,
@@ -23,7 +22,7 @@ from sgljax_engine.runner.batch import (
     grow_buckets,
     pick_bucket,
 )
-from sgljax_engine.runner.compiled import ProgramCache
+from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState
 from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,
@@ -105,26 +104,14 @@ class ModelRunner:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Dispatches the chunks; does not wait for the device."""
-        batch = build_prefill_batch(
-            chunks,
-            buckets=self._token_buckets,
-            block=self._token_block,
-            page_size=self._static.page_size,
-            table_width=self._table_width,
-        )
-        self._run_prefill(batch)
-
-    def _run_prefill(self, batch: ForwardBatch) -> None:
-        self.kv = self._call("prefill", batch)
+        self._run("prefill", self._prefill_batch(chunks, self._token_buckets))
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Dispatches page copies; does not wait for the device. No page is source and target."""
-        self._run_copies(
-            *build_copies(copies, buckets=self._copy_buckets, num_pages=self._num_pages)
+        self._run(
+            "copy_pages",
+            *build_copies(copies, buckets=self._copy_buckets, num_pages=self._num_pages),
         )
-
-    def _run_copies(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        self.kv = self._call("copy_pages", sources, targets)
 
     def decode(self, output: SchedulerOutput) -> list[RowOutput]:
         """Runs the decode rows and waits for their tokens."""
@@ -141,20 +128,9 @@ class ModelRunner:
             build_logprob_batch(output.decode, size, vocab_size),
         )
         max_finished = 1 if output.yield_on_finish else size + 1
-        result = self._run_decode(batch, sampling, options, output.num_steps, max_finished)
+        limits = np.int32(output.num_steps), np.int32(max_finished)
+        result = jax.device_get(self._run("decode", batch, sampling, options, *limits))
         return [_row_output(result, row, request) for row, request in enumerate(output.decode)]
-
-    def _run_decode(
-        self,
-        batch: DecodeBatch,
-        sampling: Any,
-        options: programs.RowOptions,
-        num_steps: int,
-        max_finished: int,
-    ) -> programs.DecodeOutput:
-        limits = np.int32(num_steps), np.int32(max_finished)
-        self.kv, result = self._call("decode", batch, sampling, options, *limits)
-        return jax.device_get(result)
 
     # ------------------------------------------------------------------ given tokens
 
@@ -197,10 +173,13 @@ class ModelRunner:
         return PromptLogprobs(logprobs, [*head, *more])
 
     def _run_score(self, ids: np.ndarray, temperature: float, extras: Any) -> scoring.ScoreOutput:
-        return jax.device_get(self._call("score", ids, np.float32(temperature), extras))
+        return jax.device_get(self._run("score", ids, np.float32(temperature), extras))
 
-    def _call(self, program: str, *args: Any) -> Any:
-        return self.programs.call(program, args, weights=self.weights, kv=self.kv)
+    def _run(self, program: str, *args: Any) -> Any:
+        """Dispatches a program and returns its result, which nobody has waited for."""
+        call = ProgramCall(program, args)
+        self.kv, result = self.programs.run(call, ProgramState(self.weights, self.kv))
+        return result
 
     @property
     def _score_lengths(self) -> tuple[int, ...]:
@@ -260,7 +239,11 @@ class ModelRunner:
         before, was_sealed = self.programs.num_compiles, self.programs.is_sealed
         self.programs.is_sealed = False
         try:
-            self._run_all(include_score=include_score, include_table=include_table)
+            calls = list(self._warm_calls(include_score, include_table))
+            self.programs.compile(calls, ProgramState(self.weights, self.kv))
+            for call in calls:
+                jax.block_until_ready(self._run(call.name, *call.args))
+            jax.block_until_ready(self.kv)
         except BaseException:
             self.programs.is_sealed = was_sealed
             raise
@@ -269,23 +252,26 @@ class ModelRunner:
         self._has_warm_table |= include_table
         return self.programs.num_compiles - before
 
-    def _run_all(self, *, include_score: bool, include_table: bool) -> None:
+    def _warm_calls(self, include_score: bool, include_table: bool) -> Iterator[ProgramCall]:
+        """A call of every program; those that take longest to compile come first."""
         vocab_size = self.model_config.vocab_size
-        for size in self._token_buckets:
-            self._run_prefill(self._empty_prefill(size))
-        for size in self._copy_buckets:
-            self._run_copies(*build_copies([], buckets=[size], num_pages=self._num_pages))
         for size in self._batch_buckets:
             batch = build_decode_batch([], [], buckets=[size], table_width=self._table_width)
-            sampling = build_sampling_batch([], size, vocab_size)
-            self._run_decode(batch, sampling, programs.RowOptions(), 1, 1)
-            for width in table_buckets(vocab_size) if include_table else ():
-                table = empty_table(size, width, vocab_size)
-                self._run_decode(batch, sampling, programs.RowOptions(table), 1, 1)
-        if include_score:
-            for length in self._score_lengths:
-                for rows in {1, self._score_rows(length)}:
-                    self.score([[0] * length] * rows, 1.0)
+            rows = batch, build_sampling_batch([], size, vocab_size)
+            widths = table_buckets(vocab_size) if include_table else ()
+            tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
+            for table in tables:
+                options = programs.RowOptions(table)
+                yield ProgramCall("decode", (*rows, options, np.int32(1), np.int32(1)))
+        for size in self._token_buckets:
+            yield ProgramCall("prefill", (self._prefill_batch([], [size]),))
+        for length in self._score_lengths if include_score else ():
+            for num_rows in sorted({1, self._score_rows(length)}):
+                ids = np.zeros((num_rows, length), np.int32)
+                yield ProgramCall("score", (ids, np.float32(1), None))
+        for size in self._copy_buckets:
+            copies = build_copies([], buckets=[size], num_pages=self._num_pages)
+            yield ProgramCall("copy_pages", copies)
 
     def check_warm(self, request: Request) -> None:
         """Raises CompileForbiddenError if a request needs programs that warm-up left out.
@@ -305,10 +291,12 @@ class ModelRunner:
         if needs:
             raise CompileForbiddenError(f"forbid_compile is set and the request needs {needs}")
 
-    def _empty_prefill(self, size: int) -> ForwardBatch:
+    def _prefill_batch(
+        self, chunks: Sequence[PrefillChunk], buckets: Sequence[int]
+    ) -> ForwardBatch:
         return build_prefill_batch(
-            [],
-            buckets=[size],
+            chunks,
+            buckets=buckets,
             block=self._token_block,
             page_size=self._static.page_size,
             table_width=self._table_width,
