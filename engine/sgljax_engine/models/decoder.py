@@ -137,38 +137,50 @@ class _Layers(NamedTuple):
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
         new_kv: list[LayerKV] = []
+        # Equal layers are traced and lowered once; XLA compiles them as if they were written out.
+        layer = jax.jit(self.layer, static_argnames="options")
         for i in range(config.num_layers):
             slides = bool(attention.sliding_layers) and attention.sliding_layers[i]
             window = attention.sliding_window if slides else None
             options = AttentionOptions(scale, window, attention.logit_softcap)
             rope = (attention.sliding_rope if slides else None) or config.rope
-            x, layer_kv = self.layer(i, x, *ropes[rope], None if kv is None else kv[i], options)
+            layer_kv = None if kv is None else kv[i]
+            x, layer_kv = layer(self.weights_of(i), x, *ropes[rope], layer_kv, options=options)
             if layer_kv is not None:
                 new_kv.append(layer_kv)
         hidden = self.norm("model.norm", x)
         return hidden, None if kv is None else tuple(new_kv)
 
+    def weights_of(self, index: int) -> Params:
+        """A layer's weights, by their names within it."""
+        prefix = f"model.layers.{index}."
+        return {
+            name.removeprefix(prefix): weight
+            for name, weight in self.params.items()
+            if name.startswith(prefix)
+        }
+
     def layer(
         self,
-        index: int,
+        weights: Params,
         x: jax.Array,
         sin: jax.Array,
         cos: jax.Array,
         kv: LayerKV | None,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV | None]:
-        prefix = f"model.layers.{index}."
-        h = self.norm(prefix + "input_layernorm", x)
-        q, k, v = self.project_qkv(prefix + "self_attn.", h, sin, cos)
+        inner = self._replace(params=weights)
+        h = inner.norm("input_layernorm", x)
+        q, k, v = inner.project_qkv("self_attn.", h, sin, cos)
         out, kv = self.attend(q, k, v, kv, options)
-        out = self.linear(prefix + "self_attn.o_proj", out.reshape(out.shape[0], -1))
+        out = inner.linear("self_attn.o_proj", out.reshape(out.shape[0], -1))
         if not self.traits.has_post_norms:
             x = x + out
-            h = self.norm(prefix + "post_attention_layernorm", x)
-            return x + self.mlp(prefix + "mlp.", h), kv
-        x = x + self.norm(prefix + "post_attention_layernorm", out)
-        out = self.mlp(prefix + "mlp.", self.norm(prefix + "pre_feedforward_layernorm", x))
-        return x + self.norm(prefix + "post_feedforward_layernorm", out), kv
+            h = inner.norm("post_attention_layernorm", x)
+            return x + inner.mlp("mlp.", h), kv
+        x = x + inner.norm("post_attention_layernorm", out)
+        out = inner.mlp("mlp.", inner.norm("pre_feedforward_layernorm", x))
+        return x + inner.norm("post_feedforward_layernorm", out), kv
 
     def project_qkv(
         self, prefix: str, h: jax.Array, sin: jax.Array, cos: jax.Array
