@@ -101,7 +101,8 @@ class RuntimeConfig:
         forbid_compile: Raise CompileForbiddenError when a step after `warmup` needs a new program.
         compilation_cache_dir: JAX's persistent compilation cache: "auto" uses a folder in the
             user's cache directory unless the process configured one, None leaves JAX alone, any
-            other value is the folder to use.
+            other value is the folder to use. Where the engine turns it on, it keeps programs from
+            0.1 s of compilation on, unless the process has changed JAX's limit of 1 s.
         attention_backend: "auto" or a name from `layers.attention.BACKENDS`.
         random_seed: Seeds the fresh seeds of requests that bring none, and random weights. None
             takes the operating system's entropy for requests and 0 for weights.
