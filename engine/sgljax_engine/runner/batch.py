@@ -20,6 +20,9 @@ from sgljax_engine.types import PageCopy, PrefillChunk, Request
 NO_SLOT = np.iinfo(np.int32).max
 """A slot beyond every pool: writes to it are dropped."""
 
+_COPY_GROUP = 8
+"""Pages that are copied together."""
+
 
 class ForwardBatch(NamedTuple):
     """Ragged tokens of several requests, cut into blocks of `T // N` tokens of one request.
@@ -114,21 +117,19 @@ def build_prefill_batch(
     return ForwardBatch(input_ids, positions, slot_mapping, page_table, seq_lens)  # type: ignore[arg-type]
 
 
-def copy_buckets(max_copies: int) -> tuple[int, ...]:
-    """Numbers of page copies to compile for: 8 and its multiples by powers of four."""
-    return grow_buckets(8, 4, max_copies)
-
-
 def build_copies(
-    copies: Sequence[PageCopy], *, buckets: Sequence[int], num_pages: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target page ids, int32 [C] each; padding writes beyond the pool, to no page."""
-    size = pick_bucket(buckets, len(copies))
-    sources = np.zeros(size, np.int32)
-    targets = np.full(size, num_pages, np.int32)
-    for i, copy in enumerate(copies):
-        sources[i], targets[i] = copy
-    return sources, targets
+    copies: Sequence[PageCopy], *, max_copies: int, num_pages: int
+) -> tuple[np.ndarray, np.ndarray, np.int32]:
+    """Source and target page ids in groups, int32 [G, C] each, and the groups that hold copies.
+
+    There are groups for `max_copies`; padding writes beyond the pool, to no page.
+    """
+    shape = (-(-max_copies // _COPY_GROUP), _COPY_GROUP)
+    sources = np.zeros(shape, np.int32)
+    targets = np.full(shape, num_pages, np.int32)
+    if copies:
+        sources.flat[: len(copies)], targets.flat[: len(copies)] = zip(*copies, strict=True)
+    return sources, targets, np.int32(-(-len(copies) // _COPY_GROUP))
 
 
 def build_decode_batch(

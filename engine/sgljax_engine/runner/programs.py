@@ -107,16 +107,25 @@ def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: Program
     return new_kv
 
 
-def copy_pages(kv: KVPages, sources: jax.Array, targets: jax.Array) -> KVPages:
-    """Copies page `sources[i]` to `targets[i]`; targets beyond the pool are dropped.
+def copy_pages(
+    kv: KVPages, sources: jax.Array, targets: jax.Array, num_groups: jax.Array
+) -> KVPages:
+    """Copies page `sources[g, i]` to `targets[g, i]`; targets beyond the pool are dropped.
 
-    All sources are read before any target is written. `kv` is donated.
+    No page may be source and target, so the order does not matter. Its time follows the number of
+    groups, so one program serves all numbers of copies. `kv` is donated.
+
+    Shape:
+        sources, targets: [G, C] int32; num_groups: int32, groups that hold copies.
     """
 
-    def copy(pages: jax.Array) -> jax.Array:
-        return pages.at[targets].set(pages[sources], mode="drop")
+    def copy_group(group: jax.Array, kv: KVPages) -> KVPages:
+        def copy(pages: jax.Array) -> jax.Array:
+            return pages.at[targets[group]].set(pages[sources[group]], mode="drop")
 
-    return tuple(LayerKV(copy(layer.k), copy(layer.v)) for layer in kv)
+        return tuple(LayerKV(copy(layer.k), copy(layer.v)) for layer in kv)
+
+    return lax.fori_loop(0, num_groups, copy_group, kv)
 
 
 class _Carry(NamedTuple):

@@ -18,7 +18,6 @@ from sgljax_engine.runner.batch import (
     build_copies,
     build_decode_batch,
     build_prefill_batch,
-    copy_buckets,
     grow_buckets,
     pick_bucket,
 )
@@ -87,7 +86,6 @@ class ModelRunner:
         self._table_width = table_width
         self._batch_buckets = tuple(batch_buckets)
         self._token_buckets = tuple(token_buckets)
-        self._copy_buckets = copy_buckets(self._batch_buckets[-1])
         self._token_block = token_block
         self._forbid_compile = forbid_compile
         self._has_warm_score = self._has_warm_table = False
@@ -110,7 +108,7 @@ class ModelRunner:
         """Dispatches page copies; does not wait for the device. No page is source and target."""
         self._run(
             "copy_pages",
-            *build_copies(copies, buckets=self._copy_buckets, num_pages=self._num_pages),
+            *build_copies(copies, max_copies=self._batch_buckets[-1], num_pages=self._num_pages),
         )
 
     def decode(self, output: SchedulerOutput) -> list[RowOutput]:
@@ -269,9 +267,8 @@ class ModelRunner:
             for num_rows in sorted({1, self._score_rows(length)}):
                 ids = np.zeros((num_rows, length), np.int32)
                 yield ProgramCall("score", (ids, np.float32(1), None))
-        for size in self._copy_buckets:
-            copies = build_copies([], buckets=[size], num_pages=self._num_pages)
-            yield ProgramCall("copy_pages", copies)
+        copies = build_copies([], max_copies=self._batch_buckets[-1], num_pages=self._num_pages)
+        yield ProgramCall("copy_pages", copies)
 
     def check_warm(self, request: Request) -> None:
         """Raises CompileForbiddenError if a request needs programs that warm-up left out.
