@@ -23,7 +23,11 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ParamKind
 from sgljax_engine.requests import Limits
-from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
+from sgljax_engine.runner.batch import (
+    default_batch_buckets,
+    default_token_buckets,
+    prefill_pass,
+)
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
@@ -166,10 +170,11 @@ def build_loop(
         attention=get_backend(config.runtime.attention_backend, placement.platform),
         page_size=page_size,
         max_steps=config.scheduler.decode_steps,
+        prefill_pass=prefill_pass(placement.platform),
     )
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(model)))
 
-    batch_buckets, token_buckets = _buckets(config)
+    batch_buckets, token_buckets = _buckets(config, static.prefill_pass)
     runner = ModelRunner(
         static=static,
         placement=placement,
@@ -211,12 +216,12 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     return asked or model.context_length
 
 
-def _buckets(config: EngineConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _buckets(config: EngineConfig, per_pass: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     runtime = config.runtime
     max_running = config.scheduler.max_running_requests
     return (
         runtime.batch_buckets or default_batch_buckets(max_running),
-        runtime.token_buckets or default_token_buckets(config.max_prefill_tokens, TOKEN_BLOCK),
+        runtime.token_buckets or default_token_buckets(config.max_prefill_tokens, per_pass),
     )
 
 

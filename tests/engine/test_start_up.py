@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import jax
 import pytest
 
-from sgljax_engine import Engine
-from tests.engine.models import TINY, spread_weights
+from sgljax_engine import Engine, builder
+from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
+from tests.engine.models import TINY, random_prompts, spread_weights
 
+CPU_ONLY = {"JAX_PLATFORMS": "cpu"}
 OPTIONS: dict[str, Any] = {
     "page_size": 4,
     "max_running_requests": 2,
@@ -67,3 +72,47 @@ class TestWarmup:
         with make_engine() as engine:
             assert engine.warmup() > 1
             assert engine.warmup() == 0
+
+
+class TestBuckets:
+    def test_of_batches(self):
+        assert default_batch_buckets(1) == (1,)
+        assert default_batch_buckets(8) == (1, 4, 8)
+        assert default_batch_buckets(256) == (1, 4, 16, 64, 256)
+
+    def test_of_tokens(self):
+        assert default_token_buckets(48, 256) == (48,)
+        assert default_token_buckets(2048, 256) == (64, 2048)
+        assert default_token_buckets(2000, 256) == (64, 2048)
+        assert default_token_buckets(2048, None) == (256, 512, 1024, 2048)
+
+    def test_several_passes_prefill_what_one_does(self, monkeypatch):
+        """With page sharing between requests of one dispatch, whichever pass computes the pages."""
+        common = random_prompts(1, 60, 60)[0]
+        prompts = [common + tail for tail in random_prompts(6, 20, 90, seed=1)] + [common] * 2
+        options = {"max_running_requests": 8, "chunked_prefill_size": 1024, "num_kv_tokens": 4096}
+        outputs = []
+        for per_pass, num_buckets in ((None, 3), (64, 2)):
+            monkeypatch.setattr(builder, "prefill_pass", lambda _, size=per_pass: size)
+            with make_engine(**options) as engine:
+                assert len(engine._loop._runner._token_buckets) == num_buckets
+                params = {"temperature": 0, "max_new_tokens": 12}
+                outs = engine.generate(None, params, prompts, return_logprob=True)
+                assert engine.get_internal_state().counters.num_cached_tokens > 7 * 56
+            outputs.append([out["output_ids"] for out in outs])
+        assert outputs[0] == outputs[1]
+
+
+def test_the_compilation_cache_keeps_the_programs(tmp_path):
+    """In a process of its own, whose cache is the engine's to configure."""
+    code = f"""
+import jax
+from sgljax_engine import Engine
+from tests.engine.models import TINY, spread_weights
+for option, limit in (("auto", 1.0), ({str(tmp_path)!r}, 0.1)):
+    if option == "auto":
+        jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "hosts")!r})
+    Engine(model_config=TINY, weights=spread_weights(), compilation_cache_dir=option).shutdown()
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == limit
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=os.environ | CPU_ONLY)

@@ -74,14 +74,27 @@ def grow_buckets(first: int, factor: int, last: int) -> tuple[int, ...]:
 
 
 def default_batch_buckets(max_running: int) -> tuple[int, ...]:
-    """1, then powers of two from 8, then `max_running` itself."""
-    powers = [1, *(2**i for i in range(3, 32))]
-    return (*(p for p in powers if p < max_running), max_running)
+    """Powers of four, then `max_running` itself.
+
+    A padding row is cheap: it attends to nothing and shares the reading of the weights.
+    """
+    return grow_buckets(1, 4, max_running)
 
 
-def default_token_buckets(max_tokens: int, block: int) -> tuple[int, ...]:
-    """`4 * block` and its multiples by powers of four, then `max_tokens`."""
-    return grow_buckets(4 * block, 4, max_tokens)
+def prefill_pass(platform: str) -> int | None:
+    """Tokens that a prefill takes through the layers together; None for all of a bucket.
+
+    A CPU is busy with a few already, an accelerator wants as many as there are.
+    """
+    return 256 if platform == "cpu" else None
+
+
+def default_token_buckets(max_tokens: int, per_pass: int | None) -> tuple[int, ...]:
+    """Up to `max_tokens`: a quarter of a pass and whole ones; powers of two without passes."""
+    if per_pass is None:
+        return grow_buckets(256, 2, max_tokens)
+    whole = -(-max_tokens // per_pass) * per_pass
+    return (per_pass // 4, whole) if max_tokens > per_pass // 4 else (max_tokens,)
 
 
 def build_prefill_batch(

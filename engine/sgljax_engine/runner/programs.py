@@ -26,13 +26,19 @@ from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
 
 class ProgramContext(NamedTuple):
-    """What all programs of an engine are compiled for. Static and hashable."""
+    """What all programs of an engine are compiled for. Static and hashable.
+
+    Attributes:
+        prefill_pass: Tokens that a prefill takes through the layers together. A larger bucket of
+            a whole number of passes makes as many as it has tokens for; None makes one of all.
+    """
 
     model: ModelDefinition
     context: ModelContext
     attention: PagedAttention
     page_size: int
     max_steps: int
+    prefill_pass: int | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -88,7 +94,28 @@ def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables)
 
 
 def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext) -> KVPages:
-    """Writes the batch's keys and values into its pages. `kv` is donated."""
+    """Writes the batch's keys and values into its pages. `kv` is donated.
+
+    With several passes its time follows the tokens in the batch and not the bucket. Each pass sees
+    the keys of those before it, so requests may share pages of any that comes before them.
+    """
+    size, per_pass = batch.input_ids.shape[0], static.prefill_pass
+    if per_pass is None or size <= per_pass or size % per_pass:
+        return _prefill_pass(params, kv, batch, static)
+    passes = jax.tree.map(lambda x: x.reshape(size // per_pass, -1, *x.shape[1:]), batch)
+    blocks_per_pass = passes.seq_lens.shape[1]
+    num_blocks = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32)
+
+    def one_pass(index: jax.Array, kv: KVPages) -> KVPages:
+        return _prefill_pass(params, kv, jax.tree.map(lambda x: x[index], passes), static)
+
+    num_passes = (num_blocks + blocks_per_pass - 1) // blocks_per_pass
+    return lax.fori_loop(0, num_passes, one_pass, kv)
+
+
+def _prefill_pass(
+    params: Params, kv: KVPages, batch: ForwardBatch, static: ProgramContext
+) -> KVPages:
     tables = BlockTables(
         page_table=batch.page_table,
         positions=batch.positions.reshape(batch.seq_lens.shape[0], -1),
