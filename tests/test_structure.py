@@ -171,6 +171,7 @@ def test_exported_names():
         "InvalidConfigError",
         "InvalidRequestError",
         "Llama3Scaling",
+        "MemoryReport",
         "ModelConfig",
         "RequestOutput",
         "RopeConfig",

@@ -20,7 +20,7 @@ from sgljax_engine.errors import (
     WeightLoadError,
     WeightSyncError,
 )
-from sgljax_engine.metrics import EngineCounters, EngineState
+from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.sampling_params import SamplingParams
@@ -55,6 +55,7 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "Llama3Scaling",
+    "MemoryReport",
     "ModelConfig",
     "RequestOutput",
     "RopeConfig",

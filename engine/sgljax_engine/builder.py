@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 
 from sgljax_engine.cache.allocator import PageAllocator
-from sgljax_engine.cache.kv_pages import kv_bytes_per_token
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.files import read_json
 from sgljax_engine.layers.attention import get_backend
 from sgljax_engine.loop import EngineLoop
+from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ParamKind
@@ -28,7 +27,7 @@ from sgljax_engine.runner.batch import (
     default_token_buckets,
     prefill_pass,
 )
-from sgljax_engine.runner.placement import Placement, place
+from sgljax_engine.runner.placement import place
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
@@ -161,8 +160,6 @@ def build_loop(
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     placement = place(model, mesh, dtype)
     page_size = config.cache.page_size
-    num_pages = _num_pages(model, config, placement, max_model_len)
-
     definition = get_model(model.architecture)
     static = ProgramContext(
         model=definition,
@@ -173,12 +170,15 @@ def build_loop(
         prefill_pass=prefill_pass(placement.platform),
     )
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(model)))
+    weights_made = maker.make(weights.arrays, weights.rules)
+    memory = plan_memory(model, config, placement, max_model_len, weights_made)
+    num_pages = memory.kv_tokens // page_size
 
     batch_buckets, token_buckets = _buckets(config, static.prefill_pass)
     runner = ModelRunner(
         static=static,
         placement=placement,
-        weights=maker.make(weights.arrays, weights.rules),
+        weights=weights_made,
         num_pages=num_pages,
         table_width=-(-max_model_len // page_size),
         batch_buckets=batch_buckets,
@@ -200,6 +200,7 @@ def build_loop(
         pool=pool,
         runner=runner,
         weight_maker=maker,
+        memory=memory,
         tokenizer=tokenizer,
         name=f"sgljax-engine-{next(_names)}",
     )
@@ -223,41 +224,6 @@ def _buckets(config: EngineConfig, per_pass: int | None) -> tuple[tuple[int, ...
         runtime.batch_buckets or default_batch_buckets(max_running),
         runtime.token_buckets or default_token_buckets(config.max_prefill_tokens, per_pass),
     )
-
-
-def _num_pages(
-    model: ModelConfig, config: EngineConfig, placement: Placement, max_model_len: int
-) -> int:
-    cache = config.cache
-    if cache.num_kv_tokens is not None:
-        return cache.num_kv_tokens // cache.page_size
-    per_token = kv_bytes_per_token(
-        model.num_layers, model.num_kv_heads, model.head_dim, placement.dtype
-    )
-    budget = cache.mem_fraction_static * _free_bytes(placement.mesh) * placement.num_tensor_shards
-    affordable = int(budget // (per_token * cache.page_size))
-    needed = config.scheduler.max_running_requests * -(-max_model_len // cache.page_size)
-    if affordable < 1:
-        raise InvalidConfigError(
-            f"mem_fraction_static {cache.mem_fraction_static} of the free memory does not hold one "
-            f"KV page of {per_token * cache.page_size} bytes"
-        )
-    return min(_round_down(affordable), needed)
-
-
-def _round_down(count: int) -> int:
-    """Keeps three significant bits, so that program shapes do not change with every byte free."""
-    shift = max(count.bit_length() - 3, 0)
-    return count >> shift << shift
-
-
-def _free_bytes(mesh: jax.sharding.Mesh) -> int:
-    """Free memory of the mesh's first device; of the host, when the device does not say."""
-    stats = mesh.devices.flat[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def enable_compilation_cache(folder: str | None) -> None:

@@ -31,7 +31,8 @@ class CacheConfig:
         page_size: Tokens in a page.
         num_kv_tokens: Tokens that the pool holds, rounded down to whole pages. None takes
             what `max_running_requests` sequences of `max_model_len` need, but at most
-            `mem_fraction_static` of the memory that is free (device memory; host memory on CPU).
+            `mem_fraction_static` of the memory that is free once the weights are there (device
+            memory; host memory on CPU).
         mem_fraction_static: See `num_kv_tokens`. In (0, 1).
         disable_radix_cache: Share no pages between requests and keep none after they end.
     """

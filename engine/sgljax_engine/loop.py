@@ -22,7 +22,7 @@ from sgljax_engine import commands as cmd
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.detokenizer import Answer, Detokenizer, is_watched, reject, resolve
 from sgljax_engine.errors import CompileForbiddenError, EngineShutdownError, EngineStepError
-from sgljax_engine.metrics import EngineCounters, EngineState
+from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
@@ -52,6 +52,7 @@ class EngineLoop:
         pool: PagePool,
         runner: ModelRunner,
         weight_maker: WeightMaker,
+        memory: MemoryReport,
         tokenizer: Tokenizer | None,
         name: str,
     ) -> None:
@@ -62,6 +63,7 @@ class EngineLoop:
             pool: The pages.
             runner: Holds weights and pages.
             weight_maker: Makes the weights of updates.
+            memory: What weights and pages take.
             tokenizer: For output text.
             name: Of the threads.
         """
@@ -70,6 +72,7 @@ class EngineLoop:
         self._pool = pool
         self._runner = runner
         self._weight_maker = weight_maker
+        self._memory = memory
         self._counters = EngineCounters()
         self._answers: dict[str, Answer] = {}
         self._failures: dict[str, EngineStepError] = {}
@@ -209,6 +212,7 @@ class EngineLoop:
             new_token_ratio=self._scheduler.policy.new_token_ratio,
             num_compiles=self._runner.programs.num_compiles,
             compile_s=self._runner.programs.compile_s,
+            memory=self._memory,
             counters=copy.copy(self._counters),
         )
 

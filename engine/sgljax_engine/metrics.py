@@ -50,6 +50,29 @@ class EngineCounters:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """What an engine took when it started, and why. Bytes are those of all shards together.
+
+    Attributes:
+        weights_bytes: Of the weights; twice as much while an update makes new ones.
+        kv_bytes: Of the KV pages.
+        kv_tokens: Tokens that they hold.
+        page_size: Tokens in a page.
+        rule: What decided on `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
+            "max_running_requests x max_model_len", which was affordable.
+        free_bytes: Memory that was free once the weights were there; on the mesh's first device,
+            or on the host when the device does not say.
+    """
+
+    weights_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    page_size: int
+    rule: str
+    free_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
     """One consistent look at the engine, taken between two dispatches.
 
@@ -63,6 +86,7 @@ class EngineState:
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
         num_compiles: Device programs compiled so far.
         compile_s: Seconds spent compiling them.
+        memory: What the engine took at its start.
         counters: Totals.
     """
 
@@ -75,4 +99,5 @@ class EngineState:
     new_token_ratio: float
     num_compiles: int
     compile_s: float
+    memory: MemoryReport
     counters: EngineCounters

@@ -1,0 +1,93 @@
+"""How much memory the KV cache takes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from sgljax_engine.cache.kv_pages import kv_bytes_per_token
+from sgljax_engine.config import EngineConfig
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.metrics import MemoryReport
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.runner.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+def plan_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    max_model_len: int,
+    weights: Mapping[str, jax.Array],
+) -> MemoryReport:
+    """Decides on the size of the KV cache. The weights are there, so free memory excludes them.
+
+    Raises:
+        InvalidConfigError: when the configuration does not fit; says what would.
+    """
+    cache = config.cache
+    per_page = cache.page_size * kv_bytes_per_token(
+        model.num_layers, model.num_kv_heads, model.head_dim, placement.dtype
+    )
+    free = free_bytes(placement.mesh)
+    fitting = free * placement.num_tensor_shards // per_page
+    if cache.num_kv_tokens is not None:
+        rule, num_pages = "num_kv_tokens", cache.num_kv_tokens // cache.page_size
+        if num_pages > fitting:
+            raise InvalidConfigError(
+                f"num_kv_tokens {cache.num_kv_tokens} takes {num_pages * per_page} bytes; at most "
+                f"{fitting * cache.page_size} tokens fit the {free} bytes that are free"
+            )
+    else:
+        rule = "max_running_requests x max_model_len"
+        num_pages = config.scheduler.max_running_requests * -(-max_model_len // cache.page_size)
+        affordable = _round_down(int(fitting * cache.mem_fraction_static))
+        if affordable < 1:
+            raise InvalidConfigError(
+                f"mem_fraction_static {cache.mem_fraction_static} of the {free} bytes that "
+                f"are free does not hold one KV page of {per_page} bytes; all of them hold "
+                f"{fitting}"
+            )
+        if affordable < num_pages:
+            rule, num_pages = "mem_fraction_static", affordable
+    report = MemoryReport(
+        weights_bytes=sum(weight.nbytes for weight in weights.values()),
+        kv_bytes=num_pages * per_page,
+        kv_tokens=num_pages * cache.page_size,
+        page_size=cache.page_size,
+        rule=rule,
+        free_bytes=free,
+    )
+    logger.info(
+        "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says",
+        report.weights_bytes,
+        report.kv_bytes,
+        report.kv_tokens,
+        report.page_size,
+        rule,
+    )
+    return report
+
+
+def _round_down(count: int) -> int:
+    """Keeps three significant bits, so that program shapes do not change with every byte free."""
+    shift = max(count.bit_length() - 3, 0)
+    return count >> shift << shift
+
+
+def free_bytes(mesh: jax.sharding.Mesh) -> int:
+    """Free memory of the mesh's first device; of the host, when the device does not say."""
+    stats = mesh.devices.flat[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts caches that make room, as the free pages of sysconf do not
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
