@@ -17,6 +17,7 @@ from sgljax_engine.layers.attention import (
     dense_attention,
     get_backend,
 )
+from tests.engine.paged_cases import ragged_case, reference
 
 DEFAULT = AttentionOptions(scale=12**-0.5)
 OPTIONS = {
@@ -27,25 +28,6 @@ OPTIONS = {
 }
 
 
-def reference(q, k, v, q_pos, options):
-    """softmax(cap(scale q k)) v over the keys that each query sees. q [Q,N,H], k and v [S,K,H]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
-    scores = np.einsum("qnh,snh->nqs", q.astype(np.float64), k) * options.scale
-    if options.logit_softcap is not None:
-        scores = options.logit_softcap * np.tanh(scores / options.logit_softcap)
-    age = q_pos[:, None] - np.arange(len(k))[None]
-    seen = (age >= 0) & (age < (options.sliding_window or np.inf))
-    scores = np.where(seen[None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nqs,snh->qnh", weights / weights.sum(-1, keepdims=True), v)
-
-
-def as_pages(pool, page_size):
-    """[num_slots, K, H] to the cache's [num_pages, K, page_size, H]."""
-    return pool.reshape(-1, page_size, *pool.shape[1:]).swapaxes(1, 2)
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
@@ -53,40 +35,15 @@ def as_pages(pool, page_size):
     [(1, 4, 2, 1), (4, 8, 1, 16), (16, 3, 3, 1), (16, 4, 2, 16), (128, 8, 1, 1), (128, 3, 3, 16)],
 )
 def test_ragged_blocks(backend, options, page_size, num_heads, num_kv_heads, num_queries):
-    rng = np.random.default_rng(0)
-    head_dim = 12
-    lengths = np.array([num_queries, 17, 33, 150])
-    pages_each = -(-lengths // page_size)
-    num_pages = int(pages_each.sum()) + 3
-    # Everything that was never written is NaN: using it would show.
-    pool_k = np.full((num_pages * page_size, num_kv_heads, head_dim), np.nan, np.float32)
-    pool_v = pool_k.copy()
-    order = rng.permutation(num_pages)
-    table = np.zeros((len(lengths) + 1, pages_each.max() + 2), np.int32)
-    keys, values = [], []
-    for i, length in enumerate(lengths):
-        pages, order = order[: pages_each[i]], order[pages_each[i] :]
-        table[i, : len(pages)] = pages
-        at = np.arange(length)
-        slots = pages[at // page_size] * page_size + at % page_size
-        keys.append(rng.normal(size=(length, num_kv_heads, head_dim)).astype(np.float32))
-        values.append(rng.normal(size=(length, num_kv_heads, head_dim)).astype(np.float32))
-        pool_k[slots], pool_v[slots] = keys[i], values[i]
-    queries = rng.normal(size=(len(table), num_queries, num_heads, head_dim)).astype(np.float32)
-    positions = np.zeros((len(table), num_queries), np.int32)
-    positions[:-1] = lengths[:, None] - num_queries + np.arange(num_queries)
-    kv_lens = np.append(lengths, 0).astype(np.int32)  # the last block is unused
-
-    out = BACKENDS[backend](
-        jnp.asarray(queries),
-        LayerKV(*(jnp.asarray(as_pages(pool, page_size)) for pool in (pool_k, pool_v))),
-        BlockTables(jnp.asarray(table), jnp.asarray(positions), jnp.asarray(kv_lens)),
-        options,
+    case = ragged_case(
+        [num_queries, 17, 33, 150],
+        page_size=page_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_queries=num_queries,
+        head_dim=12,
     )
-    for i in range(len(lengths)):
-        expected = reference(queries[i], keys[i], values[i], positions[i], options)
-        np.testing.assert_allclose(out[i], expected, atol=2e-5)
-    assert np.isfinite(out).all()
+    case.check(case.run(BACKENDS[backend], options), options, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

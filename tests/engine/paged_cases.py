@@ -1,0 +1,102 @@
+"""Ragged query blocks over a poisoned page pool, and attention of them in float64."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.layers.attention import AttentionOptions, BlockTables
+
+
+class RaggedCase(NamedTuple):
+    """Blocks of queries at the ends of sequences of different lengths; the last one is unused.
+
+    Everything in the pages that no key was written to is NaN: using it would show.
+    """
+
+    queries: np.ndarray
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    layer: LayerKV
+    tables: BlockTables
+
+    def run(self, backend, options) -> np.ndarray:
+        """The backend's output [N, Q, D, h], as float32."""
+        queries = jnp.asarray(self.queries, self.layer.k.dtype)
+        out = backend(queries, self.layer, self.tables, options)
+        assert out.dtype == queries.dtype
+        return np.asarray(out, np.float32)
+
+    def check(self, out: np.ndarray, options: AttentionOptions, atol: float) -> None:
+        """Compares an output of `run` with `reference`."""
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            positions = np.asarray(self.tables.positions[i])
+            expected = reference(self.queries[i], keys, values, positions, options)
+            np.testing.assert_allclose(out[i], expected, atol=atol)
+        assert np.isfinite(out).all()
+
+
+def ragged_case(
+    lengths,
+    *,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    num_queries: int,
+    head_dim: int,
+    dtype: Any = np.float32,
+) -> RaggedCase:
+    """A block of `num_queries` queries for each length, which must be at least as many."""
+    rng = np.random.default_rng(0)
+    lengths = np.asarray(lengths)
+    pages_each = -(-lengths // page_size)
+    num_pages = int(pages_each.sum()) + 3
+    pool_k = np.full((num_pages * page_size, num_kv_heads, head_dim), np.nan, np.float32)
+    pool_v = pool_k.copy()
+    order = rng.permutation(num_pages)
+    table = np.zeros((len(lengths) + 1, pages_each.max() + 2), np.int32)
+
+    def draw(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float32)
+
+    keys, values = [], []
+    for i, length in enumerate(lengths):
+        pages, order = order[: pages_each[i]], order[pages_each[i] :]
+        table[i, : len(pages)] = pages
+        at = np.arange(length)
+        slots = pages[at // page_size] * page_size + at % page_size
+        keys.append(draw(length, num_kv_heads, head_dim))
+        values.append(draw(length, num_kv_heads, head_dim))
+        pool_k[slots], pool_v[slots] = keys[i], values[i]
+    positions = np.zeros((len(table), num_queries), np.int32)
+    positions[:-1] = lengths[:, None] - num_queries + np.arange(num_queries)
+    kv_lens = np.append(lengths, 0).astype(np.int32)
+    return RaggedCase(
+        queries=draw(len(table), num_queries, num_heads, head_dim),
+        keys=keys,
+        values=values,
+        layer=LayerKV(*(jnp.asarray(as_pages(p, page_size), dtype) for p in (pool_k, pool_v))),
+        tables=BlockTables(jnp.asarray(table), jnp.asarray(positions), jnp.asarray(kv_lens)),
+    )
+
+
+def as_pages(pool: np.ndarray, page_size: int) -> np.ndarray:
+    """[num_slots, K, H] to the cache's [num_pages, K, page_size, H]."""
+    return pool.reshape(-1, page_size, *pool.shape[1:]).swapaxes(1, 2)
+
+
+def reference(q, k, v, q_pos, options):
+    """softmax(cap(scale q k)) v over the keys that each query sees. q [Q,N,H], k and v [S,K,H]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = np.einsum("qnh,snh->nqs", q.astype(np.float64), k) * options.scale
+    if options.logit_softcap is not None:
+        scores = options.logit_softcap * np.tanh(scores / options.logit_softcap)
+    age = q_pos[:, None] - np.arange(len(k))[None]
+    seen = (age >= 0) & (age < (options.sliding_window or np.inf))
+    scores = np.where(seen[None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nqs,snh->qnh", weights / weights.sum(-1, keepdims=True), v)
