@@ -164,7 +164,12 @@ def build_loop(
     static = ProgramContext(
         model=definition,
         context=ModelContext(model, placement.layout),
-        attention=get_backend(config.runtime.attention_backend, placement.platform),
+        attention=get_backend(
+            config.runtime.attention_backend,
+            placement.platform,
+            head_dim=model.head_dim,
+            num_tensor_shards=placement.num_tensor_shards,
+        ),
         page_size=page_size,
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),

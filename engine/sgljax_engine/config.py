@@ -16,8 +16,8 @@ from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-ATTENTION_BACKENDS = ("auto", "xla", "xla_tiles")
-"""Names of `layers.attention.BACKENDS`, and "auto"."""
+ATTENTION_BACKENDS = ("auto", "xla", "xla_tiles", "pallas")
+"""Names that `layers.attention.get_backend` knows."""
 
 TOKEN_BLOCK = 16
 """Query tokens of one request that prefill attention handles together."""
@@ -105,7 +105,8 @@ class RuntimeConfig:
             user's cache directory unless the process configured one, None leaves JAX alone, any
             other value is the folder to use. Where the engine turns it on, it keeps programs from
             0.1 s of compilation on, unless the process has changed JAX's limit of 1 s.
-        attention_backend: "auto" or a name from `layers.attention.BACKENDS`.
+        attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks a portable one; "pallas" is a
+            kernel for NVIDIA GPUs.
         random_seed: Seeds the fresh seeds of requests that bring none, and random weights. None
             takes the operating system's entropy for requests and 0 for weights.
     """

@@ -261,11 +261,28 @@ BACKENDS: dict[str, PagedAttention] = {
     "xla": xla_attention,
     "xla_tiles": xla_tiles_attention,
 }
-"""Paged attention implementations by name."""
+"""The portable implementations by name."""
 
 
-def get_backend(name: str, platform: str) -> PagedAttention:
-    """The backend of that name; "auto" picks the one for a JAX platform."""
+def get_backend(
+    name: str, platform: str, *, head_dim: int, num_tensor_shards: int
+) -> PagedAttention:
+    """The backend of that name; "auto" picks a portable one for the platform.
+
+    Args:
+        name: One of `config.ATTENTION_BACKENDS`.
+        platform: JAX's name for the kind of device.
+        head_dim: The model's.
+        num_tensor_shards: Devices that the kv heads are spread over.
+
+    Raises:
+        InvalidConfigError: when "pallas" cannot run the model there.
+    """
+    if name == "pallas":
+        # Imported here: Pallas takes a tenth of a second to import, and may go from JAX.
+        from sgljax_engine.layers.pallas_attention import gpu_backend
+
+        return gpu_backend(platform, head_dim=head_dim, num_tensor_shards=num_tensor_shards)
     if name == "auto":
         name = "xla_tiles" if platform == "cpu" else "xla"
     return BACKENDS[name]

@@ -1,0 +1,186 @@
+"""The Pallas backend: interpreted against float64, lowered for CUDA, and, with a GPU, run there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams, builder
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.layers.attention import AttentionOptions, BlockTables, get_backend
+from sgljax_engine.layers.pallas_attention import HEAD_DIMS, PallasAttention, choose_tiling
+from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.paged_cases import ragged_case
+
+INTERPRETED = PallasAttention(interpret=True)
+OPTIONS = {
+    "default": AttentionOptions(scale=0.2),
+    "window-1": AttentionOptions(scale=0.2, sliding_window=1),
+    "window-20": AttentionOptions(scale=0.2, sliding_window=20),
+    "all": AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
+}
+SHAPES = {
+    # page_size, num_heads, num_kv_heads, num_queries, head_dim
+    "decode-tiny-pages": (1, 4, 2, 1, 64),
+    "decode-mha": (16, 3, 3, 1, 128),
+    "decode-mqa": (128, 8, 1, 1, 64),
+    "prefill-gqa": (4, 6, 2, 16, 16),
+    "prefill-many-row-tiles": (16, 40, 4, 16, 64),
+    "prefill-wide": (128, 2, 1, 16, 256),
+}
+LENGTHS = [16, 17, 33, 290]
+
+needs_gpu = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="the compiled kernel needs an NVIDIA GPU"
+)
+
+
+def case_of(shape, dtype=jnp.float32, lengths=LENGTHS):
+    page_size, num_heads, num_kv_heads, num_queries, head_dim = shape
+    return ragged_case(
+        lengths,
+        page_size=page_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_queries=num_queries,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_ragged_blocks(shape, options):
+    case = case_of(shape)
+    case.check(case.run(INTERPRETED, options), options, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 8, 1, 128), (16, 8, 4, 16, 64)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(shape, dtype):
+    """Inputs are rounded before the comparison: what is left is that of weights and outputs."""
+    case = case_of(shape, dtype)
+    options = OPTIONS["default"]
+    case.check(case.run(INTERPRETED, options), options, atol=1e-2)
+
+
+def test_splits_are_put_together(monkeypatch):
+    """One split and many, most of them empty for short contexts, say the same."""
+    case = case_of(SHAPES["decode-mqa"], lengths=[1, 17, 1100])
+    width = case.tables.page_table.shape[1]
+    assert choose_tiling(case.queries.shape, case.layer, width).splits == 16
+    options = OPTIONS["default"]
+    many = case.run(INTERPRETED, options)
+    case.check(many, options, atol=2e-5)
+    monkeypatch.setattr("sgljax_engine.layers.pallas_attention._MAX_SPLITS", 1)
+    assert choose_tiling(case.queries.shape, case.layer, width).splits == 1
+    case.check(case.run(INTERPRETED, options), options, atol=2e-5)
+
+
+def test_tilings_fit_the_tensor_cores():
+    layer = LayerKV(*[jax.ShapeDtypeStruct((64, 8, 16, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
+    decode = choose_tiling((256, 1, 16, 128), layer, 64)
+    assert (decode.rows, decode.row_tiles, decode.keys, decode.splits) == (16, 1, 64, 1)
+    # One request alone: its context is spread over the GPU.
+    assert choose_tiling((1, 1, 16, 128), layer, 512).splits == 64
+    # A block of 16 queries, five heads each: 80 rows in two tiles.
+    prefill = choose_tiling((128, 16, 40, 128), layer, 64)
+    assert (prefill.rows, prefill.row_tiles, prefill.splits) == (64, 2, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_lowers_for_cuda(shape, dtype):
+    """Through Triton's own checks of shapes and types; what it cannot say needs a GPU."""
+    case = case_of(shape, dtype)
+
+    def attend(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+        return PallasAttention()(q, layer, tables, OPTIONS["all"])
+
+    traced = jax.jit(attend).trace(jnp.asarray(case.queries, dtype), case.layer, case.tables)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 1
+
+
+class TestChoosingIt:
+    def test_on_a_gpu(self):
+        for head_dim in HEAD_DIMS:
+            backend = get_backend("pallas", "gpu", head_dim=head_dim, num_tensor_shards=1)
+            assert backend == PallasAttention(interpret=False)
+
+    @pytest.mark.parametrize(
+        ("platform", "head_dim", "shards", "message"),
+        [
+            ("cpu", 64, 1, "'pallas' needs a GPU; the engine's devices are of kind 'cpu'"),
+            ("tpu", 64, 1, "'pallas' needs a GPU"),
+            ("gpu", 80, 1, "'pallas' needs a head_dim of .*, got 80"),
+            ("gpu", 64, 2, "'pallas' runs on one device; the mesh spreads heads over 2"),
+        ],
+    )
+    def test_where_it_cannot_run(self, platform, head_dim, shards, message):
+        with pytest.raises(InvalidConfigError, match=message):
+            get_backend("pallas", platform, head_dim=head_dim, num_tensor_shards=shards)
+
+    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it is allowed")
+    def test_an_engine_elsewhere_is_refused(self):
+        with pytest.raises(InvalidConfigError, match="'pallas' needs a GPU"):
+            Engine(model_config=TINY, load_format="dummy", attention_backend="pallas")
+
+
+def greedy_tokens(**options):
+    prompts = random_prompts(5, 3, 40)
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    with Engine(
+        model_config=TINY,
+        weights=spread_weights(),
+        page_size=4,
+        max_running_requests=8,
+        decode_steps=4,
+        **options,
+    ) as engine:
+        return [output.output_ids for output in engine.generate_requests(prompts, params)]
+
+
+def test_engine_with_the_interpreted_kernel(monkeypatch):
+    """Prefill and decode through the kernel: the tokens of the portable backend."""
+    expected = greedy_tokens(attention_backend="xla")
+    used = []
+
+    def interpreted(name: str, platform: str, **shape: int) -> PallasAttention:
+        used.append((name, shape))
+        return INTERPRETED
+
+    monkeypatch.setattr(builder, "get_backend", interpreted)
+    assert greedy_tokens(attention_backend="pallas") == expected
+    assert used == [("pallas", {"head_dim": TINY.head_dim, "num_tensor_shards": 1})]
+
+
+@pytest.mark.gpu
+@needs_gpu
+class TestOnHardware:
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_ragged_blocks(self, shape, options):
+        case = case_of(shape)
+        case.check(case.run(PallasAttention(), options), options, atol=2e-5)
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_bfloat16(self, shape):
+        case = case_of(shape, jnp.bfloat16)
+        case.check(case.run(PallasAttention(), OPTIONS["all"]), OPTIONS["all"], atol=2e-2)
+
+    def test_long_contexts(self):
+        case = case_of(SHAPES["decode-mha"], jnp.bfloat16, lengths=[1, 700, 5000])
+        case.check(case.run(PallasAttention(), OPTIONS["default"]), OPTIONS["default"], atol=1e-2)
+
+    def test_engine_agrees_with_the_cpu(self):
+        """Greedy tokens in float32; TINY's weights are spread, so that no two logits are close."""
+        cpu = jax.sharding.Mesh(jax.devices("cpu")[:1], ("tp",))
+        # For all threads, the engine's too: float32 products are rounded to TF32 otherwise.
+        jax.config.update("jax_default_matmul_precision", "highest")
+        try:
+            on_gpu = greedy_tokens(attention_backend="pallas")
+        finally:
+            jax.config.update("jax_default_matmul_precision", None)
+        assert on_gpu == greedy_tokens(mesh=cpu)
