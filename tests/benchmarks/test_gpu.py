@@ -1,0 +1,67 @@
+"""The GPU benchmark in miniature, so that it runs when a GPU is there at last."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+import gpu
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+def test_every_section_runs(tmp_path, capsys):
+    output = tmp_path / "gpu.md"
+    gpu.main(["--smoke", "--output", str(output)])
+    data = json.loads(output.with_suffix(".json").read_text())
+    assert "failures" not in data
+    for name in ("decode_attention", "prefill_attention"):
+        assert {row["backend"] for row in data[name]} == {"pallas", "xla"}
+        assert all(row["time_s"] > 0 and row["limit_s"] > 0 for row in data[name])
+    assert [row["contestant"] for row in data["rollouts"]] == ["engine, xla", "vanilla"]
+    assert [row["rows"] for row in data["decode_steps"]] == [1, 4]
+    assert "| pallas | 2 | 64 |" in output.read_text()
+    capsys.readouterr()
+
+
+def test_a_failed_section_costs_no_other(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("no such kernel\nand more")
+
+    def one_row(*_):
+        yield {"backend": "xla", "rows": 1}
+
+    def one_row_and_fail(*_):
+        yield {"contestant": "vanilla"}
+        fail()
+
+    monkeypatch.setattr(gpu, "measure_ceilings", lambda _: gpu.Ceilings(1e12, 1e12))
+    monkeypatch.setattr(gpu, "measure_decode", fail)
+    monkeypatch.setattr(gpu, "measure_prefill", lambda *_: iter(()))
+    monkeypatch.setattr(gpu, "measure_rollouts", one_row_and_fail)
+    monkeypatch.setattr(gpu, "measure_decode_steps", one_row)
+    output = tmp_path / "gpu.md"
+    with pytest.raises(SystemExit, match="failed: Decode attention, Rollouts"):
+        gpu.main(["--smoke", "--output", str(output)])
+    data = json.loads(output.with_suffix(".json").read_text())
+    assert "no such kernel" in data["failures"]["Decode attention"]
+    assert data["rollouts"] == [{"contestant": "vanilla"}]
+    assert data["decode_steps"] == [{"backend": "xla", "rows": 1}]
+    assert "Failed: RuntimeError: no such kernel\n" in output.read_text()
+    capsys.readouterr()
+
+
+def test_sections_that_would_begin_too_late_are_left_out(tmp_path, capsys):
+    output = tmp_path / "gpu.md"
+    gpu.main(["--smoke", "--budget-s", "-1", "--output", str(output)])
+    assert output.read_text().count("Left out: -1 s had passed.") == 5
+    capsys.readouterr()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
+def test_it_is_refused_without_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "this needs a GPU, and JAX's default device is a cpu" in capsys.readouterr().err
