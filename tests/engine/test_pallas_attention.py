@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, builder
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.attention import AttentionOptions, BlockTables, get_backend
+from sgljax_engine.layers.basic import default_layout
 from sgljax_engine.layers.pallas_attention import HEAD_DIMS, PallasAttention, choose_tiling
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ModelContext
+from sgljax_engine.runner import programs
+from sgljax_engine.runner.batch import build_decode_batch, build_prefill_batch
+from sgljax_engine.runner.sampling_batch import build_sampling_batch
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case
 
@@ -101,6 +111,36 @@ def test_lowers_for_cuda(shape, dtype):
     traced = jax.jit(attend).trace(jnp.asarray(case.queries, dtype), case.layer, case.tables)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
+
+
+def test_decode_and_prefill_lower_for_cuda():
+    """The engine's own programs, whole: one kernel a layer."""
+    definition = get_model(TINY.architecture)
+    static = programs.ProgramContext(
+        model=definition,
+        context=ModelContext(TINY, default_layout("gpu")),
+        attention=get_backend("pallas", "gpu", head_dim=TINY.head_dim, num_tensor_shards=1),
+        page_size=16,
+        max_steps=4,
+    )
+    params = {
+        name: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16)
+        for name, spec in definition.param_specs(TINY).items()
+    }
+    pages = jax.ShapeDtypeStruct((32, TINY.num_kv_heads, 16, TINY.head_dim), jnp.bfloat16)
+    kv = (LayerKV(pages, pages),) * TINY.num_layers  # type: ignore[arg-type]
+
+    def num_kernels(program: Any, *args: Any) -> int:
+        jitted = jax.jit(functools.partial(program, static=static), donate_argnums=1)
+        lowered = jitted.trace(params, kv, *args).lower(lowering_platforms=("cuda",))
+        return lowered.as_text().count("@__gpu$xla.gpu.triton")
+
+    rows = build_decode_batch([], [], buckets=[8], table_width=16)
+    sampling = build_sampling_batch([], 8, TINY.vocab_size)
+    decode = (rows, sampling, programs.RowOptions(), np.int32(1), np.int32(1))
+    assert num_kernels(programs.decode, *decode) == TINY.num_layers
+    prefill = build_prefill_batch([], buckets=[64], block=16, page_size=16, table_width=16)
+    assert num_kernels(programs.prefill, prefill) == TINY.num_layers
 
 
 class TestChoosingIt:

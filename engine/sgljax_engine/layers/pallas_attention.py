@@ -35,6 +35,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 """Triton's arrays have powers of two as sizes, and tensor cores take 16 at least."""
 
 _MIN_ROWS = 16
+_MIN_KEYS, _MAX_KEYS = 16, 128
 
 
 class _Budget(NamedTuple):
@@ -43,7 +44,7 @@ class _Budget(NamedTuple):
     Attributes:
         step_bytes: Of keys in a step of the loop; as many of values, and a second step in flight.
         max_rows: Rows of queries.
-        wide_tile: Beyond so many accumulators a program has 8 warps instead of 4.
+        wide_tile: Beyond so many accumulators or scores a program has 8 warps instead of 4.
     """
 
     step_bytes: int
@@ -99,11 +100,11 @@ def choose_tiling(q_shape: tuple[int, ...], layer: LayerKV, max_pages: int) -> T
     num_rows = num_queries * (num_heads // num_kv_heads)
     rows = min(max(_power_of_two(num_rows), _MIN_ROWS), budget.max_rows)
     row_tiles = pl.cdiv(num_rows, rows)
-    keys = max(budget.step_bytes // (head_dim * itemsize), 16)
+    keys = min(max(budget.step_bytes // (head_dim * itemsize), _MIN_KEYS), _MAX_KEYS)
     wanted = pl.cdiv(_TARGET_PROGRAMS, num_blocks * num_kv_heads * row_tiles)
     useful = pl.cdiv(max_pages * layer.page_size, max(_MIN_SPLIT_KEYS, keys))
     splits = min(_power_of_two(wanted), _power_of_two(useful), _MAX_SPLITS)
-    num_warps = 8 if rows * head_dim > budget.wide_tile else 4
+    num_warps = 8 if rows * max(head_dim, keys) > budget.wide_tile else 4
     return Tiling(rows, row_tiles, keys, splits, num_warps)
 
 
