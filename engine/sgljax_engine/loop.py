@@ -193,8 +193,7 @@ class EngineLoop:
             self._counters.num_requests += 1
 
     def _end(self, rids: list[str], reason: FinishReason) -> int:
-        wanted = set(rids)
-        found = [r for r in self._scheduler.requests() if r.rid in wanted]
+        found = [r for r in map(self._scheduler.find, dict.fromkeys(rids)) if r is not None]
         for request in found:
             self._scheduler.finish(request, reason)
             self._deliver(request)

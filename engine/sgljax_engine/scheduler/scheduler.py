@@ -16,7 +16,6 @@ same beginning wait for it and then find its pages.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Iterable
 
@@ -25,6 +24,7 @@ from sgljax_engine.cache.radix import PrefixHandle
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.scheduler.policy import AdmissionPolicy
+from sgljax_engine.scheduler.waiting import WaitingQueue
 from sgljax_engine.types import (
     FinishReason,
     PageCopy,
@@ -74,9 +74,10 @@ class Scheduler:
         self._token_block = token_block
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
+        self._unfinished: dict[str, Request] = {}
         self.policy = AdmissionPolicy(config)
-        # Both sorted by arrival, oldest first.
-        self.waiting: list[Request] = []
+        # Both in order of arrival, oldest first.
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
 
     # ------------------------------------------------------------------ queue changes
@@ -85,6 +86,7 @@ class Scheduler:
         """Puts a new request at the end of the waiting queue."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
+        self._unfinished[request.rid] = request
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -96,6 +98,7 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             raise EngineError(f"request {request.rid} finished twice")
+        del self._unfinished[request.rid]
         request.status = RequestStatus.FINISHED
         request.finish = reason
 
@@ -105,11 +108,15 @@ class Scheduler:
         self._pool.release(request)
         request.status = RequestStatus.WAITING
         request.num_retractions += 1
-        bisect.insort(self.waiting, request, key=_arrival)
+        self.waiting.put_back(request)
 
     def requests(self) -> list[Request]:
         """All unfinished requests, running ones first."""
-        return self.running + self.waiting
+        return [*self.running, *self.waiting]
+
+    def find(self, rid: str) -> Request | None:
+        """The unfinished request with an id, if there is one."""
+        return self._unfinished.get(rid)
 
     @property
     def has_work(self) -> bool:
@@ -206,16 +213,8 @@ class Scheduler:
         plan.chunks.append(PrefillChunk(request, start, num_tokens, tuple(request.pages)))
         plan.budget -= -(-num_tokens // self._token_block) * self._token_block
         end = plan.ends[request.rid] = start + num_tokens
-        with_tail = end == request.kv_len and self._has_twin(request)
+        with_tail = end == request.kv_len and self.waiting.has_twin(request)
         plan.copies.extend(self._pool.share(request, end, with_tail=with_tail))
-
-    def _has_twin(self, request: Request) -> bool:
-        """Whether another request waits to prefill the same tokens."""
-        key = request.prompt_key
-        return not request.output_ids and any(
-            r.prompt_key == key and r.status is RequestStatus.WAITING and not r.output_ids
-            for r in self.waiting
-        )
 
     # ------------------------------------------------------------------ admission
 
@@ -225,9 +224,8 @@ class Scheduler:
             return []
         reserved = sum(self._expected_pages(r, len(r.pages)) for r in self.running)
         started: list[Request] = []
-        for request in self.waiting:
-            if len(self.running) >= self._config.max_running_requests:
-                break
+        while self.waiting and len(self.running) < self._config.max_running_requests:
+            request = self.waiting.oldest
             prefix = self._pool.find_prefix(request)
             expected = self._expected_pages(request, prefix.num_pages)
             now = self._pages_to_start(request, prefix, num_steps)
@@ -241,13 +239,13 @@ class Scheduler:
                 self._pool.release_prefix(prefix)
                 break
             plan.copies.extend(self._pool.start(request, prefix, now))
+            self.waiting.remove(request)
             request.status = RequestStatus.RUNNING
             reserved += max(expected - now, 0)
             self.running.append(request)
             started.append(request)
             if needs_prefill:
                 self._add_chunk(plan, request)
-        self.waiting = [r for r in self.waiting if r.status is RequestStatus.WAITING]
         self.running.sort(key=_arrival)
         return started
 
@@ -265,6 +263,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises EngineError when queues, statuses and pages contradict one another."""
         self._pool.check_integrity(self.running)
+        if self._unfinished != {r.rid: r for r in self.requests()}:
+            raise EngineError("the queues have other requests than those that are unfinished")
         for request in self.waiting:
             if request.pages or request.num_computed:
                 raise EngineError(f"waiting request {request.rid} owns KV pages")

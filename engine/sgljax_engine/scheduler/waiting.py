@@ -1,0 +1,67 @@
+"""The waiting queue: requests in order of arrival, each found and removed in constant time."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+
+from sgljax_engine.types import Request
+
+
+class WaitingQueue:
+    """Waiting requests, oldest first. Owned by the scheduler.
+
+    Two queues, one behind the other: *returned* requests ran before and were retracted; the others
+    have never run. Admission goes by arrival, so every returned request is older than all others,
+    and there are never more of them than rows in the batch.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._returned: list[Request] = []
+        # Not a dict: finding the first entry of one passes over all that were removed before it.
+        self._new: OrderedDict[str, Request] = OrderedDict()
+        self._twins: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        """Requests in the queue."""
+        return len(self._returned) + len(self._new)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Requests in order of arrival."""
+        yield from self._returned
+        yield from self._new.values()
+
+    @property
+    def oldest(self) -> Request:
+        """The request to start next; the queue must not be empty."""
+        return self._returned[0] if self._returned else next(iter(self._new.values()))
+
+    def append(self, request: Request) -> None:
+        """Puts a request that has never run behind all others."""
+        self._new[request.rid] = request
+        self._twins[request.prompt_key] += 1
+
+    def put_back(self, request: Request) -> None:
+        """Puts a retracted request at its old place."""
+        bisect.insort(self._returned, request, key=_arrival)
+        if not request.output_ids:
+            self._twins[request.prompt_key] += 1
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, wherever it is."""
+        if self._new.pop(request.rid, None) is None:
+            self._returned.remove(request)
+        if not request.output_ids:
+            self._twins[request.prompt_key] -= 1
+            if not self._twins[request.prompt_key]:
+                del self._twins[request.prompt_key]
+
+    def has_twin(self, request: Request) -> bool:
+        """Whether another request waits to prefill the same tokens."""
+        return not request.output_ids and request.prompt_key in self._twins
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
