@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from array import array
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingParams
@@ -97,6 +98,7 @@ class Request:
 
     `arrival_s` and `first_token_s` are readings of `time.perf_counter`: when the caller submitted
     it, and at the end of the dispatch that produced its first token.
+    `pages` is an array of C ints, which numpy copies into a page table without a loop.
     """
 
     rid: str
@@ -118,7 +120,7 @@ class Request:
     processed_logprobs: list[float] = dataclasses.field(default_factory=list)
     extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
-    pages: list[int] = dataclasses.field(default_factory=list)
+    pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     num_computed: int = 0
     num_cached: int = 0
     num_retractions: int = 0
@@ -134,7 +136,7 @@ class Request:
     @property
     def kv_len(self) -> int:
         """Tokens that must be in the KV cache before a decode step: all but the newest."""
-        return self.num_tokens - 1
+        return len(self.prompt_ids) + len(self.output_ids) - 1
 
     @property
     def num_remaining(self) -> int:

@@ -8,6 +8,7 @@ with the wrong request, rewritten by another one, copied too late or left over f
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput
 
@@ -85,7 +86,7 @@ class FakeDevice:
             page, offset = pages[at // self._page_size], at % self._page_size
             self._pages[page][offset] = self._content(tokens[: at + 1])
 
-    def _read(self, request: Request, pages: list[int] | tuple[int, ...], end: int) -> None:
+    def _read(self, request: Request, pages: Sequence[int], end: int) -> None:
         tokens = request.tokens(0, end)
         for at in range(end):
             page, offset = pages[at // self._page_size], at % self._page_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sgljax_engine.errors import EngineError
 
 
@@ -39,7 +41,7 @@ class PageAllocator:
             self._is_used[page] = 1
         return pages
 
-    def free(self, pages: list[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Gives pages back; a page that is not in use raises EngineError."""
         for page in reversed(pages):
             if not 0 <= page < self.num_pages or not self._is_used[page]:

@@ -6,6 +6,8 @@ nobody writes to; the rest are its own.
 
 from __future__ import annotations
 
+from array import array
+
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.radix import PrefixHandle, RadixCache
 from sgljax_engine.errors import EngineError
@@ -72,7 +74,7 @@ class PagePool:
         Returns the copies that the device must make before the request decodes: its own page of
         a cached tail, which it will write behind.
         """
-        request.pages = handle.pages() + self._cache.allocate(count)
+        request.pages = array("i", handle.pages() + self._cache.allocate(count))
         request.num_computed = handle.num_tokens(self.page_size)
         if request.num_retractions == 0:
             request.num_cached = request.num_computed
@@ -137,7 +139,7 @@ class PagePool:
             )
         self._allocator.free(request.pages[handle.num_pages :])
         self._cache.release(handle)
-        request.pages = []
+        request.pages = array("i")
         request.num_computed = 0
 
     def reset_cache(self) -> int:
@@ -166,7 +168,7 @@ class PagePool:
         shared: set[int] = set()
         for request in running:
             num_shared = self._handles[request.rid].num_pages
-            if request.pages[:num_shared] != self._handles[request.rid].pages():
+            if request.pages[:num_shared].tolist() != self._handles[request.rid].pages():
                 raise EngineError(f"request {request.rid} lost track of its shared pages")
             shared.update(request.pages[:num_shared])
             own.extend(request.pages[num_shared:])

@@ -159,10 +159,11 @@ def build_decode_batch(
     page_table = np.zeros((size, table_width), np.int32)
     limits = np.zeros(size, np.int32)
     ends_at_limit = np.zeros(size, bool)
-    for row, (request, limit) in enumerate(zip(requests, step_limits, strict=True)):
-        input_ids[row] = request.last_token
-        positions[row] = request.kv_len
+    used = slice(len(requests))
+    input_ids[used] = [request.last_token for request in requests]
+    positions[used] = [request.kv_len for request in requests]
+    limits[used] = step_limits
+    ends_at_limit[used] = limits[used] == [request.num_remaining for request in requests]
+    for row, request in enumerate(requests):
         page_table[row, : len(request.pages)] = request.pages
-        limits[row] = limit
-        ends_at_limit[row] = limit == request.num_remaining
     return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit)  # type: ignore[arg-type]

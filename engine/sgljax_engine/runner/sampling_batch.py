@@ -36,17 +36,27 @@ def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int
     seed = np.zeros((size, 2), np.uint32)
     step = np.zeros(size, np.int32)
     stop_ids = np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32)
-    for row, request in enumerate(requests):
-        params = request.params
-        temperature[row] = params.temperature
-        if params.top_k is not None and params.top_k > 0:
-            top_k[row] = min(params.top_k, vocab_size)
-        top_p[row] = params.top_p
-        min_p[row] = params.min_p
-        seed[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
-        step[row] = len(request.output_ids)
-        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+    used, params = slice(len(requests)), [request.params for request in requests]
+    temperature[used] = [p.temperature for p in params]
+    top_k[used] = [_top_k(p.top_k, vocab_size) for p in params]
+    top_p[used] = [p.top_p for p in params]
+    min_p[used] = [p.min_p for p in params]
+    seeds = np.asarray([request.seed for request in requests], np.uint64)
+    seed[used, 0], seed[used, 1] = seeds >> 32, seeds & 0xFFFFFFFF
+    step[used] = [len(request.output_ids) for request in requests]
+    # Few different lists, most often one: each is written once.
+    lists: dict[tuple[int, ...], int] = {}
+    which = [lists.setdefault(request.stop_ids, len(lists)) for request in requests]
+    padded = np.full((len(lists), MAX_STOP_TOKEN_IDS), -1, np.int32)
+    for i, ids in enumerate(lists):
+        padded[i, : len(ids)] = ids
+    if requests:
+        stop_ids[used] = padded[which]
     return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, stop_ids)  # type: ignore[arg-type]
+
+
+def _top_k(top_k: int | None, vocab_size: int) -> int:
+    return vocab_size if top_k is None or top_k <= 0 else min(top_k, vocab_size)
 
 
 def build_table(
