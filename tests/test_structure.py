@@ -20,7 +20,8 @@ PACKAGES = {
 ALLOWED = {
     "errors": set(),
     "sampling_params": {"errors"},
-    "types": {"errors", "sampling_params"},
+    "token_counts": set(),
+    "types": {"errors", "sampling_params", "token_counts"},
     "outputs": {"sampling_params", "types"},
     "checks": {"errors"},
     "files": {"errors"},
@@ -49,6 +50,7 @@ ALLOWED = {
         "runner",
         "sampling",
         "sampling_params",
+        "token_counts",
         "types",
         "weights",
     },
@@ -60,6 +62,7 @@ ALLOWED = {
 HOST_ONLY = (
     "errors",
     "sampling_params",
+    "token_counts",
     "types",
     "outputs",
     "checks",

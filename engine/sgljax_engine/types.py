@@ -16,6 +16,8 @@ from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingP
 if TYPE_CHECKING:
     import numpy as np
 
+    from sgljax_engine.token_counts import TokenCounts
+
 
 class RequestStatus(enum.Enum):
     """Where a request is in its life."""
@@ -98,6 +100,7 @@ class Request:
 
     `arrival_s` and `first_token_s` are readings of `time.perf_counter`: when the caller submitted
     it, and at the end of the dispatch that produced its first token.
+    `seen` is made when a batch first needs it, by rows with penalties only.
     `pages` is an array of C ints, which numpy copies into a page table without a loop.
     """
 
@@ -121,6 +124,7 @@ class Request:
     extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
+    seen: TokenCounts | None = None
     num_computed: int = 0
     num_cached: int = 0
     num_retractions: int = 0

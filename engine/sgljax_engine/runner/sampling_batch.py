@@ -16,6 +16,7 @@ from sgljax_engine.sampling_params import (
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
 )
+from sgljax_engine.token_counts import TokenCounts
 from sgljax_engine.types import Request
 
 TOP_BUCKETS = (0, 8, 32, MAX_TOP_LOGPROBS)
@@ -70,20 +71,21 @@ def build_table(
         return None
     seen = [_seen_tokens(request) for request in requests]
     width = 0
-    for request, (ids, _) in zip(requests, seen, strict=True):
+    for request, tokens in zip(requests, seen, strict=True):
         num_edits = 0 if request.edits is None else len(request.edits.token_ids)
-        num_seen = min(len(ids) + num_steps, vocab_size) if request.params.has_penalties else 0
+        num_seen = 0 if tokens is None else min(len(tokens) + num_steps, vocab_size)
         width = max(width, num_edits, num_seen)
     table: Any = empty_table(size, pick_bucket(table_buckets(vocab_size), width), vocab_size)
-    for row, (request, (ids, counts)) in enumerate(zip(requests, seen, strict=True)):
+    for row, (request, tokens) in enumerate(zip(requests, seen, strict=True)):
         params = request.params
         table.min_new_tokens[row] = params.min_new_tokens
         table.repetition[row] = params.repetition_penalty
         table.frequency[row] = params.frequency_penalty
         table.presence[row] = params.presence_penalty
-        table.seen_ids[row, : len(ids)] = ids
-        table.seen_counts[row, : len(ids)] = counts
-        table.num_seen[row] = len(ids)
+        if tokens is not None:
+            table.seen_ids[row, : len(tokens)] = tokens.ids
+            table.seen_counts[row, : len(tokens)] = tokens.counts
+            table.num_seen[row] = len(tokens)
         if request.edits is not None:
             num_edits = len(request.edits.token_ids)
             table.edit_ids[row, :num_edits] = request.edits.token_ids
@@ -96,7 +98,7 @@ def _changes_next_logits(request: Request) -> bool:
     """Whether the request's settings change logits from here on; min_new_tokens is passed once."""
     params = request.params
     is_early = len(request.output_ids) < params.min_new_tokens
-    return params.has_penalties or request.edits is not None or is_early
+    return request.edits is not None or is_early or params.has_penalties
 
 
 def empty_table(size: int, width: int, vocab_size: int) -> SamplingTable:
@@ -116,16 +118,14 @@ def empty_table(size: int, width: int, vocab_size: int) -> SamplingTable:
     return SamplingTable(**arrays)
 
 
-def _seen_tokens(request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Each token of prompt and output once, and its occurrences in the output."""
+def _seen_tokens(request: Request) -> TokenCounts | None:
+    """The tokens that penalties are for, brought up to date; None without penalties."""
     if not request.params.has_penalties:
-        return np.zeros(0, np.int32), np.zeros(0, np.int32)
-    output = np.asarray(request.output_ids, np.int32)
-    ids = np.unique(np.concatenate([np.asarray(request.prompt_ids, np.int32), output]))
-    counts = np.zeros(len(ids), np.int32)
-    in_output, occurrences = np.unique(output, return_counts=True)
-    counts[np.searchsorted(ids, in_output)] = occurrences
-    return ids, counts
+        return None
+    if request.seen is None:
+        request.seen = TokenCounts(request.prompt_ids)
+    request.seen.update(request.output_ids)
+    return request.seen
 
 
 def build_logprob_batch(
