@@ -271,7 +271,7 @@ class EngineLoop:
         if output.copies:
             self._runner.copy_pages(output.copies)
         prefilled = time.perf_counter()
-        rows = self._runner.decode(output) if output.decode else []
+        rows = self._runner.decode(output).wait() if output.decode else []
         self._counters.prefill_s += prefilled - started
         self._counters.decode_s += time.perf_counter() - prefilled
         return StepOutput(rows, self._runner.programs.num_compiles - compiles)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingParams
@@ -217,8 +218,7 @@ class SchedulerOutput:
         return not self.prefill and not self.copies and not self.decode
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowOutput:
+class RowOutput(NamedTuple):
     """What one decode row produced in one dispatch; lists of equal length, one entry a token.
 
     `extra_logprobs` is empty for rows that asked for none.
@@ -229,7 +229,7 @@ class RowOutput:
     scaled_logprobs: list[float]
     processed_logprobs: list[float]
     stopped: bool
-    extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
+    extra_logprobs: Sequence[TopLogprobs] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -145,6 +145,15 @@ def build_copies(
     return sources, targets, np.int32(-(-len(copies) // _COPY_GROUP))
 
 
+def decode_order(requests: Sequence[Request]) -> list[int]:
+    """The order in which requests become rows: longest first, equal ones as they come.
+
+    Attention works through tiles of neighbouring rows, each to its longest context.
+    """
+    lengths = [-request.kv_len for request in requests]
+    return sorted(range(len(requests)), key=lengths.__getitem__)
+
+
 def build_decode_batch(
     requests: Sequence[Request],
     step_limits: Sequence[int],

@@ -18,11 +18,13 @@ from sgljax_engine.runner.batch import (
     build_copies,
     build_decode_batch,
     build_prefill_batch,
+    decode_order,
     grow_buckets,
     pick_bucket,
 )
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState
 from sgljax_engine.runner.placement import Placement
+from sgljax_engine.runner.results import PendingDecode, extras_at
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,
     build_sampling_batch,
@@ -30,16 +32,12 @@ from sgljax_engine.runner.sampling_batch import (
     empty_table,
     table_buckets,
 )
-from sgljax_engine.sampling.logprobs import ExtraLogprobs
-from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import (
     PageCopy,
     PrefillChunk,
     PromptLogprobs,
     Request,
-    RowOutput,
     SchedulerOutput,
-    TopLogprobs,
 )
 
 logger = logging.getLogger(__name__)
@@ -111,24 +109,28 @@ class ModelRunner:
             *build_copies(copies, max_copies=self._batch_buckets[-1], num_pages=self._num_pages),
         )
 
-    def decode(self, output: SchedulerOutput) -> list[RowOutput]:
-        """Runs the decode rows and waits for their tokens."""
+    def decode(self, output: SchedulerOutput) -> PendingDecode:
+        """Dispatches the decode rows; does not wait for the device."""
+        order = decode_order(output.decode)
+        rows = [output.decode[place] for place in order]
         batch = build_decode_batch(
-            output.decode,
-            output.step_limits,
+            rows,
+            [output.step_limits[place] for place in order],
             buckets=self._batch_buckets,
             table_width=self._table_width,
         )
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
-        sampling = build_sampling_batch(output.decode, size, vocab_size)
+        sampling = build_sampling_batch(rows, size, vocab_size)
         options = programs.RowOptions(
-            build_table(output.decode, size, vocab_size, output.num_steps),
-            build_logprob_batch(output.decode, size, vocab_size),
+            build_table(rows, size, vocab_size, output.num_steps),
+            build_logprob_batch(rows, size, vocab_size),
         )
         max_finished = 1 if output.yield_on_finish else size + 1
         limits = np.int32(output.num_steps), np.int32(max_finished)
-        result = jax.device_get(self._run("decode", batch, sampling, options, *limits))
-        return [_row_output(result, row, request) for row, request in enumerate(output.decode)]
+        result = self._run("decode", batch, sampling, options, *limits)
+        for leaf in jax.tree.leaves(result):
+            leaf.copy_to_host_async()
+        return PendingDecode(result, rows, order)
 
     # ------------------------------------------------------------------ given tokens
 
@@ -167,7 +169,7 @@ class ModelRunner:
         table = scores.extras
         if table is None:
             return PromptLogprobs(logprobs, [])
-        more = [_extras_at(table, (0, place), request.logprob_options) for place in places]
+        more = [extras_at(table, (0, place), request.logprob_options) for place in places]
         return PromptLogprobs(logprobs, [*head, *more])
 
     def _run_score(self, ids: np.ndarray, temperature: float, extras: Any) -> scoring.ScoreOutput:
@@ -298,29 +300,3 @@ class ModelRunner:
             page_size=self._static.page_size,
             table_width=self._table_width,
         )
-
-
-def _row_output(result: programs.DecodeOutput, row: int, request: Request) -> RowOutput:
-    count = int(result.num_tokens[row])
-    extras: list[TopLogprobs] = []
-    options = request.logprob_options
-    if result.extras is not None and options.has_extras:
-        extras = [_extras_at(result.extras, (step, row), options) for step in range(count)]
-    return RowOutput(
-        token_ids=result.token_ids[:count, row].tolist(),
-        logprobs=result.logprobs[:count, row].tolist(),
-        scaled_logprobs=result.scaled_logprobs[:count, row].tolist(),
-        processed_logprobs=result.processed_logprobs[:count, row].tolist(),
-        stopped=bool(result.stopped[row]),
-        extra_logprobs=extras,
-    )
-
-
-def _extras_at(
-    extras: ExtraLogprobs, place: tuple[int, int], options: LogprobOptions
-) -> TopLogprobs:
-    return TopLogprobs(
-        values=extras.values[place][: options.top_num].tolist(),
-        token_ids=extras.token_ids[place][: options.top_num].tolist(),
-        chosen=extras.chosen[place][: len(options.token_ids)].tolist(),
-    )

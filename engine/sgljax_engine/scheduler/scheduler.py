@@ -139,7 +139,7 @@ class Scheduler:
             prefill=plan.chunks,
             copies=plan.copies,
             decode=decode,
-            step_limits=[self._step_limit(r) for r in decode],
+            step_limits=[min(self._room(r), r.num_remaining) for r in decode],
             num_steps=num_steps,
             retracted=retracted,
             started=started,
@@ -172,12 +172,12 @@ class Scheduler:
     # ------------------------------------------------------------------ pages
 
     def _missing_pages(self, request: Request, num_steps: int) -> int:
-        steps = min(num_steps, request.num_remaining)
-        return max(self._pool.pages_for(request.kv_len + steps) - len(request.pages), 0)
+        lacking = min(num_steps, request.num_remaining) - self._room(request)
+        return self._pool.pages_for(lacking) if lacking > 0 else 0
 
-    def _step_limit(self, request: Request) -> int:
-        room = len(request.pages) * self._pool.page_size - request.kv_len
-        return min(room, request.num_remaining)
+    def _room(self, request: Request) -> int:
+        """Tokens that the request's pages can still take."""
+        return len(request.pages) * self._pool.page_size - request.kv_len
 
     def _reserve_decode_pages(self, decodable: list[Request]) -> tuple[int, list[Request]]:
         """Gives decoding rows pages for as many steps as fit, retracting the youngest for one."""

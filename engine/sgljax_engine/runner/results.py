@@ -1,0 +1,84 @@
+"""From what a decode dispatch leaves on the device to what each request gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from sgljax_engine.runner.programs import DecodeOutput
+from sgljax_engine.sampling.logprobs import ExtraLogprobs
+from sgljax_engine.sampling_params import LogprobOptions
+from sgljax_engine.types import Request, RowOutput, TopLogprobs
+
+
+class PendingDecode(NamedTuple):
+    """A decode dispatch that may still run.
+
+    Attributes:
+        result: Arrays of the device.
+        rows: The requests in the order of the device's rows.
+        order: For each row, the place of its request in `SchedulerOutput.decode`.
+    """
+
+    result: DecodeOutput
+    rows: Sequence[Request]
+    order: Sequence[int]
+
+    def wait(self) -> list[RowOutput]:
+        """Waits for the tokens; one entry for each of `SchedulerOutput.decode`, in its order."""
+        by_row = row_outputs(jax.device_get(self.result), self.rows)
+        outputs = list(by_row)
+        for place, output in zip(self.order, by_row, strict=True):
+            outputs[place] = output
+        return outputs
+
+
+def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput]:
+    """Takes host arrays apart. Row i of them belongs to `rows[i]`; rows behind are padding."""
+    counts = result.num_tokens[: len(rows)].tolist()
+    stopped = result.stopped[: len(rows)].tolist()
+    most = max(counts)
+    # Whole arrays become lists at once: indexing them row by row costs more than all the rest.
+    columns = [
+        array[:most, : len(rows)].T.tolist()
+        for array in (
+            result.token_ids,
+            result.logprobs,
+            result.scaled_logprobs,
+            result.processed_logprobs,
+        )
+    ]
+    return [
+        RowOutput(
+            ids[:count],
+            raw[:count],
+            scaled[:count],
+            processed[:count],
+            stopped[row],
+            _row_extras(result.extras, row, count, rows[row].logprob_options),
+        )
+        for row, (count, ids, raw, scaled, processed) in enumerate(
+            zip(counts, *columns, strict=True)
+        )
+    ]
+
+
+def _row_extras(
+    extras: ExtraLogprobs | None, row: int, count: int, options: LogprobOptions
+) -> Sequence[TopLogprobs]:
+    if extras is None or not options.has_extras:
+        return ()
+    return [extras_at(extras, (step, row), options) for step in range(count)]
+
+
+def extras_at(
+    extras: ExtraLogprobs, place: tuple[int, int], options: LogprobOptions
+) -> TopLogprobs:
+    """What a request asked for of one place in host arrays [N, M, ...]."""
+    return TopLogprobs(
+        values=extras.values[place][: options.top_num].tolist(),
+        token_ids=extras.token_ids[place][: options.top_num].tolist(),
+        chosen=extras.chosen[place][: len(options.token_ids)].tolist(),
+    )

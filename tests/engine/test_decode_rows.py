@@ -1,0 +1,89 @@
+"""Requests become device rows by length, and get back what is theirs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine.runner.batch import build_decode_batch, decode_order
+from sgljax_engine.runner.programs import DecodeOutput
+from sgljax_engine.runner.results import PendingDecode
+from sgljax_engine.sampling.logprobs import ExtraLogprobs
+from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
+from sgljax_engine.types import Request, TopLogprobs
+
+
+def make_requests(*lengths: int) -> list[Request]:
+    return [
+        Request(rid=str(i), prompt_ids=[i] * length, params=SamplingParams(), seed=i)
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((5, 9, 2), [1, 0, 2]),
+        ((4, 4, 4), [0, 1, 2]),
+        ((1, 7, 1, 7), [1, 3, 0, 2]),
+        ((3,), [0]),
+    ],
+)
+def test_longest_rows_first_and_equal_ones_as_they_come(lengths, expected):
+    assert decode_order(make_requests(*lengths)) == expected
+
+
+def test_output_counts_as_length():
+    requests = make_requests(5, 4)
+    requests[1].output_ids.extend([0, 0])
+    assert decode_order(requests) == [1, 0]
+
+
+def test_rows_keep_their_pages_and_limits():
+    requests = make_requests(3, 9, 6)
+    for i, request in enumerate(requests):
+        request.pages.extend(range(10 * i, 10 * i + i + 1))
+        request.output_ids.append(70 + i)
+    batch = build_decode_batch(requests, [2, 128 - 1, 1], buckets=[4], table_width=3)
+    np.testing.assert_array_equal(batch.input_ids, [70, 71, 72, 0])
+    np.testing.assert_array_equal(batch.positions, [3, 9, 6, 0])
+    np.testing.assert_array_equal(
+        batch.page_table, [[0, 0, 0], [10, 11, 0], [20, 21, 22], [0, 0, 0]]
+    )
+    np.testing.assert_array_equal(batch.step_limits, [2, 127, 1, 0])
+    np.testing.assert_array_equal(batch.ends_at_limit, [False, True, False, False])
+
+
+def test_each_request_gets_the_results_of_its_row():
+    """Three requests on a batch of four rows, as the device left it after at most three steps."""
+    requests = make_requests(3, 9, 6)
+    requests[2].logprob_options = LogprobOptions(enabled=True, top_num=1, token_ids=(4,))
+    order = decode_order(requests)
+    assert order == [1, 2, 0]
+    steps = jnp.arange(20, dtype=jnp.int32).reshape(5, 4)
+    floats = steps.astype(jnp.float32)
+    extras = ExtraLogprobs(floats[..., None] / 2, steps[..., None] * 2, floats[..., None] / 4)
+    result = DecodeOutput(
+        token_ids=steps,
+        logprobs=-floats,
+        scaled_logprobs=-2 * floats,
+        processed_logprobs=-3 * floats,
+        num_tokens=jnp.array([3, 2, 1, 0], jnp.int32),
+        stopped=jnp.array([False, True, False, False]),
+        extras=extras,
+    )
+    first, second, third = PendingDecode(result, [requests[i] for i in order], order).wait()
+    assert second.token_ids == [0, 4, 8]
+    assert third.token_ids == [1, 5]
+    assert first.token_ids == [2]
+    assert third.logprobs == [-1.0, -5.0]
+    assert third.scaled_logprobs == [-2.0, -10.0]
+    assert third.processed_logprobs == [-3.0, -15.0]
+    assert [first.stopped, second.stopped, third.stopped] == [False, False, True]
+    assert list(third.extra_logprobs) == [
+        TopLogprobs([0.5], [2], [0.25]),
+        TopLogprobs([2.5], [10], [1.25]),
+    ]
+    assert not first.extra_logprobs
+    assert not second.extra_logprobs
