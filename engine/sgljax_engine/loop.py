@@ -3,6 +3,9 @@
 It takes commands only between two dispatches and blocks on the command queue when there is
 nothing to run. It knows nothing of the `Engine` object that feeds it, so that dropping the last
 reference to an engine can end its thread.
+
+What a dispatch produced is handed to the detokenizer when the next dispatch is on its way, so that
+the device does not wait for that; but before any command, and before waiting for one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgljax_engine import commands as cmd
 from sgljax_engine.cache.pool import PagePool
@@ -37,6 +40,14 @@ from sgljax_engine.types import (
 from sgljax_engine.weights.sync import WeightMaker
 
 logger = logging.getLogger(__name__)
+
+
+class _News(NamedTuple):
+    """A request that is finished, or has new tokens that somebody watches."""
+
+    request: Request
+    answer: Answer
+    failure: EngineStepError | None = None
 
 
 class EngineLoop:
@@ -76,6 +87,7 @@ class EngineLoop:
         self._counters = EngineCounters()
         self._answers: dict[str, Answer] = {}
         self._failures: dict[str, EngineStepError] = {}
+        self._news: list[_News] = []
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
         # submit on the same thread.
@@ -131,6 +143,8 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Handles all queued commands, waiting for one when idle; False at shutdown."""
         while True:
+            if not self._scheduler.has_work:
+                self._hand_over()
             try:
                 # Kept in no variable: a command that was handled must not keep its arrays alive.
                 go_on = self._handle(self._commands.get(block=not self._scheduler.has_work))
@@ -141,6 +155,7 @@ class EngineLoop:
 
     def _handle(self, command: cmd.Command) -> bool:
         """Answers a command; False when it was the last."""
+        self._hand_over()
         if isinstance(command, cmd.Shutdown):
             return False
         if isinstance(command, cmd.AddRequests):
@@ -259,7 +274,7 @@ class EngineLoop:
             self._end([rid], FinishReason("error", message=str(failure)))
         for request in output.decode:
             if is_watched(request) and request.rid in self._answers:
-                self._detokenizer.put(request, self._answers[request.rid])
+                self._news.append(_News(request, self._answers[request.rid]))
         self._count(output, step)
 
     def _dispatch(self, output: SchedulerOutput) -> StepOutput:
@@ -271,7 +286,9 @@ class EngineLoop:
         if output.copies:
             self._runner.copy_pages(output.copies)
         prefilled = time.perf_counter()
-        rows = self._runner.decode(output).wait() if output.decode else []
+        pending = self._runner.decode(output) if output.decode else None
+        self._hand_over()
+        rows = [] if pending is None else pending.wait()
         self._counters.prefill_s += prefilled - started
         self._counters.decode_s += time.perf_counter() - prefilled
         return StepOutput(rows, self._runner.programs.num_compiles - compiles)
@@ -321,12 +338,19 @@ class EngineLoop:
     def _deliver(self, request: Request) -> None:
         self._count_end(request)
         failure = self._failures.pop(request.rid, None)
-        self._detokenizer.put(request, self._answers.pop(request.rid), failure)
+        self._news.append(_News(request, self._answers.pop(request.rid), failure))
+
+    def _hand_over(self) -> None:
+        """Gives the detokenizer what the last dispatch and commands left for it."""
+        news, self._news = self._news, []
+        for item in news:
+            self._detokenizer.put(item.request, item.answer, item.failure)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that the step touched; others keep going."""
         logger.exception("a device step failed")
         _forget_locals(error)
+        self._hand_over()
         self._counters.num_failed_steps += 1
         # Pages may lack what the step was to write: after this none of them is kept.
         self._pool.reset_cache()
@@ -348,6 +372,7 @@ class EngineLoop:
     def _close(self) -> None:
         with self._submit_lock:
             self._is_closed = True
+        self._hand_over()
         self._detokenizer.stop()
         for request in self._scheduler.requests():
             request.status = RequestStatus.FINISHED
