@@ -66,7 +66,10 @@ class SchedulerConfig:
         max_running_requests: Sequences decoded together at most.
         chunked_prefill_size: Tokens prefilled in one dispatch at most, rounded up to a multiple of
             `TOKEN_BLOCK`; longer prompts go in chunks.
-        decode_steps: Decode steps in one dispatch at most; bounds how long a command waits.
+        decode_steps: Decode steps in one dispatch at most.
+        max_dispatch_s: Seconds that a decode dispatch should last at most; bounds how long a
+            command waits. As many steps are taken as fit, by the time of earlier ones, up to
+            `decode_steps`. Above 0; infinite to leave it to `decode_steps`.
         init_new_token_ratio: Fraction of their remaining max_new_tokens that running requests are
             expected to use; admission keeps that many KV tokens free. In [0, 1].
         min_new_token_ratio: Where the ratio decays to. In [0, init_new_token_ratio].
@@ -75,7 +78,8 @@ class SchedulerConfig:
 
     max_running_requests: int = 256
     chunked_prefill_size: int = 2048
-    decode_steps: int = 16
+    decode_steps: int = 64
+    max_dispatch_s: float = 1.0
     init_new_token_ratio: float = 0.7
     min_new_token_ratio: float = 0.1
     new_token_ratio_decay: float = 0.01
@@ -84,6 +88,13 @@ class SchedulerConfig:
         """Raises InvalidConfigError naming the field."""
         for name in ("max_running_requests", "chunked_prefill_size", "decode_steps"):
             check_count(name, getattr(self, name))
+        seconds = self.max_dispatch_s
+        require(
+            isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0,
+            "max_dispatch_s",
+            seconds,
+            "a number > 0",
+        )
         init, low = self.init_new_token_ratio, self.min_new_token_ratio
         require(0 <= init <= 1, "init_new_token_ratio", init, "in [0, 1]")
         require(0 <= low <= init, "min_new_token_ratio", low, f"in [0, {init}]")

@@ -289,9 +289,11 @@ class EngineLoop:
         pending = self._runner.decode(output) if output.decode else None
         self._hand_over()
         rows = [] if pending is None else pending.wait()
+        decoded = time.perf_counter()
         self._counters.prefill_s += prefilled - started
-        self._counters.decode_s += time.perf_counter() - prefilled
-        return StepOutput(rows, self._runner.programs.num_compiles - compiles)
+        self._counters.decode_s += decoded - prefilled
+        compiles = self._runner.programs.num_compiles - compiles
+        return StepOutput(rows, compiles, None if compiles else decoded - prefilled)
 
     def _stamp_first_tokens(self, output: SchedulerOutput, step: StepOutput) -> None:
         now = time.perf_counter()

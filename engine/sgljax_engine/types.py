@@ -234,7 +234,15 @@ class RowOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a dispatch produced: a `RowOutput` for each of `SchedulerOutput.decode`, in order."""
+    """What a dispatch produced.
+
+    Attributes:
+        rows: A `RowOutput` for each of `SchedulerOutput.decode`, in order.
+        num_cache_misses: Programs that it compiled.
+        decode_s: Seconds until the rows' tokens were there, those of its prefill included; None if
+            they say nothing of other dispatches, since it compiled.
+    """
 
     rows: list[RowOutput]
     num_cache_misses: int = 0
+    decode_s: float | None = None

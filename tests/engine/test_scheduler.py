@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -20,6 +21,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import SamplingParams
+from sgljax_engine.scheduler.policy import FIRST_STEPS
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import (
     FinishReason,
@@ -54,7 +56,10 @@ def make_request(rid, num_prompt=5, max_new=6):
 
 
 def run_device(
-    output: SchedulerOutput, stop_chance: float = 0.0, rng: random.Random | None = None
+    output: SchedulerOutput,
+    stop_chance: float = 0.0,
+    rng: random.Random | None = None,
+    step_s: float = 1e-3,
 ) -> StepOutput:
     """What a device could answer: each row takes up to its limit, perhaps stops early."""
     rows = []
@@ -65,7 +70,7 @@ def run_device(
             stopped, count = True, rng.randint(1, count)
         zeros = [0.0] * count
         rows.append(RowOutput([7] * count, zeros, zeros, zeros, stopped))
-    return StepOutput(rows)
+    return StepOutput(rows, decode_s=step_s * output.num_steps)
 
 
 def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, budget, page_size):
@@ -311,6 +316,66 @@ def test_integrity_check_finds_planted_faults():
     allocator.allocate(1)
     with pytest.raises(EngineError, match="in use"):
         scheduler.check_integrity()
+
+
+class TestDecodeSteps:
+    def run(self, scheduler, *, step_s=1e-3):
+        """One dispatch; its decode steps."""
+        output = scheduler.schedule()
+        scheduler.update(output, run_device(output, step_s=step_s))
+        scheduler.check_integrity()
+        return output.num_steps
+
+    def started(self, count=1, *, max_new=1000, **options):
+        scheduler, _ = make_scheduler(8192, max_running=8, **options)
+        for i in range(count):
+            scheduler.add(make_request(i, max_new=max_new))
+        return scheduler
+
+    def test_as_many_as_fit_the_time(self):
+        scheduler = self.started(steps=100, max_dispatch_s=0.5)
+        assert self.run(scheduler, step_s=0.01) == FIRST_STEPS
+        assert self.run(scheduler, step_s=0.01) == 50
+        assert self.run(scheduler, step_s=0.03) == 50
+        assert self.run(scheduler, step_s=0.03) == 25
+        assert [self.run(scheduler, step_s=3.0) for _ in range(9)][-1] == 1
+
+    def test_never_more_than_decode_steps(self):
+        scheduler = self.started(steps=5, max_dispatch_s=math.inf)
+        assert [self.run(scheduler) for _ in range(3)] == [5, 5, 5]
+
+    def test_what_few_rows_took_says_nothing_of_many(self):
+        scheduler = self.started(steps=64, max_dispatch_s=1.0)
+        assert [self.run(scheduler) for _ in range(3)] == [FIRST_STEPS, 64, 64]
+        for i in range(1, 8):
+            scheduler.add(make_request(i, max_new=100))
+        assert self.run(scheduler, step_s=0.1) == FIRST_STEPS
+
+    def test_dispatches_that_compiled_do_not_count(self):
+        scheduler = self.started(steps=64, max_dispatch_s=1.0)
+        for _ in range(3):
+            output = scheduler.schedule()
+            assert output.num_steps == FIRST_STEPS
+            step = run_device(output)
+            scheduler.update(output, StepOutput(step.rows, num_cache_misses=1, decode_s=None))
+
+    def test_one_step_while_prompts_wait_for_the_token_budget(self):
+        """Four prompts of a block each, two a dispatch; then all decode together."""
+        scheduler = self.started(4, steps=8, budget=2 * BLOCK, is_sharing=False)
+        assert [self.run(scheduler) for _ in range(3)] == [1, 8, 8]
+
+    def test_one_step_while_a_long_prompt_is_prefilled(self):
+        scheduler = self.started(1, steps=8, budget=BLOCK)
+        assert self.run(scheduler) == 8
+        long = make_request("long", num_prompt=3 * BLOCK + 1, max_new=10)
+        scheduler.add(long)
+        assert [self.run(scheduler) for _ in range(4)] == [1, 1, 8, 8]
+        assert len(long.output_ids) == 10
+
+    def test_requests_without_a_place_do_not_shorten_dispatches(self):
+        scheduler = self.started(20, steps=8, budget=8 * BLOCK)
+        assert [self.run(scheduler) for _ in range(3)] == [8, 8, 8]
+        assert len(scheduler.waiting) == 12
 
 
 class TestAllocator:

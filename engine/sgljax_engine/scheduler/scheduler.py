@@ -23,7 +23,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import PrefixHandle
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
-from sgljax_engine.scheduler.policy import AdmissionPolicy
+from sgljax_engine.scheduler.policy import AdmissionPolicy, DispatchPacer
 from sgljax_engine.scheduler.waiting import WaitingQueue
 from sgljax_engine.types import (
     FinishReason,
@@ -76,6 +76,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._unfinished: dict[str, Request] = {}
         self.policy = AdmissionPolicy(config)
+        self.pacer = DispatchPacer(config)
         # Both in order of arrival, oldest first.
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -135,12 +136,13 @@ class Scheduler:
         started = [] if retracted else self._admit(plan, num_steps)
 
         decode = [r for r in self.running if plan.ends.get(r.rid, r.num_computed) == r.kv_len]
+        num_steps = min(num_steps, self.pacer.num_steps(len(decode)))
         return SchedulerOutput(
             prefill=plan.chunks,
             copies=plan.copies,
             decode=decode,
             step_limits=[min(self._room(r), r.num_remaining) for r in decode],
-            num_steps=num_steps,
+            num_steps=1 if self._has_prefill_left(plan) else num_steps,
             retracted=retracted,
             started=started,
             yield_on_finish=bool(self.waiting),
@@ -167,6 +169,7 @@ class Scheduler:
                 finished.append(request)
         if output.decode:
             self.policy.on_decode()
+            self.pacer.on_decode(output, step)
         return finished
 
     # ------------------------------------------------------------------ pages
@@ -181,7 +184,9 @@ class Scheduler:
 
     def _reserve_decode_pages(self, decodable: list[Request]) -> tuple[int, list[Request]]:
         """Gives decoding rows pages for as many steps as fit, retracting the youngest for one."""
-        num_steps = self._config.decode_steps
+        max_running = self._config.max_running_requests
+        num_rows = len(self.running) or min(len(self.waiting), max_running)
+        num_steps = self.pacer.num_steps(num_rows)
         retracted: list[Request] = []
         while True:
             missing = [self._missing_pages(r, num_steps) for r in decodable]
@@ -206,6 +211,12 @@ class Scheduler:
         for request in self.running:
             if request.num_computed < request.kv_len and plan.budget > 0:
                 self._add_chunk(plan, request)
+
+    def _has_prefill_left(self, plan: _Prefill) -> bool:
+        """Whether only the budget ends this prefill: then few rows decode, and the others soon."""
+        has_place = self.waiting and len(self.running) < self._config.max_running_requests
+        unfinished = (r for r in self.running if plan.ends.get(r.rid, r.num_computed) < r.kv_len)
+        return plan.budget <= 0 and (bool(has_place) or any(unfinished))
 
     def _add_chunk(self, plan: _Prefill, request: Request) -> None:
         start = request.num_computed
