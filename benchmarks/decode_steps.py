@@ -106,15 +106,15 @@ def ask_often(engine: Engine, end: threading.Event, waits_s: list[float]) -> Non
         waits_s.append(time.perf_counter() - started)
 
 
-def measure(workload: Workload, repeats: int) -> list[Result]:
+def measure(workload: Workload, names: list[str], repeats: int) -> list[Result]:
     """Runs all settings in turns; the first run of each compiles and does not count."""
     rng = np.random.default_rng(0)
     shape = (workload.num_prompts, workload.prompt_len)
     prompts = rng.integers(0, workload.model.vocab_size, shape).tolist()
     params = SamplingParams(max_new_tokens=workload.max_new, ignore_eos=True)
-    runs_s: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    waits_s: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    dispatches = dict.fromkeys(SETTINGS, 0)
+    runs_s: dict[str, list[float]] = {name: [] for name in names}
+    waits_s: dict[str, list[float]] = {name: [] for name in names}
+    dispatches = dict.fromkeys(names, 0)
     with contextlib.ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -125,10 +125,10 @@ def measure(workload: Workload, repeats: int) -> list[Result]:
                     num_kv_tokens=2 * workload.rows * (workload.prompt_len + workload.max_new),
                     disable_radix_cache=True,
                     random_seed=0,
-                    **setting,
+                    **SETTINGS[name],
                 )
             )
-            for name, setting in SETTINGS.items()
+            for name in names
         }
         for engine in engines.values():
             engine.generate_requests(prompts, params)
@@ -153,7 +153,7 @@ def measure(workload: Workload, repeats: int) -> list[Result]:
             waits_s=waits_s[name],
             num_dispatches=dispatches[name] / repeats,
         )
-        for name in SETTINGS
+        for name in names
     ]
 
 
@@ -182,12 +182,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Decode steps a dispatch.")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="workloads whose names begin with this")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="names, with commas")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/decode_steps.md")
     args = parser.parse_args()
     results: list[Result] = []
     for workload in WORKLOADS:
         if workload.name.startswith(args.only):
-            results += measure(workload, args.repeats)
+            results += measure(workload, args.settings.split(","), args.repeats)
             print(f"{workload.name}: done", flush=True)
     environment = describe_environment(jax.devices()[0].device_kind)
     content = {"repeats": args.repeats, "results": [dataclasses.asdict(r) for r in results]}
