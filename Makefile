@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 DEMO_ARGS ?= --check
+BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -22,6 +23,10 @@ demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/gr
 .PHONY: test
 test: $(STAMP) ## Run the tests; pass options with PYTEST_ARGS="-k name".
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: $(STAMP) ## Measure against every peer, in an hour; pass options with BENCH_ARGS="--quick".
+	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## Check style, format and types.

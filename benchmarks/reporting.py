@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,20 @@ class Environment:
     versions: dict[str, str]
 
 
-def describe_environment(device: str) -> Environment:
-    """Returns this machine, with the JAX device that a run reported."""
+def describe_environment(device: str, more_packages: Sequence[str] = ()) -> Environment:
+    """Returns this machine, with the JAX device that a run reported.
+
+    Args:
+        device: JAX's name for it.
+        more_packages: Whose versions matter beside `PACKAGES`.
+    """
     return Environment(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         cpu=cpu_model(),
         num_cores=len(os.sched_getaffinity(0)),
         device=device,
         python=platform.python_version(),
-        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+        versions={name: importlib.metadata.version(name) for name in (*PACKAGES, *more_packages)},
     )
 
 

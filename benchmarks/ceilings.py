@@ -1,0 +1,178 @@
+"""What this machine can do at best, measured: matrix products, reading memory, copying it.
+
+Each ceiling is the best of several ways to reach it, so that no library's weakness lowers it.
+Buffers are made and touched before the clock starts: fresh memory comes page by page from the
+operating system, many times slower than memory that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_MATMULS = (
+    (64, 512, 1536),
+    (128, 1024, 3072),
+    (512, 512, 1536),
+    (1024, 1024, 1024),
+    (2048, 2048, 2048),
+)
+"""(M, K, N): decode-sized, prefill-sized and square."""
+
+_MIN_BYTES = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """The machine's limits.
+
+    Attributes:
+        flops_per_s: Float32 operations a second in matrix products, a multiply-add being two.
+        read_bytes_per_s: Bytes read a second from a buffer of the size of the weights.
+        copy_bytes_per_s: Bytes copied a second between two such buffers, each byte counted once.
+        probes: All that was measured, in these units, by name.
+    """
+
+    flops_per_s: float
+    read_bytes_per_s: float
+    copy_bytes_per_s: float
+    probes: dict[str, float]
+
+    def in_words(self) -> str:
+        """For reports."""
+        return (
+            f"{self.flops_per_s / 1e9:.0f} GFLOP/s, read {self.read_bytes_per_s / 1e9:.1f} GB/s, "
+            f"copy {self.copy_bytes_per_s / 1e9:.1f} GB/s"
+        )
+
+
+def measure_ceilings(weight_bytes: int, *, seconds: float = 0.5) -> Ceilings:
+    """Measures the default device's limits.
+
+    Args:
+        weight_bytes: Size of the buffers that are read and copied: caches may hold them as far as
+            they hold the weights.
+        seconds: How long each probe runs.
+    """
+    num_bytes = max(weight_bytes, _MIN_BYTES)
+    on_cpu = jax.default_backend() == "cpu"
+    probes: dict[str, float] = {}
+    for shape in _MATMULS:
+        label = "x".join(map(str, shape))
+        probes[f"matmul {label}, XLA"] = _xla_matmul(shape, seconds)
+        if on_cpu:
+            probes[f"matmul {label}, numpy"] = _numpy_matmul(shape, seconds)
+    probes["read, XLA matrix-vector"] = _xla_read(num_bytes, seconds)
+    probes["copy, XLA"] = _xla_copy(num_bytes, seconds)
+    if on_cpu:
+        probes["read, numpy dot"] = _numpy_read(num_bytes, seconds)
+        probes["copy, numpy"] = _numpy_copy(num_bytes, seconds)
+
+    def best(kind: str) -> float:
+        return max(value for name, value in probes.items() if name.startswith(kind))
+
+    return Ceilings(
+        flops_per_s=best("matmul"),
+        read_bytes_per_s=best("read"),
+        copy_bytes_per_s=best("copy"),
+        probes=probes,
+    )
+
+
+def _rate(amount: float, seconds: float, run: Callable[[], object]) -> float:
+    """`amount` a second in the fastest of the calls that fit the time; at least three calls."""
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return amount / min(times)
+
+
+def _xla_matmul(shape: tuple[int, int, int], seconds: float) -> float:
+    """A weight stored [out, in], as the engine stores it on CPUs; several products in a call."""
+    m, k, n = shape
+    repeats = max(1, 2**31 // (2 * m * k * n))
+
+    @jax.jit
+    def products(x: jax.Array, weight: jax.Array) -> jax.Array:
+        def body(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x, out = carry
+            # The next product needs the last one, so none is left out.
+            out = lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+            return x.at[0, 0].set(out[0, 0] * 1e-30), out
+
+        start = (x, jnp.zeros((m, n), jnp.float32))
+        return lax.fori_loop(0, repeats, body, start)[1][0, 0]
+
+    x, weight = jnp.ones((m, k)), jnp.full((n, k), 1e-3)
+    return _rate(2.0 * m * k * n * repeats, seconds, lambda: products(x, weight).item())
+
+
+def _numpy_matmul(shape: tuple[int, int, int], seconds: float) -> float:
+    m, k, n = shape
+    repeats = max(1, 2**31 // (2 * m * k * n))
+    x, weight = np.ones((m, k), np.float32), np.full((n, k), 1e-3, np.float32)
+    out = np.zeros((m, n), np.float32)
+
+    def run() -> None:
+        for _ in range(repeats):
+            np.matmul(x, weight.T, out=out)
+
+    return _rate(2.0 * m * k * n * repeats, seconds, run)
+
+
+def _xla_read(num_bytes: int, seconds: float) -> float:
+    matrix = jnp.ones((num_bytes // 4096, 1024), jnp.float32)
+    vector = jnp.ones(1024, jnp.float32)
+    product = jax.jit(jnp.matmul)
+    return _rate(matrix.nbytes, seconds, lambda: product(matrix, vector).block_until_ready())
+
+
+def _xla_copy(num_bytes: int, seconds: float) -> float:
+    """Into a donated buffer, which is the next call's again."""
+    copy = jax.jit(lambda source, _: jnp.copy(source), donate_argnums=1, keep_unused=True)
+    source = jnp.ones(num_bytes // 4, jnp.float32)
+    target = [jnp.zeros(num_bytes // 4, jnp.float32)]
+
+    def run() -> None:
+        target[0] = copy(source, target[0]).block_until_ready()
+
+    return _rate(source.nbytes, seconds, run)
+
+
+def _on_halves(work: Callable[[int], object], pool: ThreadPoolExecutor, count: int) -> None:
+    list(pool.map(work, range(count)))
+
+
+def _numpy_read(num_bytes: int, seconds: float) -> float:
+    count = len(os.sched_getaffinity(0))
+    parts = [np.ones(num_bytes // 4 // count, np.float32) for _ in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return _rate(
+            sum(part.nbytes for part in parts),
+            seconds,
+            lambda: _on_halves(lambda i: np.dot(parts[i], parts[i]), pool, count),
+        )
+
+
+def _numpy_copy(num_bytes: int, seconds: float) -> float:
+    count = len(os.sched_getaffinity(0))
+    sources = [np.ones(num_bytes // 4 // count, np.float32) for _ in range(count)]
+    targets = [np.ones_like(source) for source in sources]
+    with ThreadPoolExecutor(count) as pool:
+        return _rate(
+            sum(source.nbytes for source in sources),
+            seconds,
+            lambda: _on_halves(lambda i: np.copyto(targets[i], sources[i]), pool, count),
+        )

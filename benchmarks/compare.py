@@ -1,0 +1,288 @@
+"""Our engine against every peer, on the same weights and requests, in one run.
+
+    make bench                                        # tiny and small, all workloads
+    make bench BENCH_ARGS="--models small --workloads rl_longtail --pairs 7"
+    python benchmarks/compare.py --quick              # a smoke test, in a few minutes
+
+For each model the machine's ceilings; then, workload by workload and peer by peer, first greedy
+tokens, which must agree, and pairs of runs, one of ours and one of the peer, in alternating order.
+What counts is useful tokens a second: those that a request asked for. Everything is compiled
+before. Start-up is measured apart, in processes of its own. docs/benchmarks.md says how to read the
+results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from tunix.models.qwen3.model import Qwen3
+
+import cold_start
+import plots
+from batch_peers import TRANSFORMERS
+from bench_models import MODELS, BenchModel, make_tunix_model
+from ceilings import Ceilings, measure_ceilings
+from comparison import PeerResult, WorkloadResult, format_comparison
+from peers import OURS, PEERS, Peer, PeerFactory, SglJaxPeer, missing_reason
+from reporting import ROOT, describe_environment, report_head, write_report
+from roofline import limit_by_part, useful_work, weight_bytes
+from weight_sync import WeightSync, format_weight_sync, measure_weight_sync
+from workloads import WORKLOADS, Workload, make_workload
+
+DEFAULT_MODELS = ("tiny", "small")
+SYNC_WORKLOAD = "rl_uniform"
+START_WORKLOAD = "rl_longtail"
+_NUM_GREEDY_PROMPTS, _NUM_GREEDY_TOKENS = 4, 8
+_SYNC_TOKENS = 256
+_SETTLE_S = 0.2
+
+
+def timed(peer: Peer, workload: Workload) -> float:
+    """Seconds of one run, started when other peers' threads have gone to sleep."""
+    gc.collect()
+    time.sleep(_SETTLE_S)
+    start = time.perf_counter()
+    outputs = peer.generate(workload)
+    seconds = time.perf_counter() - start
+    lengths = tuple(map(len, outputs))
+    if lengths != workload.output_lengths:
+        raise AssertionError(f"{peer.name} answered {lengths}, not {workload.output_lengths}")
+    return seconds
+
+
+def count_agreed(ours: Peer, peer: Peer, workload: Workload) -> int:
+    """How many leading greedy tokens of some prompts a peer shares with our engine.
+
+    Raises:
+        AssertionError: when a first token differs: then the work is not the same.
+    """
+    count = min(_NUM_GREEDY_TOKENS, workload.max_output_len)
+    prompts = workload.prompts[:_NUM_GREEDY_PROMPTS]
+    few = dataclasses.replace(
+        workload, prompts=prompts, num_samples=1, output_lengths=(count,) * len(prompts)
+    )
+    agreed = 0
+    outputs = ours.generate(few, is_greedy=True), peer.generate(few, is_greedy=True)
+    for our_ids, their_ids in zip(*outputs, strict=True):
+        if our_ids[0] != their_ids[0]:
+            raise AssertionError(f"first greedy tokens: ours {our_ids}, {peer.name} {their_ids}")
+        same = [a == b for a, b in zip(our_ids, their_ids, strict=True)]
+        agreed += same.index(False) if False in same else count
+    print(
+        f"  {agreed} of {count * len(prompts)} greedy tokens are those of {peer.name}", flush=True
+    )
+    return agreed
+
+
+def measure_peer(ours: Peer, peer: Peer, workload: Workload, num_pairs: int) -> PeerResult:
+    """Pairs of runs; the order within a pair alternates. Both are compiled before."""
+    num_agreed = count_agreed(ours, peer, workload)
+    timed(peer, workload)  # compiles
+    peer.first_token_s(workload)
+    first_token_s = peer.first_token_s(workload)
+    runs: dict[str, list[float]] = {OURS: [], peer.name: []}
+    for pair in range(num_pairs):
+        for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
+            runs[runner.name].append(timed(runner, workload))
+        ratio = runs[peer.name][-1] / runs[OURS][-1]
+        print(f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratio:.2f} times ours", flush=True)
+    return PeerResult(
+        name=peer.name,
+        batch_size=peer.batch_size,
+        num_agreed=num_agreed,
+        first_token_s=first_token_s,
+        runs_s=runs[peer.name],
+        our_runs_s=runs[OURS],
+    )
+
+
+def summarize_ours(
+    ours: Peer, workload: Workload, results: Sequence[PeerResult], num_runs: int
+) -> PeerResult:
+    """Our runs of all pairs together; without a peer, runs of ours alone."""
+    runs_s = [seconds for result in results for seconds in result.our_runs_s]
+    runs_s = runs_s or [timed(ours, workload) for _ in range(num_runs)]
+    return PeerResult(
+        name=OURS,
+        batch_size=ours.batch_size,
+        num_agreed=None,
+        first_token_s=ours.first_token_s(workload),
+        runs_s=runs_s,
+        our_runs_s=runs_s,
+    )
+
+
+def measure_workload(
+    factory: PeerFactory,
+    bench_model: BenchModel,
+    workload: Workload,
+    peers: Sequence[str],
+    ceilings: Ceilings,
+    num_pairs: int,
+) -> WorkloadResult:
+    """All peers on one workload: in one whole batch, and in micro-batches if that is faster."""
+    limit = limit_by_part(useful_work(bench_model.config, workload), ceilings)
+    print(
+        f"{bench_model.name}, {workload.name}: {workload.useful_tokens} tokens, "
+        f"limit {sum(limit.values()):.2f} s",
+        flush=True,
+    )
+    ours = factory.make(OURS, workload)
+    ours.start(workload)
+    print(f"  {OURS}: {timed(ours, workload):.2f} s", flush=True)
+    results: list[PeerResult] = []
+    for name in peers:
+        whole = factory.make(name, workload)
+        results.append(measure_peer(ours, whole, workload, num_pairs))
+        whole.close()
+        micro = factory.best_micro_batch(name, workload, results[-1].median_s)
+        if micro is not None:
+            peer = factory.make(name, workload, micro)
+            results.append(measure_peer(ours, peer, workload, num_pairs))
+            peer.close()
+    own = summarize_ours(ours, workload, results, num_pairs)
+    ours.close()
+    return WorkloadResult(
+        workload=workload.name,
+        num_requests=len(workload.output_lengths),
+        num_rows=workload.num_rows,
+        useful_tokens=workload.useful_tokens,
+        limit_by_part_s=limit,
+        peers=[own, *results],
+    )
+
+
+def measure_sync(
+    factory: PeerFactory, model: Qwen3, workload: Workload, ceilings: Ceilings, repeats: int
+) -> WeightSync:
+    """Weight updates of an engine of our own making."""
+    peer = factory.make(OURS, workload)
+    assert isinstance(peer, SglJaxPeer)
+    peer.start(workload)
+    try:
+        return measure_weight_sync(peer, model, workload, ceilings, repeats=repeats)
+    finally:
+        peer.close()
+
+
+def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> None:
+    """Measures one model and writes its results."""
+    bench_model = MODELS[name]
+    config, num_pairs = bench_model.config, args.pairs
+    print(f"{name}: {bench_model.in_words}", flush=True)
+    ceilings = measure_ceilings(weight_bytes(config), seconds=0.02 if args.quick else 0.5)
+    print(f"  {ceilings.in_words()}", flush=True)
+    model = make_tunix_model(config)
+    factory = PeerFactory(model, bench_model)
+    workloads = [
+        make_workload(workload, config.vocab_size, is_quick=args.quick)
+        for workload in args.workloads
+    ]
+    results = [
+        measure_workload(factory, bench_model, workload, peers, ceilings, num_pairs)
+        for workload in workloads
+    ]
+    sync = starts = None
+    if not args.skip_sync:
+        workload = make_workload(SYNC_WORKLOAD, config.vocab_size, is_quick=args.quick)
+        # Long enough for several dispatches before and after an update.
+        workload = workload.with_lengths([_SYNC_TOKENS] * len(workload.requests))
+        sync = measure_sync(factory, model, workload, ceilings, num_pairs)
+    if not args.skip_cold_start:
+        del factory, model
+        gc.collect()
+        print(f"{name}: starts", flush=True)
+        starts = cold_start.run_starts([OURS, *peers], name, START_WORKLOAD, is_quick=args.quick)
+    _write(args, bench_model, ceilings, results, sync, starts)
+
+
+def _write(
+    args: argparse.Namespace,
+    bench_model: BenchModel,
+    ceilings: Ceilings,
+    results: list[WorkloadResult],
+    sync: WeightSync | None,
+    starts: list[cold_start.Start] | None,
+) -> None:
+    names = {peer.name for result in results for peer in result.peers}
+    more_packages = ("transformers", "torch") if TRANSFORMERS in names else ()
+    environment = describe_environment(jax.devices()[0].device_kind, more_packages)
+    command = shlex.join(["python", "benchmarks/compare.py", *args.command])
+    lines = [
+        *report_head(
+            f"Rollout speed, model `{bench_model.name}`",
+            command,
+            environment,
+            f"Model: {bench_model.in_words}, float32, random weights",
+            f"Ceilings measured in this run: {ceilings.in_words()}",
+            f"{args.pairs} pairs of runs a peer" + (", quick sizes: no result" * args.quick),
+        ),
+        *format_comparison(results),
+        *(cold_start.format_starts(starts, START_WORKLOAD) if starts else []),
+        *(format_weight_sync(sync) if sync else []),
+    ]
+    content: dict[str, Any] = {
+        "command": command,
+        "is_quick": args.quick,
+        "model": dataclasses.asdict(bench_model),
+        "ceilings": dataclasses.asdict(ceilings),
+        "workloads": [result.to_dict() for result in results],
+        "starts": [dataclasses.asdict(start) for start in starts or []],
+        "start_workload": START_WORKLOAD,
+        "weight_sync": dataclasses.asdict(sync) if sync else None,
+    }
+    write_report(args.output_dir / f"bench_{bench_model.name}.md", lines, environment, content)
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the options; `command` keeps them for the reports."""
+    parser = argparse.ArgumentParser(description="Our engine against every peer.")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=DEFAULT_MODELS)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each peer, and ours with it")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny sizes, one pair")
+    parser.add_argument("--skip-cold-start", action="store_true")
+    parser.add_argument("--skip-sync", action="store_true", help="leave weight sync out")
+    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
+    args = parser.parse_args(argv)
+    if args.pairs < 1:
+        parser.error(f"--pairs must be at least 1, got {args.pairs}")
+    if args.quick:
+        args.models, args.pairs = args.models if "--models" in argv else ["tiny"], 1
+    if args.output_dir is None:
+        quick_dir, full_dir = ROOT / "outputs/bench_quick", ROOT / "benchmarks/results"
+        args.output_dir = quick_dir if args.quick else full_dir
+    args.command = list(argv)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures all models and draws the page."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    peers: list[str] = []
+    for peer in args.peers:
+        reason = missing_reason(peer)
+        if reason:
+            print(f"{peer} is left out: {reason}", flush=True)
+        else:
+            peers.append(peer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Tunix uses old names of JAX and Flax.
+        for name in args.models:
+            compare_model(args, name, peers)
+    print(f"wrote {plots.write_page(args.output_dir)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""How long new weights take, and how long running requests stand still for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import jax
+import numpy as np
+from flax import nnx
+from tunix.models.qwen3.model import Qwen3
+
+from ceilings import Ceilings
+from peers import SglJaxPeer
+from sgljax_engine import SamplingParams
+from workloads import Workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSync:
+    """Times of weight updates.
+
+    Attributes:
+        num_bytes: Of the weights.
+        idle_s: Seconds of each update with nothing running.
+        copy_s: One pass over the bytes at the measured copy bandwidth.
+        stalls_s: For each update while requests decoded: their longest gap between two pieces of
+            output, less the longest gap of as long a time without an update.
+    """
+
+    num_bytes: int
+    idle_s: list[float]
+    copy_s: float
+    stalls_s: list[float]
+
+    @property
+    def passes(self) -> float:
+        """The median idle update in passes over the bytes."""
+        return float(np.median(self.idle_s)) / self.copy_s
+
+
+def _longest_gap_s(peer: SglJaxPeer, workload: Workload, state: nnx.State | None) -> float:
+    """Longest gap between pieces of the first requests, with an update half-way if given one."""
+    count = min(peer.batch_size, len(workload.requests))
+    params = SamplingParams(
+        max_new_tokens=workload.max_output_len, ignore_eos=True, detokenize=False
+    )
+    pieces = peer.engine.generate(
+        input_ids=workload.requests[:count], sampling_params=[params] * count, stream=True
+    )
+    arrivals: list[float] = []
+    num_tokens, is_updated = 0, state is None
+    updater: threading.Thread | None = None
+    for piece in pieces:
+        arrivals.append(time.perf_counter())
+        num_tokens += len(piece["output_ids"])
+        if not is_updated and num_tokens >= count * workload.max_output_len // 2:
+            is_updated = True
+            updater = threading.Thread(target=peer.rollout.update_params, args=(state,))
+            updater.start()
+    if updater is not None:
+        updater.join()
+    # The first gaps hold the prefill.
+    gaps = np.diff(arrivals)[count:]
+    if not len(gaps):
+        raise AssertionError(f"{len(arrivals)} pieces of {count} requests leave no gap to look at")
+    return float(np.max(gaps))
+
+
+def measure_weight_sync(
+    peer: SglJaxPeer, model: Qwen3, workload: Workload, ceilings: Ceilings, *, repeats: int
+) -> WeightSync:
+    """Updates an engine with its trainer's weights; outputs should last for several dispatches."""
+    state = nnx.state(model)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    peer.rollout.update_params(state)  # compiles
+    _longest_gap_s(peer, workload, state)
+    idle_s: list[float] = []
+    stalls_s: list[float] = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        peer.rollout.update_params(state)
+        idle_s.append(time.perf_counter() - started)
+        without = _longest_gap_s(peer, workload, None)
+        stalls_s.append(_longest_gap_s(peer, workload, state) - without)
+    return WeightSync(
+        num_bytes=num_bytes,
+        idle_s=idle_s,
+        copy_s=num_bytes / ceilings.copy_bytes_per_s,
+        stalls_s=stalls_s,
+    )
+
+
+def format_weight_sync(sync: WeightSync) -> list[str]:
+    """A section in Markdown."""
+    return [
+        "## Weight sync",
+        "",
+        f"{sync.num_bytes / 1e6:.0f} MB; one pass over them at the copy ceiling takes "
+        f"{sync.copy_s * 1e3:.1f} ms. Medians of {len(sync.idle_s)}:",
+        "",
+        "| | ms | passes over the bytes |",
+        "|---|---:|---:|",
+        f"| update, idle engine | {np.median(sync.idle_s) * 1e3:.1f} | {sync.passes:.1f} |",
+        f"| what running requests stand still for it | {np.median(sync.stalls_s) * 1e3:.1f} "
+        f"| {np.median(sync.stalls_s) / sync.copy_s:.1f} |",
+        "",
+    ]

@@ -1,0 +1,188 @@
+"""The request lists that the benchmarks run: prompts, and how many tokens each request wants."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+FIRST_TOKEN_ID = 1
+"""Prompts hold no token below this: 0 is the pad token of every peer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests that are all submitted at once.
+
+    Attributes:
+        name: What results are filed under.
+        prompts: Distinct prompts, token ids.
+        num_samples: Requests of each prompt; request i samples prompt `i // num_samples`.
+        output_lengths: Tokens that each request asks for, exactly.
+        num_rows: Requests that our engine decodes together at most.
+    """
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    num_samples: int
+    output_lengths: tuple[int, ...]
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when lengths and requests do not match."""
+        wanted = len(self.prompts) * self.num_samples
+        if len(self.output_lengths) != wanted:
+            raise ValueError(
+                f"output_lengths must hold {wanted} entries (prompts x num_samples), "
+                f"got {len(self.output_lengths)}"
+            )
+
+    @property
+    def requests(self) -> list[list[int]]:
+        """The prompt of every request."""
+        return [list(prompt) for prompt in self.prompts for _ in range(self.num_samples)]
+
+    @property
+    def useful_tokens(self) -> int:
+        """Tokens that requests asked for: the only ones that count."""
+        return sum(self.output_lengths)
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt) for prompt in self.prompts)
+
+    @property
+    def max_output_len(self) -> int:
+        """Tokens of the longest output."""
+        return max(self.output_lengths)
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that a peer must have room for."""
+        return self.max_prompt_len + self.max_output_len
+
+    def with_lengths(self, output_lengths: Sequence[int]) -> Workload:
+        """The same prompts with other output lengths."""
+        return dataclasses.replace(self, output_lengths=tuple(output_lengths))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What `quick` shrinks: a smoke test runs every line of the harness in seconds."""
+
+    num_prompts: int = 16
+    num_samples: int = 8
+    prompt_low: int = 64
+    prompt_high: int = 128
+    output_low: int = 16
+    output_high: int = 256
+    uniform_output: int = 128
+    uniform_rows: int = 64
+    long_prompt: int = 2048
+    long_output: int = 64
+
+
+_FULL = _Sizes()
+_QUICK = _Sizes(
+    num_prompts=2,
+    num_samples=4,
+    prompt_low=8,
+    prompt_high=16,
+    output_low=4,
+    output_high=16,
+    uniform_output=8,
+    uniform_rows=4,
+    long_prompt=64,
+    long_output=8,
+)
+
+
+def _prompts(rng: np.random.Generator, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    return [rng.integers(FIRST_TOKEN_ID, vocab_size, length).tolist() for length in lengths]
+
+
+def _grpo_prompts(rng: np.random.Generator, vocab_size: int, sizes: _Sizes) -> list[list[int]]:
+    lengths = rng.integers(sizes.prompt_low, sizes.prompt_high + 1, sizes.num_prompts)
+    return _prompts(rng, vocab_size, lengths.tolist())
+
+
+def _make(
+    name: str, prompts: list[list[int]], num_samples: int, lengths: list[int], num_rows: int
+) -> Workload:
+    return Workload(
+        name=name,
+        prompts=tuple(map(tuple, prompts)),
+        num_samples=num_samples,
+        output_lengths=tuple(lengths),
+        num_rows=num_rows,
+    )
+
+
+def _rl_longtail(vocab_size: int, sizes: _Sizes) -> Workload:
+    rng = np.random.default_rng(0)
+    prompts = _grpo_prompts(rng, vocab_size, sizes)
+    count = sizes.num_prompts * sizes.num_samples
+    median = 4 * sizes.output_low
+    lengths = rng.lognormal(np.log(median), 0.8, count).round()
+    lengths = np.clip(lengths, sizes.output_low, sizes.output_high).astype(int)
+    return _make("rl_longtail", prompts, sizes.num_samples, lengths.tolist(), count)
+
+
+def _rl_uniform(vocab_size: int, sizes: _Sizes) -> Workload:
+    prompts = _grpo_prompts(np.random.default_rng(1), vocab_size, sizes)
+    lengths = [sizes.uniform_output] * (sizes.num_prompts * sizes.num_samples)
+    return _make("rl_uniform", prompts, sizes.num_samples, lengths, sizes.uniform_rows)
+
+
+def _long_prompt(vocab_size: int, sizes: _Sizes) -> Workload:
+    prompts = _prompts(np.random.default_rng(2), vocab_size, [sizes.long_prompt])
+    count = sizes.num_samples
+    return _make("long_prompt", prompts, count, [sizes.long_output] * count, count)
+
+
+def _long_prompt_single(vocab_size: int, sizes: _Sizes) -> Workload:
+    prompts = _prompts(np.random.default_rng(2), vocab_size, [sizes.long_prompt])
+    return _make("long_prompt_single", prompts, 1, [sizes.long_output], 1)
+
+
+def _single_stream(vocab_size: int, sizes: _Sizes) -> Workload:
+    prompts = _prompts(np.random.default_rng(3), vocab_size, [sizes.prompt_high])
+    return _make("single_stream", prompts, 1, [sizes.uniform_output], 1)
+
+
+_BUILDERS: dict[str, Callable[[int, _Sizes], Workload]] = {
+    "rl_longtail": _rl_longtail,
+    "rl_uniform": _rl_uniform,
+    "long_prompt": _long_prompt,
+    "long_prompt_single": _long_prompt_single,
+    "single_stream": _single_stream,
+}
+
+WORKLOADS = tuple(_BUILDERS)
+"""Names, in the order of the tables.
+
+- `rl_longtail`: a GRPO step. 16 prompts of 64 to 128 tokens, 8 samples each, whose lengths are
+  lognormal (median 64, sigma 0.8) clipped to 16 .. 256.
+- `rl_uniform`: the same without a tail: every output has 128 tokens; 64 rows at a time.
+- `long_prompt`: 8 samples of one prompt of 2048 tokens, 64 tokens each.
+- `long_prompt_single`: one sample of it.
+- `single_stream`: one request, 128 tokens after a prompt of 128.
+"""
+
+
+def make_workload(name: str, vocab_size: int, *, is_quick: bool = False) -> Workload:
+    """Builds a workload; equal arguments give equal requests.
+
+    Args:
+        name: One of `WORKLOADS`.
+        vocab_size: Prompt tokens are below it.
+        is_quick: The same shape with few and short requests.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in _BUILDERS:
+        raise ValueError(f"workload must be one of {list(WORKLOADS)}, got {name!r}")
+    return _BUILDERS[name](vocab_size, _QUICK if is_quick else _FULL)

@@ -1,0 +1,155 @@
+"""The harness end to end, on tiny sizes and without torch, and the arithmetic of its tables."""
+
+import json
+
+import pytest
+
+import cold_start
+import compare
+import peers
+from batch_peers import VanillaPeer
+from bench_models import MODELS
+from ceilings import Ceilings
+from comparison import PeerResult, WorkloadResult, format_comparison
+from roofline import weight_bytes
+from weight_sync import format_weight_sync, measure_weight_sync
+from workloads import make_workload
+
+CEILINGS = Ceilings(flops_per_s=1e11, read_bytes_per_s=1e10, copy_bytes_per_s=1e10, probes={})
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+
+
+def peer_result(name="vanilla", runs_s=(4.0, 6.0, 5.0), our_runs_s=(2.0, 2.0, 1.0)):
+    return PeerResult(
+        name=name,
+        batch_size=8,
+        num_agreed=16,
+        first_token_s=[0.25, 0.5],
+        runs_s=list(runs_s),
+        our_runs_s=list(our_runs_s),
+    )
+
+
+def test_tables_and_ratios():
+    ours = peer_result("sgljax", runs_s=(2.0, 2.0, 1.0))
+    result = WorkloadResult(
+        workload="test",
+        num_requests=2,
+        num_rows=2,
+        useful_tokens=100,
+        limit_by_part_s={"projections": 0.5, "attention": 0.5},
+        peers=[ours, peer_result()],
+    )
+    assert peer_result().ratios == [2.0, 3.0, 5.0]
+    vanilla = result.to_dict()["peers"][1]
+    assert vanilla["tokens_per_s"] == 20.0
+    assert vanilla["limit_fraction"] == 0.2
+    assert vanilla["median_ratio"] == 3.0
+    text = "\n".join(format_comparison([result]))
+    assert "| sgljax | 8 | 50 |  | 50.0% | 0.38, 0.50 | 2.00 |" in text
+    assert "| vanilla | 8 | 20 | 3.00 (2.00, 5.00) | 20.0% | 0.38, 0.50 | 5.00 |" in text
+    assert "| `test` | 0.500 | 0.500 |" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pairs", "0"], "--pairs must be at least 1, got 0"),
+        (["--peers", "vllm"], "invalid choice: 'vllm'"),
+    ],
+)
+def test_options_are_checked(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        compare.parse_args(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_cannot_run_is_named(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert "torch" in (peers.missing_reason("transformers") or "")
+    assert peers.missing_reason("vanilla") is None
+
+
+def test_comparison_end_to_end(tmp_path, capsys):
+    arguments = ["--quick", "--peers", "vanilla", "--workloads", "rl_uniform", "single_stream"]
+    arguments += ["--skip-cold-start", "--skip-sync"]
+    compare.main([*arguments, "--output-dir", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert "16 of 16 greedy tokens are those of vanilla" in output
+    data = json.loads((tmp_path / "bench_tiny.json").read_text())
+    assert data["is_quick"]
+    assert data["environment"]["versions"]["jax"]
+    assert [w["workload"] for w in data["workloads"]] == ["rl_uniform", "single_stream"]
+    uniform, stream = data["workloads"]
+    names = [peer["name"] for peer in uniform["peers"]]
+    assert names in (["sgljax", "vanilla"], ["sgljax", "vanilla", "vanilla, micro-batch"])
+    assert [peer["name"] for peer in stream["peers"]] == ["sgljax", "vanilla"]
+    for peer in (*uniform["peers"], *stream["peers"]):
+        assert 0 < peer["limit_fraction"] < 1
+        assert max(peer["first_token_s"]) > 0
+    assert data["weight_sync"] is None
+    page = (tmp_path / "README.md").read_text()
+    assert "![Tokens a second and fraction of the limit](bench_tiny.svg)" in page
+    assert (tmp_path / "bench_tiny.svg").read_text().startswith("<?xml")
+
+
+def test_micro_batches_answer_in_order():
+    bench_model = MODELS["tiny"]
+    workload = make_workload("rl_longtail", bench_model.config.vocab_size, is_quick=True)
+    factory = peers.PeerFactory(compare.make_tunix_model(bench_model.config), bench_model)
+    whole = factory.make("vanilla", workload).generate(workload, is_greedy=True)
+    micro = factory.make("vanilla", workload, 4).generate(workload, is_greedy=True)
+    assert whole == micro
+    assert tuple(map(len, whole)) == workload.output_lengths
+    with pytest.raises(ValueError, match=r"peer must be one of .* got 'vllm'"):
+        factory.make("vllm", workload)
+
+
+def test_different_outputs_stop_the_comparison():
+    workload = make_workload("single_stream", 64, is_quick=True)
+
+    class Constant(VanillaPeer):
+        def __init__(self, token):
+            self.name, self.token = "constant", token
+
+        def generate(self, workload, *, is_greedy=False) -> list[list[int]]:
+            return [[self.token] * length for length in workload.output_lengths]
+
+    assert compare.count_agreed(Constant(1), Constant(1), workload) == 8
+    with pytest.raises(AssertionError, match="first greedy tokens"):
+        compare.count_agreed(Constant(1), Constant(2), workload)
+
+
+def test_weight_sync():
+    bench_model = MODELS["tiny"]
+    model = compare.make_tunix_model(bench_model.config)
+    workload = make_workload("single_stream", bench_model.config.vocab_size, is_quick=True)
+    peer = peers.SglJaxPeer(model, workload.with_lengths([64]))
+    try:
+        sync = measure_weight_sync(peer, model, workload.with_lengths([64]), CEILINGS, repeats=2)
+    finally:
+        peer.close()
+    assert sync.num_bytes == pytest.approx(weight_bytes(bench_model.config), rel=1e-2)
+    assert sync.copy_s == sync.num_bytes / CEILINGS.copy_bytes_per_s
+    assert len(sync.idle_s) == len(sync.stalls_s) == 2
+    assert sync.passes == pytest.approx(sum(sync.idle_s) / 2 / sync.copy_s)
+    assert "| update, idle engine |" in "\n".join(format_weight_sync(sync))
+
+
+def test_cold_start_of_vanilla():
+    start = cold_start.measure_start(
+        "vanilla", "tiny", "single_stream", is_quick=True, is_warm=False, with_run=True
+    )
+    assert 0 < start.compile_s < start.start_s
+    assert 1e6 < start.weights_bytes <= start.peak_bytes
+    warm = cold_start.Start(
+        peer="vanilla",
+        is_warm=True,
+        start_s=start.start_s / 4,
+        compile_s=0.0,
+        weights_bytes=1_000_000,
+        peak_bytes=3_000_000,
+    )
+    row = cold_start.format_starts([start, warm], "single_stream")[-2]
+    assert row.endswith("| 0.0 | 25% | 3 | 1 |")
