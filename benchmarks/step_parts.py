@@ -1,0 +1,289 @@
+"""Where the time of a decode step goes, part by part, beside the least that each part takes.
+
+    python benchmarks/step_parts.py                       # small, 64 rows
+    python benchmarks/step_parts.py --model tiny --quick
+
+The engine answers `rl_uniform`; one of its decode dispatches is kept, arguments and all, and then
+run again alone: as it is, and with one part at a time replaced by something that costs nothing. A
+part takes what the step loses without it. Projections are timed alone, all of a step's matrix
+products in a loop on the device. What remains (norms, rotary embeddings, writing keys, the loop) is
+"other"; it is negative when parts cost more in company than alone. "host" is the time of the real
+run outside its dispatches, a step. The parts add up to a step of the real run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bench_models import MODELS, BenchModel
+from ceilings import Ceilings, measure_ceilings
+from reporting import ROOT, describe_environment, report_head, write_report
+from roofline import decode_work, limit_by_part, weight_bytes
+from sgljax_engine import Engine, SamplingParams
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.layers.attention import AttentionOptions, BlockTables
+from sgljax_engine.layers.basic import Layout, linear
+from sgljax_engine.models.spec import ModelContext, Params
+from sgljax_engine.runner import programs
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.sampling.sampler import Sampled, SamplingBatch
+from workloads import Workload, make_workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Seconds of one part of a decode step."""
+
+    part: str
+    measured_s: float
+    limit_s: float
+
+
+class Dispatch(NamedTuple):
+    """A decode dispatch of a running engine, to be run again.
+
+    Attributes:
+        runner: The engine's, idle.
+        args: What the decode program took after weights and pages.
+        num_steps: Steps that it took.
+        num_rows: Rows that took part.
+        num_keys: Keys that all rows together saw in the middle step.
+        host_s: Seconds a step that the real run took longer than its dispatches.
+    """
+
+    runner: ModelRunner
+    args: tuple[Any, ...]
+    num_steps: int
+    num_rows: int
+    num_keys: int
+    host_s: float
+
+
+def capture(engine: Engine, workload: Workload) -> Dispatch:
+    """Runs the workload twice and keeps a dispatch of the second run, one with most rows."""
+    runner = engine._loop._runner
+    kept: list[tuple[Any, ...]] = []
+    original = runner.programs.call
+
+    def call(name: str, args: tuple[Any, ...], *, weights: Any, kv: Any) -> Any:
+        if name == "decode":
+            kept.append(args)
+        return original(name, args, weights=weights, kv=kv)
+
+    params = [
+        SamplingParams(max_new_tokens=length, ignore_eos=True) for length in workload.output_lengths
+    ]
+    engine.generate_requests(workload.requests, params)
+    before = engine.get_internal_state().counters
+    with mock.patch.object(runner.programs, "call", call):
+        start = time.perf_counter()
+        engine.generate_requests(workload.requests, params)
+        wall_s = time.perf_counter() - start
+    after = engine.get_internal_state().counters
+    device_s = after.decode_s - before.decode_s + after.prefill_s - before.prefill_s
+    num_running = [int(np.sum(args[0].step_limits > 0)) for args in kept]
+    full = [
+        args for args, count in zip(kept, num_running, strict=True) if count == max(num_running)
+    ]
+    args = full[len(full) // 2]
+    rows, num_steps = args[0], int(args[3])
+    steps = np.minimum(rows.step_limits, num_steps)
+    is_running = steps > 0
+    keys = rows.positions[is_running] + steps[is_running] // 2 + 1
+    total_steps = sum(int(min(a[3], np.max(a[0].step_limits))) for a in kept)
+    return Dispatch(
+        runner=runner,
+        args=args,
+        num_steps=int(steps.max()),
+        num_rows=int(is_running.sum()),
+        num_keys=int(keys.sum()),
+        host_s=max(wall_s - device_s, 0.0) / total_steps,
+    )
+
+
+def _median_s(run: Callable[[], object], seconds: float) -> float:
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def _no_attention(
+    q: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+) -> jax.Array:
+    del layer, tables, options
+    return q
+
+
+def _no_logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Array:
+    del params
+    shape = (hidden.shape[0], context.config.vocab_size)
+    return jnp.broadcast_to(hidden[:, :1], shape).astype(jnp.float32)
+
+
+def _no_sampling(
+    logits: jax.Array, rows: SamplingBatch, step: jax.Array, adjusted: jax.Array | None = None
+) -> Sampled:
+    """Still reads every logit once, so that computing them cannot be left out."""
+    del rows, adjusted
+    peak = jnp.max(logits, axis=-1)
+    token = jnp.where(peak > 1e30, step, 1).astype(jnp.int32)
+    return Sampled(token=token, logprob=peak, scaled_logprob=peak, processed_logprob=peak)
+
+
+def time_decode(
+    dispatch: Dispatch, static: programs.ProgramContext, seconds: float, sample: Any = None
+) -> float:
+    """Seconds a step of the dispatch, compiled for `static`, with another `sample` if given."""
+    weights = dispatch.runner.weights
+    run = jax.jit(functools.partial(programs.decode, static=static), donate_argnums=1)
+    state = [jax.tree.map(jnp.copy, dispatch.runner.kv)]
+    with mock.patch.object(programs, "sample", sample or programs.sample):
+        compiled = run.lower(weights, state[0], *dispatch.args).compile()
+
+    def once() -> None:
+        kv, output = compiled(weights, state[0], *dispatch.args)
+        state[0] = kv
+        jax.block_until_ready((kv, output))
+
+    return _median_s(once, seconds) / dispatch.num_steps
+
+
+def time_projections(dispatch: Dispatch, layout: Layout, num_rows: int, seconds: float) -> float:
+    """Seconds of all matrix products of a step, but the logits."""
+    weights = {
+        name: weight
+        for name, weight in dispatch.runner.weights.items()
+        if weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+    }
+
+    base = jnp.ones((num_rows, max(max(weight.shape) for weight in weights.values())))
+
+    @jax.jit
+    def steps(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
+        def body(_: int, carry: jax.Array) -> jax.Array:
+            for weight in weights.values():
+                size = weight.shape[1 if layout is Layout.OUT_IN else 0]
+                # Every product needs the last one, so they run one after the other, and whole.
+                carry = jnp.max(linear(base[:, :size] + carry, weight, layout)) * 1e-30
+            return carry
+
+        return lax.fori_loop(0, dispatch.num_steps, body, start)
+
+    def once() -> None:
+        steps(weights, jnp.zeros(())).block_until_ready()
+
+    return _median_s(once, seconds) / dispatch.num_steps
+
+
+def measure_parts(
+    engine: Engine, bench_model: BenchModel, workload: Workload, ceilings: Ceilings, seconds: float
+) -> tuple[Dispatch, list[Part]]:
+    """Times everything on one captured dispatch."""
+    dispatch = capture(engine, workload)
+    static = dispatch.runner._static
+    model = static.model
+    full_s = time_decode(dispatch, static, seconds)
+    without = {
+        "attention": time_decode(dispatch, static._replace(attention=_no_attention), seconds),
+        "logits": time_decode(
+            dispatch, static._replace(model=model._replace(logits=_no_logits)), seconds
+        ),
+        "sampling": time_decode(dispatch, static, seconds, _no_sampling),
+    }
+    measured = {part: full_s - rest_s for part, rest_s in without.items()}
+    num_rows = len(dispatch.args[0].input_ids)
+    measured["projections"] = time_projections(dispatch, static.context.layout, num_rows, seconds)
+    measured["other"] = full_s - sum(measured.values())
+    measured["host"] = dispatch.host_s
+    work = decode_work(
+        bench_model.config,
+        num_tokens=dispatch.num_rows,
+        num_keys=dispatch.num_keys,
+        num_passes=1,
+    )
+    limits = limit_by_part(work, ceilings)
+    order = ("projections", "attention", "logits", "sampling", "other", "host")
+    return dispatch, [
+        Part(part=part, measured_s=measured[part], limit_s=limits.get(part, 0.0)) for part in order
+    ]
+
+
+def _report(parts: Sequence[Part]) -> list[str]:
+    total, limit = sum(p.measured_s for p in parts), sum(p.limit_s for p in parts)
+    lines = [
+        "| part | ms a step | of the step | limit, ms | of its limit |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for p in (*parts, Part(part="sum", measured_s=total, limit_s=limit)):
+        reached = f"{p.limit_s / p.measured_s:.0%}" if p.limit_s and p.measured_s > 0 else ""
+        lines.append(
+            f"| {p.part} | {p.measured_s * 1e3:.2f} | {p.measured_s / total:.0%} "
+            f"| {p.limit_s * 1e3:.2f} | {reached} |"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes the table."""
+    parser = argparse.ArgumentParser(description="Parts of a decode step.")
+    parser.add_argument("--model", choices=list(MODELS), default="small")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each timing")
+    parser.add_argument("--quick", action="store_true", help="a smoke test")
+    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
+    args = parser.parse_args(argv)
+    folder = args.output_dir or ROOT / (
+        "outputs/bench_quick" if args.quick else "benchmarks/results"
+    )
+    bench_model = MODELS[args.model]
+    seconds = 0.02 if args.quick else args.seconds
+    workload = make_workload("rl_uniform", bench_model.config.vocab_size, is_quick=args.quick)
+    ceilings = measure_ceilings(weight_bytes(bench_model.config), seconds=min(seconds, 0.5))
+    with Engine(
+        model_config=bench_model.config,
+        load_format="dummy",
+        max_running_requests=workload.num_rows,
+        max_model_len=workload.max_model_len,
+    ) as engine:
+        dispatch, parts = measure_parts(engine, bench_model, workload, ceilings, seconds)
+    environment = describe_environment(jax.devices()[0].device_kind)
+    mean_context = dispatch.num_keys / dispatch.num_rows
+    lines = [
+        *report_head(
+            f"Where a decode step of {dispatch.num_rows} rows goes, model `{bench_model.name}`",
+            "benchmarks/step_parts.py",
+            environment,
+            f"Model: {bench_model.in_words}, float32; {mean_context:.0f} keys a row",
+            f"Ceilings measured in this run: {ceilings.in_words()}",
+        ),
+        *_report(parts),
+    ]
+    content = {
+        "is_quick": args.quick,
+        "model": dataclasses.asdict(bench_model),
+        "num_rows": dispatch.num_rows,
+        "mean_context": mean_context,
+        "ceilings": dataclasses.asdict(ceilings),
+        "parts": [dataclasses.asdict(part) for part in parts],
+    }
+    write_report(folder / f"step_parts_{bench_model.name}.md", lines, environment, content)
+
+
+if __name__ == "__main__":
+    main()
