@@ -3,10 +3,10 @@
     python benchmarks/sampling_table.py
 
 All settings sample from the same model in one process, in turns: 32 prompts of 32 tokens, 64 new
-tokens each, nothing stops early. The model is that of `rollout_longtail.py` with random weights,
-whose distribution is flat: a nucleus of 0.9 holds thousands of tokens, which is the worst case for
-top-p alone. Throughput is that of whole `generate` calls, prefill included. On a machine that
-others use too, a run's wall time says little and the process's CPU time more, so both are reported.
+tokens each, nothing stops early. The model is `reporting.SMALL` with random weights, whose
+distribution is flat: a nucleus of 0.9 holds thousands of tokens, which is the worst case for top-p
+alone. Throughput is that of whole `generate` calls, prefill included. On a machine that others use
+too, a run's wall time says little and the process's CPU time more, so both are reported.
 """
 
 from __future__ import annotations
