@@ -149,7 +149,9 @@ class Host:
             static=ProgramContext(
                 model=get_model(model.architecture),
                 context=ModelContext(model, placement.layout),
-                attention=get_backend("auto", placement.platform),
+                attention=get_backend(
+                    "auto", placement.platform, head_dim=model.head_dim, num_tensor_shards=1
+                ),
                 page_size=PAGE,
                 max_steps=STEPS,
             ),
@@ -160,6 +162,7 @@ class Host:
             batch_buckets=default_batch_buckets(rows),
             token_buckets=default_token_buckets(BUDGET, BLOCK),
             token_block=BLOCK,
+            row_shapes=None,
             forbid_compile=False,
         )
         self._device = InstantDevice()

@@ -33,10 +33,12 @@ from reporting import ROOT, describe_environment, report_head, write_report
 from roofline import decode_work, limit_by_part, weight_bytes
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_rows import LayerRows
 from sgljax_engine.layers.attention import AttentionOptions, BlockTables
 from sgljax_engine.layers.basic import Layout, linear
 from sgljax_engine.models.spec import ModelContext, Params
 from sgljax_engine.runner import programs
+from sgljax_engine.runner.compiled import ProgramCall, ProgramState, compiler_options
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch
 from workloads import Workload, make_workload
@@ -75,19 +77,19 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
     """Runs the workload twice and keeps a dispatch of the second run, one with most rows."""
     runner = engine._loop._runner
     kept: list[tuple[Any, ...]] = []
-    original = runner.programs.call
+    original = runner.programs.run
 
-    def call(name: str, args: tuple[Any, ...], *, weights: Any, kv: Any) -> Any:
-        if name == "decode":
-            kept.append(args)
-        return original(name, args, weights=weights, kv=kv)
+    def run(call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
+        if call.name == "decode":
+            kept.append(call.args)
+        return original(call, state)
 
     params = [
         SamplingParams(max_new_tokens=length, ignore_eos=True) for length in workload.output_lengths
     ]
     engine.generate_requests(workload.requests, params)
     before = engine.get_internal_state().counters
-    with mock.patch.object(runner.programs, "call", call):
+    with mock.patch.object(runner.programs, "run", run):
         start = time.perf_counter()
         engine.generate_requests(workload.requests, params)
         wall_s = time.perf_counter() - start
@@ -147,20 +149,31 @@ def _no_sampling(
     return Sampled(token=token, logprob=peak, scaled_logprob=peak, processed_logprob=peak)
 
 
+def _no_row_attention(
+    q: jax.Array, rows: LayerRows, kv_lens: jax.Array, options: AttentionOptions
+) -> jax.Array:
+    del rows, kv_lens, options
+    return q
+
+
 def time_decode(
-    dispatch: Dispatch, static: programs.ProgramContext, seconds: float, sample: Any = None
+    dispatch: Dispatch, static: programs.ProgramContext, seconds: float, **parts: Any
 ) -> float:
-    """Seconds a step of the dispatch, compiled for `static`, with another `sample` if given."""
-    weights = dispatch.runner.weights
-    run = jax.jit(functools.partial(programs.decode, static=static), donate_argnums=1)
-    state = [jax.tree.map(jnp.copy, dispatch.runner.kv)]
-    with mock.patch.object(programs, "sample", sample or programs.sample):
-        compiled = run.lower(weights, state[0], *dispatch.args).compile()
+    """Seconds a step of the dispatch, compiled for `static`, with other functions for `parts`."""
+    runner = dispatch.runner
+    run = jax.jit(
+        functools.partial(programs.decode, static=static),
+        donate_argnums=(1, 2),
+        compiler_options=compiler_options(jax.devices()[0].platform),
+    )
+    state = jax.tree.map(jnp.copy, (runner.kv, runner.kv_rows))
+    with mock.patch.multiple(programs, **(parts or {"sample": programs.sample})):
+        compiled = run.lower(runner.weights, *state, *dispatch.args).compile()
 
     def once() -> None:
-        kv, output = compiled(weights, state[0], *dispatch.args)
-        state[0] = kv
-        jax.block_until_ready((kv, output))
+        nonlocal state
+        *state, output = compiled(runner.weights, *state, *dispatch.args)
+        jax.block_until_ready((state, output))
 
     return _median_s(once, seconds) / dispatch.num_steps
 
@@ -201,11 +214,16 @@ def measure_parts(
     model = static.model
     full_s = time_decode(dispatch, static, seconds)
     without = {
-        "attention": time_decode(dispatch, static._replace(attention=_no_attention), seconds),
+        "attention": time_decode(
+            dispatch,
+            static._replace(attention=_no_attention),
+            seconds,
+            row_attention=_no_row_attention,
+        ),
         "logits": time_decode(
             dispatch, static._replace(model=model._replace(logits=_no_logits)), seconds
         ),
-        "sampling": time_decode(dispatch, static, seconds, _no_sampling),
+        "sampling": time_decode(dispatch, static, seconds, sample=_no_sampling),
     }
     measured = {part: full_s - rest_s for part, rest_s in without.items()}
     num_rows = len(dispatch.args[0].input_ids)

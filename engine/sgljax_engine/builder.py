@@ -177,7 +177,7 @@ def build_loop(
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(model)))
     weights_made = maker.make(weights.arrays, weights.rules)
     memory = plan_memory(model, config, placement, max_model_len, weights_made)
-    num_pages = memory.kv_tokens // page_size
+    num_pages = memory.report.kv_tokens // page_size
 
     batch_buckets, token_buckets = _buckets(config, static.prefill_pass)
     runner = ModelRunner(
@@ -189,6 +189,7 @@ def build_loop(
         batch_buckets=batch_buckets,
         token_buckets=token_buckets,
         token_block=TOKEN_BLOCK,
+        row_shapes=memory.row_shapes,
         forbid_compile=config.runtime.forbid_compile,
     )
     pool = PagePool(
@@ -205,7 +206,7 @@ def build_loop(
         pool=pool,
         runner=runner,
         weight_maker=maker,
-        memory=memory,
+        memory=memory.report,
         tokenizer=tokenizer,
         name=f"sgljax-engine-{next(_names)}",
     )

@@ -16,7 +16,7 @@ from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-ATTENTION_BACKENDS = ("auto", "xla", "xla_tiles", "pallas")
+ATTENTION_BACKENDS = ("auto", "xla", "xla_tiles", "xla_rows", "pallas")
 """Names that `layers.attention.get_backend` knows."""
 
 TOKEN_BLOCK = 16

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
+from sgljax_engine.cache.kv_rows import LANES, RowShapes, row_shapes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.metrics import MemoryReport
@@ -19,13 +22,20 @@ from sgljax_engine.runner.placement import Placement
 logger = logging.getLogger(__name__)
 
 
+class MemoryPlan(NamedTuple):
+    """What an engine takes: the report, and the shapes of the rows that decode attention reads."""
+
+    report: MemoryReport
+    row_shapes: RowShapes | None
+
+
 def plan_memory(
     model: ModelConfig,
     config: EngineConfig,
     placement: Placement,
     max_model_len: int,
     weights: Mapping[str, jax.Array],
-) -> MemoryReport:
+) -> MemoryPlan:
     """Decides on the size of the KV cache. The weights are there, so free memory excludes them.
 
     Raises:
@@ -56,23 +66,64 @@ def plan_memory(
             )
         if affordable < num_pages:
             rule, num_pages = "mem_fraction_static", affordable
+    rows, rows_bytes = _plan_rows(
+        model, config, placement, max_model_len, free - num_pages * per_page
+    )
     report = MemoryReport(
         weights_bytes=sum(weight.nbytes for weight in weights.values()),
         kv_bytes=num_pages * per_page,
+        kv_rows_bytes=rows_bytes,
         kv_tokens=num_pages * cache.page_size,
         page_size=cache.page_size,
         rule=rule,
         free_bytes=free,
     )
     logger.info(
-        "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says",
+        "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says; "
+        "copies of decode rows take %d",
         report.weights_bytes,
         report.kv_bytes,
         report.kv_tokens,
         report.page_size,
         rule,
+        report.kv_rows_bytes,
     )
-    return report
+    return MemoryPlan(report, rows)
+
+
+def _plan_rows(
+    model: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    max_model_len: int,
+    free: int,
+) -> tuple[RowShapes | None, int]:
+    """The rows that decode attention reads on CPUs, and their bytes: all or none.
+
+    "auto" takes them if they fit `mem_fraction_static` of what is free beside the pages.
+    """
+    backend = config.runtime.attention_backend
+    if backend not in ("auto", "xla_rows") or (backend == "auto" and placement.platform != "cpu"):
+        return None, 0
+    if model.head_dim % LANES:
+        if backend == "xla_rows":
+            raise InvalidConfigError(
+                f"attention_backend 'xla_rows' needs a head_dim that is a multiple of {LANES}, got "
+                f"{model.head_dim}"
+            )
+        return None, 0
+    num_rows = (config.runtime.batch_buckets or (config.scheduler.max_running_requests,))[-1]
+    shapes = row_shapes(num_rows, max_model_len, model.num_kv_heads, model.head_dim)
+    size = sum(math.prod(shape) for shape in shapes) * model.num_layers * placement.dtype.itemsize
+    limit = int(free * placement.num_tensor_shards * config.cache.mem_fraction_static)
+    if size <= limit:
+        return shapes, size
+    if backend == "xla_rows":
+        raise InvalidConfigError(
+            f"attention_backend 'xla_rows' takes {size} bytes for {num_rows} rows of "
+            f"{max_model_len} tokens; mem_fraction_static leaves {limit}"
+        )
+    return None, 0
 
 
 def _round_down(count: int) -> int:

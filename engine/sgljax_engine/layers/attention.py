@@ -22,7 +22,7 @@ from sgljax_engine.layers.basic import soft_cap
 _KEYS_PER_STEP = 64
 _QUERIES_PER_CHUNK = 128
 _BLOCKS_PER_TILE = 8
-_MASKED = -1e30
+MASKED = -1e30
 
 
 class AttentionOptions(NamedTuple):
@@ -97,7 +97,7 @@ class _Softmax(NamedTuple):
     def start(cls, shape: tuple[int, ...], head_dim: int) -> _Softmax:
         """Before any key."""
         return cls(
-            peak=jnp.full(shape, _MASKED, jnp.float32),
+            peak=jnp.full(shape, MASKED, jnp.float32),
             total=jnp.zeros(shape, jnp.float32),
             acc=jnp.zeros((*shape, head_dim), jnp.float32),
         )
@@ -107,7 +107,7 @@ class _Softmax(NamedTuple):
     ) -> _Softmax:
         """Takes in S keys: q [..., R, H], k and v [..., S, H], seen [..., R, S]."""
         scores = jnp.einsum("...rh,...sh->...rs", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, soft_cap(scores, softcap), _MASKED)
+        scores = jnp.where(seen, soft_cap(scores, softcap), MASKED)
         peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
         # Masked once more, so that a row that has seen no key yet adds nothing.
         weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
@@ -248,7 +248,7 @@ def dense_attention(
         if options.sliding_window is not None:
             seen &= key_pos[None] > position[:, None] - options.sliding_window
         scores = soft_cap(scores * options.scale, options.logit_softcap)
-        scores = jnp.where(seen[None, None, None], scores, _MASKED)
+        scores = jnp.where(seen[None, None, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BLKH.dtype)
         return jnp.einsum("bkgcs,bskh->bckgh", weights, v_BLKH)
 
@@ -285,4 +285,6 @@ def get_backend(
         return gpu_backend(platform, head_dim=head_dim, num_tensor_shards=num_tensor_shards)
     if name == "auto":
         name = "xla_tiles" if platform == "cpu" else "xla"
+    if name == "xla_rows":  # what decode reads instead of pages; see layers.row_attention
+        name = "xla_tiles"
     return BACKENDS[name]

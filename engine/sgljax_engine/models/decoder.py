@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import add_bias, embed, linear, rms_norm, soft_cap, unembed
 from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, stretch_llama3
@@ -21,6 +20,7 @@ from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.spec import (
     Attend,
+    LayerCache,
     ModelContext,
     ModelDefinition,
     ParamKind,
@@ -63,8 +63,8 @@ def decoder(
         input_ids: jax.Array,
         positions: jax.Array,
         attend: Attend,
-        kv: tuple[LayerKV, ...] | None,
-    ) -> tuple[jax.Array, tuple[LayerKV, ...] | None]:
+        kv: tuple[LayerCache, ...] | None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
         layers = _Layers(params, context, traits, attend)
         return layers.forward(input_ids, positions, kv)
 
@@ -125,8 +125,8 @@ class _Layers(NamedTuple):
     attend: Attend
 
     def forward(
-        self, input_ids: jax.Array, positions: jax.Array, kv: tuple[LayerKV, ...] | None
-    ) -> tuple[jax.Array, tuple[LayerKV, ...] | None]:
+        self, input_ids: jax.Array, positions: jax.Array, kv: tuple[LayerCache, ...] | None
+    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
         config = self.context.config
         attention = config.attention
         # Each distinct rotary embedding is computed once.
@@ -136,7 +136,7 @@ class _Layers(NamedTuple):
         if self.traits.scales_embeddings:
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
-        new_kv: list[LayerKV] = []
+        new_kv: list[LayerCache] = []
         # Equal layers are traced and lowered once; XLA compiles them as if they were written out.
         layer = jax.jit(self.layer, static_argnames="options")
         for i in range(config.num_layers):
@@ -166,9 +166,9 @@ class _Layers(NamedTuple):
         x: jax.Array,
         sin: jax.Array,
         cos: jax.Array,
-        kv: LayerKV | None,
+        kv: LayerCache | None,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV | None]:
+    ) -> tuple[jax.Array, LayerCache | None]:
         inner = self._replace(params=weights)
         h = inner.norm("input_layernorm", x)
         q, k, v = inner.project_qkv("self_attn.", h, sin, cos)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_rows import PagedRows
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.model_config import ModelConfig
@@ -16,9 +17,12 @@ from sgljax_engine.model_config import ModelConfig
 Params = Mapping[str, jax.Array]
 """Physical weights by parameter name, a pytree of leaves that programs take as an argument."""
 
+LayerCache = LayerKV | PagedRows
+"""One layer's cache. Models only hand it on."""
+
 Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, LayerKV | None, AttentionOptions],
-    tuple[jax.Array, LayerKV | None],
+    [jax.Array, jax.Array, jax.Array, LayerCache | None, AttentionOptions],
+    tuple[jax.Array, LayerCache | None],
 ]
 """`attend(q[T, N, H], k[T, K, H], v[T, K, H], layer_kv, options) -> (out[T, N, H], new layer_kv)`.
 
@@ -80,8 +84,8 @@ class ModelDefinition(NamedTuple):
             jax.Array,
             jax.Array,
             Attend,
-            tuple[LayerKV, ...] | None,
+            tuple[LayerCache, ...] | None,
         ],
-        tuple[jax.Array, tuple[LayerKV, ...] | None],
+        tuple[jax.Array, tuple[LayerCache, ...] | None],
     ]
     logits: Callable[[Params, ModelContext, jax.Array], jax.Array]

@@ -46,6 +46,7 @@ class ProgramState(NamedTuple):
 
     weights: Any
     kv: Any
+    kv_rows: Any
 
 
 class _Program(NamedTuple):
@@ -59,7 +60,7 @@ class _Program(NamedTuple):
 _PROGRAMS = {
     "prefill": _Program(programs.prefill, ("weights", "kv"), ("kv",)),
     "copy_pages": _Program(programs.copy_pages, ("kv",), ("kv",)),
-    "decode": _Program(programs.decode, ("weights", "kv"), ("kv", "result")),
+    "decode": _Program(programs.decode, ("weights", "kv", "kv_rows"), ("kv", "kv_rows", "result")),
     "score": _Program(scoring.score, ("weights",), ("result",)),
 }
 
@@ -87,11 +88,11 @@ class ProgramCache:
         self.compile_s = 0.0
         self.is_sealed = False
 
-    def run(self, call: ProgramCall, state: ProgramState) -> tuple[Any, Any]:
-        """Runs a program, compiled now if it is new. It donates the pages if it writes any.
+    def run(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
+        """Runs a program, compiled now if it is new. It donates the parts of the cache it writes.
 
         Returns:
-            The pages, new ones if the program writes any, and its result, None if it has none.
+            The state with the parts that the program made, and its result, None if it has none.
 
         Raises:
             CompileForbiddenError: when it is new and the cache is sealed.
@@ -107,13 +108,15 @@ class ProgramCache:
         program = _PROGRAMS[call.name]
         out = self._programs[key](*(getattr(state, part) for part in program.takes), *call.args)
         made = dict(zip(program.gives, out if len(program.gives) > 1 else (out,), strict=True))
-        return made.get("kv", state.kv), made.get("result")
+        result = made.pop("result", None)
+        return state._replace(**made), result
 
     def compile(self, calls: Sequence[ProgramCall], state: ProgramState) -> None:
         """Compiles the programs of the calls that are not there yet, several at a time.
 
         An error carries a note that names its program.
         """
+        options = compiler_options(self._placement.platform)
         new = {key: call for call in calls if (key := call.key) not in self._programs}
         started = time.perf_counter()
         num_threads = min(max(len(new), 1), os.cpu_count() or 1, _MAX_COMPILE_THREADS)
@@ -123,7 +126,7 @@ class ProgramCache:
             for key, call in new.items():
                 with _named(key):
                     lowered = self._lower(call, state)
-                made[key] = pool.submit(_compile, key, lowered)
+                made[key] = pool.submit(_compile, key, lowered, options)
             for key, future in made.items():
                 self._programs[key] = future.result()
                 self.num_compiles += 1
@@ -143,6 +146,7 @@ class ProgramCache:
         placed = {
             "weights": jax.tree.map(lambda x: x.sharding, state.weights),
             "kv": jax.tree.map(lambda x: x.sharding, state.kv),
+            "kv_rows": jax.tree.map(lambda x: x.sharding, state.kv_rows),
             "result": everywhere,
         }
         out_shardings = tuple(placed[part] for part in gives)
@@ -153,16 +157,26 @@ class ProgramCache:
                 *jax.tree.map(lambda _: everywhere, call.args),
             ),
             out_shardings=out_shardings if len(gives) > 1 else out_shardings[0],
-            donate_argnums=tuple(i for i, part in enumerate(takes) if part == "kv"),
+            donate_argnums=tuple(i for i, part in enumerate(takes) if part != "weights"),
         )
         return jitted.lower(*(getattr(state, part) for part in takes), *call.args)
 
 
-def _compile(key: tuple[Any, ...], lowered: jax.stages.Lowered) -> Callable[..., Any]:
+def compiler_options(platform: str) -> dict[str, str | bool] | None:
+    """XLA's options for the programs on a JAX platform.
+
+    On CPUs XLA uses half the width of AVX-512 unless told; CPUs without it ignore the option.
+    """
+    return {"xla_cpu_prefer_vector_width": "512"} if platform == "cpu" else None
+
+
+def _compile(
+    key: tuple[Any, ...], lowered: jax.stages.Lowered, options: dict[str, str | bool] | None
+) -> Callable[..., Any]:
     """Any thread: all that a program is compiled for was settled when it was lowered."""
     started = time.perf_counter()
     with _named(key):
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
     name, _, *shapes = key
     logger.info("compiled %s for %s in %.2f s", name, shapes, time.perf_counter() - started)
     return compiled

@@ -47,6 +47,11 @@ class Placement(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec(None, self._tensor_axis))
 
     @property
+    def kv_rows_sharding(self) -> NamedSharding:
+        """Of `cache.kv_rows.LayerRows`."""
+        return NamedSharding(self.mesh, PartitionSpec(None, None, self._tensor_axis))
+
+    @property
     def platform(self) -> str:
         """JAX's name for the kind of device."""
         return self.mesh.devices.flat[0].platform

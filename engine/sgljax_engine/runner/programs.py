@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
+from sgljax_engine.cache.kv_rows import KVRows, PagedRows, gather_rows, write_rows
 from sgljax_engine.layers.attention import (
     AttentionOptions,
     BlockTables,
     PagedAttention,
 )
-from sgljax_engine.models.spec import Attend, ModelContext, ModelDefinition, Params
+from sgljax_engine.layers.row_attention import row_attention
+from sgljax_engine.models.spec import Attend, LayerCache, ModelContext, ModelDefinition, Params
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -82,13 +84,32 @@ def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables)
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        layer: LayerKV | None,
+        layer: LayerCache | None,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV | None]:
-        assert layer is not None
+    ) -> tuple[jax.Array, LayerKV]:
+        assert isinstance(layer, LayerKV)
         layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
         blocks = q.reshape(num_blocks, num_queries, *q.shape[1:])
         return static.attention(blocks, layer, tables, options).reshape(q.shape), layer
+
+    return attend
+
+
+def _rows_attend(slots: jax.Array, tables: BlockTables, active: jax.Array) -> Attend:
+    """An `attend` of one token a row that writes its key to both caches and reads the rows."""
+
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, PagedRows]:
+        assert isinstance(layer, PagedRows)
+        k, v = k.astype(layer.pages.k.dtype), v.astype(layer.pages.v.dtype)
+        pages = write_kv(layer.pages, k, v, slots)
+        rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
+        return row_attention(q, rows, tables.kv_lens, options), PagedRows(pages, rows)
 
     return attend
 
@@ -122,7 +143,7 @@ def _prefill_pass(
         kv_lens=batch.seq_lens,
     )
     attend = _paged_attend(static, batch.slot_mapping, tables)
-    _, new_kv = static.model.forward(
+    _, caches = static.model.forward(
         params,
         static.context,
         batch.input_ids,
@@ -130,8 +151,8 @@ def _prefill_pass(
         attend,
         kv,
     )
-    assert new_kv is not None
-    return new_kv
+    assert caches is not None
+    return _split_caches(caches)[0]
 
 
 def copy_pages(
@@ -157,7 +178,7 @@ def copy_pages(
 
 class _Carry(NamedTuple):
     step: jax.Array
-    kv: KVPages
+    caches: tuple[LayerCache, ...]
     input_ids: jax.Array
     table: SamplingTable | None
     output: DecodeOutput
@@ -166,6 +187,7 @@ class _Carry(NamedTuple):
 def decode(
     params: Params,
     kv: KVPages,
+    kv_rows: KVRows,
     rows: DecodeBatch,
     sampling: SamplingBatch,
     options: RowOptions,
@@ -173,11 +195,18 @@ def decode(
     max_finished: jax.Array,
     *,
     static: ProgramContext,
-) -> tuple[KVPages, DecodeOutput]:
-    """Generates up to `num_steps` tokens a row in one dispatch. `kv` is donated.
+) -> tuple[KVPages, KVRows, DecodeOutput]:
+    """Generates up to `num_steps` tokens a row in one dispatch. `kv` and `kv_rows` are donated.
 
-    Ends early when no row can go on, or when `max_finished` rows have finished for good.
+    Ends early when no row can go on, or when `max_finished` rows have finished for good. Attention
+    reads `kv_rows` if there are any, else the pages.
     """
+    caches: tuple[LayerCache, ...] = kv
+    if kv_rows:
+        lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
+        end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
+        kv_rows = gather_rows(kv_rows, kv, rows.page_table, lens, end)
+        caches = tuple(PagedRows(*both) for both in zip(kv, kv_rows, strict=True))
 
     def is_active(carry: _Carry) -> jax.Array:
         return (carry.step < rows.step_limits) & ~carry.output.stopped
@@ -191,7 +220,7 @@ def decode(
     def body(carry: _Carry) -> _Carry:
         step, table = carry.step, carry.table
         active = is_active(carry)
-        logits, new_kv = _next_logits(params, carry, rows, active, static)
+        logits, new_caches = _next_logits(params, carry, rows, active, static)
         adjusted = None
         if table is not None:
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + step)
@@ -202,7 +231,7 @@ def decode(
         is_stop = active & jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
         return _Carry(
             step=step + 1,
-            kv=new_kv,
+            caches=new_caches,
             input_ids=jnp.where(active, sampled.token, carry.input_ids),
             table=table,
             output=_append(carry.output, step, sampled, extras, active, is_stop),
@@ -210,19 +239,25 @@ def decode(
 
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
-        kv=kv,
+        caches=caches,
         input_ids=rows.input_ids,
         table=options.table,
         output=_empty_output(rows.input_ids.shape[0], static.max_steps, options.logprobs),
     )
     end = lax.while_loop(keep_going, body, start)
-    return end.kv, end.output
+    kv, kv_rows = _split_caches(end.caches)
+    return kv, kv_rows, end.output
+
+
+def _split_caches(caches: tuple[LayerCache, ...]) -> tuple[KVPages, KVRows]:
+    pages = tuple(c.pages if isinstance(c, PagedRows) else c for c in caches)
+    return pages, tuple(c.rows for c in caches if isinstance(c, PagedRows))
 
 
 def _next_logits(
     params: Params, carry: _Carry, rows: DecodeBatch, active: jax.Array, static: ProgramContext
-) -> tuple[jax.Array, KVPages]:
-    """One forward pass over each row's newest token: logits [B, V] and the pages with its keys."""
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """One forward pass over each row's newest token: logits [B, V] and the caches with its keys."""
     positions = rows.positions + carry.step
     page = jnp.minimum(positions // static.page_size, rows.page_table.shape[1] - 1)
     page_id = jnp.take_along_axis(rows.page_table, page[:, None], axis=1)[:, 0]
@@ -232,12 +267,16 @@ def _next_logits(
         positions=positions[:, None],
         kv_lens=jnp.where(active, positions + 1, 0),
     )
-    attend = _paged_attend(static, jnp.where(active, slots, NO_SLOT), tables)
-    hidden, new_kv = static.model.forward(
-        params, static.context, carry.input_ids, positions, attend, carry.kv
+    slots = jnp.where(active, slots, NO_SLOT)
+    if isinstance(carry.caches[0], PagedRows):
+        attend = _rows_attend(slots, tables, active)
+    else:
+        attend = _paged_attend(static, slots, tables)
+    hidden, new_caches = static.model.forward(
+        params, static.context, carry.input_ids, positions, attend, carry.caches
     )
-    assert new_kv is not None
-    return static.model.logits(params, static.context, hidden), new_kv
+    assert new_caches is not None
+    return static.model.logits(params, static.context, hidden), new_caches
 
 
 def _empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:

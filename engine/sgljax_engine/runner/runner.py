@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
+from sgljax_engine.cache.kv_rows import KVRows, RowShapes, allocate_kv_rows
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.runner import programs, scoring
@@ -50,6 +51,7 @@ class ModelRunner:
         programs: The compiled ones.
         weights: Physical weights by name.
         kv: All pages.
+        kv_rows: Copies of the pages of decode rows, for attention that reads those; else empty.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ModelRunner:
         batch_buckets: Sequence[int],
         token_buckets: Sequence[int],
         token_block: int,
+        row_shapes: RowShapes | None,
         forbid_compile: bool,
     ) -> None:
         """Allocates the KV pages.
@@ -76,6 +79,7 @@ class ModelRunner:
             batch_buckets: Decode batch sizes, ascending.
             token_buckets: Prefill sizes, ascending, multiples of `token_block`.
             token_block: Tokens in a prefill block.
+            row_shapes: Shapes of the rows that decode attention reads; None if it reads pages.
             forbid_compile: Refuse to compile once `warmup` has run.
         """
         self._static = static
@@ -85,11 +89,14 @@ class ModelRunner:
         self._batch_buckets = tuple(batch_buckets)
         self._token_buckets = tuple(token_buckets)
         self._token_block = token_block
+        self._row_shapes = row_shapes
         self._forbid_compile = forbid_compile
         self._has_warm_score = self._has_warm_table = False
         self.programs = ProgramCache(static, placement)
         self.weights: dict[str, jax.Array] = dict(weights)
-        self.kv: KVPages = self._allocate_kv()
+        self.kv: KVPages = ()
+        self.kv_rows: KVRows = ()
+        self._allocate_kv()
 
     @property
     def model_config(self) -> ModelConfig:
@@ -178,8 +185,13 @@ class ModelRunner:
     def _run(self, program: str, *args: Any) -> Any:
         """Dispatches a program and returns its result, which nobody has waited for."""
         call = ProgramCall(program, args)
-        self.kv, result = self.programs.run(call, ProgramState(self.weights, self.kv))
+        state, result = self.programs.run(call, self._state)
+        self.kv, self.kv_rows = state.kv, state.kv_rows
         return result
+
+    @property
+    def _state(self) -> ProgramState:
+        return ProgramState(self.weights, self.kv, self.kv_rows)
 
     @property
     def _score_lengths(self) -> tuple[int, ...]:
@@ -202,30 +214,37 @@ class ModelRunner:
         program was to return raise when waited for.
         """
         try:
-            jax.block_until_ready(self.kv)
+            jax.block_until_ready((self.kv, self.kv_rows))
         except Exception:
             logger.warning("the KV pages were lost in a failed step; allocating them anew")
-            self.kv = ()
-            self.kv = self._allocate_kv()
+            self._allocate_kv()
             return True
         return False
 
     def release(self) -> None:
         """Lets go of weights, pages and programs."""
-        self.weights, self.kv = {}, ()
+        self.weights, self.kv, self.kv_rows = {}, (), ()
         self.programs.clear()
 
-    def _allocate_kv(self) -> KVPages:
-        config = self.model_config
-        return allocate_kv_pages(
+    def _allocate_kv(self) -> None:
+        self.kv, self.kv_rows = (), ()  # first let go of what there was
+        config, placement = self.model_config, self._placement
+        self.kv = allocate_kv_pages(
             num_layers=config.num_layers,
             num_pages=self._num_pages,
             page_size=self._static.page_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=self._placement.dtype,
-            sharding=self._placement.kv_sharding,
+            dtype=placement.dtype,
+            sharding=placement.kv_sharding,
         )
+        if self._row_shapes is not None:
+            self.kv_rows = allocate_kv_rows(
+                self._row_shapes,
+                num_layers=config.num_layers,
+                dtype=placement.dtype,
+                sharding=placement.kv_rows_sharding,
+            )
 
     # ------------------------------------------------------------------ programs
 
@@ -240,7 +259,7 @@ class ModelRunner:
         self.programs.is_sealed = False
         try:
             calls = list(self._warm_calls(include_score, include_table))
-            self.programs.compile(calls, ProgramState(self.weights, self.kv))
+            self.programs.compile(calls, self._state)
             for call in calls:
                 jax.block_until_ready(self._run(call.name, *call.args))
             jax.block_until_ready(self.kv)

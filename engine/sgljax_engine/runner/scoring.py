@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.attention import AttentionOptions, dense_attention
-from sgljax_engine.models.spec import Params
+from sgljax_engine.models.spec import LayerCache, Params
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
 
@@ -48,9 +47,9 @@ def score(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        _: LayerKV | None,
+        _: LayerCache | None,
         options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV | None]:
+    ) -> tuple[jax.Array, LayerCache | None]:
         def split(x: jax.Array) -> jax.Array:
             return x.reshape(batch, length, *x.shape[1:])
 

@@ -1,0 +1,162 @@
+"""Keys and values laid out by decode row: what decode attention on CPUs reads instead of pages.
+
+XLA on CPU cannot read scattered pages where they lie: each step would copy all pages that it needs.
+So a decode dispatch copies them once, before its first step, into arrays in which the keys of a row
+lie in order, and its steps read slices of those in place. New tokens are written to both.
+
+The arrays are allocated once, donated to every decode dispatch and handed back; nothing in them is
+of use to the next dispatch.
+
+Shape legend: B rows of a dispatch, K kv heads, h head dim, P pages of a row, L lanes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+
+CHUNK = 64
+"""Keys of a row that lie together: attention takes one chunk of several rows at a time."""
+
+LANES = 16
+"""Neighbours in memory: keys of one channel, or channels of one key. 64 bytes of float32."""
+
+ROW_TILE = 16
+"""Rows that attention takes together."""
+
+
+class LayerRows(NamedTuple):
+    """One layer's keys and values by row. The dtype is that of the pages.
+
+    Shape:
+        k: [num_chunks, num_rows, K, CHUNK // L, h, L]
+        v: [num_chunks, num_rows, K, h // L, CHUNK, L]
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+KVRows = tuple[LayerRows, ...]
+"""All layers; empty for attention backends that read pages."""
+
+
+class PagedRows(NamedTuple):
+    """Both forms of one layer's cache, for a decode dispatch."""
+
+    pages: LayerKV
+    rows: LayerRows
+
+
+class RowShapes(NamedTuple):
+    """Shapes of one layer's `LayerRows`."""
+
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+
+
+def row_shapes(num_rows: int, max_len: int, num_kv_heads: int, head_dim: int) -> RowShapes:
+    """Shapes of k and v for so many rows of at most `max_len` tokens.
+
+    Rows are rounded up to whole tiles, and tokens to whole chunks. `head_dim` must be a multiple of
+    `LANES`.
+    """
+    tile = min(num_rows, ROW_TILE)
+    lead = (-(-max_len // CHUNK), -(-num_rows // tile) * tile, num_kv_heads)
+    return RowShapes(
+        k=(*lead, CHUNK // LANES, head_dim, LANES), v=(*lead, head_dim // LANES, CHUNK, LANES)
+    )
+
+
+def allocate_kv_rows(
+    shapes: RowShapes,
+    *,
+    num_layers: int,
+    dtype: jnp.dtype,
+    sharding: jax.sharding.Sharding,
+) -> KVRows:
+    """Allocates the arrays of all layers on the sharding's devices. Engine thread only."""
+    k, v = (jax.jit(lambda s=s: jnp.zeros(s, dtype), out_shardings=sharding) for s in shapes)
+    return tuple(LayerRows(k(), v()) for _ in range(num_layers))
+
+
+def gather_rows(
+    kv_rows: KVRows,
+    kv: KVPages,
+    page_table_BP: jax.Array,
+    kv_lens_B: jax.Array,
+    end: jax.Array,
+) -> KVRows:
+    """Copies the keys and values of a dispatch's rows out of their pages.
+
+    Args:
+        kv_rows: Rows from B on stay as they are. Donate it.
+        kv: The pages.
+        page_table_BP: [B, P] int32.
+        kv_lens_B: [B] int32, tokens in the pages; what lies behind them becomes 0.
+        end: Scalar int32; chunks up to this token are made ready, those behind stay as they are.
+    """
+
+    def body(chunk: jax.Array, kv_rows: KVRows) -> KVRows:
+        return tuple(
+            _gather_chunk(rows, layer, page_table_BP, kv_lens_B, chunk)
+            for rows, layer in zip(kv_rows, kv, strict=True)
+        )
+
+    return lax.fori_loop(0, (end + CHUNK - 1) // CHUNK, body, kv_rows)
+
+
+def _gather_chunk(
+    rows: LayerRows,
+    layer: LayerKV,
+    page_table_BP: jax.Array,
+    kv_lens_B: jax.Array,
+    chunk: jax.Array,
+) -> LayerRows:
+    batch, size = page_table_BP.shape[0], layer.page_size
+    at = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+    exists_BC = at[None] < kv_lens_B[:, None]
+
+    def take(pages: jax.Array) -> jax.Array:
+        """[B, K, CHUNK, h], 0 where no token is."""
+        if CHUNK % size:
+            last = page_table_BP.shape[1] - 1
+            ids = jnp.take(page_table_BP, jnp.minimum(at // size, last), axis=1)
+            found = pages.at[ids, :, at[None] % size].get(mode="promise_in_bounds").swapaxes(1, 2)
+        else:  # whole pages: runs of memory
+            count = CHUNK // size
+            table = jnp.pad(page_table_BP, ((0, 0), (0, -page_table_BP.shape[1] % count)))
+            ids = lax.dynamic_slice_in_dim(table, chunk * count, count, axis=1)
+            found = pages.at[ids].get(mode="promise_in_bounds").swapaxes(1, 2)
+            found = found.reshape(batch, found.shape[1], CHUNK, -1)
+        return jnp.where(exists_BC[:, None, :, None], found, jnp.zeros((), found.dtype))
+
+    k, v = take(layer.k), take(layer.v)
+    lead = k.shape[:2]
+    k = k.reshape(*lead, CHUNK // LANES, LANES, -1).swapaxes(-2, -1)
+    v = v.reshape(*lead, CHUNK, -1, LANES).swapaxes(-3, -2)
+    place = (chunk, 0, 0, 0, 0, 0)
+    return LayerRows(
+        lax.dynamic_update_slice(rows.k, k[None], place),
+        lax.dynamic_update_slice(rows.v, v[None], place),
+    )
+
+
+def write_rows(
+    rows: LayerRows, k: jax.Array, v: jax.Array, positions_B: jax.Array, is_used_B: jax.Array
+) -> LayerRows:
+    """Writes one token's K and V [B, K, h] to each row that is used, at its position [B]."""
+    num_chunks = rows.k.shape[0]
+    chunk = jnp.where(is_used_B, positions_B // CHUNK, num_chunks)
+    row = jnp.arange(positions_B.shape[0], dtype=jnp.int32)
+    key = positions_B % CHUNK
+    lanes = v.reshape(*v.shape[:2], -1, LANES)
+    return LayerRows(
+        rows.k.at[chunk, row, :, key // LANES, :, key % LANES].set(k, mode="drop"),
+        rows.v.at[chunk, row, :, :, key].set(lanes, mode="drop"),
+    )
