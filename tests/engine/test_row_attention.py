@@ -1,0 +1,179 @@
+"""Decode attention over rows copied out of pages, against numpy in float64, and in an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams, memory
+from sgljax_engine.cache.kv_rows import LayerRows, gather_rows, row_shapes, write_rows
+from sgljax_engine.layers.attention import AttentionOptions
+from sgljax_engine.layers.row_attention import row_attention
+from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.paged_cases import ragged_case, reference
+
+DEFAULT = AttentionOptions(scale=0.25)
+OPTIONS = {
+    "default": DEFAULT,
+    "window-1": DEFAULT._replace(sliding_window=1),
+    "window-70": DEFAULT._replace(sliding_window=70),
+    "all": AttentionOptions(scale=0.5, sliding_window=100, logit_softcap=2.0),
+}
+FREE_BYTES = 1 << 26
+
+
+def poisoned_rows(num_rows, max_len, num_kv_heads, head_dim, dtype=np.float32):
+    """Rows of NaN: using what no dispatch has written would show."""
+    shapes = row_shapes(num_rows, max_len, num_kv_heads, head_dim)
+    return LayerRows(*(jnp.full(shape, jnp.nan, dtype) for shape in shapes))
+
+
+def over_rows(max_len):
+    """Row attention as a paged backend for one query a block."""
+
+    def backend(q, layer, tables, options):
+        num_kv_heads, head_dim = layer.k.shape[1], layer.k.shape[3]
+        rows = poisoned_rows(len(q), max_len, num_kv_heads, head_dim, layer.k.dtype)
+        end = jnp.max(tables.kv_lens)
+        (rows,) = gather_rows((rows,), (layer,), tables.page_table, tables.kv_lens, end)
+        return row_attention(q[:, 0], rows, tables.kv_lens, options)[:, None]
+
+    return backend
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("page_size", "num_heads", "num_kv_heads", "head_dim"),
+    [(1, 4, 2, 16), (4, 8, 1, 16), (16, 4, 2, 64), (48, 3, 3, 32), (64, 6, 2, 16), (128, 8, 1, 16)],
+)
+def test_ragged_rows(options, page_size, num_heads, num_kv_heads, head_dim):
+    case = ragged_case(
+        [1, 17, 64, 65, 150],
+        page_size=page_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_queries=1,
+        head_dim=head_dim,
+    )
+    case.check(case.run(over_rows(200), options), options, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_rows", [15, 16, 17, 40])
+def test_tiles(num_rows):
+    """More rows than a tile holds, in whole tiles and not."""
+    lengths = np.random.default_rng(1).integers(1, 200, num_rows - 1)
+    case = ragged_case(
+        lengths, page_size=16, num_heads=2, num_kv_heads=1, num_queries=1, head_dim=16
+    )
+    case.check(case.run(over_rows(200), DEFAULT), DEFAULT, atol=2e-5)
+
+
+def test_bfloat16():
+    case = ragged_case(
+        [1, 17, 150],
+        page_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        num_queries=1,
+        head_dim=32,
+        dtype=jnp.bfloat16,
+    )
+    case.check(case.run(over_rows(160), DEFAULT), DEFAULT, atol=2e-2)
+
+
+def test_new_tokens_join_the_copied_ones():
+    """Step by step across the end of a chunk, as a decode dispatch does it."""
+    lengths, num_steps = np.array([60, 1, 127]), 8
+    case = ragged_case(
+        lengths, page_size=16, num_heads=4, num_kv_heads=2, num_queries=1, head_dim=16
+    )
+    rng = np.random.default_rng(2)
+    rows = poisoned_rows(4, 140, 2, 16)
+    end = jnp.max(case.tables.kv_lens) + num_steps
+    (rows,) = gather_rows((rows,), (case.layer,), case.tables.page_table, case.tables.kv_lens, end)
+    keys, values = list(case.keys), list(case.values)
+    is_used = jnp.asarray([True, True, True, False])
+    for step in range(num_steps):
+        k, v = (rng.normal(size=(4, 2, 16)).astype(np.float32) for _ in range(2))
+        positions = jnp.asarray([*(lengths + step), 0], jnp.int32)
+        rows = write_rows(rows, jnp.asarray(k), jnp.asarray(v), positions, is_used)
+        q = rng.normal(size=(4, 4, 16)).astype(np.float32)
+        lens = jnp.where(is_used, positions + 1, 0)
+        out = row_attention(jnp.asarray(q), rows, lens, DEFAULT)
+        for i in range(3):
+            keys[i], values[i] = (
+                np.concatenate([keys[i], k[i : i + 1]]),
+                np.concatenate([values[i], v[i : i + 1]]),
+            )
+            at = np.array([len(keys[i]) - 1])
+            expected = reference(q[i : i + 1], keys[i], values[i], at, DEFAULT)
+            np.testing.assert_allclose(out[i : i + 1], expected, atol=2e-5)
+
+
+class TestEngine:
+    def generate(self, backend):
+        prompts = random_prompts(20, 3, 90)
+        params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+        with Engine(
+            model_config=TINY,
+            weights=spread_weights(),
+            attention_backend=backend,
+            max_running_requests=8,
+            page_size=4,
+        ) as engine:
+            outputs = engine.generate_requests(prompts, params)
+            assert bool(engine.get_internal_state().memory.kv_rows_bytes) == (
+                backend in ("auto", "xla_rows")
+            )
+        return outputs
+
+    def test_backends_agree(self):
+        expected = self.generate("xla")
+        for backend in ("xla_tiles", "xla_rows", "auto"):
+            for one, other in zip(expected, self.generate(backend), strict=True):
+                assert one.output_ids == other.output_ids
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_running_requests": 512}, r"'xla_rows' takes \d+ bytes for 512 rows of 256"),
+            ({}, r"needs a head_dim that is a multiple of 16, got 8"),
+        ],
+    )
+    def test_what_does_not_fit(self, monkeypatch, options, message):
+        """Refused when asked for by name; "auto" reads pages instead."""
+        monkeypatch.setattr(memory, "free_bytes", lambda _: FREE_BYTES)
+        model = TINY if options else dataclasses.replace(TINY, head_dim=8)
+        arguments = {
+            "model_config": model,
+            "weights": spread_weights(model),
+            "num_kv_tokens": 1024,
+            **options,
+        }
+        with pytest.raises(InvalidConfigError, match=message):
+            Engine(attention_backend="xla_rows", **arguments)
+        with Engine(**arguments) as engine:
+            assert engine.get_internal_state().memory.kv_rows_bytes == 0
+            assert engine._loop._runner.kv_rows == ()
+
+    def test_rows_are_allocated_once(self):
+        """Every dispatch hands the same memory back."""
+        params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+        with Engine(
+            model_config=TINY, weights=spread_weights(), max_running_requests=8, decode_steps=1
+        ) as engine:
+            runner = engine._loop._runner
+
+            def pointers():
+                return sorted(x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.kv_rows))
+
+            engine.generate_requests(random_prompts(3, 3, 9), params)
+            before = pointers()
+            engine.generate_requests(random_prompts(3, 3, 9), params)
+            assert len(before) == 2 * TINY.num_layers
+            assert pointers() == before
