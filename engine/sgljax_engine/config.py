@@ -33,7 +33,8 @@ class CacheConfig:
             what `max_running_requests` sequences of `max_model_len` need, but at most
             `mem_fraction_static` of the memory that is free once the weights are there (device
             memory; host memory on CPU).
-        mem_fraction_static: See `num_kv_tokens`. In (0, 1).
+        mem_fraction_static: See `num_kv_tokens`; also holds for what decode attention on CPUs
+            copies pages into, pages included. In (0, 1).
         disable_radix_cache: Share no pages between requests and keep none after they end.
     """
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, TypeVar
@@ -89,17 +88,19 @@ class Detokenizer:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def put(self, request: Request, answer: Answer, error: EngineError | None = None) -> None:
+    def put(
+        self, request: Request, answer: Answer, now_s: float, error: EngineError | None = None
+    ) -> None:
         """Takes news of a request; blocks while the queue is full.
 
         Args:
             request: It has new tokens, or is finished.
             answer: Where its output goes.
+            now_s: When that was, by `time.perf_counter`.
             error: Goes there instead of an output.
         """
         num_tokens = len(request.output_ids)
-        now = time.perf_counter()
-        self._queue.put(_Item(request, answer, num_tokens, request.finish, error, now))
+        self._queue.put(_Item(request, answer, num_tokens, request.finish, error, now_s))
 
     def stop(self) -> None:
         """Answers what is queued, then ends the thread and waits for it."""

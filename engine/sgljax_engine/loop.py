@@ -47,6 +47,7 @@ class _News(NamedTuple):
 
     request: Request
     answer: Answer
+    now_s: float
     failure: EngineStepError | None = None
 
 
@@ -274,13 +275,15 @@ class EngineLoop:
             self._end([rid], FinishReason("error", message=str(failure)))
         for request in output.decode:
             if is_watched(request) and request.rid in self._answers:
-                self._news.append(_News(request, self._answers[request.rid]))
+                self._news.append(_News(request, self._answers[request.rid], time.perf_counter()))
         self._count(output, step)
 
     def _dispatch(self, output: SchedulerOutput) -> StepOutput:
         compiles = self._runner.programs.num_compiles
         started = time.perf_counter()
-        self._score_prompts(output.started)
+        if any(request.logprob_options.start_len >= 0 for request in output.started):
+            self._hand_over()  # scoring waits for the device, prompt by prompt
+            self._score_prompts(output.started)
         if output.prefill:
             self._runner.prefill(output.prefill)
         if output.copies:
@@ -333,20 +336,23 @@ class EngineLoop:
         counters.num_page_copies += len(output.copies)
         counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
 
-    def _count_end(self, request: Request) -> None:
+    def _count_end(self, request: Request) -> float:
+        """Counts a request that has ended; returns the time."""
+        now_s = time.perf_counter()
         self._counters.num_finished += 1
-        self._counters.e2e_latency_s += time.perf_counter() - request.arrival_s
+        self._counters.e2e_latency_s += now_s - request.arrival_s
+        return now_s
 
     def _deliver(self, request: Request) -> None:
-        self._count_end(request)
+        now_s = self._count_end(request)
         failure = self._failures.pop(request.rid, None)
-        self._news.append(_News(request, self._answers.pop(request.rid), failure))
+        self._news.append(_News(request, self._answers.pop(request.rid), now_s, failure))
 
     def _hand_over(self) -> None:
         """Gives the detokenizer what the last dispatch and commands left for it."""
         news, self._news = self._news, []
         for item in news:
-            self._detokenizer.put(item.request, item.answer, item.failure)
+            self._detokenizer.put(item.request, item.answer, item.now_s, item.failure)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that the step touched; others keep going."""
@@ -359,11 +365,11 @@ class EngineLoop:
         for request in _touched(output):
             reason = FinishReason("error", message=repr(error))
             self._scheduler.finish(request, reason)
-            self._count_end(request)
+            now_s = self._count_end(request)
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
             self._failures.pop(request.rid, None)
-            self._detokenizer.put(request, self._answers.pop(request.rid), failure)
+            self._detokenizer.put(request, self._answers.pop(request.rid), now_s, failure)
         # A step that failed after it took the donated pages took everybody's keys and values.
         if self._runner.recover_kv():
             for request in list(self._scheduler.running):

@@ -45,11 +45,11 @@ def plan_memory(
     per_page = cache.page_size * kv_bytes_per_token(
         model.num_layers, model.num_kv_heads, model.head_dim, placement.dtype
     )
-    free = free_bytes(placement.mesh)
-    fitting = free * placement.num_tensor_shards // per_page
+    free = free_bytes(placement)
+    fitting = None if free is None else free // per_page
     if cache.num_kv_tokens is not None:
         rule, num_pages = "num_kv_tokens", cache.num_kv_tokens // cache.page_size
-        if num_pages > fitting:
+        if fitting is not None and num_pages > fitting:
             raise InvalidConfigError(
                 f"num_kv_tokens {cache.num_kv_tokens} takes {num_pages * per_page} bytes; at most "
                 f"{fitting * cache.page_size} tokens fit the {free} bytes that are free"
@@ -57,17 +57,18 @@ def plan_memory(
     else:
         rule = "max_running_requests x max_model_len"
         num_pages = config.scheduler.max_running_requests * -(-max_model_len // cache.page_size)
-        affordable = _round_down(int(fitting * cache.mem_fraction_static))
-        if affordable < 1:
-            raise InvalidConfigError(
-                f"mem_fraction_static {cache.mem_fraction_static} of the {free} bytes that "
-                f"are free does not hold one KV page of {per_page} bytes; all of them hold "
-                f"{fitting}"
-            )
-        if affordable < num_pages:
-            rule, num_pages = "mem_fraction_static", affordable
+        if fitting is not None:
+            affordable = _round_down(int(fitting * cache.mem_fraction_static))
+            if affordable < 1:
+                raise InvalidConfigError(
+                    f"mem_fraction_static {cache.mem_fraction_static} of the {free} bytes that "
+                    f"are free does not hold one KV page of {per_page} bytes; all of them hold "
+                    f"{fitting}"
+                )
+            if affordable < num_pages:
+                rule, num_pages = "mem_fraction_static", affordable
     rows, rows_bytes = _plan_rows(
-        model, config, placement, max_model_len, free - num_pages * per_page
+        model, config, placement, max_model_len, free_bytes=free, kv_bytes=num_pages * per_page
     )
     report = MemoryReport(
         weights_bytes=sum(weight.nbytes for weight in weights.values()),
@@ -96,33 +97,38 @@ def _plan_rows(
     config: EngineConfig,
     placement: Placement,
     max_model_len: int,
-    free: int,
+    *,
+    free_bytes: int | None,
+    kv_bytes: int,
 ) -> tuple[RowShapes | None, int]:
     """The rows that decode attention reads on CPUs, and their bytes: all or none.
 
-    "auto" takes them if they fit `mem_fraction_static` of what is free beside the pages.
+    Pages and rows together stay within `mem_fraction_static`. "auto" also takes no rows of more
+    than twice the pages, which a small `num_kv_tokens` asked for.
     """
     backend = config.runtime.attention_backend
     if backend not in ("auto", "xla_rows") or (backend == "auto" and placement.platform != "cpu"):
         return None, 0
-    if model.head_dim % LANES:
-        if backend == "xla_rows":
-            raise InvalidConfigError(
-                f"attention_backend 'xla_rows' needs a head_dim that is a multiple of {LANES}, got "
-                f"{model.head_dim}"
-            )
-        return None, 0
     num_rows = (config.runtime.batch_buckets or (config.scheduler.max_running_requests,))[-1]
-    shapes = row_shapes(num_rows, max_model_len, model.num_kv_heads, model.head_dim)
-    size = sum(math.prod(shape) for shape in shapes) * model.num_layers * placement.dtype.itemsize
-    limit = int(free * placement.num_tensor_shards * config.cache.mem_fraction_static)
-    if size <= limit:
-        return shapes, size
-    if backend == "xla_rows":
-        raise InvalidConfigError(
-            f"attention_backend 'xla_rows' takes {size} bytes for {num_rows} rows of "
-            f"{max_model_len} tokens; mem_fraction_static leaves {limit}"
+    problem = ""
+    if model.head_dim % LANES:
+        problem = f"needs a head_dim that is a multiple of {LANES}, got {model.head_dim}"
+    else:
+        shapes = row_shapes(num_rows, max_model_len, model.num_kv_heads, model.head_dim)
+        elements = sum(math.prod(shape) for shape in shapes) * model.num_layers
+        size = elements * placement.dtype.itemsize
+        left = size
+        if free_bytes is not None:
+            left = max(int(free_bytes * config.cache.mem_fraction_static) - kv_bytes, 0)
+        if size <= left and (backend == "xla_rows" or size <= 2 * kv_bytes):
+            return shapes, size
+        problem = (
+            f"takes {size} bytes for {num_rows} rows of {max_model_len} tokens; "
+            f"mem_fraction_static leaves {left} beside the pages"
         )
+    if backend == "xla_rows":
+        raise InvalidConfigError(f"attention_backend 'xla_rows' {problem}")
+    logger.info("decode attention reads pages, since 'xla_rows' %s", problem)
     return None, 0
 
 
@@ -132,11 +138,19 @@ def _round_down(count: int) -> int:
     return count >> shift << shift
 
 
-def free_bytes(mesh: jax.sharding.Mesh) -> int:
-    """Free memory of the mesh's first device; of the host, when the device does not say."""
-    stats = mesh.devices.flat[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+def free_bytes(placement: Placement) -> int | None:
+    """Free memory of all devices that a weight is spread over; None when they do not say.
+
+    CPU devices share the memory of the host.
+    """
+    if placement.platform != "cpu":
+        try:
+            stats = placement.mesh.devices.flat[0].memory_stats()
+        except jax.errors.JaxRuntimeError:  # not implemented there
+            stats = None
+        if not stats or "bytes_limit" not in stats:
+            return None
+        return (stats["bytes_limit"] - stats["bytes_in_use"]) * placement.num_tensor_shards
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # counts caches that make room, as the free pages of sysconf do not
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

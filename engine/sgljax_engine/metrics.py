@@ -61,8 +61,8 @@ class MemoryReport:
         page_size: Tokens in a page.
         rule: What decided on `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
             "max_running_requests x max_model_len", which was affordable.
-        free_bytes: Memory that was free once the weights were there; on the mesh's first device,
-            or on the host when the device does not say.
+        free_bytes: Memory that was free once the weights were there, of all devices that a weight
+            is spread over, or of the host for CPUs; None when the devices do not say.
     """
 
     weights_bytes: int
@@ -71,7 +71,7 @@ class MemoryReport:
     kv_tokens: int
     page_size: int
     rule: str
-    free_bytes: int
+    free_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

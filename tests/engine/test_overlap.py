@@ -36,9 +36,9 @@ def recorded_events(engine, monkeypatch):
         events.append("wait")
         return wait(pending)
 
-    def recorded_put(request, answer, failure):
+    def recorded_put(request, *news):
         events.append(f"answer {len(request.output_ids)}")
-        put(request, answer, failure)
+        put(request, *news)
 
     monkeypatch.setattr(runner, "decode", recorded_launch)
     monkeypatch.setattr(PendingDecode, "wait", recorded_wait)
@@ -69,9 +69,9 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
     finished, states = [], []
     put, wait, state = detokenizer.put, PendingDecode.wait, engine._loop._state
 
-    def recorded_put(request, answer, failure):
+    def recorded_put(request, *news):
         finished.append(request.rid)
-        put(request, answer, failure)
+        put(request, *news)
 
     def asking_wait(pending):
         engine._loop.submit(cmd.GetState(Future()))

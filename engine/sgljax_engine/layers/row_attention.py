@@ -79,7 +79,9 @@ class _Tile(NamedTuple):
     def _slice(self, x: jax.Array, chunk: jax.Array, index: int) -> jax.Array:
         _, _, num_kv_heads, groups, _, width = x.shape
         place = (chunk, self.start, 0, 0, index, 0)
-        found = lax.dynamic_slice(x, place, (1, self.size, num_kv_heads, groups, 1, width))
+        sizes = (1, self.size, num_kv_heads, groups, 1, width)
+        # There are hundreds of these: handling negative indices would take XLA seconds.
+        found = lax.dynamic_slice(x, place, sizes, allow_negative_indices=False)
         return found[0, :, :, None, :, 0].astype(jnp.float32)
 
 

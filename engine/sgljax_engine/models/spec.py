@@ -27,7 +27,7 @@ Attend = Callable[
 """`attend(q[T, N, H], k[T, K, H], v[T, K, H], layer_kv, options) -> (out[T, N, H], new layer_kv)`.
 
 The model computes q, k and v and says how the layer attends; whoever runs it decides where keys
-live: in pages (prefill and decode) or nowhere (scoring), with `layer_kv` None.
+live: in pages, in rows too (decode on CPUs), or nowhere (scoring), with `layer_kv` None.
 """
 
 

@@ -76,6 +76,8 @@ class DispatchPacer:
         if step.decode_s is None:
             return
         num_steps = max(len(row.token_ids) for row in step.rows)
+        if num_steps < output.num_steps // 2:
+            return  # ended early, so what a dispatch costs whatever its steps weighs too much
         size, step_s = len(output.decode).bit_length(), step.decode_s / num_steps
         known = self._step_s.get(size, step_s)
         # With a prefill in it the time is only an upper bound.

@@ -9,7 +9,8 @@ again, prompt and output so far together. The oldest request always keeps its pa
 request that fits the pool alone finishes in the end.
 
 Pages with the same tokens are computed once and shared. A prefill's pages can be shared as soon as
-it is planned: in one dispatch every layer writes all keys before any token reads them. A prompt
+it is planned: chunks run in the order in which they are planned, and of those that run together
+every layer writes all keys before any token reads them. So nothing may sort the chunks. A prompt
 that goes in chunks takes the whole budget of a dispatch until its last chunk, so requests with the
 same beginning wait for it and then find its pages.
 """
