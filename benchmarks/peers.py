@@ -62,7 +62,7 @@ class SglJaxPeer:
 
     name = OURS
 
-    def __init__(self, model: Qwen3, workload: Workload) -> None:
+    def __init__(self, model: Qwen3, workload: Workload, *, decode_steps: int = 64) -> None:
         """Builds the engine; its programs are compiled by `start` or on first use."""
         self.batch_size = workload.num_rows
         self.rollout = create_sgljax_rollout(
@@ -70,6 +70,7 @@ class SglJaxPeer:
             IdTokenizer(),
             max_model_len=workload.max_model_len,
             max_running_requests=workload.num_rows,
+            decode_steps=decode_steps,
         )
         self.engine = self.rollout.engine
 

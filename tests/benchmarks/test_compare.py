@@ -125,7 +125,7 @@ def test_weight_sync():
     bench_model = MODELS["tiny"]
     model = compare.make_tunix_model(bench_model.config)
     workload = make_workload("single_stream", bench_model.config.vocab_size, is_quick=True)
-    peer = peers.SglJaxPeer(model, workload.with_lengths([64]))
+    peer = peers.SglJaxPeer(model, workload.with_lengths([64]), decode_steps=8)
     try:
         sync = measure_weight_sync(peer, model, workload.with_lengths([64]), CEILINGS, repeats=2)
     finally:

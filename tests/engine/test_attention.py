@@ -105,8 +105,9 @@ def test_write_drops_what_has_no_slot():
 
 def test_names_of_backends():
     shape = {"head_dim": 64, "num_tensor_shards": 1}
-    assert set(ATTENTION_BACKENDS) == {"auto", "pallas", *BACKENDS}
+    assert set(ATTENTION_BACKENDS) == {"auto", "pallas", "xla_rows", *BACKENDS}
     assert get_backend("xla", "cpu", **shape) is BACKENDS["xla"]
-    assert get_backend("auto", "cpu", **shape) is BACKENDS["xla_tiles"]
+    for name in ("auto", "xla_rows"):  # what reads the pages, which is prefill with both
+        assert get_backend(name, "cpu", **shape) is BACKENDS["xla_tiles"]
     assert get_backend("auto", "gpu", **shape) is BACKENDS["xla"]
     assert get_backend("auto", "tpu", **shape) is BACKENDS["xla"]
