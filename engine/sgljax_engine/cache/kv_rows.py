@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
@@ -140,7 +141,8 @@ def _gather_chunk(
     lead = k.shape[:2]
     k = k.reshape(*lead, CHUNK // LANES, LANES, -1).swapaxes(-2, -1)
     v = v.reshape(*lead, CHUNK, -1, LANES).swapaxes(-3, -2)
-    place = (chunk, 0, 0, 0, 0, 0)
+    # Of one type, also where Python's integers become 64-bit ones.
+    place = (chunk, *[np.int32(0)] * 5)
     return LayerRows(
         lax.dynamic_update_slice(rows.k, k[None], place),
         lax.dynamic_update_slice(rows.v, v[None], place),

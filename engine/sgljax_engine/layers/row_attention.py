@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sgljax_engine.cache.kv_rows import CHUNK, LANES, ROW_TILE, LayerRows
@@ -78,7 +79,8 @@ class _Tile(NamedTuple):
 
     def _slice(self, x: jax.Array, chunk: jax.Array, index: int) -> jax.Array:
         _, _, num_kv_heads, groups, _, width = x.shape
-        place = (chunk, self.start, 0, 0, index, 0)
+        zero = np.int32(0)  # all of one type, also where Python's integers become 64-bit ones
+        place = (chunk, self.start, zero, zero, np.int32(index), zero)
         sizes = (1, self.size, num_kv_heads, groups, 1, width)
         # There are hundreds of these: handling negative indices would take XLA seconds.
         found = lax.dynamic_slice(x, place, sizes, allow_negative_indices=False)
