@@ -14,6 +14,7 @@ from flax import nnx
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
+from bench_models import IdTokenizer
 from gpu_kernels import Ceilings
 from sgljax_engine import SamplingParams
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
@@ -30,30 +31,6 @@ _TINY = ModelConfig(
     norm_eps=1e-6,
     use_tied_embedding=True,
 )
-
-
-class IdTokenizer:
-    """Space-separated token ids as text; pad 0, no BOS, an end token that never comes."""
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids in the text."""
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Any) -> str:
-        """Returns the ids as text."""
-        return " ".join(str(int(token)) for token in ids)
-
-    def bos_id(self) -> int:
-        """Returns 0: no BOS."""
-        return 0
-
-    def eos_id(self) -> int:
-        """Returns -1: no token ends a sequence."""
-        return -1
-
-    def pad_id(self) -> int:
-        """Returns 0."""
-        return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,6 @@ def _plan_rows(
     if backend not in ("auto", "xla_rows") or (backend == "auto" and placement.platform != "cpu"):
         return None, 0
     num_rows = (config.runtime.batch_buckets or (config.scheduler.max_running_requests,))[-1]
-    problem = ""
     if model.head_dim % LANES:
         problem = f"needs a head_dim that is a multiple of {LANES}, got {model.head_dim}"
     else:

@@ -137,7 +137,8 @@ def test_decode_and_prefill_lower_for_cuda():
 
     rows = build_decode_batch([], [], buckets=[8], table_width=16)
     sampling = build_sampling_batch([], 8, TINY.vocab_size)
-    decode = (rows, sampling, programs.RowOptions(), np.int32(1), np.int32(1))
+    no_rows: Any = ()
+    decode = (no_rows, rows, sampling, programs.RowOptions(), np.int32(1), np.int32(1))
     assert num_kernels(programs.decode, *decode) == TINY.num_layers
     prefill = build_prefill_batch([], buckets=[64], block=16, page_size=16, table_width=16)
     assert num_kernels(programs.prefill, prefill) == TINY.num_layers

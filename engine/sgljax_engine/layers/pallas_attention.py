@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.attention import AttentionOptions, BlockTables
+from sgljax_engine.layers.attention import MASKED, AttentionOptions, BlockTables
 from sgljax_engine.layers.basic import soft_cap
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -64,7 +64,6 @@ _TARGET_PROGRAMS = 1024
 
 _MIN_SPLIT_KEYS = 128
 _MAX_SPLITS = 64
-_MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 
 
@@ -167,7 +166,7 @@ def _attend_to_split(
         seen = exists[None, :] & (key[None, :] <= position[:, None])
         if options.sliding_window is not None:
             seen &= key[None, :] > position[:, None] - options.sliding_window
-        scores = jnp.where(seen, scores, _MASKED)
+        scores = jnp.where(seen, scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         # Masked once more, so that a row that has seen no key yet adds nothing.
         weights = jnp.where(seen, jnp.exp2(scores - new_peak[:, None]), 0.0)
@@ -177,14 +176,14 @@ def _attend_to_split(
         return new_peak, new_total, new_acc
 
     start = (
-        jnp.full((tiling.rows,), _MASKED, jnp.float32),
+        jnp.full((tiling.rows,), MASKED, jnp.float32),
         jnp.zeros((tiling.rows,), jnp.float32),
         jnp.zeros((tiling.rows, head_dim), jnp.float32),
     )
     peak, total, acc = lax.fori_loop(begin, end, body, start)
     safe_total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     out = (acc / safe_total[:, None]).astype(out_ref.dtype)
-    lse = jnp.where(total > 0.0, peak + jnp.log2(safe_total), _MASKED)
+    lse = jnp.where(total > 0.0, peak + jnp.log2(safe_total), MASKED)
     plgpu.store(out_ref.at[(split, *at_rows)], out, mask=is_row[:, None])
     plgpu.store(lse_ref.at[split, block, query, head], lse, mask=is_row)
 
