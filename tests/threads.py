@@ -12,7 +12,7 @@ from sgljax_engine import Engine
 from sgljax_engine import commands as cmd
 from sgljax_engine.metrics import EngineState
 
-LIMIT_S = 30
+LIMIT_S = 60
 """Far more than anything here takes; whatever waits longer hangs."""
 
 _T = TypeVar("_T")

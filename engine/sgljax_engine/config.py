@@ -71,6 +71,9 @@ class SchedulerConfig:
         max_dispatch_s: Seconds that a decode dispatch should last at most; bounds how long a
             command waits. As many steps are taken as fit, by the time of earlier ones, up to
             `decode_steps`. Above 0; infinite to leave it to `decode_steps`.
+        stream_interval: Decode steps in one dispatch at most while a request is decoded that
+            streams or has stop strings. Streams get their tokens by the dispatch, and a stop
+            string is found at its end: what was decoded behind it is thrown away.
         init_new_token_ratio: Fraction of their remaining max_new_tokens that running requests are
             expected to use; admission keeps that many KV tokens free. In [0, 1].
         min_new_token_ratio: Where the ratio decays to. In [0, init_new_token_ratio].
@@ -81,13 +84,19 @@ class SchedulerConfig:
     chunked_prefill_size: int = 2048
     decode_steps: int = 64
     max_dispatch_s: float = 1.0
+    stream_interval: int = 8
     init_new_token_ratio: float = 0.7
     min_new_token_ratio: float = 0.1
     new_token_ratio_decay: float = 0.01
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
-        for name in ("max_running_requests", "chunked_prefill_size", "decode_steps"):
+        for name in (
+            "max_running_requests",
+            "chunked_prefill_size",
+            "decode_steps",
+            "stream_interval",
+        ):
             check_count(name, getattr(self, name))
         seconds = self.max_dispatch_s
         require(

@@ -143,7 +143,7 @@ class Detokenizer:
     def _handle(self, item: _Item) -> None:
         if item.error is not None:
             reject(item.answer.future, item.error)
-        elif is_watched(item.request):
+        elif item.request.is_watched:
             self._follow(item)
         else:
             assert item.finish is not None
@@ -202,11 +202,6 @@ class Detokenizer:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_new_tokens,
         )
-
-
-def is_watched(request: Request) -> bool:
-    """Whether the request's text is needed before it is finished."""
-    return request.is_streaming or bool(request.params.stop)
 
 
 def _num_text_tokens(request: Request, finish: FinishReason) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from sgljax_engine import commands as cmd
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.detokenizer import Answer, Detokenizer, is_watched, reject, resolve
+from sgljax_engine.detokenizer import Answer, Detokenizer, reject, resolve
 from sgljax_engine.errors import CompileForbiddenError, EngineShutdownError, EngineStepError
 from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.runner.runner import ModelRunner
@@ -274,7 +274,7 @@ class EngineLoop:
         for rid, failure in list(self._failures.items()):
             self._end([rid], FinishReason("error", message=str(failure)))
         for request in output.decode:
-            if is_watched(request) and request.rid in self._answers:
+            if request.is_watched and request.rid in self._answers:
                 self._news.append(_News(request, self._answers[request.rid], time.perf_counter()))
         self._count(output, step)
 

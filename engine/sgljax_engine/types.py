@@ -149,6 +149,11 @@ class Request:
         return self.params.max_new_tokens - len(self.output_ids)
 
     @property
+    def is_watched(self) -> bool:
+        """Whether its text is needed before it is finished."""
+        return self.is_streaming or bool(self.params.stop)
+
+    @property
     def time_to_first_token_s(self) -> float | None:
         """Seconds from submission to the end of the dispatch with its first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s

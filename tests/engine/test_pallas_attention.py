@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -113,8 +114,17 @@ def test_lowers_for_cuda(shape, dtype):
     assert text.count("@__gpu$xla.gpu.triton") == 1
 
 
+def num_kernel_calls(text: str, function: str = "main") -> int:
+    """Triton kernels that a call of a function of a lowered module runs, loops run once."""
+    body = re.search(rf"func\.func \w+ @{function}\(.*?(?=\n  }}\n)", text, re.DOTALL)
+    assert body is not None
+    callees = re.findall(r"\bcall @(\w+)\(", body[0])
+    own = body[0].count("@__gpu$xla.gpu.triton")
+    return own + sum(num_kernel_calls(text, callee) for callee in callees)
+
+
 def test_decode_and_prefill_lower_for_cuda():
-    """The engine's own programs, whole: one kernel a layer."""
+    """The engine's own programs, whole: one kernel a layer, in a function that layers share."""
     definition = get_model(TINY.architecture)
     static = programs.ProgramContext(
         model=definition,
@@ -133,7 +143,7 @@ def test_decode_and_prefill_lower_for_cuda():
     def num_kernels(program: Any, *args: Any) -> int:
         jitted = jax.jit(functools.partial(program, static=static), donate_argnums=1)
         lowered = jitted.trace(params, kv, *args).lower(lowering_platforms=("cuda",))
-        return lowered.as_text().count("@__gpu$xla.gpu.triton")
+        return num_kernel_calls(lowered.as_text())
 
     rows = build_decode_batch([], [], buckets=[8], table_width=16)
     sampling = build_sampling_batch([], 8, TINY.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -343,6 +344,19 @@ class TestDecodeSteps:
     def test_never_more_than_decode_steps(self):
         scheduler = self.started(steps=5, max_dispatch_s=math.inf)
         assert [self.run(scheduler) for _ in range(3)] == [5, 5, 5]
+
+    @pytest.mark.parametrize("watched", [{"is_streaming": True}, {"stop": ("x",)}])
+    def test_few_while_somebody_waits_for_text(self, watched):
+        scheduler = self.started(steps=64, stream_interval=4)
+        assert [self.run(scheduler) for _ in range(2)] == [FIRST_STEPS, 64]
+        request = make_request("watched", max_new=10)
+        if "stop" in watched:
+            request.params = dataclasses.replace(request.params, **watched)
+        else:
+            request.is_streaming = True
+        scheduler.add(request)
+        assert self.run(scheduler) == 4
+        assert [self.run(scheduler) for _ in range(3)] == [4, 4, 64]
 
     def test_what_few_rows_took_says_nothing_of_many(self):
         scheduler = self.started(steps=64, max_dispatch_s=1.0)

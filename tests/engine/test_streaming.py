@@ -997,7 +997,7 @@ class TestGarbage:
             del engine
             # asyncio has cycles of its own.
             collect = gc.collect if how.startswith("async") else lambda: None
-            wait_for(lambda: (collect(), alive())[1] is None, limit_s=10)
+            wait_for(lambda: (collect(), alive())[1] is None)
             thread.join(LIMIT_S)
             assert not thread.is_alive()
         finally:

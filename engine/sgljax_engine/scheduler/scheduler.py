@@ -138,6 +138,8 @@ class Scheduler:
 
         decode = [r for r in self.running if plan.ends.get(r.rid, r.num_computed) == r.kv_len]
         num_steps = min(num_steps, self.pacer.num_steps(len(decode)))
+        if any(r.is_watched for r in decode):
+            num_steps = min(num_steps, self._config.stream_interval)
         return SchedulerOutput(
             prefill=plan.chunks,
             copies=plan.copies,
