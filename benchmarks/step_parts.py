@@ -186,15 +186,21 @@ def time_projections(dispatch: Dispatch, layout: Layout, num_rows: int, seconds:
         if weight.ndim == 2 and "embed" not in name and "lm_head" not in name
     }
 
-    base = jnp.ones((num_rows, max(max(weight.shape) for weight in weights.values())))
+    def num_inputs(weight: jax.Array) -> int:
+        return weight.shape[1 if layout is Layout.FEATURES_FIRST else 0]
+
+    base = {
+        size: layout.place(jnp.ones((num_rows, size)))
+        for size in {num_inputs(weight) for weight in weights.values()}
+    }
 
     @jax.jit
     def steps(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
         def body(_: int, carry: jax.Array) -> jax.Array:
             for weight in weights.values():
-                size = weight.shape[1 if layout is Layout.OUT_IN else 0]
                 # Every product needs the last one, so they run one after the other, and whole.
-                carry = jnp.max(linear(base[:, :size] + carry, weight, layout)) * 1e-30
+                activations = base[num_inputs(weight)] + carry
+                carry = jnp.max(linear(activations, weight, layout)) * 1e-30
             return carry
 
         return lax.fori_loop(0, dispatch.num_steps, body, start)

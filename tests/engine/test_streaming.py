@@ -55,7 +55,7 @@ def one_step():
 
 @pytest.fixture(scope="module")
 def many_steps():
-    with make_engine(decode_steps=16) as engine:
+    with make_engine(decode_steps=16, stream_interval=16) as engine:
         yield engine
 
 

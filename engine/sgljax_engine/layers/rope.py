@@ -44,8 +44,15 @@ def rope_tables(positions_T: jax.Array, timescales: jax.Array) -> tuple[jax.Arra
     return jnp.sin(angles), jnp.cos(angles)
 
 
-def apply_rope(x_TNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotates the first half of each head against its second half (the "NeoX" pairing)."""
-    sin, cos = sin.astype(x_TNH.dtype), cos.astype(x_TNH.dtype)
-    first, second = jnp.split(x_TNH, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+def apply_rope(x: jax.Array, sin: jax.Array, cos: jax.Array, axis: int = -1) -> jax.Array:
+    """Rotates the first half of each head against its second half (the "NeoX" pairing).
+
+    Args:
+        x: Heads, their channels along `axis`.
+        sin: Half as many channels along `axis`, otherwise broadcast to `x`.
+        cos: Like `sin`.
+        axis: Of the channels.
+    """
+    sin, cos = sin.astype(x.dtype), cos.astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=axis)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)

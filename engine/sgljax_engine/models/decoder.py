@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sgljax_engine.layers.attention import AttentionOptions
-from sgljax_engine.layers.basic import add_bias, embed, linear, rms_norm, soft_cap, unembed
+from sgljax_engine.layers.basic import Layout, embed, linear, rms_norm, soft_cap, unembed
 from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, stretch_llama3
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.hf import HfConfig
@@ -117,7 +118,10 @@ def _param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamS
 
 
 class _Layers(NamedTuple):
-    """A forward pass: the weights, what is static, and where keys live."""
+    """A forward pass: the weights, what is static, and where keys live.
+
+    Activations are in the layout of the context; the tokens of what goes to `attend` come first.
+    """
 
     params: Params
     context: ModelContext
@@ -131,8 +135,8 @@ class _Layers(NamedTuple):
         attention = config.attention
         # Each distinct rotary embedding is computed once.
         both = (config.rope, attention.sliding_rope or config.rope)
-        ropes = {rope: _tables(config, rope, positions) for rope in dict.fromkeys(both)}
-        x = embed(self.params["model.embed_tokens.weight"], input_ids)
+        ropes = {rope: self.rope_tables(rope, positions) for rope in dict.fromkeys(both)}
+        x = self.layout.place(embed(self.params["model.embed_tokens.weight"], input_ids))
         if self.traits.scales_embeddings:
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
@@ -148,7 +152,8 @@ class _Layers(NamedTuple):
             x, layer_kv = layer(self.weights_of(i), x, *ropes[rope], layer_kv, options=options)
             if layer_kv is not None:
                 new_kv.append(layer_kv)
-        hidden = self.norm("model.norm", x)
+        # In memory: the product with the vocabulary is slow on CPUs if it has to turn this around.
+        hidden = lax.optimization_barrier(self.layout.tokens_first(self.norm("model.norm", x)))
         return hidden, None if kv is None else tuple(new_kv)
 
     def weights_of(self, index: int) -> Params:
@@ -173,7 +178,8 @@ class _Layers(NamedTuple):
         h = inner.norm("input_layernorm", x)
         q, k, v = inner.project_qkv("self_attn.", h, sin, cos)
         out, kv = self.attend(q, k, v, kv, options)
-        out = inner.linear("self_attn.o_proj", out.reshape(out.shape[0], -1))
+        out = lax.optimization_barrier(self.layout.place(out.reshape(out.shape[0], -1)))
+        out = inner.linear("self_attn.o_proj", out)
         if not self.traits.has_post_norms:
             x = x + out
             h = inner.norm("post_attention_layernorm", x)
@@ -185,39 +191,46 @@ class _Layers(NamedTuple):
     def project_qkv(
         self, prefix: str, h: jax.Array, sin: jax.Array, cos: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        layout = self.layout
+
         def project(name: str) -> jax.Array:
             out = self.linear(prefix + name, h)
             if self.traits.has_qkv_bias:
-                out = add_bias(out, self.params[f"{prefix}{name}.bias"])
-            return out.reshape(h.shape[0], -1, self.context.config.head_dim)
+                out = out + layout.per_feature(self.params[f"{prefix}{name}.bias"])
+            return layout.split_heads(out, self.context.config.head_dim)
 
         q, k = project("q_proj"), project("k_proj")
         if self.traits.has_qk_norm:
             q, k = self.norm(prefix + "q_norm", q), self.norm(prefix + "k_norm", k)
-        return apply_rope(q, sin, cos), apply_rope(k, sin, cos), project("v_proj")
+        q, k = (apply_rope(x, sin, cos, layout.feature_axis) for x in (q, k))
+        v = project("v_proj")
+        return layout.tokens_first(q), layout.tokens_first(k), layout.tokens_first(v)
 
     def mlp(self, prefix: str, h: jax.Array) -> jax.Array:
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
-        return linear(x, self.params[f"{name}.weight"], self.context.layout)
+        return linear(x, self.params[f"{name}.weight"], self.layout)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         offset = 1.0 if self.traits.has_offset_norms else 0.0
         eps = self.context.config.rms_norm_eps
-        return rms_norm(x, self.params[f"{name}.weight"], eps, offset)
+        weight = self.layout.per_feature(self.params[f"{name}.weight"])
+        return rms_norm(x, weight, eps, offset, self.layout.feature_axis)
 
+    def rope_tables(self, rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        timescales = rope_timescales(self.context.config.head_dim, rope.theta)
+        if rope.linear_factor != 1.0:
+            timescales = timescales * rope.linear_factor
+        if rope.llama3 is not None:
+            timescales = stretch_llama3(timescales, **dataclasses.asdict(rope.llama3))
+        sin, cos = rope_tables(positions, timescales)
+        return self.layout.place(sin), self.layout.place(cos)
 
-def _tables(
-    config: ModelConfig, rope: RopeConfig, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    timescales = rope_timescales(config.head_dim, rope.theta)
-    if rope.linear_factor != 1.0:
-        timescales = timescales * rope.linear_factor
-    if rope.llama3 is not None:
-        timescales = stretch_llama3(timescales, **dataclasses.asdict(rope.llama3))
-    return rope_tables(positions, timescales)
+    @property
+    def layout(self) -> Layout:
+        return self.context.layout
 
 
 def _logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ class Placement(NamedTuple):
         """The weight-sync targets of a model's parameters."""
         targets = {}
         for name, spec in specs.items():
-            swap = spec.kind is ParamKind.LINEAR and self.layout is Layout.OUT_IN
+            swap = spec.kind is ParamKind.LINEAR and self.layout is Layout.FEATURES_FIRST
             axes = [self._tensor_axis if axis is not None else None for axis in spec.axes]
             sharding = NamedSharding(self.mesh, PartitionSpec(*(axes[::-1] if swap else axes)))
             targets[name] = TargetSpec(spec.shape, self.dtype, swap, sharding, spec.alias)
