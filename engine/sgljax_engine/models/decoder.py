@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout, embed, linear, rms_norm, soft_cap, unembed
@@ -152,9 +151,8 @@ class _Layers(NamedTuple):
             x, layer_kv = layer(self.weights_of(i), x, *ropes[rope], layer_kv, options=options)
             if layer_kv is not None:
                 new_kv.append(layer_kv)
-        # In memory: the product with the vocabulary is slow on CPUs if it has to turn this around.
-        hidden = lax.optimization_barrier(self.layout.tokens_first(self.norm("model.norm", x)))
-        return hidden, None if kv is None else tuple(new_kv)
+        hidden = self.layout.tokens_first(self.norm("model.norm", x))
+        return self.layout.materialize(hidden), None if kv is None else tuple(new_kv)
 
     def weights_of(self, index: int) -> Params:
         """A layer's weights, by their names within it."""
@@ -178,7 +176,7 @@ class _Layers(NamedTuple):
         h = inner.norm("input_layernorm", x)
         q, k, v = inner.project_qkv("self_attn.", h, sin, cos)
         out, kv = self.attend(q, k, v, kv, options)
-        out = lax.optimization_barrier(self.layout.place(out.reshape(out.shape[0], -1)))
+        out = self.layout.materialize(self.layout.place(out.reshape(out.shape[0], -1)))
         out = inner.linear("self_attn.o_proj", out)
         if not self.traits.has_post_norms:
             x = x + out
