@@ -25,7 +25,7 @@ test: $(STAMP) ## Run the tests; pass options with PYTEST_ARGS="-k name".
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: $(STAMP) ## Measure against every peer, in an hour; pass options with BENCH_ARGS="--quick".
+bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
 
 .PHONY: lint

@@ -185,11 +185,15 @@ def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> 
         make_workload(workload, config.vocab_size, is_quick=args.quick)
         for workload in args.workloads
     ]
-    results = [
-        measure_workload(factory, bench_model, workload, peers, ceilings, num_pairs)
-        for workload in workloads
-    ]
+    results: list[WorkloadResult] = []
     sync = starts = None
+    for workload in workloads:
+        others = () if workload.name in args.alone else peers
+        results.append(
+            measure_workload(factory, bench_model, workload, others, ceilings, num_pairs)
+        )
+        if len(results) < len(workloads):  # so that a run that is cut short leaves what it has
+            _write(args, bench_model, ceilings, results, sync, starts)
     if not args.skip_sync:
         workload = make_workload(SYNC_WORKLOAD, config.vocab_size, is_quick=args.quick)
         # Long enough for several dispatches before and after an update.
@@ -212,6 +216,7 @@ def _write(
     starts: list[cold_start.Start] | None,
 ) -> None:
     names = {peer.name for result in results for peer in result.peers}
+    num_left = len(args.workloads) - len(results)
     more_packages = ("transformers", "torch") if TRANSFORMERS in names else ()
     environment = describe_environment(jax.devices()[0].device_kind, more_packages)
     command = shlex.join(["python", "benchmarks/compare.py", *args.command])
@@ -223,6 +228,7 @@ def _write(
             f"Model: {bench_model.in_words}, float32, random weights",
             f"Ceilings measured in this run: {ceilings.in_words()}",
             f"{args.pairs} pairs of runs a peer" + (", quick sizes: no result" * args.quick),
+            *([f"CUT SHORT: {num_left} workload(s) missing"] if num_left else []),
         ),
         *format_comparison(results),
         *(cold_start.format_starts(starts, START_WORKLOAD) if starts else []),
@@ -247,6 +253,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=DEFAULT_MODELS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument(
+        "--alone", nargs="+", choices=WORKLOADS, default=(), help="workloads without any peer"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="runs of each peer, and ours with it")
     parser.add_argument("--quick", action="store_true", help="a smoke test: tiny sizes, one pair")
     parser.add_argument("--skip-cold-start", action="store_true")
@@ -255,6 +264,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {args.pairs}")
+    if not set(args.alone) <= set(args.workloads):
+        parser.error(f"--alone must name some of --workloads, got {args.alone}")
     if args.quick:
         args.models, args.pairs = args.models if "--models" in argv else ["tiny"], 1
     if args.output_dir is None:

@@ -57,6 +57,7 @@ def test_tables_and_ratios():
     [
         (["--pairs", "0"], "--pairs must be at least 1, got 0"),
         (["--peers", "vllm"], "invalid choice: 'vllm'"),
+        (["--workloads", "rl_uniform", "--alone", "single_stream"], "--alone must name some of"),
     ],
 )
 def test_options_are_checked(argv, message, capsys):
@@ -73,7 +74,7 @@ def test_a_peer_that_cannot_run_is_named(monkeypatch):
 
 def test_comparison_end_to_end(tmp_path, capsys):
     arguments = ["--quick", "--peers", "vanilla", "--workloads", "rl_uniform", "single_stream"]
-    arguments += ["--skip-cold-start", "--skip-sync"]
+    arguments += ["--skip-cold-start", "--skip-sync", "--alone", "single_stream"]
     compare.main([*arguments, "--output-dir", str(tmp_path)])
     output = capsys.readouterr().out
     assert "16 of 16 greedy tokens are those of vanilla" in output
@@ -84,7 +85,7 @@ def test_comparison_end_to_end(tmp_path, capsys):
     uniform, stream = data["workloads"]
     names = [peer["name"] for peer in uniform["peers"]]
     assert names in (["sgljax", "vanilla"], ["sgljax", "vanilla", "vanilla, micro-batch"])
-    assert [peer["name"] for peer in stream["peers"]] == ["sgljax", "vanilla"]
+    assert [peer["name"] for peer in stream["peers"]] == ["sgljax"]
     for peer in (*uniform["peers"], *stream["peers"]):
         assert 0 < peer["limit_fraction"] < 1
         assert max(peer["first_token_s"]) > 0
@@ -92,6 +93,24 @@ def test_comparison_end_to_end(tmp_path, capsys):
     page = (tmp_path / "README.md").read_text()
     assert "![Tokens a second and fraction of the limit](bench_tiny.svg)" in page
     assert (tmp_path / "bench_tiny.svg").read_text().startswith("<?xml")
+
+
+def test_a_run_that_is_cut_short_leaves_what_it_has(tmp_path, monkeypatch):
+    measure, calls = compare.measure_workload, []
+
+    def fail_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(compare, "measure_workload", fail_second)
+    arguments = ["--quick", "--peers", "--workloads", "rl_uniform", "single_stream"]
+    with pytest.raises(KeyboardInterrupt):
+        compare.main([*arguments, "--output-dir", str(tmp_path)])
+    data = json.loads((tmp_path / "bench_tiny.json").read_text())
+    assert [w["workload"] for w in data["workloads"]] == ["rl_uniform"]
+    assert "CUT SHORT: 1 workload(s)" in (tmp_path / "bench_tiny.md").read_text()
 
 
 def test_micro_batches_answer_in_order():

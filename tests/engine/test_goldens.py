@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from sgljax_engine import Engine, SamplingParams
+from sgljax_engine.layers.basic import Layout
 from sgljax_engine.models.registry import MODELS
+from sgljax_engine.runner import placement
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
@@ -33,14 +36,38 @@ def test_every_architecture_has_one():
     assert len(FOLDERS) >= 10
 
 
-def test_greedy_tokens_and_logprobs(model):
-    engine, golden = model
+def assert_greedy(engine, golden):
     params = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
     outputs = engine.generate_requests(prompts(golden), params)
     for i, output in enumerate(outputs):
         assert output.output_ids == golden[f"greedy_{i}"].tolist()
         np.testing.assert_allclose(output.logprobs, golden[f"greedy_logps_{i}"], atol=1e-4)
         assert output.scaled_logprobs == output.logprobs
+
+
+def test_greedy_tokens_and_logprobs(model):
+    assert_greedy(*model)
+
+
+@pytest.fixture
+def strict_ranks():
+    """As a host process may be set."""
+    before = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", before)
+
+
+@pytest.mark.usefixtures("strict_ranks")
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("name", ["qwen2_bias_untied", "gemma2_window", "gemma3_window"])
+def test_layouts(name, layout, monkeypatch):
+    """That of TPUs and GPUs too, with biases, norms behind the layer, and two rotary embeddings."""
+    monkeypatch.setattr(placement, "default_layout", lambda platform: layout)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
+        assert engine._loop._runner._static.context.layout is layout
+        assert_greedy(engine, golden)
 
 
 def test_score_matches_logits(model):

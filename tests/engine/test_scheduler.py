@@ -92,6 +92,8 @@ def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, bud
         assert chunk_end.get(request.rid, request.num_computed) == request.kv_len
         assert 1 <= limit <= request.num_remaining
         assert request.kv_len + limit <= len(request.pages) * page_size
+    if any(request.is_streaming for request in output.decode):
+        assert output.num_steps <= scheduler._config.stream_interval
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -108,9 +110,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 3, 4, 16]),
         ratio=st.sampled_from([0.0, 0.3, 1.0]),
         is_sharing=st.sampled_from([True, True, True, False]),
+        stream_interval=st.integers(1, 8),
         seed=st.integers(0, 2**16),
     )
-    def start(self, num_pages, max_running, steps, budget, page_size, ratio, is_sharing, seed):
+    def start(
+        self,
+        num_pages,
+        max_running,
+        steps,
+        budget,
+        page_size,
+        ratio,
+        is_sharing,
+        stream_interval,
+        seed,
+    ):
         self.num_pages, self.max_running, self.budget = num_pages, max_running, budget
         self.page_size = page_size
         self.scheduler, self.pool = make_scheduler(
@@ -120,6 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.budget,
             page_size=page_size,
             is_sharing=is_sharing,
+            stream_interval=stream_interval,
             init_new_token_ratio=ratio,
             min_new_token_ratio=0.0,
         )
@@ -127,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.added: dict[str, Request] = {}
         self.finished: list[str] = []
 
-    def add_prompt(self, prompt, max_new, count):
+    def add_prompt(self, prompt, max_new, count, is_streaming=False):
         room = self.num_pages * self.page_size
         prompt = prompt[:room]
         max_new = min(max_new, room - len(prompt) + 1)
@@ -138,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 params=SamplingParams(max_new_tokens=max_new),
                 seed=0,
                 prompt_key=hash(tuple(prompt)),
+                is_streaming=is_streaming,
             )
             self.added[request.rid] = request
             self.scheduler.add(request)
@@ -147,9 +163,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prompt=st.integers(1, 40),
         max_new=st.integers(1, 12),
         count=st.sampled_from([1, 1, 2, 4]),
+        is_streaming=st.sampled_from([True, False, False, False]),
     )
-    def add(self, family, num_prompt, max_new, count):
-        self.add_prompt([family] * num_prompt, max_new, count)
+    def add(self, family, num_prompt, max_new, count, is_streaming):
+        self.add_prompt([family] * num_prompt, max_new, count, is_streaming)
 
     @precondition(lambda self: self.finished)
     @rule(data=st.data(), more=st.integers(0, 5), max_new=st.integers(1, 12))

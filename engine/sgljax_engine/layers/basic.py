@@ -52,7 +52,7 @@ class Layout(enum.Enum):
 
     def per_feature(self, vector: jax.Array) -> jax.Array:
         """A vector [D] or [H] in a shape that goes with activations."""
-        return vector if self is Layout.TOKENS_FIRST else vector[:, None]
+        return vector[None, :] if self is Layout.TOKENS_FIRST else vector[:, None]
 
 
 def default_layout(platform: str) -> Layout:
@@ -89,14 +89,15 @@ def rms_norm(
 
     Args:
         x: Any shape.
-        weight: Of the shape of `x` from `axis` on, or broadcast to it.
+        weight: Goes with the last axes of `x`.
         eps: Added to the mean square.
         offset: Added to the weight; 1 for models that store their weights minus one (Gemma).
         axis: To normalise over.
     """
     x32 = x.astype(jnp.float32)
     rms = jnp.sqrt(jnp.mean(x32 * x32, axis=axis, keepdims=True) + eps)
-    weight32 = weight.astype(jnp.float32)
+    # Of one rank, for hosts that set jax_numpy_rank_promotion="raise".
+    weight32 = weight.astype(jnp.float32).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
     if offset:
         weight32 = weight32 + offset
     return (weight32 * (x32 / rms)).astype(x.dtype)

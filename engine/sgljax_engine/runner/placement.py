@@ -29,7 +29,7 @@ class Placement(NamedTuple):
     Attributes:
         mesh: The engine's mesh.
         dtype: Of weights, activations and KV cache.
-        layout: Physical layout of projections.
+        layout: Of activations and projection weights.
     """
 
     mesh: Mesh

@@ -137,9 +137,7 @@ class Scheduler:
         started = [] if retracted else self._admit(plan, num_steps)
 
         decode = [r for r in self.running if plan.ends.get(r.rid, r.num_computed) == r.kv_len]
-        num_steps = min(num_steps, self.pacer.num_steps(len(decode)))
-        if any(r.is_watched for r in decode):
-            num_steps = min(num_steps, self._config.stream_interval)
+        num_steps = min(num_steps, self._most_steps(len(decode), decode))
         return SchedulerOutput(
             prefill=plan.chunks,
             copies=plan.copies,
@@ -175,6 +173,13 @@ class Scheduler:
             self.pacer.on_decode(output, step)
         return finished
 
+    def _most_steps(self, num_rows: int, requests: Iterable[Request]) -> int:
+        """Decode steps of a dispatch of so many rows, these requests among them."""
+        num_steps = self.pacer.num_steps(num_rows)
+        if any(request.is_watched for request in requests):
+            return min(num_steps, self._config.stream_interval)
+        return num_steps
+
     # ------------------------------------------------------------------ pages
 
     def _missing_pages(self, request: Request, num_steps: int) -> int:
@@ -189,7 +194,7 @@ class Scheduler:
         """Gives decoding rows pages for as many steps as fit, retracting the youngest for one."""
         max_running = self._config.max_running_requests
         num_rows = len(self.running) or min(len(self.waiting), max_running)
-        num_steps = self.pacer.num_steps(num_rows)
+        num_steps = self._most_steps(num_rows, self.running)
         retracted: list[Request] = []
         while True:
             missing = [self._missing_pages(r, num_steps) for r in decodable]
