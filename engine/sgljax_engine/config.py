@@ -85,7 +85,7 @@ class SchedulerConfig:
     chunked_prefill_size: int = 2048
     decode_steps: int = 64
     max_dispatch_s: float = 1.0
-    stream_interval: int = 8
+    stream_interval: int = 16
     init_new_token_ratio: float = 0.7
     min_new_token_ratio: float = 0.1
     new_token_ratio_decay: float = 0.01
