@@ -13,12 +13,21 @@ from sgljax_engine.errors import (
     CompileForbiddenError,
     EngineError,
     EngineShutdownError,
+    EngineStateError,
     EngineStepError,
     InvalidConfigError,
     InvalidRequestError,
     UnsupportedModelError,
     WeightLoadError,
+    WeightsLostError,
     WeightSyncError,
+)
+from sgljax_engine.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    PauseGenerationReqInput,
 )
 from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
@@ -41,22 +50,28 @@ _LAZY = {
 }
 
 __all__ = [
+    "AbortReq",
     "AttentionConfig",
     "CacheConfig",
     "CompileForbiddenError",
+    "ContinueGenerationReqInput",
     "Engine",
     "EngineConfig",
     "EngineCounters",
     "EngineError",
     "EngineShutdownError",
     "EngineState",
+    "EngineStateError",
     "EngineStepError",
     "FinishReason",
+    "FlushCacheReqInput",
+    "FlushCacheReqOutput",
     "InvalidConfigError",
     "InvalidRequestError",
     "Llama3Scaling",
     "MemoryReport",
     "ModelConfig",
+    "PauseGenerationReqInput",
     "RequestOutput",
     "RopeConfig",
     "Rule",
@@ -66,6 +81,7 @@ __all__ = [
     "UnsupportedModelError",
     "WeightLoadError",
     "WeightSyncError",
+    "WeightsLostError",
     "derive_seed",
     "flatten_named",
     "load_model_config",

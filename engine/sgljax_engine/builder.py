@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
-from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
 from sgljax_engine.layers.attention import get_backend
 from sgljax_engine.loop import EngineLoop
 from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ParamKind
 from sgljax_engine.requests import Limits
 from sgljax_engine.runner.batch import (
@@ -32,6 +33,7 @@ from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
+from sgljax_engine.updates import WeightSource
 from sgljax_engine.weights import loader, sync
 from sgljax_engine.weights.rules import Rule
 
@@ -46,13 +48,6 @@ _JAX_MIN_COMPILE_S, _MIN_COMPILE_S = 1.0, 0.1
 Most of an engine's programs compile in less than JAX's."""
 
 _names = itertools.count()
-
-
-class WeightSource(NamedTuple):
-    """Named arrays and the rules that map them onto the engine's parameters."""
-
-    arrays: Mapping[str, Any]
-    rules: Sequence[Rule]
 
 
 def check_sources(
@@ -88,6 +83,34 @@ def folder_weights(model: ModelConfig, folder: str | Path) -> WeightSource:
     kinds = {name: spec.kind is ParamKind.LINEAR for name, spec in specs.items()}
     rules = loader.hf_rules(kinds, tied=model.tie_word_embeddings)
     return WeightSource(loader.read_hf_folder(folder), rules)
+
+
+def same_model_weights(
+    model: ModelConfig, folder: str | Path, rules: Sequence[Rule] | None
+) -> WeightSource:
+    """`folder_weights` of a folder that must describe the same model.
+
+    Raises:
+        WeightLoadError: for a folder that is not there, or whose config.json differs in more than
+            its end-of-sequence ids and context length.
+    """
+    if not Path(folder).is_dir():
+        raise WeightLoadError(f"no such folder of weights: {str(folder)!r}")
+    if (Path(folder) / "config.json").exists():
+        try:
+            found = load_model_config(folder)
+        except EngineError as error:
+            raise WeightLoadError(f"{folder}: {error}") from error
+        differing = [
+            f"{field.name} {getattr(found, field.name)!r}, not {getattr(model, field.name)!r}"
+            for field in dataclasses.fields(model)
+            if field.name not in ("eos_token_ids", "context_length")
+            and getattr(found, field.name) != getattr(model, field.name)
+        ]
+        if differing:
+            raise WeightLoadError(f"{folder} holds another model: {'; '.join(differing)}")
+    source = folder_weights(model, folder)
+    return source if rules is None else source._replace(rules=rules)
 
 
 def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:

@@ -20,6 +20,7 @@ from sgljax_engine.loop import EngineLoop
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
+from sgljax_engine.updates import UpdateJob
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,33 @@ class EngineClient:
             return future.result()
         finally:
             del future, command
+
+    async def async_ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
+        """`ask` for asyncio. Cancelling the task does not take the command back."""
+        future: Future[_T] = Future()
+        self._loop.submit(command(future))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future, command
+
+    def update(self, job: Callable[[Future[int]], UpdateJob]) -> int:
+        """Has weights replaced, and waits for the new version."""
+        future: Future[int] = Future()
+        self._loop.update(job(future))
+        try:
+            return future.result()
+        finally:
+            del future, job
+
+    async def async_update(self, job: Callable[[Future[int]], UpdateJob]) -> int:
+        """`update` for asyncio. Cancelling the task does not take the update back."""
+        future: Future[int] = Future()
+        self._loop.update(job(future))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future, job
 
     def generate(self, requests: list[Request]) -> list[RequestOutput]:
         """Submits requests and waits for all outputs."""
@@ -82,7 +110,7 @@ class EngineClient:
     def abandon(self, requests: list[Request]) -> None:
         """Aborts requests that nobody waits for; does not wait for it."""
         with contextlib.suppress(EngineShutdownError):
-            self._loop.submit(cmd.AbortRequests([r.rid for r in requests], Future()))
+            self._loop.submit(cmd.AbandonRequests(requests, Future()))
 
     def _submit(
         self, requests: list[Request], answers: list[Answer] | None = None

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
 
+import jax
 import numpy as np
 
 from sgljax_engine.detokenizer import Answer
+from sgljax_engine.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    PauseGenerationReqInput,
+    PauseMode,
+)
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.types import FinishReason, Request
-from sgljax_engine.weights.rules import Rule
+
+Weights = dict[str, jax.Array]
+BuildWeights = Callable[[Weights], Mapping[str, jax.Array]]
+"""Makes the new weights; gets the serving ones, which it may take apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -24,10 +35,18 @@ class AddRequests:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class AbortRequests:
-    """End requests with finish reason `abort` and what they have; unknown ids are no error."""
+class AbandonRequests:
+    """End requests that nobody waits for any more; finished ones are no error."""
 
-    rids: list[str]
+    requests: list[Request]
+    future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Abort:
+    """End the requests that a caller names; answers with their number."""
+
+    request: AbortReq
     future: Future[int]
 
 
@@ -35,18 +54,64 @@ class AbortRequests:
 class EndAnswered:
     """End a request that was answered while it ran: with a stop string, or with an error."""
 
-    rid: str
+    request: Request
     reason: FinishReason
     future: Future[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class UpdateWeights:
-    """Swap in new weights; answers with the new weight version."""
+class Pause:
+    """Stop generating; answered once nothing runs on the device."""
 
-    source: Any
-    rules: Sequence[Rule]
+    request: PauseGenerationReqInput
+    future: Future[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Continue:
+    """Go on generating."""
+
+    request: ContinueGenerationReqInput
+    future: Future[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FlushCache:
+    """Empty the prefix cache."""
+
+    request: FlushCacheReqInput
+    future: Future[FlushCacheReqOutput]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ReleaseKV:
+    """Give the memory of the KV cache back; answers with its bytes."""
+
     future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SwapWeights:
+    """Serve other weights; answers with the new weight version.
+
+    Attributes:
+        build: Makes them, or hands over those that were made already.
+        mode: What becomes of requests that have begun.
+        flush_cache: Refuse if keys and values of the old weights would be used on.
+        future: Of the answer.
+    """
+
+    build: BuildWeights
+    mode: PauseMode
+    flush_cache: bool
+    future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ChecksumWeights:
+    """Checksums of the serving weights by name."""
+
+    future: Future[dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -75,13 +140,6 @@ class GetState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FlushCache:
-    """Empty the prefix cache; answers with the number of KV tokens freed."""
-
-    future: Future[int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CheckIntegrity:
     """Fail with EngineError if the book-keeping contradicts itself."""
 
@@ -95,13 +153,18 @@ class Shutdown:
 
 Command = (
     AddRequests
-    | AbortRequests
+    | AbandonRequests
+    | Abort
     | EndAnswered
-    | UpdateWeights
+    | Pause
+    | Continue
+    | FlushCache
+    | ReleaseKV
+    | SwapWeights
+    | ChecksumWeights
     | Score
     | Warmup
     | GetState
-    | FlushCache
     | CheckIntegrity
     | Shutdown
 )

@@ -231,7 +231,7 @@ def _output(item: _Item, span: slice, text: str, finish: FinishReason | None) ->
         e2e_latency_s=item.now_s - request.arrival_s,
         time_to_first_token_s=request.time_to_first_token_s,
         num_retractions=request.num_retractions,
-        weight_version=request.weight_version,
+        token_weight_versions=request.token_versions[span].tolist(),
     )
 
 

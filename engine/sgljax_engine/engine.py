@@ -1,9 +1,14 @@
-"""The engine's public face: thread-safe, blocking and asyncio calls over one engine thread."""
+"""The engine's public face: thread-safe, blocking and asyncio calls over one engine thread.
+
+A long file, since a facade has a method for everything that can be asked; none does more than
+check its arguments and hand a command over.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +22,15 @@ from sgljax_engine.client import EngineClient
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
 from sgljax_engine.files import read_generation_config
+from sgljax_engine.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    PauseGenerationReqInput,
+    PauseMode,
+    check_mode,
+)
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import load_model_config
@@ -26,6 +40,7 @@ from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import SeedSource
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
+from sgljax_engine.updates import UpdateJob, WeightSource
 from sgljax_engine.weights.rules import Rule
 
 
@@ -33,8 +48,9 @@ class Engine:
     """An inference engine inside this process.
 
     All methods may be called from any thread, several at a time; requests of all callers are
-    batched together. Creating an engine takes device memory and starts two threads; `shutdown`,
-    leaving the `with` block, or dropping the last reference gives both back.
+    batched together. Creating an engine takes device memory and starts two threads, the first
+    weight update a third; `shutdown`, leaving the `with` block, or dropping the last reference
+    gives all of that back.
     """
 
     def __init__(
@@ -141,6 +157,10 @@ class Engine:
         """Queue sizes, free KV tokens and counters, taken between two dispatches."""
         return self._client.ask(cmd.GetState)
 
+    async def async_get_internal_state(self) -> EngineState:
+        """`get_internal_state` for asyncio."""
+        return await self._client.async_ask(cmd.GetState)
+
     def check_integrity(self) -> None:
         """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
         self._client.ask(cmd.CheckIntegrity)
@@ -157,8 +177,9 @@ class Engine:
         top_logprobs_num: int | Sequence[int] | None = None,
         token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
+        rid: str | Sequence[str] | None = None,
     ) -> Any:
-        """Generates and waits.
+        """Generates and waits; while generation is paused, until it continues.
 
         Args:
             prompt: One text or several.
@@ -172,6 +193,8 @@ class Engine:
             top_logprobs_num: Most likely tokens to report at each position.
             token_ids_logprob: Tokens to report at each position.
             stream: Return an iterator at once; see `TokenStream`.
+            rid: The caller's id of each prompt, for `abort_request`; no unfinished request may
+                have it. Sample i of several is called `<rid>-<i>`.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
@@ -180,12 +203,13 @@ class Engine:
         Raises:
             InvalidRequestError: names the field, its value and its limit.
             EngineStepError: when the device step of one of the requests failed.
+            EngineStateError: after an update with donate=True that failed.
             EngineShutdownError: after, or because of, `shutdown`.
         """
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
-        made = self._make_requests(prompt, sampling_params, input_ids, logprobs, stream)
+        made = self._make_requests(prompt, sampling_params, input_ids, logprobs, stream, rid)
         if stream:
             return self._client.stream(made[0])
         return _dicts(self._client.generate(made[0]), made[1])
@@ -200,6 +224,7 @@ class Engine:
         top_logprobs_num: int | Sequence[int] | None = None,
         token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
+        rid: str | Sequence[str] | None = None,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests.
 
@@ -209,7 +234,7 @@ class Engine:
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
         requests, is_single = self._make_requests(
-            prompt, sampling_params, input_ids, logprobs, stream
+            prompt, sampling_params, input_ids, logprobs, stream, rid
         )
         if stream:
             return self._client.async_stream(requests)
@@ -315,34 +340,174 @@ class Engine:
         """
         return self._client.ask(functools.partial(cmd.Warmup, include_score, include_table))
 
-    def update_weights(self, source: Any, rules: Sequence[Rule] | None = None) -> int:
-        """Replaces all weights between two dispatches, all or nothing.
+    def pause_generation(self, mode: PauseMode = "retract") -> None:
+        """Stops generating. Returns when the device runs nothing of this engine.
 
-        Running requests are retracted: they go on under the new weights after their prompt and
-        output so far were prefilled again.
+        Requests that come meanwhile wait for `continue_generation`; so a thread that pauses must
+        not wait for an output before it continues. Calling it again changes the mode.
 
         Args:
-            source: A pytree of arrays, on any device. It is copied, never aliased.
-            rules: Map it onto the model. None expects the engine's own names and logical shapes.
-                Reuse the same rules object to reuse the compiled transformation.
+            mode: What becomes of the requests; see `io_struct.PauseMode`. "wait" returns once
+                those that have begun are finished.
+
+        Raises:
+            InvalidRequestError: for an unknown mode.
+            EngineStateError: when `continue_generation` came before a "wait" was over.
+        """
+        request = PauseGenerationReqInput(mode=mode)
+        self._client.ask(functools.partial(cmd.Pause, request))
+
+    async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
+        """`pause_generation` for asyncio."""
+        request = PauseGenerationReqInput(mode=mode)
+        await self._client.async_ask(functools.partial(cmd.Pause, request))
+
+    def continue_generation(self) -> None:
+        """Goes on generating; does nothing if generation is not paused."""
+        self._client.ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
+
+    async def async_continue_generation(self) -> None:
+        """`continue_generation` for asyncio."""
+        await self._client.async_ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
+        """Ends requests with finish reason `abort`; their callers get what they have.
+
+        Args:
+            rid: Of a request, or the id given for a prompt with several samples. One that is
+                unknown or finished is no error.
+            abort_all: Ends all requests, those that have not begun too.
+
+        Returns:
+            How many were ended.
+
+        Raises:
+            InvalidRequestError: unless exactly one of the two is given.
+        """
+        request = AbortReq(rid=rid, abort_all=abort_all)
+        return self._client.ask(functools.partial(cmd.Abort, request))
+
+    async def async_abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
+        """`abort_request` for asyncio."""
+        request = AbortReq(rid=rid, abort_all=abort_all)
+        return await self._client.async_ask(functools.partial(cmd.Abort, request))
+
+    def flush_cache(self) -> FlushCacheReqOutput:
+        """Empties the prefix cache and resets `new_token_ratio` and `forward_ct_decode`.
+
+        Refused, with a reason in the answer, while requests hold KV pages: when some run, or are
+        paused in place. Retracted ones hold none.
+        """
+        return self._client.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
+
+    async def async_flush_cache(self) -> FlushCacheReqOutput:
+        """`flush_cache` for asyncio."""
+        return await self._client.async_ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
+
+    def release_kv_cache(self) -> int:
+        """Gives the memory of the KV cache back until the next dispatch takes it again.
+
+        Returns:
+            The bytes that were freed; 0 if it was released already.
+
+        Raises:
+            EngineStateError: while requests hold KV pages; see `flush_cache`.
+        """
+        return self._client.ask(cmd.ReleaseKV)
+
+    # ------------------------------------------------------------------ weights
+
+    def update_weights(
+        self,
+        source: Any,
+        rules: Sequence[Rule] | None = None,
+        *,
+        mode: PauseMode = "retract",
+        flush_cache: bool | None = None,
+        donate: bool = False,
+        verify: bool = False,
+    ) -> int:
+        """Replaces all weights between two dispatches, while other callers generate.
+
+        New weights are made while the engine decodes, if they live on one device. Updates are done
+        in the order of their calls. While generation is paused, the update is done and the pause
+        goes on. The prefix cache never serves what other weights computed.
+
+        Args:
+            source: A pytree of arrays, on any devices; it is copied, never aliased. Or the path of
+                a Hugging Face folder of the same model.
+            rules: Map it onto the model. None expects the engine's own names and logical shapes,
+                or HF's for a folder. Reuse a rules object to reuse the compiled transformation.
+            mode: What becomes of requests that have begun; see `io_struct.PauseMode`. With
+                "in_place" they go on over keys and values of the old weights, which no other
+                request ever uses; with "retract" all is prefilled again under the new ones.
+            flush_cache: True refuses to go on over keys and values of the old weights, so it goes
+                with "in_place" only while nothing runs. None is True for all other modes.
+            donate: Free each old weight before its heir is made, which takes the memory of one
+                model, not two. Generation stands still meanwhile. What fails before the first
+                weight is freed leaves all as it was; what fails later leaves no weights, fails all
+                requests, and refuses new ones until an update succeeds.
+            verify: Compare checksums of the new weights and of the mapped source.
 
         Returns:
             The new weight version.
 
         Raises:
-            WeightSyncError: names every missing, extra or mis-shaped parameter; the old weights
-                keep serving.
+            WeightSyncError: names every missing, extra or mis-shaped parameter. As with all other
+                errors, the old weights keep serving.
+            WeightsLostError: the one exception to that; see `donate`.
+            WeightLoadError: for a folder that is missing, broken or of another model.
+            EngineStateError: for mode "wait" in a pause that keeps requests from finishing, and as
+                `flush_cache` asks.
         """
-        if rules is None:
-            rules = builder.identity_rules(self._model)
-        return self._client.ask(functools.partial(cmd.UpdateWeights, source, tuple(rules)))
+        job = self._update_job(source, rules, mode, flush_cache, donate, verify)
+        return self._client.update(job)
 
-    def flush_cache(self) -> int:
-        """Empties the prefix cache; returns the KV tokens that this freed.
+    async def async_update_weights(
+        self,
+        source: Any,
+        rules: Sequence[Rule] | None = None,
+        *,
+        mode: PauseMode = "retract",
+        flush_cache: bool | None = None,
+        donate: bool = False,
+        verify: bool = False,
+    ) -> int:
+        """`update_weights` for asyncio; a cancelled task does not take the update back."""
+        job = self._update_job(source, rules, mode, flush_cache, donate, verify)
+        return await self._client.async_update(job)
 
-        Running requests go on; pages that they share are freed when they end.
+    def get_weights_checksum(self) -> dict[str, str]:
+        """A checksum of each serving weight's bits in its logical shape: 16 hexadecimal digits.
+
+        Equal for equal weights, whatever the engine's devices, sharding and physical layout.
         """
-        return self._client.ask(cmd.FlushCache)
+        return self._client.ask(cmd.ChecksumWeights)
+
+    def _update_job(
+        self,
+        source: Any,
+        rules: Sequence[Rule] | None,
+        mode: PauseMode,
+        flush_cache: bool | None,
+        donate: bool,
+        verify: bool,
+    ) -> Callable[[Future[int]], UpdateJob]:
+        check_mode(mode)
+        for name, value in (("donate", donate), ("verify", verify)):
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
+        if flush_cache is not None and not isinstance(flush_cache, bool):
+            raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
+        flush = mode != "in_place" if flush_cache is None else flush_cache
+        if isinstance(source, (str, Path)):
+            load = functools.partial(builder.same_model_weights, self._model, source, rules)
+        else:
+            rules = builder.identity_rules(self._model) if rules is None else rules
+            load = functools.partial(WeightSource, source, tuple(rules))
+        return functools.partial(UpdateJob, load, mode, flush, donate, verify)
+
+    # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
         """Fails unfinished requests, ends the threads, frees device memory. Idempotent."""
@@ -370,13 +535,14 @@ class Engine:
         input_ids: Any,
         logprobs: LogprobArgs,
         stream: bool,
+        rid: Any = None,
     ) -> tuple[list[Request], bool]:
         if not isinstance(stream, bool):
             raise InvalidRequestError(f"stream must be True or False, got {stream!r}")
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._requests.make(
-            prompt, sampling_params, input_ids, logprobs, is_streaming=stream
+            prompt, sampling_params, input_ids, logprobs, rid, is_streaming=stream
         )
 
 

@@ -7,6 +7,7 @@ input also derive from `ValueError` and say which field was wrong, its value and
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 
@@ -31,7 +32,18 @@ class WeightLoadError(EngineError, ValueError):
 
 
 class WeightSyncError(EngineError, ValueError):
-    """New weights do not cover or do not fit the model; the old weights keep serving."""
+    """New weights do not cover or do not fit the model, or could not be made.
+
+    The old weights keep serving; `WeightsLostError` is the one exception.
+    """
+
+
+class WeightsLostError(WeightSyncError):
+    """An update with donate=True failed half-way: no weights serve until an update succeeds."""
+
+
+class EngineStateError(EngineError, RuntimeError):
+    """The engine cannot do this now: it is paused, has requests running, or has no weights."""
 
 
 class EngineShutdownError(EngineError, RuntimeError):
@@ -52,3 +64,11 @@ def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown {kind} {name!r}; {hint}"
+
+
+def forget_locals(error: BaseException) -> None:
+    """Frees what an error's frames hold, weights and commands among it; callers keep errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from sgljax_engine.io_struct import PauseMode
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class EngineCounters:
@@ -20,13 +22,16 @@ class EngineCounters:
         num_decode_rows: Rows of all decode dispatches together.
         max_decode_batch: Rows of the largest one.
         num_retractions: Times a running request lost its pages.
+        num_aborted: Requests that ended with finish reason `abort`.
+        num_pauses: Times that generation was paused.
         num_weight_updates: Weight swaps.
         num_failed_steps: Steps that raised.
         num_first_tokens: Requests that got their first token.
         time_to_first_token_s: Seconds from the call to the first token, of all of those together.
         e2e_latency_s: Seconds from the call to the end, of all `num_finished` together.
         prefill_s, decode_s: Seconds the engine thread spent dispatching prefill and in decode.
-        update_s: Seconds spent transforming and swapping weights.
+        update_s: Seconds that the engine thread spent on new weights; it decodes while they are
+            made elsewhere.
     """
 
     num_requests: int = 0
@@ -39,6 +44,8 @@ class EngineCounters:
     num_decode_rows: int = 0
     max_decode_batch: int = 0
     num_retractions: int = 0
+    num_aborted: int = 0
+    num_pauses: int = 0
     num_weight_updates: int = 0
     num_failed_steps: int = 0
     num_first_tokens: int = 0
@@ -80,12 +87,19 @@ class EngineState:
 
     Attributes:
         running_batch_size: Requests that hold KV pages.
-        waiting_queue_size: Requests that wait for room.
+        waiting_queue_size: Requests that wait for room, or for generation to continue.
+        num_prefilling: Running requests whose prompt is not prefilled to its end.
+        running_rids, waiting_rids: Their ids, oldest first.
+        pause_mode: How generation was paused; None while it is not.
         available_kv_tokens: Tokens that free pages hold, and cached ones that may be evicted.
-        cached_kv_tokens: Tokens that the prefix cache's pages hold, in use or not.
+        cached_kv_tokens: Tokens that the prefix cache's pages hold, in use or not: the size of
+            its tree.
         total_kv_tokens: Tokens that all pages hold.
+        is_kv_allocated: Whether the pages take memory; not between `release_kv_cache` and the next
+            dispatch.
         weight_version: 0 for the first weights, one more with every update.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
+        forward_ct_decode: Decode dispatches since the start or the last flush.
         num_compiles: Device programs compiled so far.
         compile_s: Seconds spent compiling them.
         memory: What the engine took at its start.
@@ -94,12 +108,23 @@ class EngineState:
 
     running_batch_size: int
     waiting_queue_size: int
+    num_prefilling: int
+    running_rids: tuple[str, ...]
+    waiting_rids: tuple[str, ...]
+    pause_mode: PauseMode | None
     available_kv_tokens: int
     cached_kv_tokens: int
     total_kv_tokens: int
+    is_kv_allocated: bool
     weight_version: int
     new_token_ratio: float
+    forward_ct_decode: int
     num_compiles: int
     compile_s: float
     memory: MemoryReport
     counters: EngineCounters
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation waits for `continue_generation`."""
+        return self.pause_mode is not None

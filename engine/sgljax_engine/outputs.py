@@ -40,7 +40,8 @@ class RequestOutput:
         time_to_first_token_s: Seconds from the call to the end of the dispatch that produced the
             first token; None if there was none.
         num_retractions: Times it lost its pages and was prefilled again.
-        weight_version: The weights that produced its last token.
+        token_weight_versions: For each output token, the weight version that sampled it;
+            ascending.
     """
 
     rid: str
@@ -60,12 +61,22 @@ class RequestOutput:
     e2e_latency_s: float
     time_to_first_token_s: float | None
     num_retractions: int
-    weight_version: int
+    token_weight_versions: list[int]
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt_ids)
+
+    @property
+    def first_weight_version(self) -> int | None:
+        """The weights that sampled its first token; None without tokens."""
+        return self.token_weight_versions[0] if self.token_weight_versions else None
+
+    @property
+    def weight_version(self) -> int | None:
+        """The weights that sampled its last token; None without tokens."""
+        return self.token_weight_versions[-1] if self.token_weight_versions else None
 
     def to_dict(self) -> dict[str, Any]:
         """The dict that `Engine.generate` returns.
@@ -86,6 +97,9 @@ class RequestOutput:
             "cache_miss_count": self.num_cache_misses,
             "e2e_latency": self.e2e_latency_s,
             "time_to_first_token": self.time_to_first_token_s,
+            "weight_version": self.weight_version,
+            "first_weight_version": self.first_weight_version,
+            "token_weight_versions": list(self.token_weight_versions),
         }
         if self.logprob_options.enabled:
             meta["output_token_logprobs"] = _entries(self.logprobs, self.output_ids)

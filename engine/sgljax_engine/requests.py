@@ -93,16 +93,18 @@ class RequestFactory:
         sampling_params: Any,
         input_ids: Any,
         logprobs: LogprobArgs,
+        rid: Any = None,
         *,
         is_streaming: bool,
     ) -> tuple[list[Request], bool]:
         """The requests of a `generate` call, and whether its answer is one dict, not a list."""
         prompts, is_single = self._prompt_ids(prompt, input_ids)
+        groups = _groups(rid, len(prompts))
         params = _params_of_each(sampling_params, len(prompts))
         options = logprobs.of_each(len(prompts))
         now = time.perf_counter()
         requests: list[Request] = []
-        for ids, settings, reported in zip(prompts, params, options, strict=True):
+        for ids, settings, reported, group in zip(prompts, params, options, groups, strict=True):
             stop_ids = self._check_request(ids, settings)
             self._check_logprobs(ids, reported)
             edits = self._logit_edits(settings, stop_ids)
@@ -110,7 +112,8 @@ class RequestFactory:
             seed = self._seeds.fresh() if settings.seed is None else settings.seed
             requests.extend(
                 Request(
-                    rid=uuid.uuid4().hex,
+                    rid=group if settings.n == 1 else f"{group}-{sample}",
+                    group=group,
                     prompt_ids=ids,
                     params=settings,
                     seed=derive_seed(seed, sample),
@@ -281,6 +284,20 @@ class RequestFactory:
             np.fromiter(values.values(), np.float32, len(values)),
             allowed is not None,
         )
+
+
+def _groups(rid: Any, count: int) -> list[str]:
+    """The id of each prompt: the caller's, or a new one."""
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    groups = [rid] if isinstance(rid, str) else rid
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, str) and g for g in groups):
+        raise InvalidRequestError(f"rid must be a string, or a list of them, got {rid!r}")
+    if len(groups) != count:
+        raise InvalidRequestError(
+            f"rid must have one id for each of the {count} prompts, got {len(groups)}"
+        )
+    return list(groups)
 
 
 def _is_number(value: Any) -> bool:

@@ -99,8 +99,10 @@ class Request:
     among them: it is the next decode step's input. A request whose `num_computed` is smaller
     than `kv_len` has to be prefilled (for the first time, or again after a retraction).
 
+    `group` is the id that the caller gave to the prompt, of which `rid` is one of n samples.
     `arrival_s` and `first_token_s` are readings of `time.perf_counter`: when the caller submitted
     it, and at the end of the dispatch that produced its first token.
+    `token_versions` holds the weight version that sampled each output token.
     `seen` is made when a batch first needs it, by rows with penalties only.
     `pages` is an array of C ints, which numpy copies into a page table without a loop.
     """
@@ -113,6 +115,7 @@ class Request:
     edits: LogitEdits | None = None
     logprob_options: LogprobOptions = NO_LOGPROBS
     is_streaming: bool = False
+    group: str = ""
     prompt_key: int = 0
     arrival: int = 0
     arrival_s: float = 0.0
@@ -130,7 +133,7 @@ class Request:
     num_cached: int = 0
     num_retractions: int = 0
     num_cache_misses: int = 0
-    weight_version: int = -1
+    token_versions: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     finish: FinishReason | None = None
 
     @property
@@ -243,11 +246,13 @@ class StepOutput:
 
     Attributes:
         rows: A `RowOutput` for each of `SchedulerOutput.decode`, in order.
+        weight_version: The weights that it ran with.
         num_cache_misses: Programs that it compiled.
         decode_s: Seconds until the rows' tokens were there, those of its prefill included; None if
             they say nothing of other dispatches, since it compiled.
     """
 
     rows: list[RowOutput]
+    weight_version: int = 0
     num_cache_misses: int = 0
     decode_s: float | None = None

@@ -191,7 +191,7 @@ def crowd_call(rollout, call):
 
 def recorded_batches(rollout):
     """The decode rows of each dispatch from now on."""
-    runner, sizes = rollout.engine._loop._runner, []
+    runner, sizes = rollout.engine._loop._core.runner, []
     decode = runner.decode
 
     def recorded(output):

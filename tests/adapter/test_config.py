@@ -193,7 +193,7 @@ def test_fields_reach_the_engine(make_rollout):
 def test_data_type_is_that_of_the_engine(make_rollout):
     """None is the actor's."""
     for data_type, expected in ((None, "float32"), (jnp.float32, "float32"), ("bfloat16",) * 2):
-        runner = make_rollout(config={"data_type": data_type}).engine._loop._runner
+        runner = make_rollout(config={"data_type": data_type}).engine._loop._core.runner
         arrays = jax.tree.leaves((runner.weights, runner.kv))
         assert {array.dtype.name for array in arrays} == {expected}
 

@@ -294,7 +294,7 @@ def pointers(arrays):
 
 
 def engine_weights(rollout):
-    weights = rollout.engine._loop._runner.weights
+    weights = rollout.engine._loop._core.runner.weights
     assert len(weights) >= 10
     return weights
 
@@ -364,7 +364,9 @@ def test_close_frees_the_memory(model):
     rollout = new_rollout(model)
     tokens_of(rollout, PROMPTS)
     loop = rollout.engine._loop
-    arrays = [weakref.ref(a) for a in jax.tree.leaves((loop._runner.weights, loop._runner.kv))]
+    arrays = [
+        weakref.ref(a) for a in jax.tree.leaves((loop._core.runner.weights, loop._core.runner.kv))
+    ]
     rollout.close()
     gc.collect()
     assert all(array() is None for array in arrays)

@@ -77,6 +77,9 @@ class TestOutput:
             "cache_miss_count",
             "e2e_latency",
             "time_to_first_token",
+            "weight_version",
+            "first_weight_version",
+            "token_weight_versions",
         }
         meta = out["meta_info"]
         assert len(out["output_ids"]) == meta["completion_tokens"] == 3
@@ -508,7 +511,7 @@ class TestAsync:
 
 class TestFailure:
     def test_failing_step_fails_its_requests_only(self, engine, one_at_a_time, monkeypatch):
-        runner = engine._loop._runner
+        runner = engine._loop._core.runner
         real = runner.decode
 
         def broken(output):
@@ -526,7 +529,7 @@ class TestFailure:
 
     def test_waiting_requests_survive_a_failing_step(self, one_at_a_time, monkeypatch):
         with make_engine(max_running_requests=1) as small:
-            runner = small._loop._runner
+            runner = small._loop._core.runner
             real, calls = runner.decode, []
 
             def flaky(output):

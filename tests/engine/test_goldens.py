@@ -66,7 +66,7 @@ def test_layouts(name, layout, monkeypatch):
     monkeypatch.setattr(placement, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
     with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
-        assert engine._loop._runner._static.context.layout is layout
+        assert engine._loop._core.runner._static.context.layout is layout
         assert_greedy(engine, golden)
 
 

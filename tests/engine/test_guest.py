@@ -25,7 +25,7 @@ with Engine(model_config=TINY, weights=spread_weights()) as engine:
     again = engine.generate_requests(random_prompts(3, 1, 30), params)
     assert [o.output_ids for o in outs] == [o.output_ids for o in again]
     engine.score([[1, 2, 3]])
-    assert all(w.dtype == np.float32 for w in engine._loop._runner.weights.values())
+    assert all(w.dtype == np.float32 for w in engine._loop._core.runner.weights.values())
 assert handlers == {{s: signal.getsignal(s) for s in handlers}}
 assert before == {{name: getattr(jax.config, name) for name in before}}
 print([o.output_ids for o in outs])

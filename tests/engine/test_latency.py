@@ -48,7 +48,7 @@ def test_time_to_first_token_of_a_request_without_tokens(engine):
             time.sleep(0.001)
         add = engine._loop._commands.get()
         engine._loop.submit(add)
-        engine._loop.submit(cmd.AbortRequests([add.requests[0].rid], Future()))
+        engine._loop.submit(cmd.AbandonRequests(add.requests, Future()))
     output = answer.result()
     assert output.output_ids == []
     assert output.time_to_first_token_s is None

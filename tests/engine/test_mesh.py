@@ -43,7 +43,7 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
             assert outputs(engine) == expected, shape
             for a, b in zip(engine.score(prompts[:3]), scored):
                 np.testing.assert_allclose(a, b, atol=1e-4)
-            layer = engine._loop._runner.kv[0].k
+            layer = engine._loop._core.runner.kv[0].k
             assert len(layer.sharding.device_set) == 8
             shard = layer.addressable_shards[0].data.shape
             assert shard[1] == TINY.num_kv_heads // shape[1], shard
@@ -69,7 +69,7 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
     source = jax.device_put(spread_weights(), devices[0])
     with Engine(model_config=TINY, weights=source, mesh=second) as engine:
         assert outputs(engine) == expected
-        assert engine._loop._runner.kv[0].k.devices() == {devices[4]}
+        assert engine._loop._core.runner.kv[0].k.devices() == {devices[4]}
 
 # Biases, a window, soft caps, tied and untied heads: as transformers computes them.
 mesh = Mesh(devices.reshape(4, 2), ("fsdp", "tp"))

@@ -25,7 +25,7 @@ def engine():
 def recorded_events(engine, monkeypatch):
     """Launches of decode, waits for it, and requests handed over, as they come."""
     events = []
-    runner, detokenizer = engine._loop._runner, engine._loop._detokenizer
+    runner, detokenizer = engine._loop._core.runner, engine._loop._core.detokenizer
     launch, wait, put = runner.decode, PendingDecode.wait, detokenizer.put
 
     def recorded_launch(output):
@@ -65,9 +65,9 @@ def test_streamed_pieces_too(engine, monkeypatch):
 
 def test_commands_find_everything_handed_over(engine, monkeypatch):
     """One that comes while a request finishes is answered after the request."""
-    detokenizer = engine._loop._detokenizer
+    detokenizer = engine._loop._core.detokenizer
     finished, states = [], []
-    put, wait, state = detokenizer.put, PendingDecode.wait, engine._loop._state
+    put, wait, state = detokenizer.put, PendingDecode.wait, engine._loop._core.state
 
     def recorded_put(request, *news):
         finished.append(request.rid)
@@ -77,14 +77,14 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
         engine._loop.submit(cmd.GetState(Future()))
         return wait(pending)
 
-    def recorded_state():
-        seen = state()
+    def recorded_state(pause_mode):
+        seen = state(pause_mode)
         states.append((len(finished), seen.counters.num_finished))
         return seen
 
     monkeypatch.setattr(detokenizer, "put", recorded_put)
     monkeypatch.setattr(PendingDecode, "wait", asking_wait)
-    monkeypatch.setattr(engine._loop, "_state", recorded_state)
+    monkeypatch.setattr(engine._loop._core, "state", recorded_state)
     engine.generate(input_ids=[[1, 2], [3, 4]], sampling_params=[greedy(4), greedy(8)])
     engine.check_integrity()
     assert states == [(1, 1), (2, 2)]
@@ -92,7 +92,7 @@ def test_commands_find_everything_handed_over(engine, monkeypatch):
 
 def test_a_step_that_fails_keeps_no_answer_back(engine, monkeypatch):
     """The request that finished in the step before the failing one gets its output."""
-    runner = engine._loop._runner
+    runner = engine._loop._core.runner
     real, calls = runner.decode, []
 
     def flaky(output):

@@ -159,7 +159,7 @@ class TestEngine:
             Engine(attention_backend="xla_rows", **arguments)
         with Engine(**arguments) as engine:
             assert engine.get_internal_state().memory.kv_rows_bytes == 0
-            assert engine._loop._runner.kv_rows == ()
+            assert engine._loop._core.runner.kv_rows == ()
 
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
@@ -167,7 +167,7 @@ class TestEngine:
         with Engine(
             model_config=TINY, weights=spread_weights(), max_running_requests=8, decode_steps=1
         ) as engine:
-            runner = engine._loop._runner
+            runner = engine._loop._core.runner
 
             def pointers():
                 return sorted(x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.kv_rows))

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 
 from sgljax_engine import (
     Engine,
-    EngineShutdownError,
     InvalidConfigError,
     Rule,
     SamplingParams,
@@ -276,8 +275,7 @@ class TestEngineUpdate:
         rules = [Rule(name, name, None, leave) for name in weights]
         with pytest.raises(SystemExit, match="planted"):
             engine.update_weights(weights, rules)
-        with pytest.raises(EngineShutdownError, match="planted"):
-            self.run(engine)
+        self.run(engine)  # the old weights serve
 
     def test_update_during_generation_loses_nothing(self, engine):
         from concurrent.futures import ThreadPoolExecutor
@@ -437,6 +435,6 @@ class TestHFFolder:
 
     def test_dtype_comes_from_the_checkpoint(self):
         with Engine(GOLDEN / "qwen3_bf16_tied") as engine:
-            assert engine._loop._runner.weights["model.norm.weight"].dtype == jnp.bfloat16
+            assert engine._loop._core.runner.weights["model.norm.weight"].dtype == jnp.bfloat16
             params = {"max_new_tokens": 3}
             assert engine.generate(input_ids=[5], sampling_params=params)["output_ids"]

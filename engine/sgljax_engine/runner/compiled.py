@@ -65,6 +65,11 @@ _PROGRAMS = {
 }
 
 
+def takes_kv(name: str) -> bool:
+    """Whether a program works on the KV pages."""
+    return "kv" in _PROGRAMS[name].takes
+
+
 class ProgramCache:
     """Programs by name and argument shapes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from sgljax_engine.runner.batch import (
     grow_buckets,
     pick_bucket,
 )
-from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState
+from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.results import PendingDecode, extras_at
 from sgljax_engine.runner.sampling_batch import (
@@ -40,6 +41,7 @@ from sgljax_engine.types import (
     Request,
     SchedulerOutput,
 )
+from sgljax_engine.weights.sync import checksums
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +186,8 @@ class ModelRunner:
 
     def _run(self, program: str, *args: Any) -> Any:
         """Dispatches a program and returns its result, which nobody has waited for."""
+        if takes_kv(program):
+            self._require_kv()
         call = ProgramCall(program, args)
         state, result = self.programs.run(call, self._state)
         self.kv, self.kv_rows = state.kv, state.kv_rows
@@ -206,6 +210,35 @@ class ModelRunner:
     def swap_weights(self, weights: Mapping[str, jax.Array]) -> None:
         """Serves these weights from the next dispatch on; the old ones are let go."""
         self.weights = dict(weights)
+
+    def checksum_weights(self) -> dict[str, str]:
+        """Of each weight in its logical shape; see `weights.checksum`."""
+        specs = self._static.model.param_specs(self.model_config)
+        targets = self._placement.weight_targets(specs)
+        transposed = {name for name, target in targets.items() if target.is_transposed}
+        return checksums(self.weights, transposed)
+
+    def wait(self) -> None:
+        """Waits for all that was dispatched; what failed there is found by the next step."""
+        with contextlib.suppress(Exception):
+            jax.block_until_ready((self.kv, self.kv_rows))
+
+    @property
+    def is_kv_allocated(self) -> bool:
+        """False after `release_kv`, until a program needs the pages."""
+        return bool(self.kv)
+
+    def release_kv(self) -> int:
+        """Gives the memory of pages and rows back; returns its bytes. Their contents are lost."""
+        arrays = jax.tree.leaves((self.kv, self.kv_rows))
+        num_bytes = sum(array.nbytes for array in arrays)
+        self.wait()  # memory that a program still writes is not free
+        self.kv, self.kv_rows = (), ()
+        return num_bytes
+
+    def _require_kv(self) -> None:
+        if not self.is_kv_allocated:
+            self._allocate_kv()
 
     def recover_kv(self) -> bool:
         """Allocates the pages anew if a failed step took or spoilt them; True if it had to.
@@ -255,6 +288,7 @@ class ModelRunner:
             include_score: Those of `score` too.
             include_table: The decode buckets for rows that change logits too, in every width.
         """
+        self._require_kv()
         before, was_sealed = self.programs.num_compiles, self.programs.is_sealed
         self.programs.is_sealed = False
         try:

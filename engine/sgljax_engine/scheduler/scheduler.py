@@ -51,6 +51,13 @@ class Scheduler:
     """Queues, running batch and what each request does next.
 
     Invariant (see `check_integrity`): requests have pages while they run, and only then.
+
+    Attributes:
+        admits_new: False keeps requests waiting that have not begun; those that have, retracted
+            ones among them, go on.
+        policy: How much room admission keeps.
+        pacer: How many steps a dispatch takes.
+        waiting, running: The queue and the batch, both in order of arrival, oldest first.
     """
 
     def __init__(
@@ -76,9 +83,9 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
         self._unfinished: dict[str, Request] = {}
+        self.admits_new = True
         self.policy = AdmissionPolicy(config)
         self.pacer = DispatchPacer(config)
-        # Both in order of arrival, oldest first.
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
 
@@ -121,9 +128,23 @@ class Scheduler:
         return self._unfinished.get(rid)
 
     @property
+    def num_begun(self) -> int:
+        """Requests that run, or ran and were retracted."""
+        return len(self.running) + self.waiting.num_returned
+
+    @property
     def has_work(self) -> bool:
-        """True while any request is unfinished."""
-        return bool(self.waiting or self.running)
+        """True while `schedule` finds something to do."""
+        return bool(self.running) or self._may_admit
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether a request waits that may start."""
+        return bool(self.waiting if self.admits_new else self.waiting.num_returned)
+
+    def reset_policy(self) -> None:
+        """Forgets what admission has learnt, as a flush of the cache asks."""
+        self.policy = AdmissionPolicy(self._config)
 
     # ------------------------------------------------------------------ one dispatch
 
@@ -146,7 +167,7 @@ class Scheduler:
             num_steps=1 if self._has_prefill_left(plan) else num_steps,
             retracted=retracted,
             started=started,
-            yield_on_finish=bool(self.waiting),
+            yield_on_finish=self._may_admit,
         )
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Request]:
@@ -161,6 +182,7 @@ class Scheduler:
             request.scaled_logprobs.extend(row.scaled_logprobs)
             request.processed_logprobs.extend(row.processed_logprobs)
             request.extra_logprobs.extend(row.extra_logprobs)
+            request.token_versions.extend([step.weight_version] * len(row.token_ids))
             request.num_computed += len(row.token_ids)
             if row.stopped:
                 self.finish(request, FinishReason("stop", matched=request.output_ids[-1]))
@@ -222,9 +244,9 @@ class Scheduler:
 
     def _has_prefill_left(self, plan: _Prefill) -> bool:
         """Whether only the budget ends this prefill: then few rows decode, and the others soon."""
-        has_place = self.waiting and len(self.running) < self._config.max_running_requests
+        has_place = self._may_admit and len(self.running) < self._config.max_running_requests
         unfinished = (r for r in self.running if plan.ends.get(r.rid, r.num_computed) < r.kv_len)
-        return plan.budget <= 0 and (bool(has_place) or any(unfinished))
+        return plan.budget <= 0 and (has_place or any(unfinished))
 
     def _add_chunk(self, plan: _Prefill, request: Request) -> None:
         start = request.num_computed
@@ -239,11 +261,11 @@ class Scheduler:
 
     def _admit(self, plan: _Prefill, num_steps: int) -> list[Request]:
         """Starts waiting requests while batch, token budget and pages allow."""
-        if not self.waiting or len(self.running) >= self._config.max_running_requests:
+        if not self._may_admit or len(self.running) >= self._config.max_running_requests:
             return []
         reserved = sum(self._expected_pages(r, len(r.pages)) for r in self.running)
         started: list[Request] = []
-        while self.waiting and len(self.running) < self._config.max_running_requests:
+        while self._may_admit and len(self.running) < self._config.max_running_requests:
             request = self.waiting.oldest
             prefix = self._pool.find_prefix(request)
             expected = self._expected_pages(request, prefix.num_pages)

@@ -34,6 +34,11 @@ class WaitingQueue:
         yield from self._new.values()
 
     @property
+    def num_returned(self) -> int:
+        """Requests in the queue that ran before. They are the oldest."""
+        return len(self._returned)
+
+    @property
     def oldest(self) -> Request:
         """The request to start next; the queue must not be empty."""
         return self._returned[0] if self._returned else next(iter(self._new.values()))

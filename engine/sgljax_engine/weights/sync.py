@@ -3,21 +3,26 @@
 `plan_sync` proves on shapes alone, before any data moves, that every engine parameter is covered
 exactly once, that every source parameter is used or ignored on purpose, and that shapes fit.
 `apply` then runs the whole plan as one device program. It never touches the weights in use, so
-a failure leaves them serving; the caller swaps the returned weights in.
+a failure leaves them serving; the caller swaps the returned weights in. `apply_donating` makes one
+weight after another and gives the memory of the old one back first.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.errors import WeightSyncError
+from sgljax_engine.errors import WeightsLostError, WeightSyncError
+from sgljax_engine.weights.checksum import checksum, to_hex
 from sgljax_engine.weights.rules import Hook, Match, Rule, flatten_named, match
+
+Weights = dict[str, jax.Array]
 
 
 class TargetSpec(NamedTuple):
@@ -83,6 +88,11 @@ class SyncPlan(NamedTuple):
     steps: tuple[Step, ...]
     targets: Mapping[str, TargetSpec]
     program: Program
+
+    @property
+    def is_on_one_device(self) -> bool:
+        """Whether all engine parameters live on one device."""
+        return len(_target_devices(self.program.shardings) or ()) == 1
 
 
 def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
@@ -196,21 +206,29 @@ def _transform(x: jax.Array, step: Step) -> jax.Array:
     return step.hook(x) if step.hook is not None else x
 
 
+def _mapped(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
+    """The engine parameter in its logical shape."""
+    return _transform(x, step).reshape(target.shape).astype(target.dtype)
+
+
+def _stored(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
+    """The engine parameter as it is stored. The copy keeps JAX from handing `x` itself back."""
+    y = _mapped(x, step, target)
+    return jnp.copy(y.T if target.is_transposed else y)
+
+
 def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> Program:
     def run(sources: list[jax.Array]) -> dict[str, jax.Array]:
-        made = {}
-        for x, step in zip(sources, steps, strict=True):
-            target = targets[step.target]
-            y = _transform(x, step).reshape(target.shape).astype(target.dtype)
-            # The copy keeps JAX from handing the source's own buffer back.
-            made[step.target] = jnp.copy(y.T if target.is_transposed else y)
-        return made
+        return {
+            step.target: _stored(x, step, targets[step.target])
+            for x, step in zip(sources, steps, strict=True)
+        }
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
     return Program(jax.jit(run, out_shardings=shardings), jax.jit(run), shardings)
 
 
-def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
+def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) -> Weights:
     """Makes all engine parameters from the source and waits for them. Any thread.
 
     The source may live on other devices than the engine; then it is transformed where it is and
@@ -219,32 +237,117 @@ def apply(plan: SyncPlan, source: Mapping[str, Any]) -> dict[str, jax.Array]:
     Args:
         plan: From `plan_sync`.
         source: Arrays by name, of exactly the plan's `source_spec`.
+        verify: Compare checksums of what was made and of the source.
 
     Raises:
-        WeightSyncError: when the source is not what was planned or the transformation fails.
+        WeightSyncError: when the source is not what was planned, the transformation fails or the
+            checksums differ.
     """
-    if source_spec(source) != plan.source_spec:
-        raise WeightSyncError("the source changed its names, shapes or dtypes since it was planned")
-    arrays = [source[step.source] for step in plan.steps]
-    program = plan.program
-    (target,) = {_device_order(sharding) for sharding in program.shardings.values()}
-    sources = {_device_order(x.sharding) for x in arrays if isinstance(x, jax.Array)}
+    _check_planned(plan, source)
     try:
-        if sources <= {target}:
-            made = program.at_target(arrays)
-        elif len(sources) == 1 and None not in sources:
-            made = jax.device_put(program.at_source(arrays), program.shardings)
-        else:  # scattered over devices: a program takes them only from the same ones
-            made = program.at_target([_gather(x, target, program.shardings) for x in arrays])
-        return jax.block_until_ready(made)
+        arrays = [source[step.source] for step in plan.steps]
+        made = jax.block_until_ready(_transfer(plan, _make(plan, arrays)))
     except Exception as error:
         raise WeightSyncError(f"transforming the new weights failed: {error}") from error
+    if verify:
+        check_same(plan, source, made)
+    return made
+
+
+def apply_donating(
+    plan: SyncPlan, source: Mapping[str, Any], old: Weights, *, verify: bool = False
+) -> Weights:
+    """`apply` with the memory of about one model: each old weight is freed before its heir is made.
+
+    Args:
+        plan: From `plan_sync`.
+        source: Arrays by name, of exactly the plan's `source_spec`.
+        old: The weights in use, which nobody may use again. Emptied.
+        verify: Compare checksums of what was made and of the source.
+
+    Raises:
+        WeightSyncError: when the source is not what was planned; the old weights are whole.
+        WeightsLostError: when it fails later.
+    """
+    _check_planned(plan, source)
+    try:
+        made: Weights = {}
+        for step in plan.steps:
+            target = plan.targets[step.target]
+            old.pop(step.target).delete()
+            one = jax.device_put(_store_one(source[step.source], step, target), target.sharding)
+            made[step.target] = jax.block_until_ready(one)
+        if verify:
+            check_same(plan, source, made)
+    except Exception as error:
+        raise WeightsLostError(
+            f"making new weights in the place of the old ones failed half-way: {error}"
+        ) from error
+    return made
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _store_one(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
+    return _stored(x, step, target)
+
+
+def _check_planned(plan: SyncPlan, source: Mapping[str, Any]) -> None:
+    if source_spec(source) != plan.source_spec:
+        raise WeightSyncError("the source changed its names, shapes or dtypes since it was planned")
+
+
+def _make(plan: SyncPlan, arrays: list[Any]) -> Weights:
+    """Dispatches the transformation, where the source is if that is in one place."""
+    target = _target_devices(plan.program.shardings)
+    sources = {_device_order(x.sharding) for x in arrays if isinstance(x, jax.Array)}
+    if sources <= {target}:
+        return plan.program.at_target(arrays)
+    if len(sources) == 1 and None not in sources:
+        return plan.program.at_source(arrays)
+    # Scattered over devices: a program takes them only from the same ones.
+    return plan.program.at_target([_gather(x, target, plan.program.shardings) for x in arrays])
+
+
+def _transfer(plan: SyncPlan, made: Weights) -> Weights:
+    """Moves what was made elsewhere to where the engine wants it."""
+    return jax.device_put(made, plan.program.shardings)
+
+
+def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> None:
+    """Raises WeightSyncError unless every weight holds the bits of its mapped source.
+
+    The source is mapped again, without the engine's physical layout, where it lives.
+    """
+    expected = {
+        step.target: _source_checksum(source[step.source], step, plan.targets[step.target])
+        for step in plan.steps
+    }
+    transposed = {name for name, target in plan.targets.items() if target.is_transposed}
+    found, wanted = checksums(weights, transposed), to_hex(expected)
+    wrong = sorted(name for name in wanted if wanted[name] != found[name])
+    if wrong:
+        raise WeightSyncError(f"checksums of the new weights differ from the source's: {wrong}")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _source_checksum(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
+    return checksum(_mapped(x, step, target))
+
+
+def checksums(weights: Mapping[str, jax.Array], transposed: Container[str]) -> dict[str, str]:
+    """Checksums of stored weights in their logical shapes, 16 hexadecimal digits each."""
+    return to_hex({name: _stored_checksum(w, name in transposed) for name, w in weights.items()})
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _stored_checksum(x: jax.Array, is_transposed: bool) -> jax.Array:
+    return checksum(x.T if is_transposed else x)
 
 
 class WeightMaker:
     """Makes engine weights from sources, and plans again only when source or rules change.
 
-    Not thread-safe: whoever builds the engine uses it first, then the engine thread.
+    Not thread-safe: whoever builds the engine uses it first, then the thread of its updates.
     """
 
     def __init__(self, targets: Mapping[str, TargetSpec]) -> None:
@@ -252,14 +355,23 @@ class WeightMaker:
         self._targets = targets
         self._plan: tuple[Any, SyncPlan] | None = None
 
-    def make(self, tree: Any, rules: Sequence[Rule]) -> dict[str, jax.Array]:
-        """All engine parameters from a pytree of arrays; see `plan_sync` and `apply`."""
+    def plan(self, tree: Any, rules: Sequence[Rule]) -> tuple[SyncPlan, dict[str, Any]]:
+        """The plan for a pytree of arrays, and its arrays by name; see `plan_sync`."""
         source = flatten_named(tree)
         spec = source_spec(source)
         key = (tuple(spec.items()), tuple(rules))
         if self._plan is None or self._plan[0] != key:
             self._plan = (key, plan_sync(spec, rules, self._targets))
-        return apply(self._plan[1], source)
+        return self._plan[1], source
+
+    def make(self, tree: Any, rules: Sequence[Rule]) -> Weights:
+        """All engine parameters from a pytree of arrays; see `plan_sync` and `apply`."""
+        return apply(*self.plan(tree, rules))
+
+
+def _target_devices(shardings: Mapping[str, jax.sharding.Sharding]) -> tuple[Any, ...] | None:
+    (devices,) = {_device_order(sharding) for sharding in shardings.values()}
+    return devices
 
 
 def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:

@@ -1,0 +1,384 @@
+"""What the engine thread does with requests: queues, dispatches, answers. Engine thread only.
+
+What a dispatch produced is handed to the detokenizer when the next dispatch is on its way, so that
+the device does not wait for that; but before any command, and before waiting for one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from sgljax_engine import commands as cmd
+from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.detokenizer import Answer, Detokenizer, reject
+from sgljax_engine.errors import (
+    CompileForbiddenError,
+    EngineError,
+    EngineStateError,
+    EngineStepError,
+    InvalidRequestError,
+    WeightsLostError,
+    forget_locals,
+)
+from sgljax_engine.io_struct import FlushCacheReqOutput, PauseMode
+from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.types import (
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    StepOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class _News(NamedTuple):
+    """A request that is finished, or has new tokens that somebody watches."""
+
+    request: Request
+    answer: Answer
+    now_s: float
+    failure: EngineError | None = None
+
+
+class EngineCore:
+    """Scheduler, runner and the answers that callers wait for.
+
+    Attributes:
+        weight_version: Of the weights that serve. Any thread may read it.
+        scheduler, pool, runner, detokenizer: The parts.
+        counters: Totals.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        pool: PagePool,
+        runner: ModelRunner,
+        memory: MemoryReport,
+        detokenizer: Detokenizer,
+    ) -> None:
+        """Starts idle.
+
+        Args:
+            scheduler: Fresh, over `pool`.
+            pool: The pages.
+            runner: Holds weights and pages.
+            memory: What weights and pages take.
+            detokenizer: Answers requests.
+        """
+        self.weight_version = 0
+        self.scheduler = scheduler
+        self.pool = pool
+        self.runner = runner
+        self.counters = EngineCounters()
+        self._memory = memory
+        self.detokenizer = detokenizer
+        self._answers: dict[str, Answer] = {}
+        self._failures: dict[str, EngineError] = {}
+        self._news: list[_News] = []
+        self._weights_problem: str | None = None
+        self._num_decodes = 0
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, requests: list[Request], answers: list[Answer]) -> None:
+        """Queues requests together: all of them, unless an id is taken or there are no weights."""
+        rids = [request.rid for request in requests]
+        taken = [rid for rid in rids if rids.count(rid) > 1 or self.scheduler.find(rid) is not None]
+        for request, answer in zip(requests, answers, strict=True):
+            try:
+                if taken:  # an error each: raised on two threads, one would mix up their frames
+                    raise InvalidRequestError(f"rid {taken[0]!r} is the id of another request")
+                self.check_weights()
+                self.runner.check_warm(request)
+            except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
+                reject(answer.future, error)
+                continue
+            self._answers[request.rid] = answer
+            self.scheduler.add(request)
+            self.counters.num_requests += 1
+
+    def find(self, name: str) -> list[Request]:
+        """The unfinished requests of an id: of one request, or of a prompt's samples."""
+        found = self.scheduler.find(name)
+        if found is not None:
+            return [found]
+        return [request for request in self.scheduler.requests() if request.group == name]
+
+    def end(self, requests: Iterable[Request], reason: FinishReason) -> int:
+        """Ends those of these requests that are unfinished and answers them; returns how many."""
+        ended = [r for r in requests if self.scheduler.find(r.rid) is r]
+        for request in ended:
+            self.scheduler.finish(request, reason)
+            self._deliver(request)
+        return len(ended)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Ends all requests with copies of an error."""
+        for request in self.scheduler.requests():
+            self._failures[request.rid] = type(error)(str(error))
+            self.end([request], FinishReason("error", message=str(error)))
+
+    def retract_all(self) -> None:
+        """Sends all running requests back to the queue, without their pages."""
+        for request in list(self.scheduler.running):
+            self.scheduler.retract(request)
+            self.counters.num_retractions += 1
+
+    def disturb(self, mode: PauseMode) -> None:
+        """Does to the requests what a pause, or an update, of this mode does."""
+        if mode == "abort":
+            reason = FinishReason("abort", message="generation was paused, or weights changed")
+            self.end(self.scheduler.requests(), reason)
+        elif mode == "retract":
+            self.retract_all()
+
+    # ------------------------------------------------------------------ state
+
+    def state(self, pause_mode: PauseMode | None) -> EngineState:
+        """One consistent look."""
+        size, scheduler = self.pool.page_size, self.scheduler
+        return EngineState(
+            running_batch_size=len(scheduler.running),
+            waiting_queue_size=len(scheduler.waiting),
+            num_prefilling=sum(r.num_computed < r.kv_len for r in scheduler.running),
+            running_rids=tuple(r.rid for r in scheduler.running),
+            waiting_rids=tuple(r.rid for r in scheduler.waiting),
+            pause_mode=pause_mode,
+            available_kv_tokens=self.pool.num_available * size,
+            cached_kv_tokens=self.pool.num_cached * size,
+            total_kv_tokens=self.pool.num_pages * size,
+            is_kv_allocated=self.runner.is_kv_allocated,
+            weight_version=self.weight_version,
+            new_token_ratio=scheduler.policy.new_token_ratio,
+            forward_ct_decode=self._num_decodes,
+            num_compiles=self.runner.programs.num_compiles,
+            compile_s=self.runner.programs.compile_s,
+            memory=self._memory,
+            counters=copy.copy(self.counters),
+        )
+
+    def flush_cache(self) -> FlushCacheReqOutput:
+        """Empties the prefix cache and resets scheduling, unless requests hold pages."""
+        num_running = len(self.scheduler.running)
+        if num_running:
+            return FlushCacheReqOutput(
+                success=False,
+                error_msg=f"{num_running} running request(s) hold KV pages; "
+                "pause_generation(mode='retract') or 'abort' first",
+            )
+        flushed = self.pool.num_cached * self.pool.page_size
+        self.pool.reset_cache()
+        self.scheduler.reset_policy()
+        self._num_decodes = 0
+        return FlushCacheReqOutput(success=True, flushed_items=flushed)
+
+    def release_kv(self) -> int:
+        """Gives the memory of the KV cache back; returns its bytes."""
+        num_running = len(self.scheduler.running)
+        if num_running:
+            raise EngineStateError(
+                f"the KV cache cannot be released: {num_running} running request(s) hold pages; "
+                "pause_generation(mode='retract') or 'abort' first"
+            )
+        self.pool.reset_cache()
+        return self.runner.release_kv()
+
+    # ------------------------------------------------------------------ weights
+
+    def swap_weights(self, command: cmd.SwapWeights) -> int:
+        """Serves other weights from the next dispatch on; returns their version.
+
+        Whatever fails leaves weights and requests as they were, but for a donating update.
+        """
+        num_running = len(self.scheduler.running)
+        if command.flush_cache and command.mode == "in_place" and num_running:
+            raise EngineStateError(
+                f"flush_cache=True with mode='in_place': {num_running} running request(s) would "
+                "go on with keys and values of the old weights"
+            )
+        started = time.perf_counter()
+        try:
+            weights: Mapping[str, jax.Array] = command.build(self.runner.weights)
+            self.runner.swap_weights(weights)
+        except WeightsLostError as error:
+            self._weights_problem = str(error)
+            self.runner.swap_weights({})
+            self.fail_all(EngineStateError(self._weights_problem))
+            raise
+        self.weight_version += 1
+        self._weights_problem = None
+        # Nothing that other weights computed is ever matched again. Pages of requests that run on
+        # are theirs alone from now on, since the cache takes no page from before its reset.
+        self.pool.reset_cache()
+        self.disturb(command.mode)
+        for request in self.scheduler.waiting:
+            if not request.output_ids:  # scored when it starts again
+                request.prompt_logprobs = None
+        self.counters.num_weight_updates += 1
+        self.counters.update_s += time.perf_counter() - started
+        return self.weight_version
+
+    def check_weights(self) -> None:
+        """Raises EngineStateError when a failed update took the weights."""
+        if self._weights_problem is not None:
+            raise EngineStateError(
+                f"the engine has no weights until update_weights succeeds: {self._weights_problem}"
+            )
+
+    # ------------------------------------------------------------------ one dispatch
+
+    def step(self) -> None:
+        """Schedules, dispatches and books one step; there must be work."""
+        output = self.scheduler.schedule()
+        self.counters.num_retractions += len(output.retracted)
+        if output.is_empty:
+            raise EngineStepError("the scheduler has requests but nothing to run")
+        try:
+            step = self._dispatch(output)
+        except Exception as error:  # fails these requests; the thread lives on
+            self._fail_step(output, error)
+            return
+        for request in _touched(output):
+            request.num_cache_misses += step.num_cache_misses
+        self._stamp_first_tokens(output, step)
+        for request in self.scheduler.update(output, step):
+            self._deliver(request)
+        for request in output.started:
+            failure = self._failures.get(request.rid)
+            if failure is not None:
+                self.end([request], FinishReason("error", message=str(failure)))
+        for request in output.decode:
+            if request.is_watched and request.rid in self._answers:
+                self._news.append(_News(request, self._answers[request.rid], time.perf_counter()))
+        self._count(output, step)
+
+    def _dispatch(self, output: SchedulerOutput) -> StepOutput:
+        compiles = self.runner.programs.num_compiles
+        started = time.perf_counter()
+        if any(request.logprob_options.start_len >= 0 for request in output.started):
+            self.hand_over()  # scoring waits for the device, prompt by prompt
+            self._score_prompts(output.started)
+        if output.prefill:
+            self.runner.prefill(output.prefill)
+        if output.copies:
+            self.runner.copy_pages(output.copies)
+        prefilled = time.perf_counter()
+        pending = self.runner.decode(output) if output.decode else None
+        self.hand_over()
+        rows = [] if pending is None else pending.wait()
+        decoded = time.perf_counter()
+        self.counters.prefill_s += prefilled - started
+        self.counters.decode_s += decoded - prefilled
+        compiles = self.runner.programs.num_compiles - compiles
+        decode_s = None if compiles else decoded - prefilled
+        return StepOutput(rows, self.weight_version, compiles, decode_s)
+
+    def _stamp_first_tokens(self, output: SchedulerOutput, step: StepOutput) -> None:
+        now = time.perf_counter()
+        for request, row in zip(output.decode, step.rows, strict=True):
+            if request.first_token_s is None and row.token_ids:
+                request.first_token_s = now
+                self.counters.num_first_tokens += 1
+                self.counters.time_to_first_token_s += now - request.arrival_s
+
+    def _score_prompts(self, started: list[Request]) -> None:
+        """Prompt log-probs for those that ask, each prompt once. A failure is theirs alone."""
+        done: dict[Any, PromptLogprobs] = {}
+        for request in started:
+            if request.logprob_options.start_len < 0 or request.prompt_logprobs is not None:
+                continue
+            key = (tuple(request.prompt_ids), request.logprob_options)
+            try:
+                if key not in done:
+                    done[key] = self.runner.score_prompt(request)
+                request.prompt_logprobs = done[key]
+            except Exception as error:  # no pages were donated: the step can go on
+                logger.exception("scoring a prompt failed")
+                forget_locals(error)
+                failure = EngineStepError(f"scoring the prompt of {request.rid} failed: {error!r}")
+                failure.__cause__ = error
+                self._failures[request.rid] = failure
+
+    def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
+        counters = self.counters
+        counters.num_dispatches += 1
+        counters.num_decode_rows += len(output.decode)
+        counters.max_decode_batch = max(counters.max_decode_batch, len(output.decode))
+        counters.num_prefill_tokens += sum(chunk.num_tokens for chunk in output.prefill)
+        counters.num_cached_tokens += sum(
+            request.num_cached for request in output.started if request.num_retractions == 0
+        )
+        counters.num_page_copies += len(output.copies)
+        counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
+        self._num_decodes += bool(output.decode)
+
+    # ------------------------------------------------------------------ answers
+
+    def _deliver(self, request: Request) -> None:
+        now_s = time.perf_counter()
+        self.counters.num_finished += 1
+        self.counters.e2e_latency_s += now_s - request.arrival_s
+        self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"
+        failure = self._failures.pop(request.rid, None)
+        self._news.append(_News(request, self._answers.pop(request.rid), now_s, failure))
+
+    def hand_over(self) -> None:
+        """Gives the detokenizer what the last dispatch and commands left for it."""
+        news, self._news = self._news, []
+        for item in news:
+            self.detokenizer.put(item.request, item.answer, item.now_s, item.failure)
+
+    def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
+        """Ends the requests that the step touched; others keep going."""
+        logger.exception("a device step failed")
+        forget_locals(error)
+        self.hand_over()  # what was produced before, while the requests are not ended
+        self.counters.num_failed_steps += 1
+        # Pages may lack what the step was to write: after this none of them is kept.
+        self.pool.reset_cache()
+        for request in _touched(output):
+            failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
+            failure.__cause__ = error
+            self._failures[request.rid] = failure
+            self.end([request], FinishReason("error", message=repr(error)))
+        self.hand_over()
+        # A step that failed after it took the donated pages took everybody's keys and values.
+        if self.runner.recover_kv():
+            self.retract_all()
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, make_error: Any) -> None:
+        """Answers what is finished, refuses the rest, frees the device.
+
+        Args:
+            make_error: Makes the error of each unfinished request: raised on two threads, one
+                would mix up their tracebacks and keep both their frames alive.
+        """
+        self.hand_over()
+        self.detokenizer.stop()
+        for request in self.scheduler.requests():
+            request.status = RequestStatus.FINISHED
+        for answer in self._answers.values():
+            reject(answer.future, make_error())
+        self._answers.clear()
+        self.runner.release()
+
+
+def _touched(output: SchedulerOutput) -> list[Request]:
+    """The requests that a dispatch works on, each once."""
+    touched = [*output.decode, *(chunk.request for chunk in output.prefill), *output.started]
+    return list({request.rid: request for request in touched}.values())

@@ -1,0 +1,41 @@
+"""Checksums of weights, made where the weights are.
+
+Each element's bits are mixed with its place in the logical shape and all are summed modulo 2^32,
+twice with other constants: a sum does not depend on how an array is sharded or in which order a
+device adds. The mixing is the finalizer of MurmurHash3 (Appleby, public domain).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_SEEDS = (0x9E3779B9, 0x7F4A7C15)
+_BITS = {2: jnp.uint16, 4: jnp.uint32}
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """uint32 [2] of an array of 2- or 4-byte elements; depends on all bits and their order."""
+    bits = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).reshape(-1).astype(jnp.uint32)
+    place = lax.iota(jnp.uint32, bits.size)
+    return jnp.stack([_sum(bits, place, jnp.uint32(seed)) for seed in _SEEDS])
+
+
+def _sum(bits: jax.Array, place: jax.Array, seed: jax.Array) -> jax.Array:
+    mixed = bits ^ _mix(place * seed + seed)
+    return jnp.sum(_mix(mixed), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def to_hex(checksums: Mapping[str, jax.Array]) -> dict[str, str]:
+    """16 hexadecimal digits for each; waits for the device."""
+    found = jax.device_get(dict(checksums))
+    return {name: "".join(f"{int(part):08x}" for part in pair) for name, pair in found.items()}
