@@ -90,10 +90,29 @@ class References:
                 expected = self._of(weights, tokens)[: len(found)]
                 assert found == expected, f"weights {weights} behind {tokens}"
 
+    def warm_up(self) -> None:
+        """Builds all engines and compiles all that they need."""
+        for weights in range(NUM_WEIGHTS):
+            self._engine(weights).warmup()
+
+    def forget(self) -> None:
+        """Lets go of the answers."""
+        self._known.clear()
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.shutdown()
+
     def _of(self, weights: int, tokens: tuple[int, ...]) -> list[int]:
         return self._known.get((weights, tokens), [])
 
     def _generate(self, weights: int, lengths: dict[tuple[int, ...], int]) -> None:
+        params = [SamplingParams(temperature=0, max_new_tokens=n) for n in lengths.values()]
+        outs = self._engine(weights).generate_requests([list(t) for t in lengths], params)
+        for tokens, out in zip(lengths, outs, strict=True):
+            self._known[weights, tokens] = out.output_ids
+
+    def _engine(self, weights: int) -> Engine:
         if weights not in self._engines:
             self._engines[weights] = Engine(
                 model_config=TINY,
@@ -101,7 +120,4 @@ class References:
                 disable_radix_cache=True,
                 max_running_requests=16,
             )
-        params = [SamplingParams(temperature=0, max_new_tokens=n) for n in lengths.values()]
-        outs = self._engines[weights].generate_requests([list(t) for t in lengths], params)
-        for tokens, out in zip(lengths, outs, strict=True):
-            self._known[weights, tokens] = out.output_ids
+        return self._engines[weights]

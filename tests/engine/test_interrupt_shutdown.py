@@ -35,7 +35,8 @@ SITUATIONS = (
 
 
 def make_engine() -> Engine:
-    return Engine(model_config=TINY, weights=WEIGHTS[0], **(OPTIONS | {"forbid_compile": False}))
+    options: dict[str, Any] = OPTIONS | {"forbid_compile": False}
+    return Engine(model_config=TINY, weights=WEIGHTS[0], **options)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
