@@ -263,7 +263,7 @@ def _within(count: int, most: int) -> None:
 
 TestInterruptMachine = InterruptMachine.TestCase
 TestInterruptMachine.settings = settings(
-    max_examples=80,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
