@@ -1,0 +1,217 @@
+"""What was asked of an interrupted engine so far, and what has to hold therefore."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from sgljax_engine import Engine, EngineStateError
+from sgljax_engine import commands as cmd
+from sgljax_engine.io_struct import AbortReq, FlushCacheReqInput
+from sgljax_engine.metrics import EngineState
+from tests.engine.interrupt_calls import Call, Result
+from tests.engine.interrupt_model import History, References, Swap
+from tests.threads import LIMIT_S
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Update:
+    """An update that was asked for, and the calls that it may meet.
+
+    Attributes:
+        future: Of its version.
+        swap: What it is to bring.
+        exposed: Calls that it may find begun; of one that ends requests, all.
+        num_calls: Calls made before; it may meet later ones too, if it has to wait.
+        may_fail: It may be refused.
+    """
+
+    future: Future[int]
+    swap: Swap
+    exposed: list[Call]
+    num_calls: int
+    may_fail: bool
+
+
+@dataclasses.dataclass(eq=False)
+class WaitPause:
+    """A pause of mode "wait", which may be over much later; refused if continued before."""
+
+    future: Future[None]
+    may_fail: bool = False
+
+
+class Books:
+    """Kept by one thread, beside an engine that nobody else uses.
+
+    Attributes:
+        calls, updates, pauses: What was asked for; updates only while they are not done.
+        mode: How generation was paused last.
+        is_drained: A "wait" is over, so nothing runs until generation continues.
+        not_begun: Ids of requests that came in this pause.
+        over: Ids of requests that must not be in the engine any more.
+    """
+
+    def __init__(self, engine: Engine, history: History, num_compiles: int) -> None:
+        self.engine, self.history = engine, history
+        self.calls: list[Call] = []
+        self.updates: list[Update] = []
+        self.pauses: list[WaitPause] = []
+        self.mode: str | None = None
+        self.is_drained = False
+        self.not_begun: set[str] = set()
+        self.over: set[str] = set()
+        self._num_compiles = num_compiles
+        self._still: tuple[int, int] | None = None
+
+    def send(self, command: Callable[[Future[Any]], cmd.Command]) -> Future[Any]:
+        """Asks, without waiting; in the order of the calls."""
+        future: Future[Any] = Future()
+        self.engine._loop.submit(command(future))
+        return future
+
+    def state(self) -> EngineState:
+        return self.send(cmd.GetState).result(LIMIT_S)
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether nothing may run, whatever has begun."""
+        return self.mode not in (None, "wait")
+
+    # ------------------------------------------------------------------ what was asked for
+
+    def note_call(self, call: Call) -> None:
+        self.calls.append(call)
+        if self.mode is not None:
+            self.not_begun.update(call.rids)
+
+    def note_end_of_all(self) -> None:
+        for call in self.calls:
+            call.may_abort |= not call.is_done()
+            self.over.update(call.rids)
+
+    def note_pause(self, mode: str, future: Future[None]) -> None:
+        self.mode, self._still = mode, None
+        if mode == "wait":
+            self.pauses.append(WaitPause(future))
+            return
+        for update in self.updates:
+            update.may_fail |= update.swap.mode == "wait"
+        if mode == "abort":
+            self.note_end_of_all()
+
+    def note_continue(self) -> None:
+        self.mode = self._still = None
+        self.is_drained = False
+        self.not_begun = set()
+        for pause in self.pauses:
+            pause.may_fail = True
+
+    def exposed(self, *, is_settled: bool) -> list[Call]:
+        """Calls that may have begun. `is_settled`: the engine can be asked, nothing is on its way.
+
+        While halted it is known which have: those that run.
+        """
+        found = [call for call in self.calls if not call.is_done()]
+        if self.is_halted and is_settled and not self.updates:
+            running = set(self.state().running_rids)
+            found = [call for call in found if running.intersection(call.rids)]
+        return found
+
+    def collect_updates(self) -> None:
+        """Books the updates that are done."""
+        done = [update for update in self.updates if update.future.done()]
+        self.updates = [update for update in self.updates if update not in done]
+        for update in done:
+            refusal = update.future.exception()
+            if refusal is not None:
+                assert update.may_fail, f"update refused: {refusal}"
+                assert isinstance(refusal, EngineStateError)
+                continue
+            version = update.future.result()
+            assert version not in self.history.swaps
+            self.history.swaps[version] = update.swap
+            for call in [*update.exposed, *self.calls[update.num_calls :]]:
+                call.dirty.add(version)
+                call.may_abort |= update.swap.mode == "abort"
+            if update.swap.mode == "abort":
+                self.over.update(rid for call in update.exposed for rid in call.rids)
+
+    # ------------------------------------------------------------------ what has to hold
+
+    def check(self) -> None:
+        """Compares all that can be seen now."""
+        done = [call for call in self.calls if call.is_done()]
+        self.send(cmd.CheckIntegrity).result(LIMIT_S)
+        state = self.state()
+        inside = {*state.running_rids, *state.waiting_rids}
+        assert len(inside) == state.running_batch_size + state.waiting_queue_size
+        assert inside <= {rid for call in self.calls for rid in call.rids}
+        assert not inside & {rid for call in done for rid in call.rids}, "answered, and goes on"
+        assert not inside & self.over, "ended, and goes on"
+        for call in self.calls:
+            if not inside.intersection(call.rids):
+                call.collect()
+        assert state.num_compiles == self._num_compiles
+        assert state.pause_mode == self.mode
+        self._check_pause(state)
+        self.collect_updates()
+
+    def _check_pause(self, state: EngineState) -> None:
+        assert not self.not_begun & set(state.running_rids), "begun while paused"
+        if self.mode in ("abort", "retract") or self.is_drained:
+            assert state.running_batch_size == 0
+        if self.is_halted or self.is_drained:
+            now = state.counters.num_output_tokens, state.counters.num_dispatches
+            assert self._still in (None, now), "tokens came while paused"
+            self._still = now
+
+    def finish(self) -> None:
+        """Waits for all that was asked for; generation must go on."""
+        for update in self.updates:
+            update.future.exception(LIMIT_S)
+        self.collect_updates()
+        for pause in self.pauses:
+            refusal = pause.future.exception(LIMIT_S)
+            assert refusal is None or (pause.may_fail and isinstance(refusal, EngineStateError))
+        for call in self.calls:
+            call.collect()
+        ended = self.send(functools.partial(cmd.Abort, AbortReq(abort_all=True))).result(LIMIT_S)
+        assert ended == 0
+        self.check()
+        answer = self.send(functools.partial(cmd.FlushCache, FlushCacheReqInput())).result(LIMIT_S)
+        state = self.state()
+        assert answer.success
+        assert state.available_kv_tokens == state.total_kv_tokens
+        assert state.cached_kv_tokens == 0
+        assert max(self.history.swaps) == len(self.history.swaps) - 1 == state.weight_version
+
+    def check_results(self, references: References) -> None:
+        """Every answer, and every token that uninterrupted engines can predict."""
+        asked = []
+        for call in self.calls:
+            for result in call.results or ():
+                self._check_result(call, result)
+                asked.extend(
+                    (weights, call.prompt + result.ids[:begin], result.ids[begin:end])
+                    for begin, end, weights in self.history.pieces(call, result)
+                )
+        references.check(asked)
+
+    def _check_result(self, call: Call, result: Result) -> None:
+        ids, versions, finish = result
+        assert len(versions) == len(ids) <= call.max_new
+        if finish == "length":
+            assert len(ids) == call.max_new
+        else:
+            assert finish == "abort"
+            assert call.may_abort, "nobody aborted it"
+        assert versions == sorted(versions)
+        assert not versions or call.version <= versions[0]
+        # Nothing that had begun lives on after an update that waits for it, or ends it.
+        first, last = (versions[0], versions[-1]) if versions else (0, 0)
+        modes = {self.history.swaps[version].mode for version in range(first + 1, last + 1)}
+        assert not modes & {"wait", "abort"}

@@ -1,0 +1,123 @@
+"""What an engine that is interrupted has to answer.
+
+`History` knows which weights each version had; `References` are engines that nobody interrupts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sgljax_engine import Engine, SamplingParams
+from tests.engine.interrupt_calls import Call, Result
+from tests.engine.models import TINY, spread_weights
+
+WEIGHTS = [spread_weights(seed=seed) for seed in range(3)]
+NUM_WEIGHTS = len(WEIGHTS)
+OPTIONS: dict[str, Any] = {
+    "page_size": 4,
+    "num_kv_tokens": 160,
+    "max_model_len": 120,
+    "max_running_requests": 6,
+    "decode_steps": 3,
+    "chunked_prefill_size": 32,
+    # Admission that hopes for the best, so that pages run out.
+    "init_new_token_ratio": 0.0,
+    "min_new_token_ratio": 0.0,
+    "forbid_compile": True,
+}
+
+
+class Swap(NamedTuple):
+    """What a version began with."""
+
+    weights: int
+    mode: str
+
+
+class History:
+    """Which weights each version had, and how it came."""
+
+    def __init__(self, weights: int) -> None:
+        self.swaps = {0: Swap(weights, "retract")}
+
+    def pieces(self, call: Call, result: Result) -> list[tuple[int, int, int]]:
+        """(first token, end, weights) of those parts that uninterrupted engines can predict.
+
+        A retracted request goes on as if its tokens so far had been its prompt. One that went on
+        over keys and values of other weights cannot be predicted until it is retracted.
+        """
+        pieces: list[tuple[int, int, int]] = []
+        for version in sorted(set(result.versions)):
+            begin = result.versions.index(version)
+            end = begin + result.versions.count(version)
+            if self._is_dirty(call, version):
+                continue
+            weights = self.swaps[version].weights
+            if pieces and pieces[-1][1:] == (begin, weights):
+                pieces[-1] = (pieces[-1][0], end, weights)
+            else:
+                pieces.append((begin, end, weights))
+        return pieces
+
+    def _is_dirty(self, call: Call, version: int) -> bool:
+        is_dirty = False
+        for v in range(call.version + 1, version + 1):
+            if self.swaps[v].mode != "in_place":
+                is_dirty = False
+            elif v in call.dirty and self.swaps[v].weights != self.swaps[v - 1].weights:
+                is_dirty = True
+        return is_dirty
+
+
+class References:
+    """Greedy continuations under each set of weights, from engines that are not interrupted."""
+
+    def __init__(self) -> None:
+        self._engines: dict[int, Engine] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+
+    def check(self, asked: list[tuple[int, list[int], list[int]]]) -> None:
+        """Each is (weights, tokens, what has to follow them)."""
+        for weights in range(NUM_WEIGHTS):
+            queries = [(tuple(tokens), found) for w, tokens, found in asked if w == weights]
+            new: dict[tuple[int, ...], int] = {}
+            for tokens, found in queries:
+                if len(found) > len(self._of(weights, tokens)):
+                    new[tokens] = max(len(found), new.get(tokens, 0))
+            if new:
+                self._generate(weights, new)
+            for tokens, found in queries:
+                expected = self._of(weights, tokens)[: len(found)]
+                assert found == expected, f"weights {weights} behind {tokens}"
+
+    def warm_up(self) -> None:
+        """Builds all engines and compiles all that they need."""
+        for weights in range(NUM_WEIGHTS):
+            self._engine(weights).warmup()
+
+    def forget(self) -> None:
+        """Lets go of the answers."""
+        self._known.clear()
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.shutdown()
+
+    def _of(self, weights: int, tokens: tuple[int, ...]) -> list[int]:
+        return self._known.get((weights, tokens), [])
+
+    def _generate(self, weights: int, lengths: dict[tuple[int, ...], int]) -> None:
+        params = [SamplingParams(temperature=0, max_new_tokens=n) for n in lengths.values()]
+        outs = self._engine(weights).generate_requests([list(t) for t in lengths], params)
+        for tokens, out in zip(lengths, outs, strict=True):
+            self._known[weights, tokens] = out.output_ids
+
+    def _engine(self, weights: int) -> Engine:
+        if weights not in self._engines:
+            self._engines[weights] = Engine(
+                model_config=TINY,
+                weights=WEIGHTS[weights],
+                disable_radix_cache=True,
+                max_running_requests=16,
+            )
+        return self._engines[weights]

@@ -1,0 +1,272 @@
+"""Requests, interruptions and weight updates in any order, on an engine that runs meanwhile.
+
+Rules submit from one thread, so commands arrive in the order of the rules; the engine's thread
+dispatches between them whenever it likes. What is drawn depends on what was submitted alone, never
+on how far the engine got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgljax_engine import Engine, EngineStateError
+from sgljax_engine import commands as cmd
+from sgljax_engine.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+)
+from tests.engine.interrupt_books import Books, Update
+from tests.engine.interrupt_calls import Caller
+from tests.engine.interrupt_model import (
+    NUM_WEIGHTS,
+    OPTIONS,
+    WEIGHTS,
+    History,
+    References,
+    Swap,
+)
+from tests.engine.models import TINY, random_prompts
+from tests.threads import LIMIT_S, held, start
+
+FAMILIES = random_prompts(3, 60, 60, seed=3)
+MODES = ("abort", "retract", "in_place", "wait")
+COUNTS = st.integers(0, 2**10)
+
+
+class Subject:
+    """The engine, which one example after another uses, since building one is slow."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(model_config=TINY, weights=WEIGHTS[0], **OPTIONS)
+        self.engine.warmup()
+        self.caller, self.history = Caller(self.engine), History(0)
+        self.num_compiles = self.engine.get_internal_state().num_compiles
+        self.num_calls = 0
+
+
+@functools.cache
+def make_subject() -> Subject:
+    return Subject()
+
+
+@functools.cache
+def make_references() -> References:
+    return References()
+
+
+class InterruptMachine(RuleBasedStateMachine):
+    """Everything is answered once, and greedy answers are those of an uninterrupted engine."""
+
+    @initialize()
+    def begin(self):
+        self.subject = make_subject()
+        self.engine, self.history = self.subject.engine, self.subject.history
+        self.books = Books(self.engine, self.history, self.subject.num_compiles)
+        self.hold: contextlib.ExitStack | None = None
+        self.later: list[tuple[Future[Any], Callable[[Any], None]]] = []
+
+    def ask(self, command: Callable[[Any], cmd.Command], check: Callable[[Any], None]) -> None:
+        """Sends, and checks the answer: now, or once the engine is let go."""
+        self.then(self.books.send(command), check)
+
+    def then(self, future: Future[Any], check: Callable[[Any], None]) -> None:
+        if self.hold is None:
+            check(future.result(LIMIT_S))
+        else:
+            self.later.append((future, check))
+
+    @rule()
+    @precondition(lambda self: self.hold is None)
+    def hold_engine(self):
+        """What the next rules ask for is done between the same two dispatches."""
+        self.hold = contextlib.ExitStack()
+        self.hold.enter_context(held(self.engine))
+
+    @rule()
+    @precondition(lambda self: self.hold is not None)
+    def let_go(self):
+        assert self.hold is not None
+        self.hold.close()
+        self.hold, later, self.later = None, self.later, []
+        for future, check in later:
+            check(future.result(LIMIT_S))
+
+    @rule(count=st.integers(1, 6))
+    @precondition(lambda self: self.hold is None and not self.books.is_halted)
+    def run(self, count):
+        """Lets the engine make some dispatches, if it has any to make."""
+        state = self.books.state()
+        goal, deadline = state.counters.num_dispatches + count, time.monotonic() + LIMIT_S
+        while state.running_batch_size and state.counters.num_dispatches < goal:
+            state = self.books.state()
+            assert time.monotonic() < deadline, "the engine stands still"
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, form: str, prompt: list[int], max_new: int, n: int = 1) -> None:
+        self.subject.num_calls += 1
+        rid = f"r{self.subject.num_calls}"
+        n = n if form == "plain" else 1
+        self.books.note_call(self.subject.caller.call(form, rid, prompt, max_new, n))
+
+    @rule(
+        form=st.sampled_from(["plain", "plain", "stream", "task"]),
+        family=st.integers(0, 2),
+        num_shared=st.integers(1, 50),
+        more=st.lists(st.integers(0, TINY.vocab_size - 1), max_size=6),
+        max_new=st.integers(1, 40),
+        n=st.sampled_from([1, 1, 1, 3]),
+    )
+    def add_one(self, form, family, num_shared, more, max_new, n):
+        self.add(form, FAMILIES[family][:num_shared] + more, max_new, n)
+
+    @rule(family=st.integers(0, 2), lengths=st.lists(st.integers(1, 50), min_size=2, max_size=6))
+    def add_several(self, family, lengths):
+        for length in lengths:
+            self.add("plain", FAMILIES[family][:length], 51 - length)
+
+    @rule(which=COUNTS, is_group=st.booleans())
+    @precondition(lambda self: self.books.calls)
+    def abort(self, which, is_group):
+        call = self.books.calls[which % len(self.books.calls)]
+        rid = call.rids[which % len(call.rids)]
+        ended = call.rids if is_group else [rid]
+        call.may_abort = True
+        self.books.over.update(ended)
+        asked = AbortReq(rid=rid.partition("-")[0] if is_group else rid)
+        self.ask(functools.partial(cmd.Abort, asked), lambda count: _within(count, len(ended)))
+
+    @rule()
+    def abort_all(self):
+        self.books.note_end_of_all()
+        most = sum(len(call.rids) for call in self.books.calls)
+        asked = AbortReq(abort_all=True)
+        self.ask(functools.partial(cmd.Abort, asked), lambda count: _within(count, most))
+
+    @rule(which=COUNTS)
+    @precondition(lambda self: self.books.calls)
+    def go_away(self, which):
+        call = self.books.calls[which % len(self.books.calls)]
+        call.go_away()
+        self.books.over.update(call.rids)
+
+    # ------------------------------------------------------------------ pauses and the cache
+
+    @rule(mode=st.sampled_from(MODES))
+    def pause(self, mode):
+        request = PauseGenerationReqInput(mode=mode)
+        future = self.books.send(functools.partial(cmd.Pause, request))
+        self.books.note_pause(mode, future)
+        if mode != "wait":
+            self.then(future, _ignore)
+
+    @rule()
+    def continue_generation(self):
+        self.books.note_continue()
+        self.ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()), _ignore)
+
+    @rule()
+    @precondition(lambda self: self.hold is None and self.books.mode == "wait")
+    def drain(self):
+        """A "wait" ends by itself."""
+        assert self.books.pauses[-1].future.result(LIMIT_S) is None
+        self.books.is_drained = True
+
+    @rule()
+    def flush(self):
+        books = self.books
+        is_settled = self.hold is None and books.is_halted and not books.updates
+        num_running = books.state().running_batch_size if is_settled else None
+
+        def check(answer):
+            assert num_running is None or answer.success == (num_running == 0)
+            assert answer.success or not answer.flushed_items
+
+        self.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()), check)
+
+    @rule()
+    @precondition(lambda self: self.hold is None)
+    def release_kv(self):
+        refusal = self.books.send(cmd.ReleaseKV).exception(LIMIT_S)
+        assert refusal is None or isinstance(refusal, EngineStateError)
+        if self.books.mode in ("abort", "retract"):
+            assert refusal is None
+
+    # ------------------------------------------------------------------ weights
+
+    @rule(
+        weights=st.integers(0, NUM_WEIGHTS - 1),
+        is_same=st.booleans(),
+        mode=st.sampled_from(MODES),
+        flush=st.sampled_from([None, None, True, False]),
+        donate=st.sampled_from([False, False, True]),
+        verify=st.sampled_from([False, False, True]),
+        is_awaited=st.booleans(),
+    )
+    def update(self, weights, is_same, mode, flush, donate, verify, is_awaited):
+        books = self.books
+        books.collect_updates()
+        if is_same and not books.updates:
+            weights = self.history.swaps[self.engine.weight_version].weights
+        may_block = self.hold is not None or bool(books.updates)
+        options = {"mode": mode, "flush_cache": flush, "donate": donate, "verify": verify}
+        exposed = books.exposed(is_settled=self.hold is None)
+        update = Update(
+            exposed=exposed if mode == "in_place" else list(books.calls),
+            future=start(lambda: self.engine.update_weights(WEIGHTS[weights], **options)),
+            swap=Swap(weights, mode),
+            num_calls=len(books.calls),
+            may_fail=(mode == "wait" and books.is_halted) or (mode == "in_place" and flush is True),
+        )
+        books.updates.append(update)
+        if not may_block and (is_awaited or mode != "wait"):
+            update.future.exception(LIMIT_S)
+        books.collect_updates()
+
+    # ------------------------------------------------------------------ checks
+
+    @invariant()
+    def agrees(self):
+        if self.hold is None:
+            self.books.check()
+
+    def teardown(self):
+        try:
+            if self.hold is not None:
+                self.let_go()
+            self.continue_generation()
+            self.books.finish()
+            self.books.check_results(make_references())
+        except BaseException:
+            make_subject.cache_clear()  # what follows must not suffer from this failure
+            raise
+
+
+def _ignore(answer: Any) -> None:
+    assert answer is None
+
+
+def _within(count: int, most: int) -> None:
+    assert 0 <= count <= most
+
+
+TestInterruptMachine = InterruptMachine.TestCase
+TestInterruptMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    # How fast examples are says nothing here: most of their time is the engine's.
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
