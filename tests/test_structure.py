@@ -213,6 +213,7 @@ def test_exported_names():
     ]
     adapter = importlib.import_module("tunix_sgljax")
     assert adapter.__all__ == [
+        "AgenticGrpoLearner",
         "GrpoLearner",
         "RLCluster",
         "SglJaxRollout",
