@@ -18,6 +18,7 @@ import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.interrupts import LONG as long, start_all, update_in_flight
 
 GOLDEN = sys.argv[1]
 devices = np.asarray(jax.devices())
@@ -50,7 +51,16 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
             elsewhere = jax.device_put(spread_weights(seed=1), devices[3])
             engine.update_weights(elsewhere)
             assert outputs(engine) != expected
-            engine.update_weights(sharded)
+            checksums = engine.get_weights_checksum()
+            calls = start_all(engine, prompts[:2], long)
+            version = update_in_flight(engine, sharded, mode="in_place", verify=True)
+            for call in calls:
+                assert set(call.result(60).token_weight_versions) == {version - 1, version}
+            assert outputs(engine) == expected
+            assert engine.get_weights_checksum() == single.get_weights_checksum() != checksums
+            engine.update_weights(elsewhere, donate=True, verify=True)
+            assert engine.get_weights_checksum() == checksums
+            engine.update_weights(sharded, donate=True, verify=True)
             assert outputs(engine) == expected
 
     with Engine(

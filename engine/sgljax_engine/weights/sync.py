@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import jax
@@ -66,11 +67,14 @@ class Program(NamedTuple):
     Attributes:
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
         at_source: For sources elsewhere; its results have to be moved.
+        checksums: Of what it makes, in logical shapes. All in one program: many small ones over
+            several devices, all under way at once, can starve one another on CPUs.
         shardings: Where each engine parameter lives.
     """
 
     at_target: Callable[[list[Any]], dict[str, jax.Array]]
     at_source: Callable[[list[Any]], dict[str, jax.Array]]
+    checksums: Callable[[list[Any]], dict[str, jax.Array]]
     shardings: dict[str, jax.sharding.Sharding]
 
 
@@ -224,8 +228,14 @@ def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> 
             for x, step in zip(sources, steps, strict=True)
         }
 
+    def sums(sources: list[jax.Array]) -> dict[str, jax.Array]:
+        return {
+            step.target: checksum(_mapped(x, step, targets[step.target]))
+            for x, step in zip(sources, steps, strict=True)
+        }
+
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    return Program(jax.jit(run, out_shardings=shardings), jax.jit(run), shardings)
+    return Program(jax.jit(run, out_shardings=shardings), jax.jit(run), jax.jit(sums), shardings)
 
 
 def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) -> Weights:
@@ -298,14 +308,20 @@ def _check_planned(plan: SyncPlan, source: Mapping[str, Any]) -> None:
 
 def _make(plan: SyncPlan, arrays: list[Any]) -> Weights:
     """Dispatches the transformation, where the source is if that is in one place."""
+    arrays, is_at_target = _together(plan, arrays)
+    return (plan.program.at_target if is_at_target else plan.program.at_source)(arrays)
+
+
+def _together(plan: SyncPlan, arrays: list[Any]) -> tuple[list[Any], bool]:
+    """The arrays where one program can take them all, and whether that is where the engine is."""
     target = _target_devices(plan.program.shardings)
     sources = {_device_order(x.sharding) for x in arrays if isinstance(x, jax.Array)}
     if sources <= {target}:
-        return plan.program.at_target(arrays)
+        return arrays, True
     if len(sources) == 1 and None not in sources:
-        return plan.program.at_source(arrays)
+        return arrays, False
     # Scattered over devices: a program takes them only from the same ones.
-    return plan.program.at_target([_gather(x, target, plan.program.shardings) for x in arrays])
+    return [_gather(x, target, plan.program.shardings) for x in arrays], True
 
 
 def _transfer(plan: SyncPlan, made: Weights) -> Weights:
@@ -318,30 +334,22 @@ def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> N
 
     The source is mapped again, without the engine's physical layout, where it lives.
     """
-    expected = {
-        step.target: _source_checksum(source[step.source], step, plan.targets[step.target])
-        for step in plan.steps
-    }
+    arrays, _ = _together(plan, [source[step.source] for step in plan.steps])
     transposed = {name for name, target in plan.targets.items() if target.is_transposed}
-    found, wanted = checksums(weights, transposed), to_hex(expected)
+    found, wanted = checksums(weights, transposed), to_hex(plan.program.checksums(arrays))
     wrong = sorted(name for name in wanted if wanted[name] != found[name])
     if wrong:
         raise WeightSyncError(f"checksums of the new weights differ from the source's: {wrong}")
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _source_checksum(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
-    return checksum(_mapped(x, step, target))
-
-
-def checksums(weights: Mapping[str, jax.Array], transposed: Container[str]) -> dict[str, str]:
+def checksums(weights: Mapping[str, jax.Array], transposed: AbstractSet[str]) -> dict[str, str]:
     """Checksums of stored weights in their logical shapes, 16 hexadecimal digits each."""
-    return to_hex({name: _stored_checksum(w, name in transposed) for name, w in weights.items()})
+    return to_hex(_stored_checksums(dict(weights), frozenset(transposed)))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _stored_checksum(x: jax.Array, is_transposed: bool) -> jax.Array:
-    return checksum(x.T if is_transposed else x)
+def _stored_checksums(weights: Weights, transposed: frozenset[str]) -> dict[str, jax.Array]:
+    return {name: checksum(w.T if name in transposed else w) for name, w in weights.items()}
 
 
 class WeightMaker:

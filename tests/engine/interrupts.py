@@ -1,0 +1,76 @@
+"""What tests of interruptions share: an engine under load, and waiting for its states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
+from tests.engine.models import TINY, spread_weights
+from tests.threads import LIMIT_S, held, start
+
+NUM_TOKENS = 150
+"""Enough that a request is not finished before whoever saw its first token has acted."""
+
+LONG = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
+
+
+def make_engine(**given: Any) -> Engine:
+    """A tiny engine with small pages and short dispatches."""
+    options: dict[str, Any] = {
+        "page_size": 4,
+        "max_running_requests": 8,
+        "batch_buckets": (8,),  # one decode program to compile
+        "decode_steps": 4,
+    }
+    options |= given
+    weights = options.pop("weights", None) or spread_weights()
+    return Engine(model_config=TINY, weights=weights, **options)
+
+
+def wait_until(engine: Engine, holds: Callable[[EngineState], bool]) -> EngineState:
+    """Looks at the engine between its dispatches until something holds."""
+    deadline = time.monotonic() + LIMIT_S
+    while not holds(state := engine.get_internal_state()):
+        assert time.monotonic() < deadline, state
+    return state
+
+
+def start_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = LONG
+) -> list[Future[RequestOutput]]:
+    """One caller a prompt; returns when all requests have begun and have tokens."""
+    before = engine.get_internal_state().counters
+    calls = [start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts]
+    num = before.num_first_tokens + len(prompts)
+    wait_until(engine, lambda state: state.counters.num_first_tokens >= num)
+    return calls
+
+
+def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
+    """Updates weights so that the swap meets the requests that run now, however long it takes.
+
+    The engine's thread is held between two dispatches while the weights are made.
+    """
+    with held(engine):
+        update = start(lambda: engine.update_weights(source, **options))
+        deadline = time.monotonic() + LIMIT_S
+        while engine._loop._commands.qsize() < 2:  # the worker's check, then the swap
+            assert time.monotonic() < deadline, "the weights were never made"
+            time.sleep(0.001)
+    return update.result(LIMIT_S)
+
+
+def results(calls: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
+    """The outputs of all callers."""
+    return [call.result(LIMIT_S) for call in calls]
+
+
+def assert_idle(engine: Engine) -> None:
+    """No request is left, and every page can be had."""
+    state = engine.get_internal_state()
+    assert state.running_batch_size == state.waiting_queue_size == 0
+    assert state.available_kv_tokens == state.total_kv_tokens
+    engine.check_integrity()

@@ -1,0 +1,123 @@
+"""Flushing the cache: the specification's four cases, and when a flush is refused.
+
+Its names mean here: `tree_cache_size` is `cached_kv_tokens`; `req_to_token_pool_used` is
+`running_batch_size`, since only running requests have rows; `cur_batch` and `last_batch` do not
+outlive a dispatch; `chunked_req` is what `num_prefilling` counts.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from sgljax_engine import SamplingParams
+from tests.engine.interrupts import NUM_TOKENS, make_engine, results, start_all
+from tests.engine.models import random_prompts
+
+PROMPTS = random_prompts(6, 10, 40)
+GREEDY = SamplingParams(temperature=0, max_new_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with make_engine() as engine:
+        yield engine
+
+
+def test_1_flush_cache_after_generation(engine):
+    fresh = engine.get_internal_state()
+    engine.generate_requests(PROMPTS, GREEDY)
+    used = engine.get_internal_state()
+    assert used.cached_kv_tokens > 0
+    assert used.forward_ct_decode > 0
+    assert used.new_token_ratio < fresh.new_token_ratio
+    answer = engine.flush_cache()
+    assert (answer.success, answer.error_msg) == (True, "")
+    assert answer.flushed_items == used.cached_kv_tokens
+    state = engine.get_internal_state()
+    assert state.available_kv_tokens == fresh.available_kv_tokens == state.total_kv_tokens
+    assert state.cached_kv_tokens == state.running_batch_size == state.forward_ct_decode == 0
+    assert state.new_token_ratio == fresh.new_token_ratio
+
+
+def test_2_flush_cache_clears_scheduling_state(engine):
+    engine.generate_requests(PROMPTS, GREEDY)
+    assert engine.flush_cache().success
+    state = engine.get_internal_state()
+    assert state.running_batch_size == state.waiting_queue_size == state.num_prefilling == 0
+    assert state.running_rids == state.waiting_rids == ()
+
+
+def test_3_generation_works_after_flush(engine):
+    before = [out.output_ids for out in engine.generate_requests(PROMPTS, GREEDY)]
+    assert engine.flush_cache().success
+    outputs = engine.generate_requests(PROMPTS, GREEDY)
+    assert [out.output_ids for out in outputs] == before
+    assert all(out.num_cached_tokens == 0 for out in outputs)
+
+
+def test_4_multiple_flush_cycles(engine):
+    expected = None
+    for _ in range(3):
+        outputs = [out.output_ids for out in engine.generate_requests(PROMPTS, GREEDY)]
+        expected = expected or outputs
+        assert outputs == expected
+        assert engine.flush_cache().flushed_items > 0
+        state = engine.get_internal_state()
+        assert state.available_kv_tokens == state.total_kv_tokens
+        assert state.cached_kv_tokens == state.forward_ct_decode == 0
+        assert engine.flush_cache().flushed_items == 0
+
+
+class TestWithRequests:
+    def test_is_refused_while_they_run_in_place(self, engine):
+        calls = start_all(engine, PROMPTS[:3])
+        engine.pause_generation("in_place")
+        before = engine.get_internal_state()
+        answer = engine.flush_cache()
+        assert not answer.success
+        assert answer.flushed_items == 0
+        assert answer.error_msg.startswith("3 running request(s) hold KV pages; pause_generation")
+        assert engine.get_internal_state() == before
+        engine.continue_generation()
+        assert all(out.num_retractions == 0 for out in results(calls))
+
+    def test_is_legal_while_they_wait_retracted(self, engine):
+        calls = start_all(engine, PROMPTS[:3])
+        engine.pause_generation("retract")
+        assert engine.get_internal_state().cached_kv_tokens > 0
+        assert engine.flush_cache().flushed_items > 0
+        state = engine.get_internal_state()
+        assert state.cached_kv_tokens == 0
+        assert state.available_kv_tokens == state.total_kv_tokens
+        assert state.waiting_queue_size == 3
+        engine.continue_generation()
+        assert all(len(out.output_ids) == NUM_TOKENS for out in results(calls))
+
+
+class TestReleaseKV:
+    def test_memory_comes_back_at_the_next_dispatch(self, engine):
+        before = engine.generate_requests(PROMPTS, GREEDY)
+        num_compiles = engine.get_internal_state().num_compiles
+        memory = engine.get_internal_state().memory
+        assert engine.release_kv_cache() == memory.kv_bytes + memory.kv_rows_bytes > 0
+        state = engine.get_internal_state()
+        assert not state.is_kv_allocated
+        assert state.cached_kv_tokens == 0
+        assert engine.release_kv_cache() == 0
+        assert engine.score([[1, 2, 3]])[0].shape == (2,)
+        assert not engine.get_internal_state().is_kv_allocated
+        after = engine.generate_requests(PROMPTS, GREEDY)
+        assert [out.output_ids for out in after] == [out.output_ids for out in before]
+        state = engine.get_internal_state()
+        assert state.is_kv_allocated
+        assert state.num_compiles <= num_compiles + 1  # score's
+
+    def test_is_refused_while_requests_hold_pages(self, engine):
+        calls = start_all(engine, PROMPTS[:2])
+        engine.pause_generation("in_place")
+        with pytest.raises(Exception, match=r"2 running request\(s\) hold pages"):
+            engine.release_kv_cache()
+        engine.pause_generation("retract")
+        assert engine.release_kv_cache() > 0
+        engine.continue_generation()
+        assert all(len(out.output_ids) == NUM_TOKENS for out in results(calls))

@@ -1,0 +1,268 @@
+"""Pausing and continuing generation: the specification's four cases, and what else a pause does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
+from tests.engine.interrupts import (
+    LONG,
+    NUM_TOKENS,
+    assert_idle,
+    make_engine,
+    results,
+    start_all,
+    wait_until,
+)
+from tests.engine.models import random_prompts
+from tests.threads import LIMIT_S, held, start
+
+PROMPTS = random_prompts(4, 3, 20)
+SHORT = SamplingParams(temperature=0, max_new_tokens=6)
+GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with make_engine() as engine:
+        engine.warmup()
+        yield engine
+
+
+@pytest.fixture
+def engine(shared):
+    """Not paused, with every page free; and so it must be left."""
+    shared.flush_cache()
+    yield shared
+    shared.continue_generation()
+    wait_until(shared, lambda s: s.running_batch_size + s.waiting_queue_size == 0)
+    assert_idle(shared)
+
+
+@pytest.fixture(scope="module")
+def expected(shared):
+    """What the prompts give when nobody interrupts."""
+    return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
+
+
+def tokens_of(outputs):
+    return [out.output_ids for out in outputs]
+
+
+def test_1_pause_generation_retract_mode(engine, expected):
+    calls = start_all(engine, PROMPTS)
+    busy = engine.get_internal_state()
+    engine.pause_generation(mode="retract")
+    state = engine.get_internal_state()
+    assert (busy.running_batch_size, busy.waiting_queue_size) == (4, 0)
+    assert (state.running_batch_size, state.waiting_queue_size) == (0, 4)
+    assert state.waiting_rids == busy.running_rids
+    assert state.is_paused
+    assert state.pause_mode == "retract"
+    assert state.available_kv_tokens == state.total_kv_tokens > busy.available_kv_tokens
+    engine.continue_generation()
+    outputs = results(calls)
+    assert tokens_of(outputs) == expected
+    assert [out.num_retractions for out in outputs] == [1, 1, 1, 1]
+    assert not engine.get_internal_state().is_paused
+
+
+def test_2_pause_generation_in_place_mode(engine, expected):
+    calls = start_all(engine, PROMPTS)
+    with held(engine):  # the pause comes right behind this look
+        looked = start(engine.get_internal_state)
+        while engine._loop._commands.empty():
+            pass
+        paused = start(lambda: engine.pause_generation(mode="in_place"))
+        while engine._loop._commands.qsize() < 2:
+            pass
+    busy = looked.result(LIMIT_S)
+    paused.result(LIMIT_S)
+    state = engine.get_internal_state()
+    assert state.running_batch_size == busy.running_batch_size == 4
+    assert state.running_rids == busy.running_rids
+    assert state.waiting_rids == busy.waiting_rids == ()
+    assert state.available_kv_tokens == busy.available_kv_tokens < state.total_kv_tokens
+    assert state.counters.num_output_tokens == busy.counters.num_output_tokens
+    engine.continue_generation()
+    outputs = results(calls)
+    assert tokens_of(outputs) == expected
+    assert [out.num_retractions for out in outputs] == [0, 0, 0, 0]
+
+
+def test_3_pause_continue_multiple_cycles(engine, expected):
+    calls = start_all(engine, PROMPTS)
+    for cycle in range(6):
+        mode = ("retract", "in_place")[cycle % 2]
+        engine.pause_generation(mode=mode)
+        state = engine.get_internal_state()
+        assert state.pause_mode == mode
+        size = {"retract": state.waiting_queue_size, "in_place": state.running_batch_size}[mode]
+        assert size == 4
+        tokens = state.counters.num_output_tokens
+        engine.continue_generation()
+        wait_until(engine, lambda s, n=tokens: s.counters.num_output_tokens > n)
+    outputs = results(calls)
+    assert tokens_of(outputs) == expected
+    assert {out.num_retractions for out in outputs} == {3}
+
+
+def test_4_pause_generation_abort_mode(engine, expected):
+    calls = start_all(engine, PROMPTS)
+    engine.pause_generation(mode="abort")
+    outputs = results(calls)
+    state = engine.get_internal_state()
+    assert state.running_batch_size == state.waiting_queue_size == 0
+    for out, whole in zip(outputs, expected, strict=True):
+        assert out.finish is not None
+        assert out.finish.type == "abort"
+        assert out.output_ids
+        assert out.output_ids == whole[: len(out.output_ids)]
+        assert len(out.logprobs) == len(out.token_weight_versions) == len(out.output_ids)
+
+
+class TestNewRequests:
+    @pytest.mark.parametrize("mode", ["abort", "retract", "in_place", "wait"])
+    def test_queue_and_start_after_continue(self, engine, mode):
+        engine.pause_generation(mode=mode)
+        call = start(lambda: engine.generate_requests([[1, 2, 3]], SHORT)[0])
+        state = wait_until(engine, lambda s: s.waiting_queue_size == 1)
+        assert state.running_batch_size == 0
+        tokens = state.counters.num_output_tokens
+        for _ in range(20):
+            assert engine.get_internal_state().counters.num_output_tokens == tokens
+        assert not call.done()
+        engine.continue_generation()
+        assert len(call.result(LIMIT_S).output_ids) == 6
+
+    def test_abort_while_paused_answers_at_once(self, engine):
+        engine.pause_generation()
+        one = start(lambda: engine.generate(None, {"max_new_tokens": 4}, [1, 2], rid="one"))
+        two = start(lambda: engine.generate(None, {"max_new_tokens": 4}, [3, 4], rid="two"))
+        wait_until(engine, lambda s: set(s.waiting_rids) == {"one", "two"})
+        assert engine.abort_request("one") == 1
+        reason = one.result(LIMIT_S)["meta_info"]["finish_reason"]
+        assert reason == {"type": "abort", "message": "aborted by the caller"}
+        assert not two.done()
+        assert engine.abort_request(abort_all=True) == 1
+        assert two.result(LIMIT_S)["output_ids"] == []
+        assert two.result(LIMIT_S)["meta_info"]["weight_version"] is None
+
+
+class TestWait:
+    def test_lets_running_requests_finish_and_admits_none(self, engine, expected):
+        calls = start_all(engine, PROMPTS)
+        pause = start(lambda: engine.pause_generation(mode="wait"))
+        wait_until(engine, lambda s: s.pause_mode == "wait")
+        late = start(lambda: engine.generate_requests([[1, 2, 3]], SHORT)[0])
+        pause.result(LIMIT_S)
+        assert tokens_of(results(calls)) == expected
+        state = wait_until(engine, lambda s: s.waiting_queue_size == 1)
+        assert state.running_batch_size == 0
+        assert not late.done()
+        engine.continue_generation()
+        assert len(late.result(LIMIT_S).output_ids) == 6
+
+    def test_lets_retracted_requests_finish(self, engine, expected):
+        """Those that have begun are finished, though they hold no pages when the pause comes."""
+        calls = start_all(engine, PROMPTS)
+        engine.pause_generation(mode="retract")
+        engine.pause_generation(mode="wait")
+        assert tokens_of(results(calls)) == expected
+        assert engine.get_internal_state().is_paused
+
+    def test_continue_ends_it_with_an_error(self, engine, expected):
+        calls = start_all(engine, PROMPTS)
+        pause = start(lambda: engine.pause_generation(mode="wait"))
+        wait_until(engine, lambda s: s.pause_mode == "wait")
+        engine.continue_generation()
+        with pytest.raises(EngineStateError, match="continue_generation ended a pause"):
+            pause.result(LIMIT_S)
+        assert tokens_of(results(calls)) == expected
+
+    def test_another_pause_ends_it_and_both_are_told(self, engine, expected):
+        calls = start_all(engine, PROMPTS)
+        pause = start(lambda: engine.pause_generation(mode="wait"))
+        wait_until(engine, lambda s: s.pause_mode == "wait")
+        engine.pause_generation(mode="in_place")
+        pause.result(LIMIT_S)
+        assert engine.get_internal_state().running_batch_size == 4
+        engine.continue_generation()
+        assert tokens_of(results(calls)) == expected
+
+
+class TestLife:
+    def test_is_idempotent(self, engine):
+        engine.continue_generation()
+        for mode in ("retract", "retract", "in_place", "abort", "wait"):
+            engine.pause_generation(mode=mode)
+            assert engine.get_internal_state().pause_mode == mode
+        engine.continue_generation()
+        engine.continue_generation()
+        assert engine.get_internal_state().pause_mode is None
+
+    def test_unknown_mode_names_the_known_ones(self, engine):
+        with pytest.raises(InvalidRequestError, match=r"mode must be one of .*, got 'stop'"):
+            engine.pause_generation(mode="stop")
+
+    def test_shutdown_ends_a_pause(self):
+        engine = make_engine()
+        calls = start_all(engine, PROMPTS)
+        pause = start(lambda: engine.pause_generation(mode="wait"))
+        engine.pause_generation(mode="in_place")
+        pause.result(LIMIT_S)
+        engine.shutdown()
+        for call in calls:
+            with pytest.raises(EngineShutdownError):
+                call.result(LIMIT_S)
+
+    def test_shutdown_ends_a_pause_that_waits(self):
+        engine = make_engine()
+        calls = start_all(engine, PROMPTS)
+        with held(engine):
+            pause = start(lambda: engine.pause_generation(mode="wait"))
+            while engine._loop._commands.empty():
+                pass
+            engine._loop.request_stop()
+        with pytest.raises(EngineShutdownError):
+            pause.result(LIMIT_S)
+        for call in calls:
+            with pytest.raises(EngineShutdownError):
+                call.result(LIMIT_S)
+
+    def test_streams_go_on_where_they_were(self, engine, expected):
+        stream = engine.generate(
+            None, {"temperature": 0, "max_new_tokens": NUM_TOKENS}, PROMPTS[0], stream=True
+        )
+        pieces = [next(stream)]
+        engine.pause_generation(mode="retract")
+        engine.continue_generation()
+        pieces.extend(start(lambda: list(stream)).result(LIMIT_S))
+        assert [token for piece in pieces for token in piece["output_ids"]] == expected[0]
+
+    def test_asyncio(self, engine, expected):
+        async def run():
+            tasks = [
+                asyncio.create_task(
+                    engine.async_generate(
+                        None, {"temperature": 0, "max_new_tokens": NUM_TOKENS}, ids
+                    )
+                )
+                for ids in PROMPTS
+            ]
+            while (await engine.async_get_internal_state()).running_batch_size < 4:
+                await asyncio.sleep(0)
+            await engine.async_pause_generation("retract")
+            state = await engine.async_get_internal_state()
+            flushed = await engine.async_flush_cache()
+            await engine.async_continue_generation()
+            outputs = await asyncio.gather(*tasks)
+            return state, flushed, await engine.async_abort_request("nobody"), outputs
+
+        state, flushed, num_aborted, outputs = asyncio.run(run())
+        assert state.waiting_queue_size == 4
+        assert flushed.success
+        assert num_aborted == 0
+        assert [out["output_ids"] for out in outputs] == expected

@@ -1,0 +1,496 @@
+"""Weight updates while requests run: what each mode does to them, and which weights made what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sgljax_engine import (
+    EngineShutdownError,
+    EngineStateError,
+    InvalidRequestError,
+    SamplingParams,
+    WeightLoadError,
+    WeightsLostError,
+    WeightSyncError,
+)
+from sgljax_engine.weights import sync
+from tests.engine.interrupts import (
+    LONG,
+    NUM_TOKENS,
+    assert_idle,
+    make_engine,
+    results,
+    start_all,
+    update_in_flight,
+    wait_until,
+)
+from tests.engine.models import random_prompts, spread_weights
+from tests.threads import LIMIT_S, held, start
+
+OLD, NEW = spread_weights(), spread_weights(seed=1)
+PROMPTS = random_prompts(4, 5, 30, seed=2)
+SHORT = SamplingParams(temperature=0, max_new_tokens=8)
+GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with make_engine() as engine:
+        engine.warmup()
+        yield engine
+
+
+@pytest.fixture
+def engine(shared):
+    """Serves the old weights; must be left idle."""
+    shared.update_weights(OLD)
+    yield shared
+    shared.continue_generation()
+    wait_until(shared, lambda s: s.running_batch_size + s.waiting_queue_size == 0)
+    assert_idle(shared)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The new weights from the start."""
+    with make_engine(weights=NEW) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def old_outputs(shared):
+    shared.update_weights(OLD)
+    return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
+
+
+def continued(reference, prompt, output):
+    """What the new weights alone make of a request from its last old token on, when greedy."""
+    versions = output.token_weight_versions
+    num_old = versions.count(versions[0])
+    params = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS - num_old)
+    (out,) = reference.generate_requests([[*prompt, *output.output_ids[:num_old]]], params)
+    return output.output_ids[:num_old] + out.output_ids
+
+
+def assert_one_switch(output, version):
+    """Some tokens of the version before, then some of this one."""
+    versions = output.token_weight_versions
+    num_old = versions.count(version - 1)
+    assert 0 < num_old < len(versions)
+    assert versions == [version - 1] * num_old + [version] * (len(versions) - num_old)
+    assert output.first_weight_version == version - 1
+    assert output.weight_version == version
+    meta = output.to_dict()["meta_info"]
+    assert meta["token_weight_versions"] == versions
+    assert (meta["first_weight_version"], meta["weight_version"]) == (version - 1, version)
+
+
+class TestModes:
+    def test_retract(self, engine, reference, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        version = update_in_flight(engine, NEW, mode="retract")
+        for prompt, old, out in zip(PROMPTS, old_outputs, results(calls), strict=True):
+            assert_one_switch(out, version)
+            assert out.num_retractions == 1
+            assert out.output_ids == continued(reference, prompt, out)
+            assert out.output_ids != old
+            # All that comes after the switch is scored as the new weights score it.
+            (scored,) = reference.score([[*prompt, *out.output_ids]])
+            num_new = out.token_weight_versions.count(version)
+            np.testing.assert_allclose(out.logprobs[-num_new:], scored[-num_new:], atol=1e-4)
+
+    def test_in_place_goes_on_over_old_keys(self, engine, reference, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        version = update_in_flight(engine, NEW, mode="in_place")
+        # A later request with the same prompt finds nothing of theirs.
+        late = engine.generate_requests([PROMPTS[0]], SHORT)[0]
+        assert late.num_cached_tokens == 0
+        assert late.token_weight_versions == [version] * 8
+        assert late.output_ids == reference.generate_requests([PROMPTS[0]], SHORT)[0].output_ids
+        outputs = results(calls)
+        for old, out in zip(old_outputs, outputs, strict=True):
+            assert_one_switch(out, version)
+            assert out.num_retractions == 0
+            num_old = out.token_weight_versions.count(version - 1)
+            assert out.output_ids[:num_old] == old[:num_old]
+        assert any(
+            out.output_ids != continued(reference, prompt, out)
+            for prompt, out in zip(PROMPTS, outputs, strict=True)
+        ), "old keys and values must tell"
+        # What they leave behind is not shared either.
+        assert engine.generate_requests([PROMPTS[1]], SHORT)[0].num_cached_tokens == 0
+
+    def test_in_place_with_the_same_weights_changes_nothing(self, engine, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        for _ in range(3):
+            update_in_flight(engine, OLD, mode="in_place")
+            engine.check_integrity()
+        assert [out.output_ids for out in results(calls)] == old_outputs
+
+    def test_abort(self, engine, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        version = update_in_flight(engine, NEW, mode="abort")
+        for old, out in zip(old_outputs, results(calls), strict=True):
+            assert out.finish is not None
+            assert out.finish.type == "abort"
+            assert out.output_ids == old[: len(out.output_ids)]
+            assert set(out.token_weight_versions) == {version - 1}
+
+    def test_wait(self, engine, reference, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        with held(engine):
+            update = start(lambda: engine.update_weights(NEW, mode="wait"))
+            while engine._loop._commands.qsize() < 2:  # the worker's check, then the swap
+                pass
+            late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
+            while engine._loop._commands.qsize() < 3:
+                pass
+        version = update.result(LIMIT_S)
+        assert [out.output_ids for out in results(calls)] == old_outputs
+        out = late.result(LIMIT_S)
+        assert set(out.token_weight_versions) == {version}
+        assert out.output_ids == reference.generate_requests([[7, 8]], SHORT)[0].output_ids
+
+    def test_waiting_requests_keep_their_place(self, engine):
+        calls = start_all(engine, PROMPTS)
+        engine.pause_generation("retract")
+        rids = engine.get_internal_state().waiting_rids
+        version = engine.update_weights(NEW)
+        assert engine.get_internal_state().waiting_rids == rids
+        assert engine.get_internal_state().is_paused
+        engine.continue_generation()
+        for out in results(calls):
+            assert_one_switch(out, version)
+
+
+class TestInPause:
+    def test_two_calls_in_place(self, engine):
+        calls = start_all(engine, PROMPTS)
+        engine.pause_generation("in_place")
+        before = engine.get_internal_state()
+        version = engine.update_weights(NEW, mode="in_place")
+        state = engine.get_internal_state()
+        assert state.pause_mode == "in_place"
+        assert state.running_rids == before.running_rids
+        assert state.weight_version == version == before.weight_version + 1
+        engine.continue_generation()
+        for out in results(calls):
+            assert_one_switch(out, version)
+            assert out.num_retractions == 0
+
+    def test_retract_takes_the_pages_of_paused_requests(self, engine):
+        calls = start_all(engine, PROMPTS)
+        engine.pause_generation("in_place")
+        engine.update_weights(NEW, mode="retract")
+        state = engine.get_internal_state()
+        assert (state.running_batch_size, state.waiting_queue_size) == (0, 4)
+        engine.continue_generation()
+        assert all(out.num_retractions == 1 for out in results(calls))
+
+    def test_wait_is_refused_when_requests_cannot_finish(self, engine, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        engine.pause_generation("in_place")
+        with pytest.raises(EngineStateError, match=r"cannot wait for 4 request\(s\)"):
+            engine.update_weights(NEW, mode="wait")
+        engine.continue_generation()
+        assert [out.output_ids for out in results(calls)] == old_outputs
+
+    def test_wait_with_nobody_to_wait_for(self, engine):
+        engine.pause_generation("abort")
+        version = engine.weight_version
+        assert engine.update_weights(NEW, mode="wait") == version + 1
+
+
+class TestFlushCache:
+    def test_refuses_to_keep_old_keys(self, engine, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        version = engine.weight_version
+        with pytest.raises(EngineStateError, match=r"4 running request\(s\) would go on"):
+            update_in_flight(engine, NEW, mode="in_place", flush_cache=True)
+        assert engine.weight_version == version
+        assert [out.output_ids for out in results(calls)] == old_outputs
+
+    def test_is_fine_when_nothing_runs(self, engine):
+        version = engine.weight_version
+        assert engine.update_weights(NEW, mode="in_place", flush_cache=True) == version + 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"mode": "now"}, r"mode must be one of .* got 'now'"),
+            ({"flush_cache": 1}, "flush_cache must be True, False or None"),
+            ({"donate": "yes"}, "donate must be True or False, got 'yes'"),
+            ({"verify": None}, "verify must be True or False, got None"),
+        ],
+    )
+    def test_bad_arguments(self, engine, arguments, message):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.update_weights(NEW, **arguments)
+
+
+class TestOrder:
+    def test_updates_are_done_in_the_order_of_their_calls(self, engine):
+        """The second must not overtake the first, which waits for a long request."""
+        calls = start_all(engine, PROMPTS[:1])
+        version = engine.weight_version
+        first = start(lambda: engine.update_weights(NEW, mode="wait"))
+        wait_until(engine, lambda s: engine._loop._waiting_swap is not None)
+        second = start(lambda: engine.update_weights(OLD, mode="abort"))
+        assert first.result(LIMIT_S) == version + 1
+        assert second.result(LIMIT_S) == version + 2
+        assert len(results(calls)[0].output_ids) == NUM_TOKENS
+
+    def test_other_callers_are_served_while_weights_are_made(self, engine):
+        """A source that is slow to read holds nobody up."""
+        import threading
+
+        reading, go_on = threading.Event(), threading.Event()
+
+        class Slow(dict):
+            def items(self):
+                reading.set()
+                assert go_on.wait(LIMIT_S)
+                return super().items()
+
+        real = sync.source_spec
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sync, "source_spec", lambda source: real(Slow(source)))
+            update = start(lambda: engine.update_weights(NEW))
+            assert reading.wait(LIMIT_S)
+            assert len(engine.generate_requests([[1, 2]], SHORT)[0].output_ids) == 8
+            go_on.set()
+            update.result(LIMIT_S)
+
+    def test_asyncio(self, engine):
+        async def run():
+            call = asyncio.create_task(
+                engine.async_generate(
+                    None, {"temperature": 0, "max_new_tokens": NUM_TOKENS}, PROMPTS[0]
+                )
+            )
+            while (await engine.async_get_internal_state()).running_batch_size == 0:
+                await asyncio.sleep(0)
+            await engine.async_pause_generation("in_place")
+            version = await engine.async_update_weights(NEW, mode="in_place")
+            await engine.async_continue_generation()
+            return version, await call
+
+        version, out = asyncio.run(run())
+        assert out["meta_info"]["token_weight_versions"][-1] == version
+
+    def test_shutdown_answers_an_update_that_waits(self):
+        engine = make_engine()
+        calls = start_all(engine, PROMPTS)
+        update = start(lambda: engine.update_weights(NEW, mode="wait"))
+        wait_until(engine, lambda s: engine._loop._waiting_swap is not None)
+        engine.pause_generation("in_place")
+        engine.shutdown()
+        for call in (update, *calls):
+            with pytest.raises(EngineShutdownError):
+                call.result(LIMIT_S)
+        assert not engine._loop._updates.thread.is_alive()
+        with pytest.raises(EngineShutdownError):
+            engine.update_weights(NEW)
+
+
+STAGES = {
+    "planning": ("sgljax_engine.weights.sync.plan_sync", {"layers": None}),
+    "transform": ("sgljax_engine.weights.sync._make", {}),
+    "transfer": ("sgljax_engine.weights.sync._transfer", {}),
+    "swap": ("sgljax_engine.runner.runner.ModelRunner.swap_weights", {}),
+}
+
+
+class TestFailure:
+    @pytest.mark.parametrize("mode", ["retract", "in_place", "abort", "wait"])
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_old_weights_go_on(self, engine, old_outputs, monkeypatch, stage, mode):
+        """Nothing of a request is lost, whatever the stage: not even its pages."""
+        calls = start_all(engine, PROMPTS)
+        before = engine.get_internal_state()
+
+        def fail(*_):
+            raise RuntimeError(f"planted fault in {stage}")
+
+        # Another structure than before, so that it is planned again.
+        source = {name: jnp.asarray(w, jnp.bfloat16) for name, w in NEW.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(STAGES[stage][0], fail)
+            with pytest.raises((RuntimeError, WeightSyncError), match=f"planted fault in {stage}"):
+                engine.update_weights(source, mode=mode)
+        outputs = results(calls)
+        assert [out.output_ids for out in outputs] == old_outputs
+        assert {out.num_retractions for out in outputs} == {0}
+        assert {v for out in outputs for v in out.token_weight_versions} == {before.weight_version}
+        assert engine.weight_version == before.weight_version
+        again = engine.generate_requests(PROMPTS, LONG)
+        assert [out.output_ids for out in again] == old_outputs
+        assert engine.update_weights(NEW) == before.weight_version + 1
+
+
+class TestDonation:
+    def test_gives_the_same_weights(self, engine, reference):
+        runner = engine._loop._core.runner
+        calls = start_all(engine, PROMPTS)
+        old = dict(runner.weights)
+        version = update_in_flight(engine, NEW, donate=True, verify=True)
+        assert all(w.is_deleted() for w in old.values())
+        for prompt, out in zip(PROMPTS, results(calls), strict=True):
+            assert_one_switch(out, version)
+            assert out.output_ids == continued(reference, prompt, out)
+        assert engine.get_weights_checksum() == reference.get_weights_checksum()
+
+    def test_takes_the_memory_of_one_model(self, engine, monkeypatch):
+        """At no moment are there more weights than those of the model and one more."""
+        sizes, real = [], sync._store_one
+        held_bytes = sum(w.nbytes for w in engine._loop._core.runner.weights.values())
+        source = {name: jnp.asarray(w) for name, w in NEW.items()}
+        base = sum(x.nbytes for x in jax.live_arrays())
+
+        def watched(*args):
+            made = real(*args)
+            sizes.append(sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted()) - base)
+            return made
+
+        monkeypatch.setattr(sync, "_store_one", watched)
+        engine.update_weights(source, donate=True)
+        assert len(sizes) == len(NEW)
+        assert max(sizes) < 0.1 * held_bytes
+
+    def test_a_bad_source_leaves_the_old_weights(self, engine, old_outputs):
+        calls = start_all(engine, PROMPTS)
+        with pytest.raises(WeightSyncError, match="missing"):
+            engine.update_weights({"model.norm.weight": NEW["model.norm.weight"]}, donate=True)
+        assert [out.output_ids for out in results(calls)] == old_outputs
+
+    def test_a_failure_half_way_is_said_and_healed(self, engine, reference, monkeypatch):
+        calls = start_all(engine, PROMPTS)
+        real, count = sync._store_one, []
+
+        def fail_third(*args):
+            count.append(args)
+            if len(count) == 3:
+                raise RuntimeError("planted fault")
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sync, "_store_one", fail_third)
+            with pytest.raises(WeightsLostError, match="failed half-way: planted fault"):
+                update_in_flight(engine, NEW, donate=True)
+        for call in calls:
+            with pytest.raises(EngineStateError, match="planted fault"):
+                call.result(LIMIT_S)
+        for refused in (
+            lambda: engine.generate_requests([[1, 2]], SHORT),
+            lambda: engine.score([[1, 2]]),
+            engine.warmup,
+            engine.get_weights_checksum,
+        ):
+            with pytest.raises(EngineStateError, match="no weights until update_weights succeeds"):
+                refused()
+        assert_idle(engine)
+        engine.update_weights(NEW)
+        out = engine.generate_requests([[1, 2]], SHORT)[0]
+        assert out.output_ids == reference.generate_requests([[1, 2]], SHORT)[0].output_ids
+
+
+class TestChecksums:
+    def test_tell_weights_apart(self, engine, reference):
+        old, new = engine.get_weights_checksum(), reference.get_weights_checksum()
+        assert set(old) == set(NEW)
+        assert all(len(digits) == 16 for digits in old.values())
+        assert all(old[name] != new[name] for name in NEW)
+        engine.update_weights(NEW, verify=True)
+        assert engine.get_weights_checksum() == new
+
+    def test_see_one_bit_and_a_swap_of_two_values(self, engine):
+        name = "model.layers.0.mlp.up_proj.weight"
+        before = engine.get_weights_checksum()
+        changed = dict(OLD)
+        changed[name] = OLD[name].copy()
+        changed[name].view(np.uint32)[0, 0] ^= 1
+        engine.update_weights(changed)
+        one_bit = engine.get_weights_checksum()
+        swapped = dict(OLD)
+        swapped[name] = OLD[name].copy()
+        swapped[name][0, 0], swapped[name][3, 1] = OLD[name][3, 1], OLD[name][0, 0]
+        engine.update_weights(swapped)
+        two_values = engine.get_weights_checksum()
+        for now in (one_bit, two_values):
+            assert {n for n in before if before[n] != now[n]} == {name}
+
+    def test_verify_catches_a_transfer_that_corrupts(self, engine, old_outputs, monkeypatch):
+        real = sync._transfer
+
+        def corrupt(plan, made):
+            name = "model.layers.1.self_attn.k_proj.weight"
+            return real(plan, made | {name: made[name].at[1, 2].add(1e-3)})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sync, "_transfer", corrupt)
+            with pytest.raises(WeightSyncError, match=r"checksums .* differ .*1.self_attn.k_proj"):
+                engine.update_weights(NEW, verify=True)
+        again = engine.generate_requests(PROMPTS, LONG)
+        assert [out.output_ids for out in again] == old_outputs
+
+
+def write_folder(folder, weights, **changes):
+    """A Hugging Face folder of TINY."""
+    folder.mkdir()
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 512,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    tensors = {
+        name: np.ascontiguousarray(w.T) if name.endswith("proj.weight") else w
+        for name, w in weights.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+class TestFolder:
+    def test_in_flight(self, engine, reference, tmp_path):
+        folder = write_folder(tmp_path / "new", NEW)
+        calls = start_all(engine, PROMPTS)
+        version = update_in_flight(engine, str(folder), verify=True)
+        for prompt, out in zip(PROMPTS, results(calls), strict=True):
+            assert_one_switch(out, version)
+            assert out.output_ids == continued(reference, prompt, out)
+        assert engine.get_weights_checksum() == reference.get_weights_checksum()
+
+    def test_missing(self, engine, tmp_path):
+        with pytest.raises(WeightLoadError, match="no such folder of weights"):
+            engine.update_weights(tmp_path / "nowhere")
+
+    def test_of_another_model(self, engine, tmp_path, old_outputs):
+        folder = write_folder(tmp_path / "other", NEW, rope_theta=1e4)
+        with pytest.raises(WeightLoadError, match="holds another model: rope "):
+            engine.update_weights(folder)
+        again = engine.generate_requests(PROMPTS, LONG)
+        assert [out.output_ids for out in again] == old_outputs
+
+    def test_truncated(self, engine, tmp_path):
+        folder = write_folder(tmp_path / "cut", NEW)
+        data = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+        with pytest.raises(WeightLoadError, match="truncated"):
+            engine.update_weights(folder)
