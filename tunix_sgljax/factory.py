@@ -14,7 +14,8 @@ from tunix.rl.grpo import grpo_learner as tunix_grpo
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.rollout import SglJaxRollout, WeightUpdateMode
+from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.sampling import WeightUpdateMode
 
 
 def create_sgljax_rollout(

@@ -9,13 +9,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tunix.generate.mappings import MappingConfig
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
@@ -30,7 +29,6 @@ from sgljax_engine import (
     RequestOutput,
     SamplingParams,
     derive_seed,
-    flatten_named,
     load_model_config,
 )
 from tunix_sgljax import mappings, padding, sampling
@@ -39,9 +37,6 @@ from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings set no limit."""
-
-WeightUpdateMode = Literal["retract", "in_place", "wait", "abort"]
-"""What an update does to completions that are being sampled; see `SglJaxRollout`."""
 
 
 class SglJaxRollout(BaseRollout):
@@ -63,7 +58,7 @@ class SglJaxRollout(BaseRollout):
         model_config: Any = None,
         sampling_params: Mapping[str, Any] | None = None,
         logprobs_mode: str = "trainer_logprobs",
-        weight_update_mode: WeightUpdateMode = "retract",
+        weight_update_mode: sampling.WeightUpdateMode = "retract",
         release_kv_between_steps: bool = False,
         **engine_options: Any,
     ) -> None:
@@ -107,18 +102,18 @@ class SglJaxRollout(BaseRollout):
         self._given_model_config = model_config
         self._extra_params = sampling.check_extra_params(sampling_params or {})
         self._logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
-        _check_update_mode(weight_update_mode)
-        self._weight_update_mode: WeightUpdateMode = weight_update_mode
-        self._releases_kv = _check_flag("release_kv_between_steps", release_kv_between_steps)
+        sampling.check_weight_update_mode(weight_update_mode)
+        self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
+        self._releases_kv = sampling.check_flag(
+            "release_kv_between_steps", release_kv_between_steps
+        )
         self._recorder = OutputRecorder()
         self._num_active_calls = 0
         self._explicit_options = dict(engine_options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._is_closed = False
-        self._rules: dict[tuple[str, ...], Any] = {}
         self._call_counts: dict[int, Any] = defaultdict(itertools.count)
-        self._mapping: MappingConfig | None = None
         self._mapping_obj: Any = None
         self._temperature: float | None = None
         self.bind(rollout_config or RolloutConfig())
@@ -145,9 +140,9 @@ class SglJaxRollout(BaseRollout):
         self._model_config = self._find_model_config(rollout_config, wanted)
         implied = min(sampling.implied_model_len(rollout_config), self._model_config.context_length)
         self._engine_config = EngineConfig.from_options({"max_model_len": implied} | options)
-        self._rules.clear()
         self._mapping_obj = rollout_config.rollout_mapping_config
-        self._mapping = mappings.find_mapping(rollout_config.rollout_mapping_config, self._actor)
+        mapping = mappings.find_mapping(self._mapping_obj, self._actor)
+        self._mapper = mappings.WeightMapper(mapping, self._model_config.architecture)
 
     # ------------------------------------------------------------------ facts
 
@@ -172,7 +167,7 @@ class SglJaxRollout(BaseRollout):
         return 0 if self._engine is None else self._engine.weight_version
 
     @property
-    def weight_update_mode(self) -> WeightUpdateMode:
+    def weight_update_mode(self) -> sampling.WeightUpdateMode:
         """What `update_params` does to completions that are being sampled."""
         return self._weight_update_mode
 
@@ -345,8 +340,9 @@ class SglJaxRollout(BaseRollout):
         """
         if not jax.tree.leaves(params):
             return
-        source = self._named_source(params)
-        self.engine.update_weights(source, self._rules_for(source), mode=self._weight_update_mode)
+        source = self._mapper.named_source(params)
+        rules = self._mapper.rules_for(source)
+        self.engine.update_weights(source, rules, mode=self._weight_update_mode)
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""
@@ -361,7 +357,7 @@ class SglJaxRollout(BaseRollout):
     def _build_engine(self) -> Engine:
         if self._is_closed:
             raise EngineShutdownError("the rollout was closed")
-        source = self._named_source(nnx.state(self._actor, nnx.Param))
+        source = self._mapper.named_source(nnx.state(self._actor, nnx.Param))
         runtime = self._engine_config.runtime
         if runtime.dtype is None:
             dtype = np.dtype(next(iter(source.values())).dtype).name
@@ -369,25 +365,11 @@ class SglJaxRollout(BaseRollout):
         return Engine(
             model_config=self._model_config,
             weights=source,
-            weight_rules=self._rules_for(source),
+            weight_rules=self._mapper.rules_for(source),
             tokenizer=self._tokenizer,
             mesh=self._mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),
         )
-
-    def _named_source(self, params: Any) -> dict[str, Any]:
-        """The trainer's parameters by dotted name, after the mapping's preprocessing."""
-        preprocess = self._mapping.preprocess_src_state if self._mapping is not None else None
-        source = flatten_named(preprocess(params) if preprocess is not None else params)
-        _refuse_lora(source)
-        return source
-
-    def _rules_for(self, source: dict[str, Any]) -> Any:
-        names = tuple(source)
-        if names not in self._rules:
-            architecture = self._model_config.architecture
-            self._rules[names] = mappings.to_rules(self._mapping, names, architecture)
-        return self._rules[names]
 
     def _check_same_engine(self, config: RolloutConfig) -> None:
         """Refuses engine fields of a later config that differ from what the engine runs with."""
@@ -409,24 +391,3 @@ class SglJaxRollout(BaseRollout):
                 given = getattr(self._actor, "config", None)
         model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))
         return as_trained(model, getattr(self._actor, "config", None))
-
-
-def _check_update_mode(mode: str) -> None:
-    modes = get_args(WeightUpdateMode)
-    if mode not in modes:
-        raise InvalidConfigError(f"weight_update_mode must be one of {modes}, got {mode!r}")
-
-
-def _check_flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidConfigError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
-def _refuse_lora(source: dict[str, Any]) -> None:
-    lora = [name for name in source if "lora" in name.rsplit(".", 1)[-1]]
-    if lora:
-        raise InvalidConfigError(
-            f"LoRA parameters are not supported yet (found {lora[0]!r} and {len(lora) - 1} more); "
-            "train full weights, or use Tunix's vanilla rollout"
-        )

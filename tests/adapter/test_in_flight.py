@@ -22,7 +22,7 @@ from tests.adapter.helpers import (
 )
 from tests.threads import LIMIT_S, start
 from tunix_sgljax import VersionedRolloutOutput, create_sgljax_rollout
-from tunix_sgljax.rollout import WeightUpdateMode
+from tunix_sgljax.sampling import WeightUpdateMode
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5), seed=21)
 TEMPERATURE = 0.9
