@@ -71,9 +71,17 @@ class Run:
 
 
 def run_example(
-    scenario: str, variant: str, seed: int, steps: int | None, output_dir: Path
+    scenario: str, variant: str, seed: int, steps: int | None, output_dir: Path, reuse: bool
 ) -> tuple[Run, str]:
     """Runs the example in a process of its own; returns what it measured, and its device.
+
+    Args:
+        scenario: A key of `SCENARIOS`.
+        variant: A key of `VARIANTS`.
+        seed: Of the data and of the sampling.
+        steps: Of training; None takes the example's.
+        output_dir: For its records and its log.
+        reuse: Take the records that are there already, of a comparison that was cut short.
 
     Raises:
         subprocess.CalledProcessError: The example failed.
@@ -86,8 +94,9 @@ def run_example(
     if steps is not None:
         command += ["--steps", str(steps)]
     output_dir.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".txt").open("w") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+    if not (reuse and path.exists()):
+        with path.with_suffix(".txt").open("w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
     records = json.loads(path.read_text())
     summary = records["summary"]
     run = Run(
@@ -177,6 +186,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--scenarios", default="lengths,waits")
     parser.add_argument("--steps", type=int, help="instead of the example's")
+    parser.add_argument("--reuse", action="store_true", help="records of earlier runs")
     parser.add_argument("--fact", action="append", default=[], help="another line of the report")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/grpo_async.md")
     parser.add_argument("--work-dir", type=Path, default=Path("outputs/grpo_async_compare"))
@@ -187,7 +197,9 @@ def main(argv: list[str] | None = None) -> None:
     for index, seed in enumerate(map(int, args.seeds.split(","))):
         for scenario in args.scenarios.split(","):
             for variant in list(VARIANTS)[:: 1 if index % 2 == 0 else -1]:
-                run, device = run_example(scenario, variant, seed, args.steps, args.work_dir)
+                run, device = run_example(
+                    scenario, variant, seed, args.steps, args.work_dir, args.reuse
+                )
                 runs.append(run)
                 print(
                     f"{scenario}: {variant}, seed {seed}: {run.step_s:.3f} s a step, "
