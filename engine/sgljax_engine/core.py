@@ -1,20 +1,17 @@
-"""What the engine thread does with requests: queues, dispatches, answers. Engine thread only.
-
-What a dispatch produced is handed to the detokenizer when the next dispatch is on its way, so that
-the device does not wait for that; but before any command, and before waiting for one.
-"""
+"""What the engine thread does with requests, weights and the cache. Engine thread only."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 
 from sgljax_engine import commands as cmd
+from sgljax_engine.answers import Answers
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.detokenizer import Answer, Detokenizer, reject
 from sgljax_engine.errors import (
@@ -42,21 +39,12 @@ from sgljax_engine.types import (
 logger = logging.getLogger(__name__)
 
 
-class _News(NamedTuple):
-    """A request that is finished, or has new tokens that somebody watches."""
-
-    request: Request
-    answer: Answer
-    now_s: float
-    failure: EngineError | None = None
-
-
 class EngineCore:
     """Scheduler, runner and the answers that callers wait for.
 
     Attributes:
         weight_version: Of the weights that serve. Any thread may read it.
-        scheduler, pool, runner, detokenizer: The parts.
+        scheduler, pool, runner, detokenizer, answers: The parts.
         counters: Totals.
     """
 
@@ -85,9 +73,7 @@ class EngineCore:
         self.counters = EngineCounters()
         self._memory = memory
         self.detokenizer = detokenizer
-        self._answers: dict[str, Answer] = {}
-        self._failures: dict[str, EngineError] = {}
-        self._news: list[_News] = []
+        self.answers = Answers(detokenizer)
         self._weights_problem: str | None = None
         self._num_decodes = 0
 
@@ -106,7 +92,7 @@ class EngineCore:
             except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
                 reject(answer.future, error)
                 continue
-            self._answers[request.rid] = answer
+            self.answers.add(request, answer)
             self.scheduler.add(request)
             self.counters.num_requests += 1
 
@@ -128,7 +114,7 @@ class EngineCore:
     def fail_all(self, error: EngineError) -> None:
         """Ends all requests with copies of an error."""
         for request in self.scheduler.requests():
-            self._failures[request.rid] = type(error)(str(error))
+            self.answers.fail(request, type(error)(str(error)))
             self.end([request], FinishReason("error", message=str(error)))
 
     def retract_all(self) -> None:
@@ -257,19 +243,19 @@ class EngineCore:
         for request in self.scheduler.update(output, step):
             self._deliver(request)
         for request in output.started:
-            failure = self._failures.get(request.rid)
+            failure = self.answers.failure(request)
             if failure is not None:
                 self.end([request], FinishReason("error", message=str(failure)))
         for request in output.decode:
-            if request.is_watched and request.rid in self._answers:
-                self._news.append(_News(request, self._answers[request.rid], time.perf_counter()))
+            if request.is_watched:
+                self.answers.has_tokens(request)
         self._count(output, step)
 
     def _dispatch(self, output: SchedulerOutput) -> StepOutput:
         compiles = self.runner.programs.num_compiles
         started = time.perf_counter()
         if any(request.logprob_options.start_len >= 0 for request in output.started):
-            self.hand_over()  # scoring waits for the device, prompt by prompt
+            self.answers.hand_over()  # scoring waits for the device, prompt by prompt
             self._score_prompts(output.started)
         if output.prefill:
             self.runner.prefill(output.prefill)
@@ -277,7 +263,7 @@ class EngineCore:
             self.runner.copy_pages(output.copies)
         prefilled = time.perf_counter()
         pending = self.runner.decode(output) if output.decode else None
-        self.hand_over()
+        self.answers.hand_over()
         rows = [] if pending is None else pending.wait()
         decoded = time.perf_counter()
         self.counters.prefill_s += prefilled - started
@@ -310,7 +296,7 @@ class EngineCore:
                 forget_locals(error)
                 failure = EngineStepError(f"scoring the prompt of {request.rid} failed: {error!r}")
                 failure.__cause__ = error
-                self._failures[request.rid] = failure
+                self.answers.fail(request, failure)
 
     def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
         counters = self.counters
@@ -325,56 +311,38 @@ class EngineCore:
         counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
         self._num_decodes += bool(output.decode)
 
-    # ------------------------------------------------------------------ answers
-
     def _deliver(self, request: Request) -> None:
         now_s = time.perf_counter()
         self.counters.num_finished += 1
         self.counters.e2e_latency_s += now_s - request.arrival_s
         self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"
-        failure = self._failures.pop(request.rid, None)
-        self._news.append(_News(request, self._answers.pop(request.rid), now_s, failure))
-
-    def hand_over(self) -> None:
-        """Gives the detokenizer what the last dispatch and commands left for it."""
-        news, self._news = self._news, []
-        for item in news:
-            self.detokenizer.put(item.request, item.answer, item.now_s, item.failure)
+        self.answers.finished(request, now_s)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that the step touched; others keep going."""
         logger.exception("a device step failed")
         forget_locals(error)
-        self.hand_over()  # what was produced before, while the requests are not ended
+        self.answers.hand_over()  # what was produced before, while the requests are not ended
         self.counters.num_failed_steps += 1
         # Pages may lack what the step was to write: after this none of them is kept.
         self.pool.reset_cache()
         for request in _touched(output):
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
-            self._failures[request.rid] = failure
+            self.answers.fail(request, failure)
             self.end([request], FinishReason("error", message=repr(error)))
-        self.hand_over()
+        self.answers.hand_over()
         # A step that failed after it took the donated pages took everybody's keys and values.
         if self.runner.recover_kv():
             self.retract_all()
 
     # ------------------------------------------------------------------ the end
 
-    def close(self, make_error: Any) -> None:
-        """Answers what is finished, refuses the rest, frees the device.
-
-        Args:
-            make_error: Makes the error of each unfinished request: raised on two threads, one
-                would mix up their tracebacks and keep both their frames alive.
-        """
-        self.hand_over()
-        self.detokenizer.stop()
+    def close(self, make_error: Callable[[], EngineError]) -> None:
+        """Answers what is finished, refuses the rest with errors of its own, frees the device."""
+        self.answers.close(make_error)
         for request in self.scheduler.requests():
             request.status = RequestStatus.FINISHED
-        for answer in self._answers.values():
-            reject(answer.future, make_error())
-        self._answers.clear()
         self.runner.release()
 
 

@@ -151,7 +151,7 @@ class EngineLoop:
         while True:
             self._settle()
             if not self._can_step:
-                self._core.hand_over()
+                self._core.answers.hand_over()
             try:
                 # Kept in no variable: a command that was handled must not keep its arrays alive.
                 go_on = self._handle(self._commands.get(block=not self._can_step))
@@ -163,7 +163,7 @@ class EngineLoop:
     def _handle(self, command: cmd.Command) -> bool:
         """Answers a command, or has it wait; False when it was the last."""
         core = self._core
-        core.hand_over()
+        core.answers.hand_over()
         if isinstance(command, cmd.Shutdown):
             return False
         if isinstance(command, cmd.AddRequests):
@@ -217,7 +217,7 @@ class EngineLoop:
         self._pause = mode
         if mode != "wait":
             self._core.disturb(mode)
-            self._core.hand_over()
+            self._core.answers.hand_over()
             self._core.runner.wait()
             self._answer_quiet()
             resolve(future, None)

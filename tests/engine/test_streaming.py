@@ -79,7 +79,7 @@ def assert_idle(engine):
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert state.cached_kv_tokens == 0
     assert state.available_kv_tokens == state.total_kv_tokens
-    assert not engine._loop._core._answers
+    assert not engine._loop._core.answers._waiting
 
 
 def num_decoded(engine):
@@ -964,7 +964,7 @@ class TestGarbage:
         gc.collect()
         assert threading.active_count() == threads
         assert len(jax.live_arrays()) <= arrays
-        assert not loop._core._answers
+        assert not loop._core.answers._waiting
         assert loop._commands.empty()
         assert not [o for o in gc.get_objects() if type(o).__name__ == "TokenStream"]
 
