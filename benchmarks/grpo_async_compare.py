@@ -8,8 +8,9 @@ There are two scenarios. In `lengths` only the lengths of answers have a long ta
 and the rollout compete for the same processor. In `waits` each episode also waits for a grader that
 works elsewhere (see the example), which leaves the processor free.
 
-A step is the time from one weight sync to the next; means over a run, its first steps (which
-compile) left out, since an asynchronous step may be short because the one before was long.
+A step is the time from one weight sync to the next. Its mean over a run, the first steps (which
+compile) left out, is what training costs; the median tells it apart from a machine that was busy
+with something else for a while.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Run:
         first_reward: Mean reward of the first 10 steps.
         last_reward: Mean reward of the last 10 steps.
         step_s: Mean seconds of a step.
+        median_step_s: Median seconds of a step.
         wait_s: Median seconds of a step in which the trainer waited for completions.
         tokens: Mean tokens of a step's completions.
         mean_lag: Mean policies between sampling a token and training on it.
@@ -62,6 +64,7 @@ class Run:
     first_reward: float
     last_reward: float
     step_s: float
+    median_step_s: float
     wait_s: float
     tokens: float
     mean_lag: float
@@ -106,6 +109,7 @@ def run_example(
         first_reward=summary["first_reward"],
         last_reward=summary["last_reward"],
         step_s=summary["mean_step_s"],
+        median_step_s=summary["step_s"],
         wait_s=summary["wait_s"],
         tokens=summary["num_tokens"],
         mean_lag=summary["weight_lag/mean"],
@@ -125,9 +129,9 @@ def format_report(runs: Sequence[Run], environment: Environment, facts: Sequence
             environment,
             *facts,
         ),
-        "Seconds of a step are means without the first steps; waiting (for completions) is a "
-        "median. Rewards are means of 10 steps. Lag: policies between sampling a token and "
-        "training on it. Mixed: sequences that more than one policy sampled.",
+        "Seconds of a step are without the first steps; waiting is the median of the seconds that "
+        "the trainer waited for completions. Rewards are means of 10 steps. Lag: policies between "
+        "sampling a token and training on it. Mixed: sequences that more than one policy sampled.",
         "",
     ]
     for scenario in SCENARIOS:
@@ -139,9 +143,9 @@ def format_report(runs: Sequence[Run], environment: Environment, facts: Sequence
 
 def _table(runs: Sequence[Run]) -> list[str]:
     lines = [
-        "| updates | seed | step s | waiting s | tokens/step | first reward | last reward | lag | "
-        "mixed |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| updates | seed | step s, mean | median | waiting s | tokens/step | first reward | "
+        "last reward | lag | mixed |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for variant in VARIANTS:
         own = [run for run in runs if run.variant == variant]
@@ -155,9 +159,9 @@ def _row(variant: str, seed: str, runs: Sequence[Run]) -> str:
         return float(np.mean([getattr(run, name) for run in runs]))
 
     return (
-        f"| {variant} | {seed} | {mean('step_s'):.3f} | {mean('wait_s'):.3f} "
-        f"| {mean('tokens'):.0f} | {mean('first_reward'):.3f} | {mean('last_reward'):.3f} "
-        f"| {mean('mean_lag'):.2f} | {mean('mixed'):.2f} |"
+        f"| {variant} | {seed} | {mean('step_s'):.3f} | {mean('median_step_s'):.3f} "
+        f"| {mean('wait_s'):.3f} | {mean('tokens'):.0f} | {mean('first_reward'):.3f} "
+        f"| {mean('last_reward'):.3f} | {mean('mean_lag'):.2f} | {mean('mixed'):.2f} |"
     )
 
 
@@ -170,10 +174,12 @@ def _verdict(runs: Sequence[Run]) -> list[str]:
             continue
         pairs = [(run, ours[run.seed]) for run in runs if run.variant == variant]
         ratios = [drained.step_s / own.step_s for drained, own in pairs]
+        medians = [drained.median_step_s / own.median_step_s for drained, own in pairs]
         differences = [own.last_reward - drained.last_reward for drained, own in pairs]
         lines.append(
             f"- Against {variant}: {np.mean(ratios):.2f} times as fast (seed by seed "
-            f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}); last reward "
+            f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}); by medians {np.mean(medians):.2f} "
+            f"({', '.join(f'{ratio:.2f}' for ratio in medians)}); last reward "
             f"{np.mean(differences):+.3f} (seed by seed "
             f"{', '.join(f'{difference:+.3f}' for difference in differences)})."
         )
