@@ -71,6 +71,28 @@ def test_shipped_checkpoint():
     assert 0 < float(metadata["exact_match"]) < 1
 
 
+def waits(seed, grader):
+    """Seconds that the graders of some episodes take."""
+    return [
+        grpo_async.GradedEnvironment(
+            {"prompts": "Q"}, group_id=group, pair_index=pair, grader=grader, seed=seed
+        )._wait_s
+        for group in range(20)
+        for pair in range(8)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_graders_take_the_same_time_whatever_the_updates():
+    grader = grpo_async.GraderSettings(median_s=0.25)
+    seconds = waits(1, grader)
+    assert waits(1, grader) == seconds != waits(2, grader)
+    assert len(set(seconds)) > 100
+    assert 0.2 < np.median(seconds) < 0.3
+    assert 1 < max(seconds) <= grader.max_s
+    assert set(waits(1, grpo_async.GraderSettings())) == {0.0}
+
+
 def test_config_is_the_default():
     assert grpo_async.load_settings(CONFIG) == grpo_async.Settings()
 
