@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -82,7 +83,8 @@ class EngineCore:
     def add(self, requests: list[Request], answers: list[Answer]) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
         rids = [request.rid for request in requests]
-        taken = [rid for rid in rids if rids.count(rid) > 1 or self.scheduler.find(rid) is not None]
+        counts = Counter(rids)
+        taken = [rid for rid in rids if counts[rid] > 1 or self.scheduler.find(rid) is not None]
         for request, answer in zip(requests, answers, strict=True):
             try:
                 if taken:  # an error each: raised on two threads, one would mix up their frames
@@ -264,6 +266,9 @@ class EngineCore:
         prefilled = time.perf_counter()
         pending = self.runner.decode(output) if output.decode else None
         self.answers.hand_over()
+        if pending is None:
+            # Prefills that queue up on the device could not be paused.
+            self.runner.check_kv()
         rows = [] if pending is None else pending.wait()
         decoded = time.perf_counter()
         self.counters.prefill_s += prefilled - started

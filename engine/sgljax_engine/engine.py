@@ -352,13 +352,14 @@ class Engine:
 
         Raises:
             InvalidRequestError: for an unknown mode.
-            EngineStateError: when `continue_generation` came before a "wait" was over.
+            EngineStateError: when `continue_generation`, or a pause that keeps requests from
+                finishing, came before a "wait" was over.
         """
         request = PauseGenerationReqInput(mode=mode)
         self._client.ask(functools.partial(cmd.Pause, request))
 
     async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
-        """`pause_generation` for asyncio."""
+        """`pause_generation` for asyncio; a cancelled task does not take the pause back."""
         request = PauseGenerationReqInput(mode=mode)
         await self._client.async_ask(functools.partial(cmd.Pause, request))
 
@@ -447,7 +448,8 @@ class Engine:
                 model, not two. Generation stands still meanwhile. What fails before the first
                 weight is freed leaves all as it was; what fails later leaves no weights, fails all
                 requests, and refuses new ones until an update succeeds.
-            verify: Compare checksums of the new weights and of the mapped source.
+            verify: Compare checksums of the new weights and of the mapped source. Hooks must only
+                move and cast, since arithmetic may round otherwise when it is done again.
 
         Returns:
             The new weight version.

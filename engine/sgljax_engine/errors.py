@@ -68,7 +68,9 @@ def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
 
 def forget_locals(error: BaseException) -> None:
     """Frees what an error's frames hold, weights and commands among it; callers keep errors."""
+    seen: list[BaseException] = []  # causes may go in a circle
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and not any(cause is other for other in seen):
+        seen.append(cause)
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from sgljax_engine import commands as cmd
 from sgljax_engine.cache.pool import PagePool
@@ -32,7 +33,14 @@ from sgljax_engine.weights.sync import WeightMaker
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
+
+class _Answered(Protocol):
+    """A command with an answer."""
+
+    @property
+    def future(self) -> Future[Any]:
+        """Of the answer."""
+        ...
 
 
 class EngineLoop:
@@ -71,7 +79,7 @@ class EngineLoop:
             memory=memory,
             detokenizer=Detokenizer(tokenizer, f"{name}-detokenizer", self._end_answered),
         )
-        self._updates = UpdateWorker(weight_maker, self.submit, f"{name}-updates")
+        self._updates = UpdateWorker(weight_maker, self.submit, self._check_open, f"{name}-updates")
         self._pause: PauseMode | None = None
         # What is answered once no request is left that has begun.
         self._quiet_futures: list[Future[None]] = []
@@ -162,19 +170,24 @@ class EngineLoop:
 
     def _handle(self, command: cmd.Command) -> bool:
         """Answers a command, or has it wait; False when it was the last."""
-        core = self._core
-        core.answers.hand_over()
-        if isinstance(command, cmd.Shutdown):
-            return False
-        if isinstance(command, cmd.AddRequests):
-            core.add(command.requests, command.answers)
-        elif isinstance(command, cmd.Pause):
-            self._pause_generation(command.request.mode, command.future)
-        elif isinstance(command, cmd.SwapWeights):
-            self._swap(command)
-        else:
-            future: Future[Any] = command.future
-            _answer(future, lambda: self._result(command))
+        try:
+            self._core.answers.hand_over()
+            if isinstance(command, cmd.Shutdown):
+                return False
+            if isinstance(command, cmd.AddRequests):
+                self._core.add(command.requests, command.answers)
+            elif isinstance(command, cmd.Pause):
+                self._pause_generation(command.request.mode, command.future)
+            elif isinstance(command, cmd.SwapWeights):
+                self._swap(command)
+            else:
+                _answer(command, functools.partial(self._result, command))
+        except BaseException as error:  # a bug, which ends the thread; see `_run`
+            message = f"the engine thread failed: {error!r}"
+            _refuse(command, lambda: EngineShutdownError(message))
+            raise
+        finally:
+            del command  # see `_answer`
         return True
 
     def _result(self, command: cmd.Command) -> Any:
@@ -212,57 +225,74 @@ class EngineLoop:
     # ------------------------------------------------------------------ pauses and updates
 
     def _pause_generation(self, mode: PauseMode, future: Future[None]) -> None:
-        """Pauses; the last call's mode holds. Answered by `_settle` once nothing runs."""
-        self._core.counters.num_pauses += self._pause is None
+        """Pauses; the last call's mode holds. "wait" is answered by `_settle`."""
+        core = self._core
+        core.counters.num_pauses += self._pause is None
         self._pause = mode
-        if mode != "wait":
-            self._core.disturb(mode)
-            self._core.answers.hand_over()
-            self._core.runner.wait()
-            self._answer_quiet()
-            resolve(future, None)
-        else:
+        if mode == "wait":
             self._quiet_futures.append(future)
+            self._set_admission()
+            return
+        core.disturb(mode)
+        core.answers.hand_over()
+        core.runner.wait()
+        if core.scheduler.num_begun:  # else `_settle` does what waits for that
+            why = f"pause_generation({mode!r}) keeps them from finishing"
+            self._refuse_quiet(why)
+            self._refuse_swap(why)
         self._set_admission()
+        resolve(future, None)
 
     def _continue_generation(self) -> None:
         self._pause = None
+        self._refuse_quiet("continue_generation ended the pause")
         self._set_admission()
-        futures, self._quiet_futures = self._quiet_futures, []
-        for future in futures:
-            message = "continue_generation ended a pause whose requests had not finished"
-            reject(future, EngineStateError(message))
 
     def _swap(self, command: cmd.SwapWeights) -> None:
-        if command.mode == "wait" and self._core.scheduler.num_begun and not self._can_step:
-            message = (
-                f"update_weights(mode='wait') cannot wait for {self._core.scheduler.num_begun} "
-                f"request(s): generation is paused ({self._pause}); continue_generation first, "
-                "or use another mode"
-            )
-            reject(command.future, EngineStateError(message))
-        elif command.mode == "wait":
+        try:
+            if command.mode != "wait":
+                _answer(command, functools.partial(self._core.swap_weights, command))
+                return
             self._waiting_swap = command
-            self._set_admission()
-        else:
-            _answer(command.future, lambda: self._core.swap_weights(command))
-
-    def _settle(self) -> None:
-        """Answers what waited until no request was left that has begun."""
-        if self._core.scheduler.num_begun:
-            return
-        if self._waiting_swap is not None:
-            swap, self._waiting_swap = self._waiting_swap, None
-            _answer(swap.future, lambda: self._core.swap_weights(swap))
-        if self._quiet_futures:
-            self._core.runner.wait()
-            self._answer_quiet()
+        finally:
+            del command  # see `_answer`
+        if self._core.scheduler.num_begun and not self._can_step:
+            self._refuse_swap(f"pause_generation({self._pause!r}) keeps them from finishing")
         self._set_admission()
 
-    def _answer_quiet(self) -> None:
+    def _settle(self) -> None:
+        """Does what waited until no request was left that has begun."""
+        if self._core.scheduler.num_begun:
+            return
+        self._core.answers.hand_over()
+        if self._waiting_swap is not None:
+            swap, self._waiting_swap = self._waiting_swap, None
+            try:
+                _answer(swap, functools.partial(self._core.swap_weights, swap))
+            finally:
+                del swap  # see `_answer`
+        if self._quiet_futures:
+            self._core.runner.wait()
+            futures, self._quiet_futures = self._quiet_futures, []
+            for future in futures:
+                resolve(future, None)
+        self._set_admission()
+
+    def _refuse_quiet(self, why: str) -> None:
+        """Answers waiting pauses whose requests will not finish under them."""
         futures, self._quiet_futures = self._quiet_futures, []
         for future in futures:
-            resolve(future, None)
+            reject(future, EngineStateError(f"pause_generation('wait') {self._waited(why)}"))
+
+    def _refuse_swap(self, why: str) -> None:
+        """Answers an update whose requests cannot finish."""
+        swap, self._waiting_swap = self._waiting_swap, None
+        if swap is not None:
+            message = f"update_weights(mode='wait') {self._waited(why)}"
+            reject(swap.future, EngineStateError(message))
+
+    def _waited(self, why: str) -> str:
+        return f"waited for {self._core.scheduler.num_begun} request(s), but {why}"
 
     def _set_admission(self) -> None:
         is_open = self._pause is None and self._waiting_swap is None
@@ -281,12 +311,7 @@ class EngineLoop:
             reject(self._waiting_swap.future, self._closed_error())
             self._waiting_swap = None
         while not self._commands.empty():
-            command = self._commands.get()
-            if isinstance(command, cmd.AddRequests):
-                for answer in command.answers:
-                    reject(answer.future, self._closed_error())
-            elif not isinstance(command, cmd.Shutdown):
-                reject(command.future, self._closed_error())
+            _refuse(self._commands.get(), self._closed_error)
         self._updates.stop()
         atexit.unregister(self.stop)
 
@@ -294,8 +319,13 @@ class EngineLoop:
         return EngineShutdownError(self._close_reason)
 
 
-def _answer(future: Future[_T], act: Callable[[], _T]) -> None:
-    """Hands the result to the caller, or the error: they asked for it."""
+def _answer(command: _Answered, act: Callable[[], Any]) -> None:
+    """Hands the result to the caller, or the error: they asked for it.
+
+    An error refers to this frame, and through it to those of its callers. None of them may refer to
+    the command: its future refers to the error, and it may hold weights.
+    """
+    future: Future[Any] = command.future
     try:
         result = act()
     except BaseException as error:
@@ -306,5 +336,13 @@ def _answer(future: Future[_T], act: Callable[[], _T]) -> None:
     else:
         resolve(future, result)
     finally:
-        # An error refers to this frame, which must not refer to it, or keep a command's arrays.
-        del future, act
+        del command, future, act
+
+
+def _refuse(command: cmd.Command, make_error: Callable[[], BaseException]) -> None:
+    """Answers a command that nobody will do."""
+    if isinstance(command, cmd.AddRequests):
+        for answer in command.answers:
+            reject(answer.future, make_error())
+    elif not isinstance(command, cmd.Shutdown):
+        reject(command.future, make_error())

@@ -55,17 +55,23 @@ class UpdateWorker:
     """Does updates one after another. `put` and `stop` may be called from any thread."""
 
     def __init__(
-        self, maker: WeightMaker, submit: Callable[[cmd.Command], None], name: str
+        self,
+        maker: WeightMaker,
+        submit: Callable[[cmd.Command], None],
+        check_open: Callable[[], None],
+        name: str,
     ) -> None:
         """Starts no thread yet.
 
         Args:
             maker: Plans; from now on used by this worker alone.
             submit: Queues a command for the engine thread.
+            check_open: Raises once the engine is shut down.
             name: Of the thread.
         """
         self._maker = maker
         self._submit = submit
+        self._check_open = check_open
         self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -107,7 +113,7 @@ class UpdateWorker:
         return True
 
     def _update(self, job: UpdateJob) -> int:
-        self._submit(cmd.CheckIntegrity(Future()))  # raises once the engine is shut down
+        self._check_open()
         source = job.load()
         plan, arrays = self._maker.plan(source.arrays, source.rules)
         del source

@@ -57,7 +57,7 @@ def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
     with held(engine):
         update = start(lambda: engine.update_weights(source, **options))
         deadline = time.monotonic() + LIMIT_S
-        while engine._loop._commands.qsize() < 2:  # the worker's check, then the swap
+        while engine._loop._commands.empty():
             assert time.monotonic() < deadline, "the weights were never made"
             time.sleep(0.001)
     return update.result(LIMIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import jax
 import pytest
 
 from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
@@ -178,16 +179,17 @@ class TestWait:
         pause = start(lambda: engine.pause_generation(mode="wait"))
         wait_until(engine, lambda s: s.pause_mode == "wait")
         engine.continue_generation()
-        with pytest.raises(EngineStateError, match="continue_generation ended a pause"):
+        with pytest.raises(EngineStateError, match="continue_generation ended the pause"):
             pause.result(LIMIT_S)
         assert tokens_of(results(calls)) == expected
 
-    def test_another_pause_ends_it_and_both_are_told(self, engine, expected):
+    def test_another_pause_ends_it_with_an_error(self, engine, expected):
         calls = start_all(engine, PROMPTS)
         pause = start(lambda: engine.pause_generation(mode="wait"))
         wait_until(engine, lambda s: s.pause_mode == "wait")
         engine.pause_generation(mode="in_place")
-        pause.result(LIMIT_S)
+        with pytest.raises(EngineStateError, match=r"waited for 4 .* keeps them from finishing"):
+            pause.result(LIMIT_S)
         assert engine.get_internal_state().running_batch_size == 4
         engine.continue_generation()
         assert tokens_of(results(calls)) == expected
@@ -211,14 +213,44 @@ class TestLife:
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         pause = start(lambda: engine.pause_generation(mode="wait"))
-        engine.pause_generation(mode="in_place")
-        pause.result(LIMIT_S)
+        wait_until(engine, lambda s: s.pause_mode == "wait")
         engine.shutdown()
+        with pytest.raises(EngineShutdownError):
+            pause.result(LIMIT_S)
         for call in calls:
             with pytest.raises(EngineShutdownError):
                 call.result(LIMIT_S)
 
-    def test_shutdown_ends_a_pause_that_waits(self):
+    def test_a_fault_in_a_pause_is_answered(self, monkeypatch):
+        """Whatever ends the engine's thread, the command that it was at is answered."""
+        with make_engine() as engine:
+            calls = start_all(engine, PROMPTS)
+
+            def fail(mode):
+                raise RuntimeError("planted fault")
+
+            monkeypatch.setattr(engine._loop._core, "disturb", fail)
+            pause = start(lambda: engine.pause_generation("retract"))
+            for call in (pause, *calls):
+                with pytest.raises(EngineShutdownError, match="planted fault"):
+                    call.result(LIMIT_S)
+
+    def test_prefill_does_not_run_ahead_of_a_pause(self, monkeypatch):
+        """However long a prompt, at most one chunk of it is on the device between two steps."""
+        with make_engine(chunked_prefill_size=16) as engine:
+            core, ready = engine._loop._core, []
+            real = core.step
+
+            def step():
+                real()
+                ready.append(all(x.is_ready() for x in jax.tree.leaves(core.runner.kv)))
+
+            monkeypatch.setattr(core, "step", step)
+            engine.generate_requests(random_prompts(1, 200, 200), SHORT)
+        assert len(ready) > 10
+        assert all(ready)
+
+    def test_shutdown_ends_a_pause_that_is_queued(self):
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         with held(engine):

@@ -218,10 +218,14 @@ class ModelRunner:
         transposed = {name for name, target in targets.items() if target.is_transposed}
         return checksums(self.weights, transposed)
 
+    def check_kv(self) -> None:
+        """Waits for all that writes pages; raises what failed there."""
+        jax.block_until_ready((self.kv, self.kv_rows))
+
     def wait(self) -> None:
         """Waits for all that was dispatched; what failed there is found by the next step."""
         with contextlib.suppress(Exception):
-            jax.block_until_ready((self.kv, self.kv_rows))
+            self.check_kv()
 
     @property
     def is_kv_allocated(self) -> bool:
@@ -241,16 +245,16 @@ class ModelRunner:
             self._allocate_kv()
 
     def recover_kv(self) -> bool:
-        """Allocates the pages anew if a failed step took or spoilt them; True if it had to.
+        """Drops the pages if a failed step took or spoilt them; True if it had to.
 
-        Pages that were donated to a failed program are deleted; those that a failed asynchronous
-        program was to return raise when waited for.
+        The next program allocates them anew. Pages that were donated to a failed program are
+        deleted; those that a failed asynchronous program was to return raise when waited for.
         """
         try:
-            jax.block_until_ready((self.kv, self.kv_rows))
+            self.check_kv()
         except Exception:
-            logger.warning("the KV pages were lost in a failed step; allocating them anew")
-            self._allocate_kv()
+            logger.warning("the KV pages were lost in a failed step; they are allocated anew")
+            self.kv, self.kv_rows = (), ()
             return True
         return False
 
@@ -260,9 +264,8 @@ class ModelRunner:
         self.programs.clear()
 
     def _allocate_kv(self) -> None:
-        self.kv, self.kv_rows = (), ()  # first let go of what there was
         config, placement = self.model_config, self._placement
-        self.kv = allocate_kv_pages(
+        kv = allocate_kv_pages(
             num_layers=config.num_layers,
             num_pages=self._num_pages,
             page_size=self._static.page_size,
@@ -271,13 +274,15 @@ class ModelRunner:
             dtype=placement.dtype,
             sharding=placement.kv_sharding,
         )
+        rows: KVRows = ()
         if self._row_shapes is not None:
-            self.kv_rows = allocate_kv_rows(
+            rows = allocate_kv_rows(
                 self._row_shapes,
                 num_layers=config.num_layers,
                 dtype=placement.dtype,
                 sharding=placement.kv_rows_sharding,
             )
+        self.kv, self.kv_rows = kv, rows  # both or, if memory is short, none
 
     # ------------------------------------------------------------------ programs
 

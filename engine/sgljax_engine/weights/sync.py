@@ -9,6 +9,7 @@ weight after another and gives the memory of the old one back first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,7 @@ class Program(NamedTuple):
     Attributes:
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
         at_source: For sources elsewhere; its results have to be moved.
+        one: `at_target` for one parameter, its array, step and target; compiled once for each.
         checksums: Of what it makes, in logical shapes. All in one program: many small ones over
             several devices, all under way at once, can starve one another on CPUs.
         shardings: Where each engine parameter lives.
@@ -74,6 +76,7 @@ class Program(NamedTuple):
 
     at_target: Callable[[list[Any]], dict[str, jax.Array]]
     at_source: Callable[[list[Any]], dict[str, jax.Array]]
+    one: Callable[[Any, Step, TargetSpec], jax.Array]
     checksums: Callable[[list[Any]], dict[str, jax.Array]]
     shardings: dict[str, jax.sharding.Sharding]
 
@@ -234,8 +237,17 @@ def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> 
             for x, step in zip(sources, steps, strict=True)
         }
 
+    def one(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
+        return _stored(x, step, target)
+
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    return Program(jax.jit(run, out_shardings=shardings), jax.jit(run), jax.jit(sums), shardings)
+    return Program(
+        jax.jit(run, out_shardings=shardings),
+        jax.jit(run),
+        jax.jit(one, static_argnums=(1, 2)),
+        jax.jit(sums),
+        shardings,
+    )
 
 
 def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) -> Weights:
@@ -284,9 +296,11 @@ def apply_donating(
         made: Weights = {}
         for step in plan.steps:
             target = plan.targets[step.target]
-            old.pop(step.target).delete()
-            one = jax.device_put(_store_one(source[step.source], step, target), target.sharding)
-            made[step.target] = jax.block_until_ready(one)
+            if step.target in old:  # not after a failed update, which left none
+                old.pop(step.target).delete()
+            with _near(target):
+                one = _store_one(plan, source[step.source], step)
+            made[step.target] = jax.block_until_ready(jax.device_put(one, target.sharding))
         if verify:
             check_same(plan, source, made)
     except Exception as error:
@@ -296,14 +310,21 @@ def apply_donating(
     return made
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _store_one(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
-    return _stored(x, step, target)
+def _store_one(plan: SyncPlan, x: Any, step: Step) -> jax.Array:
+    return plan.program.one(x, step, plan.targets[step.target])
+
+
+def _near(target: TargetSpec) -> contextlib.AbstractContextManager[Any]:
+    """Where arrays of the host are worked on: on a device of the target."""
+    return jax.default_device(min(target.sharding.device_set, key=lambda device: device.id))
 
 
 def _check_planned(plan: SyncPlan, source: Mapping[str, Any]) -> None:
     if source_spec(source) != plan.source_spec:
         raise WeightSyncError("the source changed its names, shapes or dtypes since it was planned")
+    deleted = [n for n, x in source.items() if isinstance(x, jax.Array) and x.is_deleted()]
+    if deleted:
+        raise WeightSyncError(f"source parameters were deleted, or donated to a program: {deleted}")
 
 
 def _make(plan: SyncPlan, arrays: list[Any]) -> Weights:
@@ -332,11 +353,14 @@ def _transfer(plan: SyncPlan, made: Weights) -> Weights:
 def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> None:
     """Raises WeightSyncError unless every weight holds the bits of its mapped source.
 
-    The source is mapped again, without the engine's physical layout, where it lives.
+    The source is mapped again, without the engine's physical layout, where it lives. That gives
+    the same bits if hooks only move and cast: arithmetic may round otherwise in another program.
     """
     arrays, _ = _together(plan, [source[step.source] for step in plan.steps])
     transposed = {name for name, target in plan.targets.items() if target.is_transposed}
-    found, wanted = checksums(weights, transposed), to_hex(plan.program.checksums(arrays))
+    with _near(plan.targets[plan.steps[0].target]):
+        wanted = to_hex(plan.program.checksums(arrays))
+    found = checksums(weights, transposed)
     wrong = sorted(name for name in wanted if wanted[name] != found[name])
     if wrong:
         raise WeightSyncError(f"checksums of the new weights differ from the source's: {wrong}")
