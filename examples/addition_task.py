@@ -167,14 +167,14 @@ def model_config() -> qwen3.ModelConfig:
     )
 
 
-def new_model(seed: int) -> qwen3.Qwen3:
-    """Returns an untrained policy.
+def new_model(seed: int, config: qwen3.ModelConfig | None = None) -> qwen3.Qwen3:
+    """Returns an untrained policy, of the shape in `config` or else in `model_config()`.
 
     Tunix sets the kernels of a Qwen3's MLPs to zero, since it expects to load a checkpoint. Zero
     kernels have zero gradients and would stay zero for ever, so they are drawn here.
     """
     rngs = nnx.Rngs(seed)
-    model = qwen3.Qwen3(model_config(), rngs=rngs)
+    model = qwen3.Qwen3(config or model_config(), rngs=rngs)
     init = nnx.initializers.lecun_normal()
     for layer in model.layers:
         for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
@@ -190,17 +190,20 @@ def save_checkpoint(path: Path, model: qwen3.Qwen3, metadata: Mapping[str, str])
     save_file(arrays, path, dict(metadata))
 
 
-def load_checkpoint(path: Path, mesh: jax.sharding.Mesh) -> qwen3.Qwen3:
+def load_checkpoint(
+    path: Path, mesh: jax.sharding.Mesh, config: qwen3.ModelConfig | None = None
+) -> qwen3.Qwen3:
     """Returns the policy in the safetensors file, in float32.
 
     Args:
         path: What `save_checkpoint` wrote.
         mesh: Where to put the parameters, with Tunix's axes `fsdp` and `tp`.
+        config: The policy's shape; None takes `model_config()`.
 
     Raises:
         ValueError: The file does not hold exactly the parameters of this policy.
     """
-    model = nnx.eval_shape(lambda: qwen3.Qwen3(model_config(), rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: qwen3.Qwen3(config or model_config(), rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
     params = {_name(key): param for key, param in nnx.to_flat_state(state)}
     shardings = nnx.to_flat_state(nnx.get_named_sharding(state, mesh))

@@ -11,17 +11,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tunix_sgljax.agentic import AgenticGrpoLearner
     from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
+    from tunix_sgljax.outputs import VersionedRolloutOutput
     from tunix_sgljax.rollout import SglJaxRollout
 
 _LAZY = {
+    "AgenticGrpoLearner": "tunix_sgljax.agentic",
     "GrpoLearner": "tunix_sgljax.factory",
     "RLCluster": "tunix_sgljax.factory",
     "SglJaxRollout": "tunix_sgljax.rollout",
+    "VersionedRolloutOutput": "tunix_sgljax.outputs",
     "create_sgljax_rollout": "tunix_sgljax.factory",
 }
 
-__all__ = ["GrpoLearner", "RLCluster", "SglJaxRollout", "create_sgljax_rollout"]
+__all__ = [
+    "AgenticGrpoLearner",
+    "GrpoLearner",
+    "RLCluster",
+    "SglJaxRollout",
+    "VersionedRolloutOutput",
+    "create_sgljax_rollout",
+]
 
 
 def __getattr__(name: str) -> Any:

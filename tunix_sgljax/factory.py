@@ -15,6 +15,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.sampling import WeightUpdateMode
 
 
 def create_sgljax_rollout(
@@ -26,6 +27,8 @@ def create_sgljax_rollout(
     rollout_config: RolloutConfig | None = None,
     sampling_params: Mapping[str, Any] | None = None,
     logprobs_mode: str = "trainer_logprobs",
+    weight_update_mode: WeightUpdateMode = "retract",
+    release_kv_between_steps: bool = False,
     **engine_options: Any,
 ) -> SglJaxRollout:
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
@@ -40,6 +43,8 @@ def create_sgljax_rollout(
         rollout_config: A training RolloutConfig, when it is known already.
         sampling_params: Sampling fields that RolloutConfig does not have; see `SglJaxRollout`.
         logprobs_mode: See `SglJaxRollout`.
+        weight_update_mode: See `SglJaxRollout`.
+        release_kv_between_steps: See `SglJaxRollout`.
         **engine_options: Flat `EngineConfig` options.
 
     Raises:
@@ -56,6 +61,8 @@ def create_sgljax_rollout(
         model_config=model_config,
         sampling_params=sampling_params,
         logprobs_mode=logprobs_mode,
+        weight_update_mode=weight_update_mode,
+        release_kv_between_steps=release_kv_between_steps,
         **engine_options,
     )
 

@@ -8,7 +8,13 @@ from typing import Any
 
 from tunix.generate.mappings import MappingConfig
 
-from sgljax_engine import Rule, UnsupportedModelError, WeightSyncError
+from sgljax_engine import (
+    InvalidConfigError,
+    Rule,
+    UnsupportedModelError,
+    WeightSyncError,
+    flatten_named,
+)
 
 _LAYER, _HF_LAYER = "layers.*.", "model.layers.*."
 
@@ -98,6 +104,46 @@ def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
     except RuntimeError:  # Tunix's word for "this model has no such mapping"
         return None
     return mapping if mapping.to_hf_mappings else None
+
+
+class WeightMapper:
+    """A trainer's parameters as an engine takes them: arrays by name, and rules.
+
+    Rules are made once for each set of names, so that the engine reuses its compiled plan.
+    """
+
+    def __init__(self, mapping: MappingConfig | None, architecture: str) -> None:
+        """Takes a mapping as `find_mapping` returns it, and the engine's architecture."""
+        self._mapping = mapping
+        self._architecture = architecture
+        self._rules: dict[tuple[str, ...], tuple[Rule, ...]] = {}
+
+    def named_source(self, params: Any) -> dict[str, Any]:
+        """The parameters by dotted name, after the mapping's preprocessing.
+
+        Raises:
+            InvalidConfigError: for LoRA parameters.
+        """
+        preprocess = self._mapping.preprocess_src_state if self._mapping is not None else None
+        source = flatten_named(preprocess(params) if preprocess is not None else params)
+        _refuse_lora(source)
+        return source
+
+    def rules_for(self, source: Mapping[str, Any]) -> tuple[Rule, ...]:
+        """Rules for parameters of these names; see `to_rules`."""
+        names = tuple(source)
+        if names not in self._rules:
+            self._rules[names] = to_rules(self._mapping, names, self._architecture)
+        return self._rules[names]
+
+
+def _refuse_lora(source: Mapping[str, Any]) -> None:
+    lora = [name for name in source if "lora" in name.rsplit(".", 1)[-1]]
+    if lora:
+        raise InvalidConfigError(
+            f"LoRA parameters are not supported yet (found {lora[0]!r} and {len(lora) - 1} more); "
+            "train full weights, or use Tunix's vanilla rollout"
+        )
 
 
 def to_rules(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tunix.generate.mappings import MappingConfig
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import (
     Engine,
     EngineConfig,
     EngineShutdownError,
+    EngineStateError,
     InvalidConfigError,
     InvalidRequestError,
     ModelConfig,
     RequestOutput,
     SamplingParams,
     derive_seed,
-    flatten_named,
     load_model_config,
 )
 from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.model_config import as_trained, to_model_config
+from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings set no limit."""
@@ -57,6 +58,8 @@ class SglJaxRollout(BaseRollout):
         model_config: Any = None,
         sampling_params: Mapping[str, Any] | None = None,
         logprobs_mode: str = "trainer_logprobs",
+        weight_update_mode: sampling.WeightUpdateMode = "retract",
+        release_kv_between_steps: bool = False,
         **engine_options: Any,
     ) -> None:
         """Checks the configuration; takes no device memory yet.
@@ -72,6 +75,15 @@ class SglJaxRollout(BaseRollout):
             logprobs_mode: What `return_logprobs` returns. "trainer_logprobs" are those that
                 Tunix's trainer computes, under softmax(logits / temperature); "processed_logprobs"
                 also follow filters, penalties and biases; "raw_logprobs" not even the temperature.
+            weight_update_mode: What `update_params` does to completions that are being sampled.
+                "retract" keeps their tokens, computes their KV again under the new weights and
+                goes on; "in_place" goes on with the KV of the old weights; "wait" lets those that
+                have begun finish first; "abort" ends them with the tokens they have.
+            release_kv_between_steps: Give the KV cache's memory back, prefix cache included, when
+                the last of the concurrent `generate` calls ends, until the next one. Tunix tells
+                a rollout nothing else about where a step ends, so calls that follow one another
+                (micro-batches, few concurrent episodes) release and take it each time. While
+                other users of the same engine have requests running, nothing is released.
             **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
 
         Raises:
@@ -90,13 +102,18 @@ class SglJaxRollout(BaseRollout):
         self._given_model_config = model_config
         self._extra_params = sampling.check_extra_params(sampling_params or {})
         self._logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
+        sampling.check_weight_update_mode(weight_update_mode)
+        self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
+        self._releases_kv = sampling.check_flag(
+            "release_kv_between_steps", release_kv_between_steps
+        )
+        self._recorder = OutputRecorder()
+        self._num_active_calls = 0
         self._explicit_options = dict(engine_options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._is_closed = False
-        self._rules: dict[tuple[str, ...], Any] = {}
         self._call_counts: dict[int, Any] = defaultdict(itertools.count)
-        self._mapping: MappingConfig | None = None
         self._mapping_obj: Any = None
         self._temperature: float | None = None
         self.bind(rollout_config or RolloutConfig())
@@ -123,9 +140,9 @@ class SglJaxRollout(BaseRollout):
         self._model_config = self._find_model_config(rollout_config, wanted)
         implied = min(sampling.implied_model_len(rollout_config), self._model_config.context_length)
         self._engine_config = EngineConfig.from_options({"max_model_len": implied} | options)
-        self._rules.clear()
         self._mapping_obj = rollout_config.rollout_mapping_config
-        self._mapping = mappings.find_mapping(rollout_config.rollout_mapping_config, self._actor)
+        mapping = mappings.find_mapping(self._mapping_obj, self._actor)
+        self._mapper = mappings.WeightMapper(mapping, self._model_config.architecture)
 
     # ------------------------------------------------------------------ facts
 
@@ -149,6 +166,11 @@ class SglJaxRollout(BaseRollout):
         """0 for the actor's first weights, one more with every `update_params`."""
         return 0 if self._engine is None else self._engine.weight_version
 
+    @property
+    def weight_update_mode(self) -> sampling.WeightUpdateMode:
+        """What `update_params` does to completions that are being sampled."""
+        return self._weight_update_mode
+
     def pad_id(self) -> int:
         """The tokenizer's padding id."""
         return self._tokenizer.pad_id()
@@ -164,7 +186,7 @@ class SglJaxRollout(BaseRollout):
 
     def generate(
         self, prompts: list[str] | str, rollout_config: RolloutConfig, **kwargs: Any
-    ) -> RolloutOutput:
+    ) -> VersionedRolloutOutput:
         """Samples one completion for each prompt.
 
         Args:
@@ -176,7 +198,8 @@ class SglJaxRollout(BaseRollout):
 
         Returns:
             Tokens with the end token, if one was sampled; log-probs of the sampled tokens (see
-            `logprobs_mode`) if `return_logprobs` is set, else None.
+            `logprobs_mode`) if `return_logprobs` is set, else None; the weight version that
+            sampled each token. Log-probs are those under the weights that sampled the token.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
@@ -193,20 +216,48 @@ class SglJaxRollout(BaseRollout):
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
-        outputs = self.engine.generate_requests(prompt_ids, params)
-        return self._rollout_output(prompt_ids, outputs, rollout_config)
+        with self._counted_call():
+            outputs = self.engine.generate_requests(prompt_ids, params)
+        output = self._rollout_output(prompt_ids, outputs, rollout_config)
+        self._recorder.add(output)
+        return output
+
+    @contextlib.contextmanager
+    def recorded_outputs(self) -> Iterator[list[VersionedRolloutOutput]]:
+        """Collects what this thread's `generate` calls return inside the block.
+
+        For callers of `RLCluster.generate`, which hands on Tunix's own fields alone.
+        """
+        with self._recorder.recording() as outputs:
+            yield outputs
+
+    @contextlib.contextmanager
+    def _counted_call(self) -> Iterator[None]:
+        with self._lock:
+            self._num_active_calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_active_calls -= 1
+                is_last = self._num_active_calls == 0
+            if is_last and self._releases_kv and self._engine is not None:
+                # Another call may have begun since, other users may have requests running, or
+                # somebody closed the engine: then its memory is not this call's to give back.
+                with contextlib.suppress(EngineStateError, EngineShutdownError):
+                    self._engine.release_kv_cache()
 
     def _rollout_output(
         self,
         prompt_ids: list[list[int]],
         outputs: list[RequestOutput],
         config: RolloutConfig,
-    ) -> RolloutOutput:
+    ) -> VersionedRolloutOutput:
         logprobs = [
             np.asarray(sampling.pick_logprobs(output, self._logprobs_mode), np.float32)
             for output in outputs
         ]
-        return RolloutOutput(
+        return VersionedRolloutOutput(
             text=[output.text for output in outputs],
             logits=[],
             tokens=[np.asarray(output.output_ids, np.int32) for output in outputs],
@@ -214,6 +265,9 @@ class SglJaxRollout(BaseRollout):
                 prompt_ids, config.max_prompt_length, self.pad_id()
             ),
             logprobs=logprobs if config.return_logprobs else None,
+            weight_versions=[
+                np.asarray(output.token_weight_versions, np.int32) for output in outputs
+            ],
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -273,6 +327,8 @@ class SglJaxRollout(BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Replaces the engine's weights by the trainer's; all of them or none.
 
+        Completions that other threads are sampling are treated as `weight_update_mode` says.
+
         Args:
             params: The actor's `nnx.State` (or any pytree with its names). An empty one, which
                 Tunix passes around generation with `offload_to_cpu`, changes nothing.
@@ -284,8 +340,9 @@ class SglJaxRollout(BaseRollout):
         """
         if not jax.tree.leaves(params):
             return
-        source = self._named_source(params)
-        self.engine.update_weights(source, self._rules_for(source))
+        source = self._mapper.named_source(params)
+        rules = self._mapper.rules_for(source)
+        self.engine.update_weights(source, rules, mode=self._weight_update_mode)
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""
@@ -300,7 +357,7 @@ class SglJaxRollout(BaseRollout):
     def _build_engine(self) -> Engine:
         if self._is_closed:
             raise EngineShutdownError("the rollout was closed")
-        source = self._named_source(nnx.state(self._actor, nnx.Param))
+        source = self._mapper.named_source(nnx.state(self._actor, nnx.Param))
         runtime = self._engine_config.runtime
         if runtime.dtype is None:
             dtype = np.dtype(next(iter(source.values())).dtype).name
@@ -308,25 +365,11 @@ class SglJaxRollout(BaseRollout):
         return Engine(
             model_config=self._model_config,
             weights=source,
-            weight_rules=self._rules_for(source),
+            weight_rules=self._mapper.rules_for(source),
             tokenizer=self._tokenizer,
             mesh=self._mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),
         )
-
-    def _named_source(self, params: Any) -> dict[str, Any]:
-        """The trainer's parameters by dotted name, after the mapping's preprocessing."""
-        preprocess = self._mapping.preprocess_src_state if self._mapping is not None else None
-        source = flatten_named(preprocess(params) if preprocess is not None else params)
-        _refuse_lora(source)
-        return source
-
-    def _rules_for(self, source: dict[str, Any]) -> Any:
-        names = tuple(source)
-        if names not in self._rules:
-            architecture = self._model_config.architecture
-            self._rules[names] = mappings.to_rules(self._mapping, names, architecture)
-        return self._rules[names]
 
     def _check_same_engine(self, config: RolloutConfig) -> None:
         """Refuses engine fields of a later config that differ from what the engine runs with."""
@@ -348,12 +391,3 @@ class SglJaxRollout(BaseRollout):
                 given = getattr(self._actor, "config", None)
         model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))
         return as_trained(model, getattr(self._actor, "config", None))
-
-
-def _refuse_lora(source: dict[str, Any]) -> None:
-    lora = [name for name in source if "lora" in name.rsplit(".", 1)[-1]]
-    if lora:
-        raise InvalidConfigError(
-            f"LoRA parameters are not supported yet (found {lora[0]!r} and {len(lora) - 1} more); "
-            "train full weights, or use Tunix's vanilla rollout"
-        )

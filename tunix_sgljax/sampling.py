@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -42,6 +42,9 @@ _FROM_CONFIG = (
 
 LOGPROBS_MODES = ("trainer_logprobs", "processed_logprobs", "raw_logprobs")
 """Which log-probs a rollout returns. The last two have vLLM's names."""
+
+WeightUpdateMode = Literal["retract", "in_place", "wait", "abort"]
+"""What an update does to completions that are being sampled; see `SglJaxRollout`."""
 
 _HANDLED = {
     # Per call, in `to_sampling_params` and the rollout.
@@ -186,6 +189,20 @@ def check_logprobs_mode(mode: str) -> str:
     if mode not in LOGPROBS_MODES:
         raise InvalidConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, got {mode!r}")
     return mode
+
+
+def check_weight_update_mode(mode: str) -> None:
+    """Raises InvalidConfigError for anything but a `WeightUpdateMode`."""
+    modes = get_args(WeightUpdateMode)
+    if mode not in modes:
+        raise InvalidConfigError(f"weight_update_mode must be one of {modes}, got {mode!r}")
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """The value, or InvalidConfigError if it is not a bool."""
+    if not isinstance(value, bool):
+        raise InvalidConfigError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def pick_logprobs(output: RequestOutput, mode: str) -> list[float]:

@@ -76,15 +76,17 @@ class EngineCore:
         self.detokenizer = detokenizer
         self.answers = Answers(detokenizer)
         self._weights_problem: str | None = None
+        self._groups: Counter[str] = Counter()  # of unfinished requests
         self._num_decodes = 0
 
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, requests: list[Request], answers: list[Answer]) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
-        rids = [request.rid for request in requests]
-        counts = Counter(rids)
-        taken = [rid for rid in rids if counts[rid] > 1 or self.scheduler.find(rid) is not None]
+        names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
+        taken = [name for name in names if name in self._groups or self.scheduler.find(name)]
+        if not taken and len({request.rid for request in requests}) < len(requests):
+            taken = list(names)  # an id that looks like one of another prompt's samples
         for request, answer in zip(requests, answers, strict=True):
             try:
                 if taken:  # an error each: raised on two threads, one would mix up their frames
@@ -94,6 +96,7 @@ class EngineCore:
             except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
                 reject(answer.future, error)
                 continue
+            self._groups[request.group] += 1
             self.answers.add(request, answer)
             self.scheduler.add(request)
             self.counters.num_requests += 1
@@ -318,6 +321,9 @@ class EngineCore:
 
     def _deliver(self, request: Request) -> None:
         now_s = time.perf_counter()
+        self._groups[request.group] -= 1
+        if not self._groups[request.group]:
+            del self._groups[request.group]
         self.counters.num_finished += 1
         self.counters.e2e_latency_s += now_s - request.arrival_s
         self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"

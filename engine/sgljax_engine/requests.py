@@ -297,6 +297,8 @@ def _groups(rid: Any, count: int) -> list[str]:
         raise InvalidRequestError(
             f"rid must have one id for each of the {count} prompts, got {len(groups)}"
         )
+    if len(set(groups)) < count:
+        raise InvalidRequestError(f"rid must have different ids for the prompts, got {rid!r}")
     return list(groups)
 
 

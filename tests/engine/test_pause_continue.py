@@ -298,3 +298,57 @@ class TestLife:
         assert flushed.success
         assert num_aborted == 0
         assert [out["output_ids"] for out in outputs] == expected
+
+
+class TestIds:
+    """An id is one prompt's alone, or abort_request would find one and forget the other."""
+
+    ONE, TWO = {"max_new_tokens": 4}, {"max_new_tokens": 4, "n": 2}
+
+    @pytest.mark.parametrize(
+        ("first", "second", "rid"),
+        [(ONE, ONE, "a"), (TWO, ONE, "a"), (ONE, TWO, "a"), (TWO, TWO, "a"), (TWO, ONE, "a-1")],
+    )
+    def test_are_refused_while_in_use(self, engine, first, second, rid):
+        engine.pause_generation()
+        call = start(lambda: engine.generate(None, first, [1, 2], rid="a"))
+        wait_until(engine, lambda s: s.waiting_queue_size == first.get("n", 1))
+        with pytest.raises(InvalidRequestError, match=f"rid '{rid}' is the id of another"):
+            engine.generate(None, second, [3], rid=rid)
+        assert not call.done(), "the refused call must not end the other's requests"
+        engine.continue_generation()
+        call.result(LIMIT_S)
+        engine.generate(None, second, [3], rid=rid)
+
+    def test_of_a_prompt_name_all_its_samples(self, engine):
+        engine.pause_generation()
+        call = start(lambda: engine.generate(None, self.TWO, [1, 2], rid="a"))
+        wait_until(engine, lambda s: s.waiting_rids == ("a-0", "a-1"))
+        assert engine.abort_request("a-1") == 1
+        assert engine.abort_request("a") == 1
+        assert [out["meta_info"]["id"] for out in call.result(LIMIT_S)] == ["a-0", "a-1"]
+
+    @pytest.mark.parametrize(
+        ("rid", "message"),
+        [
+            (["a", "a"], "different ids"),
+            (["a"], "one id for each of the 2 prompts, got 1"),
+            (["a", 3], "must be a string, or a list"),
+            (7, "must be a string, or a list"),
+        ],
+    )
+    def test_bad_ones(self, engine, rid, message):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.generate(None, self.ONE, [[1], [2]], rid=rid)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({}, "give rid or abort_all=True"),
+            ({"rid": "a", "abort_all": True}, "give rid or abort_all=True"),
+            ({"rid": 3}, "rid must be a string, got 3"),
+        ],
+    )
+    def test_bad_aborts(self, engine, arguments, message):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.abort_request(**arguments)

@@ -1,0 +1,253 @@
+"""Tunix's agentic learner with our options, in real steps: what is trained on, and no deadlock."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from flax import nnx
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+
+from sgljax_engine import InvalidConfigError
+from tests import tunix_reference as ref
+from tests.adapter.agentic_parts import (
+    GROUP,
+    PER_STEP,
+    RESPONSE,
+    SnapshotRollout,
+    Turns,
+    make_cluster,
+    make_learner,
+    prompts_of,
+    train,
+)
+from tests.adapter.grpo_parts import MODEL, TEMPERATURE
+from tests.threads import LIMIT_S
+from tunix_sgljax.agentic import VersionedTrainExample
+
+NO_END = 63  # of the vocabulary, but so rare that completions are long
+
+# Warnings of Tunix itself and of what it uses, while it trains.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class InterruptedRollout(SnapshotRollout):
+    """Makes sure that the first update comes while the second step's episodes are in flight.
+
+    Their calls wait until that update begins, and the update until they have some tokens. Under
+    Tunix's own lock the update would wait for the episodes: a deadlock.
+    """
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self._updating = threading.Event()
+
+    def generate(self, prompts, rollout_config, **kwargs):
+        if prompts in prompts_of(1):
+            assert self._updating.wait(LIMIT_S)
+        return super().generate(prompts, rollout_config, **kwargs)
+
+    def update_params(self, params, filter_types=None):
+        if not self._updating.is_set():
+            before = self._num_decoded()
+            self._updating.set()
+            while self._num_decoded() < before + 3 * PER_STEP * GROUP:
+                pass
+        super().update_params(params, filter_types)
+
+    def _num_decoded(self):
+        return self.engine.get_internal_state().counters.num_decode_rows
+
+
+@pytest.fixture
+def closing():
+    """Closes the rollouts that are put into it."""
+    rollouts = []
+    yield rollouts
+    for rollout in rollouts:
+        rollout.close()
+
+
+def rows_of(cluster):
+    """Every trained sequence: prompt, completion, mask, versions, old log-probs, policy version."""
+    for example in cluster.examples:
+        assert isinstance(example, VersionedTrainExample)
+        fields = {
+            name: np.asarray(getattr(example, name))
+            for name in (
+                "prompt_ids",
+                "completion_ids",
+                "completion_mask",
+                "token_versions",
+                "old_per_token_logps",
+                "policy_version",
+            )
+        }
+        num_rows = PER_STEP * GROUP
+        assert {name: len(array) for name, array in fields.items()} == dict.fromkeys(
+            fields, num_rows
+        )
+        assert fields["token_versions"].shape == (num_rows, RESPONSE)
+        assert fields["token_versions"].dtype == np.int32
+        for row in range(num_rows):
+            yield {name: array[row] for name, array in fields.items()}
+
+
+def assert_log_probs_are_those_of(snapshots, row):
+    """Each token has the log-prob under the weights whose version it carries."""
+    prompt = row["prompt_ids"][row["prompt_ids"] != ref.PAD_ID]
+    is_real = row["completion_ids"] != ref.PAD_ID
+    completion, versions = row["completion_ids"][is_real], row["token_versions"][is_real]
+    model = ref.make_tunix_qwen3(MODEL)
+    for version in set(versions.tolist()) - {-1}:
+        nnx.update(model, snapshots[version])
+        (logps,) = ref.trainer_logps(model, [prompt], [completion], temperature=TEMPERATURE)
+        np.testing.assert_allclose(
+            row["old_per_token_logps"][is_real][versions == version],
+            logps[versions == version],
+            atol=1e-4,
+            rtol=0,
+        )
+
+
+# ------------------------------------------------------------------ in flight
+
+
+@pytest.mark.parametrize("in_consumer", [True, False])
+def test_mixed_policies_reach_the_loss_token_by_token(closing, in_consumer):
+    cluster = make_cluster(
+        num_steps=3, rollout=InterruptedRollout, in_consumer=in_consumer, eos=NO_END
+    )
+    rollout = cluster.rollout
+    closing.append(rollout)
+    train(make_learner(cluster), 3)
+
+    assert rollout.weight_version == cluster.global_steps == 3
+    rows = list(rows_of(cluster))
+    assert len(rows) == 3 * PER_STEP * GROUP
+    num_mixed = 0
+    for row in rows:
+        mask, versions = row["completion_mask"].astype(bool), row["token_versions"]
+        if not mask.any():
+            continue  # dropped by Tunix, since it used up the response budget
+        assert ((versions >= 0) == mask).all()
+        sampled = versions[mask]
+        assert (np.diff(sampled) >= 0).all()
+        assert row["policy_version"] == sampled[0]
+        num_mixed += len(set(sampled.tolist())) > 1
+        assert_log_probs_are_those_of(rollout.snapshots, row)
+    assert num_mixed > 0
+    assert max(cluster.metrics["weight_lag/mixed_fraction"]) > 0
+    assert max(cluster.metrics["weight_lag/max"]) >= 1
+    assert set(cluster.metrics["weight_lag/masked_fraction"]) == {0.0}
+
+
+@pytest.mark.parametrize("in_consumer", [True, False])
+def test_tokens_that_are_too_old_are_masked(closing, in_consumer):
+    cluster = make_cluster(
+        num_steps=3, rollout=InterruptedRollout, in_consumer=in_consumer, eos=NO_END
+    )
+    closing.append(cluster.rollout)
+    train(make_learner(cluster, max_token_lag=0), 3)
+    num_masked = 0
+    for step, example in enumerate(cluster.examples):
+        versions = np.asarray(example.token_versions)
+        mask = np.asarray(example.completion_mask).astype(bool)
+        assert (mask == (versions >= step)).all()
+        num_masked += int(((versions >= 0) & ~mask).sum())
+    assert num_masked > 0
+    assert max(cluster.metrics["weight_lag/masked_fraction"]) > 0
+
+
+def test_no_deadlock_where_tunixs_lock_has_one(closing):
+    """One step off-policy and few concurrent episodes: its loop thread waits in the lock."""
+    cluster = make_cluster(num_steps=4)
+    closing.append(cluster.rollout)
+    train(make_learner(cluster, config={"max_concurrency": 3}), 4)
+    assert cluster.rollout.weight_version == cluster.global_steps == 4
+    assert len(cluster.examples) == 4
+
+
+def test_engine_versions_and_policy_versions_may_differ(closing):
+    """The engine has had two updates before the learner is made."""
+    cluster = make_cluster(num_steps=2)
+    closing.append(cluster.rollout)
+    for _ in range(2):
+        cluster.rollout.update_params(nnx.state(cluster.actor_trainer.model, nnx.Param))
+    train(make_learner(cluster), 2)
+    assert cluster.rollout.weight_version == 4
+    for row in rows_of(cluster):
+        assert 0 <= row["policy_version"] <= 1
+        assert row["token_versions"].max() <= 1
+
+
+def test_environment_tokens_have_no_version(closing):
+    """Several turns: the environment's tokens are among the assistant's."""
+    cluster = make_cluster(num_steps=2, training={"max_steps": 2})
+    closing.append(cluster.rollout)
+    learner = make_learner(cluster, env_class=Turns)
+    train(learner, 2)
+    num_interleaved = 0
+    for row in rows_of(cluster):
+        mask, versions = row["completion_mask"].astype(bool), row["token_versions"]
+        assert ((versions >= 0) == mask).all()
+        is_real = row["completion_ids"] != ref.PAD_ID
+        num_interleaved += bool((is_real & ~mask).any())
+        assert_log_probs_are_those_of(cluster.rollout.snapshots, row)
+    assert num_interleaved > 0
+
+
+# ------------------------------------------------------------------ draining
+
+
+def test_drained_updates_leave_sequences_to_one_policy(closing):
+    cluster = make_cluster(num_steps=3)
+    closing.append(cluster.rollout)
+    train(make_learner(cluster, weight_updates="drain"), 3)
+    for row in rows_of(cluster):
+        sampled = set(row["token_versions"].tolist()) - {-1}
+        assert sampled <= {int(row["policy_version"])}
+    assert set(cluster.metrics["weight_lag/mixed_fraction"]) == {0.0}
+
+
+# ------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"weight_updates": "wait"}, r"weight_updates.*'in_flight'.*'wait'"),
+        ({"max_token_lag": -1}, r"max_token_lag.*-1"),
+        ({"max_token_lag": 0.5}, r"max_token_lag.*0\.5"),
+        ({"config": {"use_rollout_logps": False}}, r"use_rollout_logps"),
+    ],
+)
+def test_bad_options_are_refused(closing, options, match):
+    cluster = make_cluster(num_steps=1)
+    closing.append(cluster.rollout)
+    with pytest.raises(InvalidConfigError, match=match):
+        make_learner(cluster, **options)
+
+
+def test_aborted_completions_are_not_trained_on(closing):
+    cluster = make_cluster(num_steps=1, weight_update_mode="abort")
+    closing.append(cluster.rollout)
+    with pytest.raises(InvalidConfigError, match=r"weight_update_mode.*'abort'"):
+        make_learner(cluster)
+    make_learner(cluster, weight_updates="drain")
+
+
+def test_packing_and_masking_are_not_combined(closing):
+    cluster = make_cluster(num_steps=1, training={"max_seq_token_per_tpu": 256})
+    closing.append(cluster.rollout)
+    with pytest.raises(InvalidConfigError, match=r"max_token_lag=2.*max_seq_token_per_tpu"):
+        make_learner(cluster, max_token_lag=2)
+
+
+def test_another_rollout_is_refused():
+    cluster = make_cluster(num_steps=1)
+    cluster.rollout.close()
+    cluster._rollout = VanillaRollout.__new__(VanillaRollout)
+    with pytest.raises(InvalidConfigError, match=r"SglJaxRollout.*VanillaRollout"):
+        make_learner(cluster)

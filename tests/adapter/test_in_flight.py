@@ -1,0 +1,190 @@
+"""Weights that change while a rollout samples: versions and log-probs of each token, KV memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import get_args
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from sgljax_engine import InvalidConfigError, SamplingParams
+from tests import tunix_reference as ref
+from tests.adapter.helpers import (
+    ENGINE_OPTIONS,
+    VOCAB_SIZE,
+    max_difference,
+    new_rollout,
+    params_of,
+    rollout_config,
+    text_of,
+)
+from tests.threads import LIMIT_S, start
+from tunix_sgljax import VersionedRolloutOutput, create_sgljax_rollout
+from tunix_sgljax.sampling import WeightUpdateMode
+
+PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5), seed=21)
+TEMPERATURE = 0.9
+# One token a dispatch, so that there is room for an update between tokens.
+ONE_BY_ONE = {"decode_steps": 1}
+
+
+def long_config(**changes):
+    fields = {
+        "max_tokens_to_generate": 96,
+        "temperature": TEMPERATURE,
+        "return_logprobs": True,
+        "seed": 5,
+    }
+    return rollout_config(**(fields | changes))
+
+
+def num_decoded(rollout):
+    return rollout.engine.get_internal_state().counters.num_decode_rows
+
+
+def sample_across_an_update(rollout, other_model):
+    """Generates, and updates weights once some tokens are there."""
+    before = num_decoded(rollout)
+    call = start(lambda: rollout.generate([text_of(ids) for ids in PROMPTS], long_config()))
+    while num_decoded(rollout) < before + 10 * len(PROMPTS):
+        assert not call.done()
+    rollout.update_params(params_of(other_model), (nnx.Param,))
+    return call.result(LIMIT_S)
+
+
+# ------------------------------------------------------------------ versions and log-probs
+
+
+def test_versions_of_a_rollout_that_nothing_interrupts(make_rollout, other_model):
+    rollout = make_rollout()
+    for version in (0, 1):
+        output = rollout.generate([text_of(ids) for ids in PROMPTS], rollout_config())
+        assert isinstance(output, VersionedRolloutOutput)
+        for tokens, versions in zip(output.tokens, output.weight_versions, strict=True):
+            assert (versions.shape, versions.dtype) == (tokens.shape, np.int32)
+            assert set(versions.tolist()) == {version}
+        rollout.update_params(params_of(other_model), (nnx.Param,))
+
+
+def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(
+    make_rollout, model, other_model
+):
+    rollout = make_rollout(**ONE_BY_ONE)
+    output = sample_across_an_update(rollout, other_model)
+    trained = [
+        ref.trainer_logps(policy, PROMPTS, output.tokens, temperature=TEMPERATURE)
+        for policy in (model, other_model)
+    ]
+    assert max_difference(*trained) > 0.1  # the two policies can be told apart
+    for row, (logps, versions) in enumerate(
+        zip(output.logprobs, output.weight_versions, strict=True)
+    ):
+        assert set(versions.tolist()) == {0, 1}
+        assert (np.diff(versions) >= 0).all()
+        expected = np.where(versions == 0, trained[0][row], trained[1][row])
+        np.testing.assert_allclose(logps, expected, atol=1e-4, rtol=0)
+
+
+def test_waiting_updates_leave_completions_to_one_policy(make_rollout, other_model):
+    rollout = make_rollout(weight_update_mode="wait", **ONE_BY_ONE)
+    output = sample_across_an_update(rollout, other_model)
+    assert [set(row.tolist()) for row in output.weight_versions] == [{0}] * len(PROMPTS)
+    assert rollout.weight_version == 1
+
+
+def test_in_place_updates_do_not_prefill_again(make_rollout, other_model):
+    rollout = make_rollout(weight_update_mode="in_place", **ONE_BY_ONE)
+    output = sample_across_an_update(rollout, other_model)
+    assert [set(row.tolist()) for row in output.weight_versions] == [{0, 1}] * len(PROMPTS)
+    assert rollout.engine.get_internal_state().counters.num_retractions == 0
+
+
+def test_aborting_updates_cut_completions_short(make_rollout, other_model):
+    rollout = make_rollout(weight_update_mode="abort", **ONE_BY_ONE)
+    output = sample_across_an_update(rollout, other_model)
+    assert all(10 <= len(row) < 96 for row in output.tokens)
+    assert [set(row.tolist()) for row in output.weight_versions] == [{0}] * len(PROMPTS)
+
+
+# ------------------------------------------------------------------ recording
+
+
+def test_a_thread_records_its_own_outputs(make_rollout):
+    rollout = make_rollout()
+    text = text_of(PROMPTS[0])
+    with rollout.recorded_outputs() as outputs:
+        other = start(lambda: rollout.generate(text, rollout_config())).result(LIMIT_S)
+        with rollout.recorded_outputs() as inner:
+            first = rollout.generate(text, rollout_config())
+        second = rollout.generate(text, rollout_config())
+    third = rollout.generate(text, rollout_config())
+    assert [id(output) for output in inner] == [id(first)]
+    assert [id(output) for output in outputs] == [id(second)]
+    assert {id(other), id(third)}.isdisjoint(map(id, [*inner, *outputs]))
+
+
+# ------------------------------------------------------------------ KV memory
+
+
+def test_kv_memory_is_given_back_between_steps(make_rollout):
+    keeping = make_rollout()
+    releasing = make_rollout(release_kv_between_steps=True)
+    texts = [text_of(ids) for ids in PROMPTS]
+    expected = [row.tolist() for row in keeping.generate(texts, rollout_config()).tokens]
+    for _ in range(2):
+        output = releasing.generate(texts, rollout_config())
+        assert [row.tolist() for row in output.tokens] == expected
+        assert not releasing.engine.get_internal_state().is_kv_allocated
+    assert keeping.engine.get_internal_state().is_kv_allocated
+
+
+@pytest.mark.parametrize("whose", ["this rollout", "another user of the engine"])
+def test_kv_memory_stays_while_requests_run(make_rollout, whose):
+    rollout = make_rollout(release_kv_between_steps=True, **ONE_BY_ONE)
+    ids = PROMPTS[0].tolist()
+    params = SamplingParams(temperature=0, max_new_tokens=96)
+    before = num_decoded(rollout)
+    long = start(
+        (lambda: rollout.generate(text_of(ids), long_config()))
+        if whose == "this rollout"
+        else (lambda: rollout.engine.generate_requests([ids], params))
+    )
+    while num_decoded(rollout) < before + 10:
+        assert not long.done()
+    rollout.generate(text_of(PROMPTS[1]), rollout_config(max_tokens_to_generate=1))
+    assert rollout.engine.get_internal_state().is_kv_allocated
+    long.result(LIMIT_S)
+    assert rollout.engine.get_internal_state().is_kv_allocated == (whose != "this rollout")
+
+
+# ------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize("mode", get_args(WeightUpdateMode))
+def test_every_mode_is_accepted(model, mode):
+    rollout = new_rollout(model, weight_update_mode=mode)
+    assert rollout.weight_update_mode == mode
+    made = create_sgljax_rollout(
+        model, ref.IntegerTokenizer(), weight_update_mode=mode, release_kv_between_steps=True
+    )
+    assert made.weight_update_mode == mode
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"weight_update_mode": "drain"}, r"weight_update_mode.*'retract'.*'drain'"),
+        ({"weight_update_mode": None}, r"weight_update_mode.*None"),
+        ({"release_kv_between_steps": "yes"}, r"release_kv_between_steps.*'yes'"),
+        ({"release_kv_between_steps": 1}, r"release_kv_between_steps.*1"),
+    ],
+)
+def test_bad_options_are_refused(model, options, match):
+    for make in (
+        functools.partial(new_rollout, model),
+        functools.partial(create_sgljax_rollout, model, ref.IntegerTokenizer(), **ENGINE_OPTIONS),
+    ):
+        with pytest.raises(InvalidConfigError, match=match):
+            make(**options)

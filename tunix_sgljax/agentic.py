@@ -1,0 +1,252 @@
+"""Tunix's agentic GRPO learner with weights that change while episodes are in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+from tunix.rl import rl_cluster as tunix_cluster
+from tunix.rl.agentic import agentic_grpo_learner as tunix_grpo
+from tunix.rl.agentic.agents.base_agent import ConversationAgentBase
+from tunix.rl.agentic.agents.model_agent import ModelAgent
+from tunix.rl.agentic.environments.base_environment import BaseTaskEnv
+from tunix.rl.agentic.environments.task_environment import TaskEnvironment
+from tunix.rl.agentic.pipeline.rollout_orchestrator import RolloutOrchestrator
+from tunix.rl.agentic.utils import right_pad
+
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.outputs import VersionedRolloutOutput
+from tunix_sgljax.policy_versions import (
+    NO_VERSION,
+    AnnouncedSyncLock,
+    InFlightSyncLock,
+    PolicyVersions,
+)
+from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.trajectories import VersionedCollectEngine
+
+WEIGHT_UPDATES = ("in_flight", "drain")
+
+_TRAIN = tunix_cluster.Mode.TRAIN
+
+
+@struct.dataclass(frozen=True)
+class VersionedTrainExample(tunix_grpo.TrainExample):
+    """Tunix's TrainExample with the policy that sampled each token.
+
+    Attributes:
+        token_versions: Policy versions of `completion_ids`; `NO_VERSION` (-1) at tokens of the
+            environment and at padding. None where Tunix packed sequences. Shape: [B, C] int32.
+    """
+
+    token_versions: jax.Array | np.ndarray | None = None
+
+
+class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
+    """Tunix's agentic GRPOLearner for a SglJaxRollout, with in-flight weight updates.
+
+    Tunix drains before a weight sync: it begins no episode and waits for those that run, the
+    longest of them included. With `weight_updates="in_flight"` nobody waits. Completions that are
+    being sampled go on under the new weights as the rollout's `weight_update_mode` says, their
+    log-probs and weight versions stay those of the weights that sampled each token, and Tunix's
+    importance ratios use them (`use_rollout_logps`). Set `off_policy_steps` to at least 1, or
+    there is never anything in flight during a sync, and `max_concurrency` to what the engine
+    holds.
+
+    `policy_version` of a train example is the oldest policy of any of the sequence's tokens.
+    Metrics, of what each step trains on: `weight_lag/mean` and `/max` (policies between sampling
+    a token and training on it), `weight_lag/masked_fraction`, and `weight_lag/mixed_fraction`
+    (sequences that more than one policy sampled).
+    """
+
+    def __init__(
+        self,
+        rl_cluster: tunix_cluster.RLCluster,
+        algo_config: tunix_grpo.GRPOConfig,
+        reward_fns: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        chat_parser: Any | None = None,
+        metric_fns: Sequence[Callable[..., Any]] | None = None,
+        agent_class: type[ConversationAgentBase] = ModelAgent,
+        agent_kwargs: dict[str, Any] | None = None,
+        env_class: type[BaseTaskEnv] = TaskEnvironment,
+        env_kwargs: dict[str, Any] | None = None,
+        *,
+        weight_updates: str = "in_flight",
+        max_token_lag: int | None = None,
+    ) -> None:
+        """As Tunix's learner, with two options more.
+
+        Args:
+            rl_cluster: Its rollout must be a SglJaxRollout.
+            algo_config: Tunix's agentic GRPOConfig.
+            reward_fns: See Tunix's learner, as for the arguments below.
+            chat_parser: Turns messages into prompts; Tunix trains on nothing without one.
+            metric_fns: More metrics.
+            agent_class: Of the agents.
+            agent_kwargs: Their arguments.
+            env_class: Of the environments.
+            env_kwargs: Their arguments.
+            weight_updates: "in_flight", or "drain" for Tunix's own lock.
+            max_token_lag: Tokens sampled by a policy that is more versions older than the one
+                being trained are masked out of the loss; None masks none.
+
+        Raises:
+            InvalidConfigError: names the option and its value.
+        """
+        rollout = _check_options(rl_cluster, algo_config, weight_updates, max_token_lag)
+        super().__init__(
+            rl_cluster=rl_cluster,
+            algo_config=algo_config,
+            reward_fns=reward_fns,
+            chat_parser=chat_parser,
+            metric_fns=metric_fns,
+            agent_class=agent_class,
+            agent_kwargs=agent_kwargs,
+            env_class=env_class,
+            env_kwargs=env_kwargs,
+        )
+        self._versioned_rollout = rollout
+        self._max_token_lag = max_token_lag
+        self._versions = PolicyVersions(rollout.weight_version, self.policy_version)
+        inner = InFlightSyncLock() if weight_updates == "in_flight" else self._rollout_sync_lock
+        # Tunix asks for no more than the four methods.
+        self._rollout_sync_lock = AnnouncedSyncLock(inner, self._announce_sync)
+
+    def _announce_sync(self) -> None:
+        """The next weights of the engine are the next policy; on the training thread."""
+        self._versions.announce(self._versioned_rollout.weight_version + 1, self.policy_version + 1)
+
+    # ------------------------------------------------------------------ sampling
+
+    def _build_orchestrator(self) -> RolloutOrchestrator:
+        orchestrator = super()._build_orchestrator()
+        orchestrator.engine_cls = VersionedCollectEngine
+        return orchestrator
+
+    def _model_call(
+        self,
+        chat_lists: list[dict[str, str]],
+        env: Any = None,
+        max_generation_steps: int | None = None,
+    ) -> VersionedRolloutOutput:
+        """On the threads of the episodes."""
+        with self._versioned_rollout.recorded_outputs() as outputs:
+            result = super()._model_call(chat_lists, env, max_generation_steps)
+        return VersionedRolloutOutput(
+            **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
+            weight_versions=[row for output in outputs for row in output.weight_versions],
+        )
+
+    # ------------------------------------------------------------------ train examples
+
+    def _batch_to_train_example(
+        self, batch_results: list[Any], mode: tunix_cluster.Mode
+    ) -> list[tunix_grpo.TrainExample]:
+        if mode != _TRAIN or not self._process_in_consumer:
+            return super()._batch_to_train_example(batch_results, mode)
+        # Groups end in any order, so their own numbers do not tell which step trains on them.
+        # This one does: the batch is about to be trained on.
+        return self._process_results(batch_results, mode, self.rl_cluster.global_steps)
+
+    def _process_results(
+        self,
+        trajectories: list[Any],
+        mode: tunix_cluster.Mode = _TRAIN,
+        expected_step: int | None = None,
+    ) -> list[tunix_grpo.TrainExample]:
+        """On the loop's thread, or on the training thread where that computes log-probs."""
+        rows = [self._versions.translate(item.traj["token_versions"]) for item in trajectories]
+        for item, row in zip(trajectories, rows, strict=True):
+            sampled = row[row != NO_VERSION]
+            if sampled.size:  # else Tunix's own: the policy at the last call
+                item.traj["policy_version"] = int(sampled.min())
+        examples = super()._process_results(trajectories, mode, expected_step)
+        width = self.algo_config.max_response_length
+        versions_BC = np.stack([right_pad(row, width, NO_VERSION) for row in rows])
+        versioned = [_with_versions(example, versions_BC) for example in examples]
+        if mode == _TRAIN and self._process_in_consumer:
+            return [self._admit(example) for example in versioned]
+        return list(versioned)
+
+    def _data_consumer_batch_generator(
+        self, queue: Any, batch_size: int
+    ) -> Generator[list[Any], Any, None]:
+        """On the training thread, just before it trains on the batch."""
+        for batch in super()._data_consumer_batch_generator(queue, batch_size):
+            if self._process_in_consumer:
+                yield batch  # of trajectories; `_process_results` comes next
+            else:
+                yield [self._admit(example) for example in batch]
+
+    def _admit(self, example: VersionedTrainExample) -> VersionedTrainExample:
+        """Measures how old an example's tokens are, and masks those that are too old."""
+        versions_BC = np.asarray(example.token_versions)
+        trained_BC = np.asarray(example.completion_mask).astype(bool) & (versions_BC != NO_VERSION)
+        lag_BC = np.where(trained_BC, self.policy_version - versions_BC, 0)
+        num_trained = max(int(trained_BC.sum()), 1)
+        stale_BC = np.zeros_like(trained_BC)
+        if self._max_token_lag is not None:
+            stale_BC = lag_BC > self._max_token_lag
+            mask_BC = example.completion_mask * ~stale_BC
+            example = dataclasses.replace(example, completion_mask=mask_BC)
+        is_mixed_B = [len(np.unique(row[row != NO_VERSION])) > 1 for row in versions_BC]
+        self.rl_cluster.buffer_metrics_async(
+            {
+                "weight_lag/mean": (lag_BC.sum() / num_trained, np.mean),
+                "weight_lag/max": (lag_BC.max(), np.max),
+                "weight_lag/masked_fraction": (stale_BC.sum() / num_trained, np.mean),
+                "weight_lag/mixed_fraction": (np.mean(is_mixed_B), np.mean),
+            },
+            mode=_TRAIN,
+            step=self.rl_cluster.global_steps,
+        )
+        return example
+
+
+def _with_versions(example: Any, versions_BC: np.ndarray) -> VersionedTrainExample:
+    fields = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
+    return VersionedTrainExample(**fields, token_versions=versions_BC)
+
+
+def _check_options(
+    cluster: tunix_cluster.RLCluster,
+    config: tunix_grpo.GRPOConfig,
+    weight_updates: str,
+    max_token_lag: int | None,
+) -> SglJaxRollout:
+    """The cluster's rollout, if everything fits together."""
+    rollout = cluster.rollout
+    if not isinstance(rollout, SglJaxRollout):
+        raise InvalidConfigError(
+            "AgenticGrpoLearner needs a cluster whose rollout is a SglJaxRollout, got "
+            f"{type(rollout).__name__}"
+        )
+    if weight_updates not in WEIGHT_UPDATES:
+        raise InvalidConfigError(
+            f"weight_updates must be one of {WEIGHT_UPDATES}, got {weight_updates!r}"
+        )
+    if max_token_lag is not None:
+        if not isinstance(max_token_lag, int) or max_token_lag < 0:
+            raise InvalidConfigError(f"max_token_lag must be None or >= 0, got {max_token_lag!r}")
+        if cluster.cluster_config.training_config.max_seq_token_per_tpu is not None:
+            raise InvalidConfigError(
+                f"max_token_lag={max_token_lag} cannot be combined with "
+                "RLTrainingConfig.max_seq_token_per_tpu: Tunix's packing takes masked tokens for "
+                "the end of a sequence"
+            )
+    if weight_updates == "in_flight":
+        if not config.use_rollout_logps:
+            raise InvalidConfigError(
+                "weight_updates='in_flight' needs GRPOConfig.use_rollout_logps=True: several "
+                "policies sample one completion, and only the rollout has their log-probs"
+            )
+        if rollout.weight_update_mode == "abort":
+            raise InvalidConfigError(
+                "weight_updates='in_flight' needs a rollout whose weight_update_mode is not "
+                "'abort': Tunix would train on completions that were cut short"
+            )
+    return rollout
