@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sgljax_engine import Engine, EngineShutdownError
+from sgljax_engine import Engine, EngineShutdownError, EngineStateError
 from tests.engine.interrupt_calls import Call, Caller
 from tests.engine.interrupt_model import OPTIONS, WEIGHTS
 from tests.engine.models import TINY, random_prompts
@@ -83,7 +83,7 @@ def assert_answered(calls: list[Call], asked: list[Future[Any]]) -> int:
             num_failed += 1
     for future in asked:
         error = future.exception(LIMIT_S)
-        assert error is None or isinstance(error, EngineShutdownError)
+        assert error is None or isinstance(error, EngineShutdownError | EngineStateError)
     return num_failed
 
 
