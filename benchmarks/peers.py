@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tunix.models.qwen3.model import Qwen3
 
@@ -62,7 +62,14 @@ class SglJaxPeer:
 
     name = OURS
 
-    def __init__(self, model: Qwen3, workload: Workload, *, decode_steps: int = 64) -> None:
+    def __init__(
+        self,
+        model: Qwen3,
+        workload: Workload,
+        *,
+        decode_steps: int = 64,
+        weight_update_mode: Literal["retract", "in_place"] = "retract",
+    ) -> None:
         """Builds the engine; its programs are compiled by `start` or on first use."""
         self.batch_size = workload.num_rows
         self.rollout = create_sgljax_rollout(
@@ -71,6 +78,7 @@ class SglJaxPeer:
             max_model_len=workload.max_model_len,
             max_running_requests=workload.num_rows,
             decode_steps=decode_steps,
+            weight_update_mode=weight_update_mode,
         )
         self.engine = self.rollout.engine
 

@@ -1,0 +1,74 @@
+"""What an update costs requests that run: re-prefilled under the new weights, or going on in place.
+
+    python benchmarks/update_modes.py            # small, about 4 minutes on 2 cores
+    python benchmarks/update_modes.py --quick    # tiny, a smoke test
+
+The times of `weight_sync.py` for each mode, with all rows of the workload decoding. Retracted
+requests stand still for the swap and for their prefill; those in place for the swap alone, while
+the new weights are made beside the decode loop on the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from bench_models import MODELS, make_tunix_model
+from ceilings import measure_ceilings
+from peers import SglJaxPeer
+from reporting import ROOT, describe_environment, report_head, write_report
+from roofline import weight_bytes
+from weight_sync import format_weight_sync, measure_weight_sync
+from workloads import make_workload
+
+_NUM_TOKENS = 256
+"""Of each request: several dispatches before and after an update."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures both modes and writes the results."""
+    parser = argparse.ArgumentParser(description="Weight updates while requests run.")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
+    args = parser.parse_args(argv)
+    name = "tiny" if args.quick else "small"
+    repeats = 1 if args.quick else args.repeats
+    config = MODELS[name].config
+    workload = make_workload("rl_uniform", config.vocab_size, is_quick=args.quick)
+    workload = workload.with_lengths([_NUM_TOKENS] * len(workload.requests))
+    ceilings = measure_ceilings(weight_bytes(config), seconds=0.02 if args.quick else 0.5)
+    model = make_tunix_model(config)
+    environment = describe_environment(jax.devices()[0].device_kind)
+    lines = report_head(
+        "Updates while requests run",
+        "benchmarks/update_modes.py",
+        environment,
+        f"{MODELS[name].in_words}, float32; {workload.num_rows} rows of `rl_uniform` decode, at "
+        "most 8 steps a dispatch",
+        f"Ceilings: {ceilings.in_words()}",
+    )
+    content = {}
+    for mode in ("retract", "in_place"):
+        peer = SglJaxPeer(model, workload, decode_steps=8, weight_update_mode=mode)
+        peer.start(workload)
+        try:
+            sync = measure_weight_sync(peer, model, workload, ceilings, repeats=repeats)
+        finally:
+            peer.close()
+        head, *table = format_weight_sync(sync)
+        lines += [f"{head}: {mode}", *table]
+        content[mode] = dataclasses.asdict(sync)
+        print("\n".join([mode, *table]), flush=True)
+    folder = args.output_dir or ROOT / (
+        "outputs/bench_quick" if args.quick else "benchmarks/results"
+    )
+    write_report(folder / "update_modes.md", lines, environment, content)
+
+
+if __name__ == "__main__":
+    main()
