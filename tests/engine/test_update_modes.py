@@ -309,6 +309,17 @@ class TestOrder:
         version, out = asyncio.run(run())
         assert out["meta_info"]["token_weight_versions"][-1] == version
 
+    def test_dropping_the_engine_ends_its_threads(self):
+        engine = make_engine()
+        engine.update_weights(NEW)
+        threads = engine._loop._thread, engine._loop._updates.thread
+        assert all(thread.is_alive() for thread in threads)
+        del engine
+        gc.collect()
+        for thread in threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
     def test_shutdown_answers_an_update_that_waits(self):
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
