@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineStepError, InvalidRequestError
+from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.sampling_reference import forward, log_softmax
 from tests.engine.test_sampling_table import GOLDEN, across
@@ -274,7 +275,7 @@ class TestLengths:
         thread.start()
         try:
             assert started.wait(60)
-            engine.update_weights(new)
+            update_in_flight(engine, new)
             thread.join(60)
         finally:
             engine.update_weights(WEIGHTS)

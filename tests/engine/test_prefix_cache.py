@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineStepError, SamplingParams
+from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, spread_weights
 
 MODEL = dataclasses.replace(TINY, context_length=1024)
@@ -234,7 +235,7 @@ class TestUpdate:
         ):
             group = pool.submit(engine.generate_requests, [prompt], long)
             wait_for(lambda: engine.get_internal_state().running_batch_size == 6)
-            engine.update_weights(weights)
+            update_in_flight(engine, weights)
             out = greedy(engine, prompt)
             assert not group.done()
             assert out.output_ids == greedy(fresh, prompt).output_ids

@@ -24,6 +24,7 @@ from sgljax_engine import (
     InvalidRequestError,
     WeightSyncError,
 )
+from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
 from tests.threads import LIMIT_S, held, start
@@ -225,7 +226,7 @@ class TestPieces:
         whole = one_step.generate(**arguments)
         stream = one_step.generate(**arguments, stream=True)
         first = next(stream)
-        one_step.update_weights(spread_weights())
+        update_in_flight(one_step, spread_weights())
         outputs = joined([first, *stream])
         assert one_step.get_internal_state().counters.num_retractions > 0
         assert [outputs[i]["output_ids"] for i in range(4)] == [w["output_ids"] for w in whole]
@@ -420,7 +421,7 @@ class TestStopStrings:
             if meanwhile == "updated":
                 with held(engine):
                     updating = start(lambda: engine.update_weights(spread_weights(seed=1)))
-                    time.sleep(0.05)
+                    wait_for(lambda: not engine._loop._commands.empty())
                     tell(*late[0])
                 assert updating.result(LIMIT_S) == 1
                 assert num_decoded(engine) < 240
