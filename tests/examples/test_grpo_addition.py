@@ -14,6 +14,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 import addition_task
 import grpo_addition
 import make_addition_checkpoint
+import supervised
 import training_report
 from addition_task import MAX_NEW_TOKENS, MAX_PROMPT_LENGTH, Problem, Tokenizer
 
@@ -69,7 +70,7 @@ def test_longest_problem_fits_the_limits():
 def test_spoiled_answer_differs_in_one_digit():
     rng = np.random.default_rng(0)
     for answer in ["0", "95", "1998"] * 20:
-        spoiled = make_addition_checkpoint.spoil(answer, rng)
+        spoiled = supervised.spoil(answer, rng)
         assert sum(a != b for a, b in zip(answer, spoiled, strict=True)) == 1
 
 
