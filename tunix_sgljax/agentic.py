@@ -59,8 +59,8 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
 
     `policy_version` of a train example is the oldest policy of any of the sequence's tokens.
     Metrics, of what each step trains on: `weight_lag/mean` and `/max` (policies between sampling
-    a token and training on it), `weight_lag/masked_fraction`, and `weight_lag/mixed_fraction`
-    (sequences that more than one policy sampled).
+    a token and training on it, before masking), `weight_lag/masked_fraction`, and
+    `weight_lag/mixed_fraction` (sequences that more than one policy sampled).
     """
 
     def __init__(
@@ -111,14 +111,30 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         )
         self._versioned_rollout = rollout
         self._max_token_lag = max_token_lag
+        self._lags: list[dict[str, float]] = []  # of the examples of this step; training thread
         self._versions = PolicyVersions(rollout.weight_version, self.policy_version)
         inner = InFlightSyncLock() if weight_updates == "in_flight" else self._rollout_sync_lock
         # Tunix asks for no more than the four methods.
         self._rollout_sync_lock = AnnouncedSyncLock(inner, self._announce_sync)
 
     def _announce_sync(self) -> None:
-        """The next weights of the engine are the next policy; on the training thread."""
+        """The next weights of the engine are the next policy; on the training thread.
+
+        Once a step, so the step's metrics are logged here: each call with another step than that
+        of the last one makes Tunix open a buffer, and the loop's thread is a step ahead.
+        """
         self._versions.announce(self._versioned_rollout.weight_version + 1, self.policy_version + 1)
+        lags, self._lags = self._lags, []
+        if lags:
+            reduce = {"weight_lag/max": np.max}
+            self.rl_cluster.buffer_metrics_async(
+                {
+                    name: (reduce.get(name, np.mean)([lag[name] for lag in lags]), np.mean)
+                    for name in lags[0]
+                },
+                mode=_TRAIN,
+                step=self.rl_cluster.global_steps,
+            )
 
     # ------------------------------------------------------------------ sampling
 
@@ -194,15 +210,13 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             mask_BC = example.completion_mask * ~stale_BC
             example = dataclasses.replace(example, completion_mask=mask_BC)
         is_mixed_B = [len(np.unique(row[row != NO_VERSION])) > 1 for row in versions_BC]
-        self.rl_cluster.buffer_metrics_async(
+        self._lags.append(
             {
-                "weight_lag/mean": (lag_BC.sum() / num_trained, np.mean),
-                "weight_lag/max": (lag_BC.max(), np.max),
-                "weight_lag/masked_fraction": (stale_BC.sum() / num_trained, np.mean),
-                "weight_lag/mixed_fraction": (np.mean(is_mixed_B), np.mean),
-            },
-            mode=_TRAIN,
-            step=self.rl_cluster.global_steps,
+                "weight_lag/mean": float(lag_BC.sum() / num_trained),
+                "weight_lag/max": float(lag_BC.max()),
+                "weight_lag/masked_fraction": float(stale_BC.sum() / num_trained),
+                "weight_lag/mixed_fraction": float(np.mean(is_mixed_B)),
+            }
         )
         return example
 

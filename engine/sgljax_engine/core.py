@@ -187,6 +187,18 @@ class EngineCore:
         self.pool.reset_cache()
         return self.runner.release_kv()
 
+    def warmup(self, command: cmd.Warmup) -> int:
+        """Compiles and runs all buckets; returns how many were new."""
+        try:
+            return self.runner.warmup(
+                include_score=command.include_score, include_table=command.include_table
+            )
+        except BaseException:
+            if self.runner.recover_kv():  # a program that failed had taken the pages
+                self.pool.reset_cache()
+                self.retract_all()
+            raise
+
     # ------------------------------------------------------------------ weights
 
     def swap_weights(self, command: cmd.SwapWeights) -> int:

@@ -218,9 +218,7 @@ class EngineLoop:
         if isinstance(command, cmd.Score):
             return core.runner.score(command.sequences, command.temperature)
         assert isinstance(command, cmd.Warmup)
-        return core.runner.warmup(
-            include_score=command.include_score, include_table=command.include_table
-        )
+        return core.warmup(command)
 
     # ------------------------------------------------------------------ pauses and updates
 

@@ -235,6 +235,24 @@ class TestLife:
                 with pytest.raises(EngineShutdownError, match="planted fault"):
                     call.result(LIMIT_S)
 
+    def test_a_warmup_that_fails_costs_running_requests_nothing(self, monkeypatch):
+        """Its programs take the pages; what ran over them is prefilled again."""
+        with make_engine() as engine:
+            expected = [out.output_ids for out in engine.generate_requests(PROMPTS, LONG)]
+            calls = start_all(engine, PROMPTS)
+            runner = engine._loop._core.runner
+
+            def fail(**_):
+                for x in jax.tree.leaves(runner.kv):
+                    x.delete()
+                raise RuntimeError("planted fault")
+
+            monkeypatch.setattr(runner, "warmup", fail)
+            with pytest.raises(RuntimeError, match="planted fault"):
+                engine.warmup()
+            assert [out.output_ids for out in results(calls)] == expected
+            assert_idle(engine)
+
     def test_prefill_does_not_run_ahead_of_a_pause(self, monkeypatch):
         """However long a prompt, at most one chunk of it is on the device between two steps."""
         with make_engine(chunked_prefill_size=16) as engine:
