@@ -7,7 +7,7 @@ the carry, and then the sum: `7+8=15,3+5+1=9,95`. Only the sum is rewarded.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,8 +121,15 @@ def sample_problem(rng: np.random.Generator) -> Problem:
 
 def problem_batches(num_batches: int, batch_size: int, seed: int) -> grain.MapDataset:
     """Returns batches for Tunix's `GRPOLearner`: arrays of `prompts` and of each one's `answer`."""
+    return batches_of(sample_problem, num_batches, batch_size, seed)
+
+
+def batches_of(
+    sample: Callable[[np.random.Generator], Any], num_batches: int, batch_size: int, seed: int
+) -> grain.MapDataset:
+    """`problem_batches` of a task whose problems, with `prompt` and `answer`, `sample` draws."""
     rng = np.random.default_rng(seed)
-    problems = [sample_problem(rng) for _ in range(num_batches * batch_size)]
+    problems = [sample(rng) for _ in range(num_batches * batch_size)]
     return (
         grain.MapDataset.source(problems)
         .map(lambda problem: {"prompts": problem.prompt, "answer": problem.answer})

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -41,6 +41,8 @@ from training_report import (
     write_plot,
 )
 from tunix_sgljax import SglJaxRollout
+
+_T = TypeVar("_T")
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_GAIN = 0.2  # by which `--check` tells that the policy has learnt
@@ -94,9 +96,14 @@ def load_settings(path: Path) -> Settings:
     Raises:
         omegaconf.errors.OmegaConfBaseException: A key is unknown or a value has the wrong type.
     """
-    merged = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(path))
+    return read_settings(path, Settings)
+
+
+def read_settings(path: Path, kind: type[_T]) -> _T:
+    """`load_settings` for settings of any kind, a dataclass."""
+    merged = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.load(path))
     settings = OmegaConf.to_object(merged)
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, kind)
     return settings
 
 

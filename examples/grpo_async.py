@@ -27,7 +27,6 @@ import numpy as np
 import optax
 from absl import logging as absl_logging
 from flax import nnx
-from omegaconf import OmegaConf
 from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
 from tunix.rl.agentic.environments.base_environment import EnvStepResult
 from tunix.rl.agentic.environments.task_environment import TaskEnvironment
@@ -36,7 +35,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import Tokenizer, load_checkpoint
 from async_steps import AsyncStep, StepClock, summarize
-from grpo_addition import ROOT, GrpoSettings, SamplingSettings
+from grpo_addition import ROOT, GrpoSettings, SamplingSettings, read_settings
 from multiples_task import model_config, problem_batches
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
 
@@ -80,10 +79,7 @@ def load_settings(path: Path) -> Settings:
     Raises:
         omegaconf.errors.OmegaConfBaseException: A key is unknown or a value has the wrong type.
     """
-    merged = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(path))
-    settings = OmegaConf.to_object(merged)
-    assert isinstance(settings, Settings)
-    return settings
+    return read_settings(path, Settings)
 
 
 class SyncedRollout(SglJaxRollout):

@@ -17,11 +17,10 @@ from addition_task import (
     MAX_NEW_TOKENS,
     MAX_PROMPT_LENGTH,
     Problem,
-    Tokenizer,
     model_config,
     sample_problem,
 )
-from supervised import Batch, Defaults, Task, make_checkpoint, spoil
+from supervised import Batch, Defaults, Task, make_checkpoint, make_row, pad, spoil
 
 LENGTH = 48  # of a demonstration with its prompt and special tokens
 
@@ -34,19 +33,11 @@ def demonstration(problem: Problem, corrupted: float, rng: np.random.Generator) 
 
 def batches(batch_size: int, corrupted: float, seed: int) -> Iterator[Batch]:
     """Yields batches of demonstrations, for ever."""
-    tokenizer = Tokenizer()
     rng = np.random.default_rng(seed)
     while True:
-        tokens = np.full((batch_size, LENGTH), tokenizer.pad_id(), np.int32)
-        is_target = np.zeros((batch_size, LENGTH), np.bool_)
-        for row in range(batch_size):
-            problem = sample_problem(rng)
-            prompt = [tokenizer.bos_id(), *tokenizer.encode(problem.prompt)]
-            completion = tokenizer.encode(demonstration(problem, corrupted, rng))
-            ids = [*prompt, *completion, tokenizer.eos_id()]
-            tokens[row, : len(ids)] = ids
-            is_target[row, len(prompt) : len(ids)] = True
-        yield Batch(tokens, is_target)
+        problems = (sample_problem(rng) for _ in range(batch_size))
+        rows = [make_row(p.prompt, demonstration(p, corrupted, rng)) for p in problems]
+        yield pad(rows, LENGTH)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ The policy learns from worked solutions of which seven in ten end in a wrong sum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from addition_task import Tokenizer
 from multiples_task import MAX_NEW_TOKENS, MAX_PROMPT_LENGTH, model_config, sample_problem
-from supervised import Batch, Defaults, Task, make_checkpoint, spoil
+from supervised import Batch, Defaults, Row, Task, make_checkpoint, make_row, pad, spoil
 
 POOL = 8  # batches that are sorted by length together
 WIDTH_STEP = 48  # widths of batches are multiples of it, so that few programs are compiled
@@ -28,31 +27,21 @@ def batches(batch_size: int, corrupted: float, seed: int) -> Iterator[Batch]:
         rows = sorted((_row(corrupted, rng) for _ in range(POOL * batch_size)), key=_length)
         groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         for index in rng.permutation(POOL):
-            yield _pad(groups[index])
+            yield pad(groups[index], _width(groups[index]))
 
 
-def _row(corrupted: float, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    tokenizer = Tokenizer()
+def _row(corrupted: float, rng: np.random.Generator) -> Row:
     problem = sample_problem(rng)
     answer = problem.answer if rng.random() >= corrupted else spoil(problem.answer, rng)
-    prompt = [tokenizer.bos_id(), *tokenizer.encode(problem.prompt)]
-    completion = tokenizer.encode(f"{problem.scratchpad},{answer}")
-    return prompt, [*completion, tokenizer.eos_id()]
+    return make_row(problem.prompt, f"{problem.scratchpad},{answer}")
 
 
-def _length(row: tuple[list[int], list[int]]) -> int:
+def _length(row: Row) -> int:
     return len(row[0]) + len(row[1])
 
 
-def _pad(rows: list[tuple[list[int], list[int]]]) -> Batch:
-    width = -(-max(map(_length, rows)) // WIDTH_STEP) * WIDTH_STEP
-    tokens = np.full((len(rows), width), Tokenizer().pad_id(), np.int32)
-    is_target = np.zeros(tokens.shape, np.bool_)
-    for row, (prompt, completion) in enumerate(rows):
-        length = len(prompt) + len(completion)
-        tokens[row, :length] = prompt + completion
-        is_target[row, len(prompt) : length] = True
-    return Batch(tokens, is_target)
+def _width(rows: Sequence[Row]) -> int:
+    return -(-max(map(_length, rows)) // WIDTH_STEP) * WIDTH_STEP
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 from tunix.models.qwen3 import model as qwen3
 
-from addition_task import Tokenizer
+from addition_task import Tokenizer, batches_of
 
 MAX_PROMPT_LENGTH = 16
 MAX_NEW_TOKENS = 176
@@ -76,13 +76,7 @@ def sample_problem(rng: np.random.Generator) -> Multiple:
 
 def problem_batches(num_batches: int, batch_size: int, seed: int) -> grain.MapDataset:
     """Returns batches for Tunix's learners: arrays of `prompts` and of each one's `answer`."""
-    rng = np.random.default_rng(seed)
-    problems = [sample_problem(rng) for _ in range(num_batches * batch_size)]
-    return (
-        grain.MapDataset.source(problems)
-        .map(lambda problem: {"prompts": problem.prompt, "answer": problem.answer})
-        .batch(batch_size)
-    )
+    return batches_of(sample_problem, num_batches, batch_size, seed)
 
 
 def model_config() -> qwen3.ModelConfig:

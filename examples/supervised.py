@@ -8,7 +8,7 @@ a CPU. The checkpoints of both tasks are made by it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,28 @@ class Batch(NamedTuple):
     """Shape: [B, L], int32."""
     is_target: np.ndarray
     """Which tokens are to be predicted: those of the completion and its end. Shape: [B, L]."""
+
+
+Row = tuple[list[int], list[int]]
+"""A demonstration's tokens: the prompt's, and those of the completion with its end."""
+
+
+def make_row(prompt: str, completion: str) -> Row:
+    """Returns the tokens of a demonstration, its beginning and end included."""
+    tokenizer = Tokenizer()
+    ids = [*tokenizer.encode(completion), tokenizer.eos_id()]
+    return [tokenizer.bos_id(), *tokenizer.encode(prompt)], ids
+
+
+def pad(rows: Sequence[Row], width: int) -> Batch:
+    """Returns a batch of rows of at most `width` tokens."""
+    tokens = np.full((len(rows), width), Tokenizer().pad_id(), np.int32)
+    is_target = np.zeros(tokens.shape, np.bool_)
+    for row, (prompt, completion) in enumerate(rows):
+        length = len(prompt) + len(completion)
+        tokens[row, :length] = prompt + completion
+        is_target[row, len(prompt) : length] = True
+    return Batch(tokens, is_target)
 
 
 class Task(NamedTuple):
