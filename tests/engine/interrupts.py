@@ -68,6 +68,13 @@ def results(calls: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
     return [call.result(LIMIT_S) for call in calls]
 
 
+def settle(engine: Engine) -> None:
+    """Ends a pause and waits for all requests; then none is left, and every page can be had."""
+    engine.continue_generation()
+    wait_until(engine, lambda s: s.running_batch_size + s.waiting_queue_size == 0)
+    assert_idle(engine)
+
+
 def assert_idle(engine: Engine) -> None:
     """No request is left, and every page can be had."""
     state = engine.get_internal_state()

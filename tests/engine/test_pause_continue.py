@@ -14,6 +14,7 @@ from tests.engine.interrupts import (
     assert_idle,
     make_engine,
     results,
+    settle,
     start_all,
     wait_until,
 )
@@ -37,9 +38,7 @@ def engine(shared):
     """Not paused, with every page free; and so it must be left."""
     shared.flush_cache()
     yield shared
-    shared.continue_generation()
-    wait_until(shared, lambda s: s.running_batch_size + s.waiting_queue_size == 0)
-    assert_idle(shared)
+    settle(shared)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from tests.engine.interrupts import (
     assert_idle,
     make_engine,
     results,
+    settle,
     start_all,
     update_in_flight,
     wait_until,
@@ -54,9 +55,7 @@ def engine(shared):
     """Serves the old weights; must be left idle."""
     shared.update_weights(OLD)
     yield shared
-    shared.continue_generation()
-    wait_until(shared, lambda s: s.running_batch_size + s.waiting_queue_size == 0)
-    assert_idle(shared)
+    settle(shared)
 
 
 @pytest.fixture(scope="module")
@@ -374,6 +373,16 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
+def settled_bytes(engine):
+    """`live_bytes` once both threads of the engine are done with all earlier updates."""
+    with contextlib.suppress(WeightSyncError):
+        engine.update_weights({})  # refused; the updates thread lets go of one before the next
+        raise AssertionError("it should be refused")
+    engine.check_integrity()  # the engine's thread is behind them, too
+    gc.collect()
+    return live_bytes()
+
+
 class TestMemory:
     """Without the garbage collector, which finds what a cycle keeps only at times of its own."""
 
@@ -388,10 +397,9 @@ class TestMemory:
                 raise AssertionError("it should be refused")
 
         refused(mode="in_place", flush_cache=True)
-        gc.collect()
+        before = settled_bytes(engine)
         gc.disable()
         try:
-            before = live_bytes()
             for how in ({"mode": "in_place", "flush_cache": True}, {"mode": "wait"}) * 3:
                 refused(**how)
             wait_until(engine, lambda _: live_bytes() == before)
@@ -403,10 +411,9 @@ class TestMemory:
     def test_many_updates_leave_nothing(self, engine):
         source = {name: jnp.asarray(w) for name, w in NEW.items()}
         engine.update_weights(source)
-        gc.collect()
+        before = settled_bytes(engine)
         gc.disable()
         try:
-            before = live_bytes()
             for donate in (False, True) * 3:
                 engine.update_weights(source, donate=donate)
             wait_until(engine, lambda _: live_bytes() == before)
