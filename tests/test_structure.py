@@ -50,6 +50,7 @@ ALLOWED = {
         "model_config",
         "models",
     },
+    "offload": set(),
     "sampling": {"sampling"},
     "weights": {"errors", "files", "weights"},
     "runner": {
@@ -59,6 +60,7 @@ ALLOWED = {
         "layers",
         "model_config",
         "models",
+        "offload",
         "runner",
         "sampling",
         "sampling_params",
@@ -71,6 +73,7 @@ ALLOWED = {
     "answers": {"detokenizer", "errors", "types"},
     "streams": {"detokenizer", "outputs", "types"},
     "commands": {"detokenizer", "io_struct", "metrics", "types"},
+    "sleep": {"cache.pool", "errors", "io_struct", "offload", "runner"},
     "updates": {"commands", "detokenizer", "errors", "io_struct", "weights"},
 }
 HOST_ONLY = (
@@ -197,6 +200,7 @@ def test_exported_names():
         "Llama3Scaling",
         "MemoryReport",
         "ModelConfig",
+        "OffloadError",
         "PauseGenerationReqInput",
         "RequestOutput",
         "RopeConfig",

@@ -17,6 +17,7 @@ from sgljax_engine.io_struct import (
     FlushCacheReqOutput,
     PauseGenerationReqInput,
     PauseMode,
+    SleepTag,
 )
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.types import FinishReason, Request
@@ -91,6 +92,31 @@ class ReleaseKV:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sleep:
+    """Give the devices' memory back; answers with its bytes.
+
+    Attributes:
+        level: 1 keeps the weights on the host, 2 gives them up.
+        preserve_state: Keep weights, KV pages and prefix cache on the host, whatever the level.
+        refuse_requests: Refuse requests that come; else they wait.
+        future: Of the answer.
+    """
+
+    level: int
+    preserve_state: bool
+    refuse_requests: bool
+    future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class WakeUp:
+    """Take the memory of these tags again; answers with its bytes."""
+
+    tags: tuple[SleepTag, ...]
+    future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SwapWeights:
     """Serve other weights; answers with the new weight version.
 
@@ -160,6 +186,8 @@ Command = (
     | Continue
     | FlushCache
     | ReleaseKV
+    | Sleep
+    | WakeUp
     | SwapWeights
     | ChecksumWeights
     | Score

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,12 +22,14 @@ from sgljax_engine.errors import (
     EngineStepError,
     InvalidRequestError,
     WeightsLostError,
+    WeightSyncError,
     forget_locals,
 )
-from sgljax_engine.io_struct import FlushCacheReqOutput, PauseMode
+from sgljax_engine.io_struct import FlushCacheReqOutput, PauseMode, SleepTag
 from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.sleep import Sleeper
 from sgljax_engine.types import (
     FinishReason,
     PromptLogprobs,
@@ -45,7 +47,8 @@ class EngineCore:
 
     Attributes:
         weight_version: Of the weights that serve. Any thread may read it.
-        scheduler, pool, runner, detokenizer, answers: The parts.
+        scheduler, pool, runner, sleeper, detokenizer, answers: The parts. Any thread may read
+            `sleeper.asleep`.
         counters: Totals.
     """
 
@@ -71,6 +74,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.pool = pool
         self.runner = runner
+        self.sleeper = Sleeper(runner, pool)
         self.counters = EngineCounters()
         self._memory = memory
         self.detokenizer = detokenizer
@@ -91,7 +95,7 @@ class EngineCore:
             try:
                 if taken:  # an error each: raised on two threads, one would mix up their frames
                     raise InvalidRequestError(f"rid {taken[0]!r} is the id of another request")
-                self.check_weights()
+                self._check_takes_requests()
                 self.runner.check_warm(request)
             except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
                 reject(answer.future, error)
@@ -148,6 +152,9 @@ class EngineCore:
             running_rids=tuple(r.rid for r in scheduler.running),
             waiting_rids=tuple(r.rid for r in scheduler.waiting),
             pause_mode=pause_mode,
+            asleep=self.sleeper.asleep,
+            host_bytes=self.sleeper.host_bytes,
+            has_weights="weights" not in self.sleeper.asleep and self._weights_problem is None,
             available_kv_tokens=self.pool.num_available * size,
             cached_kv_tokens=self.pool.num_cached * size,
             total_kv_tokens=self.pool.num_pages * size,
@@ -187,6 +194,43 @@ class EngineCore:
         self.pool.reset_cache()
         return self.runner.release_kv()
 
+    def sleep(self, command: cmd.Sleep) -> int:
+        """Gives the devices' memory back; returns its bytes. What fails changes nothing."""
+        if self.sleeper.asleep:
+            logger.warning("sleep: the engine sleeps already; nothing was changed")
+            return 0
+        started = time.perf_counter()
+        keeps_all = command.preserve_state
+        self.runner.wait()
+        kept = self.sleeper.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
+        if not keeps_all:
+            self.retract_all()
+            self.pool.reset_cache()
+        num_bytes = self.sleeper.sleep(kept, refuses_requests=command.refuse_requests)
+        self.counters.num_sleeps += 1
+        self.counters.sleep_s += time.perf_counter() - started
+        return num_bytes
+
+    def wake_up(self, tags: Sequence[SleepTag]) -> int:
+        """Takes the memory of those tags that sleep; returns its bytes. What fails sleeps on."""
+        asleep: list[SleepTag] = [tag for tag in self.sleeper.asleep if tag in tags]
+        if not asleep:
+            logger.warning("wake_up: %s is awake; nothing was changed", list(tags))
+            return 0
+        started = time.perf_counter()
+        num_bytes = self.sleeper.wake_up(asleep)
+        if not self.runner.weights and "weights" not in self.sleeper.asleep:
+            # Not if a failed update lost them before.
+            self._weights_problem = self._weights_problem or "sleep(level=2) gave them up"
+            logger.warning("wake_up: the engine has no weights until update_weights succeeds")
+        self.counters.wake_s += time.perf_counter() - started
+        return num_bytes
+
+    @property
+    def can_run(self) -> bool:
+        """Whether weights and pages are there, or can be."""
+        return not self.sleeper.asleep and self._weights_problem is None
+
     def warmup(self, command: cmd.Warmup) -> int:
         """Compiles and runs all buckets; returns how many were new."""
         try:
@@ -204,7 +248,8 @@ class EngineCore:
     def swap_weights(self, command: cmd.SwapWeights) -> int:
         """Serves other weights from the next dispatch on; returns their version.
 
-        Whatever fails leaves weights and requests as they were, but for a donating update.
+        Whatever fails leaves weights and requests as they were, but for a donating update. Weights
+        that sleep are awake afterwards.
         """
         num_running = len(self.scheduler.running)
         if command.flush_cache and command.mode == "in_place" and num_running:
@@ -217,10 +262,13 @@ class EngineCore:
             weights: Mapping[str, jax.Array] = command.build(self.runner.weights)
             self.runner.swap_weights(weights)
         except WeightsLostError as error:
+            if self.sleeper.keeps_weights:  # on the host, where nothing was taken apart
+                raise WeightSyncError(str(error)) from error
             self._weights_problem = str(error)
             self.runner.swap_weights({})
             self.fail_all(EngineStateError(self._weights_problem))
             raise
+        self.sleeper.weights_came()
         self.weight_version += 1
         self._weights_problem = None
         # Nothing that other weights computed is ever matched again. Pages of requests that run on
@@ -234,8 +282,22 @@ class EngineCore:
         self.counters.update_s += time.perf_counter() - started
         return self.weight_version
 
-    def check_weights(self) -> None:
-        """Raises EngineStateError when a failed update took the weights."""
+    def check_awake(self) -> None:
+        """Raises EngineStateError while the engine sleeps, and when it has lost its weights."""
+        if self.sleeper.asleep:
+            raise EngineStateError(
+                f"the engine sleeps ({list(self.sleeper.asleep)}); wake_up first"
+            )
+        self._check_weights()
+
+    def _check_takes_requests(self) -> None:
+        """Requests that come while the engine sleeps wait, unless `sleep` was told otherwise."""
+        if self.sleeper.refuses_requests:
+            self.check_awake()
+        if "weights" not in self.sleeper.asleep:
+            self._check_weights()
+
+    def _check_weights(self) -> None:
         if self._weights_problem is not None:
             raise EngineStateError(
                 f"the engine has no weights until update_weights succeeds: {self._weights_problem}"

@@ -29,7 +29,10 @@ from sgljax_engine.io_struct import (
     FlushCacheReqOutput,
     PauseGenerationReqInput,
     PauseMode,
+    SleepTag,
+    check_level,
     check_mode,
+    check_tags,
 )
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.model_config import ModelConfig
@@ -416,6 +419,71 @@ class Engine:
         """
         return self._client.ask(cmd.ReleaseKV)
 
+    # ------------------------------------------------------------------ sleep
+
+    def sleep(
+        self, level: int = 1, preserve_state: bool = False, *, refuse_requests: bool = False
+    ) -> int:
+        """Gives the memory of weights and KV cache back to the devices, until `wake_up`.
+
+        No request is lost: those that have begun keep their tokens and go on after `wake_up`, and
+        those that come meanwhile wait for it. So a thread that put the engine to sleep must not
+        wait for an output before it wakes it. A pause stays what it is. Does nothing but log a
+        warning if the engine sleeps already.
+
+        Args:
+            level: 1 keeps the weights on the host. 2 gives them up: after `wake_up`, generation
+                waits for `update_weights`, and new requests are refused until then.
+            preserve_state: Keep everything on the host whatever the level: weights, KV pages in
+                use and the prefix cache; requests go on without a prefill. Else the KV cache is
+                given up, and requests that have begun are retracted.
+            refuse_requests: Refuse requests that come while the engine sleeps.
+
+        Returns:
+            Bytes of the devices' memory that were given back.
+
+        Raises:
+            InvalidRequestError: for another level or a flag that is no bool.
+            OffloadError: when copying to the host failed; the engine is awake as before.
+        """
+        return self._client.ask(_sleep_command(level, preserve_state, refuse_requests))
+
+    async def async_sleep(
+        self, level: int = 1, preserve_state: bool = False, *, refuse_requests: bool = False
+    ) -> int:
+        """`sleep` for asyncio; a cancelled task does not take it back."""
+        return await self._client.async_ask(_sleep_command(level, preserve_state, refuse_requests))
+
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
+        """Takes the memory again that `sleep` gave back, and restores what was kept.
+
+        Requests go on once nothing sleeps. Logs a warning if nothing of this sleeps.
+
+        Args:
+            tags: "weights", "kv_cache" or both, to wake one after the other; None wakes all.
+
+        Returns:
+            Bytes of the devices' memory that were taken.
+
+        Raises:
+            InvalidRequestError: for an unknown tag.
+            OffloadError: when that failed, for want of memory say. What slept sleeps on with all
+                that it kept, so it can be tried again.
+        """
+        return self._client.ask(functools.partial(cmd.WakeUp, check_tags(tags)))
+
+    async def async_wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
+        """`wake_up` for asyncio; a cancelled task does not take it back."""
+        return await self._client.async_ask(functools.partial(cmd.WakeUp, check_tags(tags)))
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache sleep. Does not wait for the engine."""
+        return self._loop.is_sleeping
+
+    async def async_is_sleeping(self) -> bool:
+        """`is_sleeping` for asyncio."""
+        return self._loop.is_sleeping
+
     # ------------------------------------------------------------------ weights
 
     def update_weights(
@@ -432,7 +500,8 @@ class Engine:
 
         New weights are made while the engine decodes, if they live on one device. Updates are done
         in the order of their calls. While generation is paused, the update is done and the pause
-        goes on. The prefix cache never serves what other weights computed.
+        goes on. Weights that sleep are awake afterwards. The prefix cache never serves what other
+        weights computed.
 
         Args:
             source: A pytree of arrays, on any devices; it is copied, never aliased. Or the path of
@@ -496,9 +565,7 @@ class Engine:
         verify: bool,
     ) -> Callable[[Future[int]], UpdateJob]:
         check_mode(mode)
-        for name, value in (("donate", donate), ("verify", verify)):
-            if not isinstance(value, bool):
-                raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
+        _check_flags(donate=donate, verify=verify)
         if flush_cache is not None and not isinstance(flush_cache, bool):
             raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
         flush = mode != "in_place" if flush_cache is None else flush_cache
@@ -539,13 +606,26 @@ class Engine:
         stream: bool,
         rid: Any = None,
     ) -> tuple[list[Request], bool]:
-        if not isinstance(stream, bool):
-            raise InvalidRequestError(f"stream must be True or False, got {stream!r}")
+        _check_flags(stream=stream)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._requests.make(
             prompt, sampling_params, input_ids, logprobs, rid, is_streaming=stream
         )
+
+
+def _sleep_command(
+    level: int, preserve_state: bool, refuse_requests: bool
+) -> Callable[[Future[int]], cmd.Sleep]:
+    check_level(level)
+    _check_flags(preserve_state=preserve_state, refuse_requests=refuse_requests)
+    return functools.partial(cmd.Sleep, level, preserve_state, refuse_requests)
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
 
 
 def _dicts(outputs: Sequence[RequestOutput], is_single: bool) -> Any:

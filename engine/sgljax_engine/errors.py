@@ -46,6 +46,10 @@ class EngineStateError(EngineError, RuntimeError):
     """The engine cannot do this now: it is paused, has requests running, or has no weights."""
 
 
+class OffloadError(EngineError, RuntimeError):
+    """Moving weights or KV pages between device and host failed; all is as it was before."""
+
+
 class EngineShutdownError(EngineError, RuntimeError):
     """The engine was shut down before, or while, it handled the call."""
 

@@ -21,11 +21,37 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 
 _MODES = get_args(PauseMode)
 
+SleepTag = Literal["weights", "kv_cache"]
+"""What an engine takes on its devices, by the names that vLLM and SGLang use."""
+
+SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
+SLEEP_LEVELS = (1, 2)
+
 
 def check_mode(mode: Any) -> None:
     """Raises InvalidRequestError for anything but a `PauseMode`."""
     if mode not in _MODES:
         raise InvalidRequestError(f"mode must be one of {_MODES}, got {mode!r}")
+
+
+def check_level(level: Any) -> None:
+    """Raises InvalidRequestError for anything but a level of sleep."""
+    if isinstance(level, bool) or level not in SLEEP_LEVELS:
+        raise InvalidRequestError(f"level must be one of {SLEEP_LEVELS}, got {level!r}")
+
+
+def check_tags(tags: Any) -> tuple[SleepTag, ...]:
+    """The tags, each once and in the order of `SLEEP_TAGS`; all of them for None.
+
+    Raises:
+        InvalidRequestError: for an unknown one, and for none at all.
+    """
+    if tags is None:
+        return SLEEP_TAGS
+    given: list[Any] = list(tags) if isinstance(tags, (list, tuple, set, frozenset)) else []
+    if not given or any(tag not in SLEEP_TAGS for tag in given):
+        raise InvalidRequestError(f"tags must be None or a list of {SLEEP_TAGS}, got {tags!r}")
+    return tuple(tag for tag in SLEEP_TAGS if tag in given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

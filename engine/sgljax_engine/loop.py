@@ -46,8 +46,8 @@ class _Answered(Protocol):
 class EngineLoop:
     """Commands in, answers out.
 
-    Only `submit`, `update`, `request_stop`, `stop` and `weight_version` may be used from other
-    threads.
+    Only `submit`, `update`, `request_stop`, `stop`, `weight_version` and `is_sleeping` may be used
+    from other threads.
     """
 
     def __init__(
@@ -102,6 +102,11 @@ class EngineLoop:
         """Of the weights that serve."""
         return self._core.weight_version
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache sleep."""
+        return bool(self._core.sleeper.asleep)
+
     def submit(self, command: cmd.Command) -> None:
         """Queues a command, or raises EngineShutdownError when nobody would answer it."""
         with self._submit_lock:
@@ -152,7 +157,12 @@ class EngineLoop:
 
     @property
     def _can_step(self) -> bool:
-        return self._pause in (None, "wait") and self._core.scheduler.has_work
+        return not self._is_held and self._core.scheduler.has_work
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether nothing may run, whatever there is to do."""
+        return self._pause not in (None, "wait") or not self._core.can_run
 
     def _take_commands(self) -> bool:
         """Handles all queued commands, waiting for one when nothing may run; False at shutdown."""
@@ -208,11 +218,15 @@ class EngineLoop:
             return core.flush_cache()
         if isinstance(command, cmd.ReleaseKV):
             return core.release_kv()
+        if isinstance(command, cmd.Sleep):
+            return self._sleep(command)
+        if isinstance(command, cmd.WakeUp):
+            return core.wake_up(command.tags)
         if isinstance(command, cmd.GetState):
             return core.state(self._pause)
         if isinstance(command, cmd.CheckIntegrity):
             return core.scheduler.check_integrity()
-        core.check_weights()
+        core.check_awake()
         if isinstance(command, cmd.ChecksumWeights):
             return core.runner.checksum_weights()
         if isinstance(command, cmd.Score):
@@ -229,17 +243,30 @@ class EngineLoop:
         self._pause = mode
         if mode == "wait":
             self._quiet_futures.append(future)
+            self._refuse_if_held()
             self._set_admission()
             return
         core.disturb(mode)
         core.answers.hand_over()
         core.runner.wait()
-        if core.scheduler.num_begun:  # else `_settle` does what waits for that
-            why = f"pause_generation({mode!r}) keeps them from finishing"
-            self._refuse_quiet(why)
-            self._refuse_swap(why)
+        self._refuse_if_held()
         self._set_admission()
         resolve(future, None)
+
+    def _sleep(self, command: cmd.Sleep) -> int:
+        num_bytes = self._core.sleep(command)
+        self._refuse_if_held()
+        self._set_admission()
+        return num_bytes
+
+    def _refuse_if_held(self) -> None:
+        """Answers all that waits for requests to finish, if they cannot. See `_settle` else."""
+        core = self._core
+        if not core.scheduler.num_begun or not self._is_held:
+            return
+        holder = f"pause_generation({self._pause!r})" if core.can_run else "sleep"
+        self._refuse_quiet(f"{holder} keeps them from finishing")
+        self._refuse_swap(f"{holder} keeps them from finishing")
 
     def _continue_generation(self) -> None:
         self._pause = None
@@ -254,8 +281,7 @@ class EngineLoop:
             self._waiting_swap = command
         finally:
             del command  # see `_answer`
-        if self._core.scheduler.num_begun and not self._can_step:
-            self._refuse_swap(f"pause_generation({self._pause!r}) keeps them from finishing")
+        self._refuse_if_held()
         self._set_admission()
 
     def _settle(self) -> None:

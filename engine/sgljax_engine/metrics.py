@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.io_struct import PauseMode, SleepTag
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -25,6 +25,7 @@ class EngineCounters:
         num_aborted: Requests that ended with finish reason `abort`.
         num_pauses: Times that generation was paused.
         num_weight_updates: Weight swaps.
+        num_sleeps: Times that the engine went to sleep.
         num_failed_steps: Steps that raised.
         num_first_tokens: Requests that got their first token.
         time_to_first_token_s: Seconds from the call to the first token, of all of those together.
@@ -32,6 +33,7 @@ class EngineCounters:
         prefill_s, decode_s: Seconds the engine thread spent dispatching prefill and in decode.
         update_s: Seconds that the engine thread spent on new weights; it decodes while they are
             made elsewhere.
+        sleep_s, wake_s: Seconds that it spent going to sleep and waking up.
     """
 
     num_requests: int = 0
@@ -47,6 +49,7 @@ class EngineCounters:
     num_aborted: int = 0
     num_pauses: int = 0
     num_weight_updates: int = 0
+    num_sleeps: int = 0
     num_failed_steps: int = 0
     num_first_tokens: int = 0
     time_to_first_token_s: float = 0.0
@@ -54,6 +57,8 @@ class EngineCounters:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     update_s: float = 0.0
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +96,17 @@ class EngineState:
         num_prefilling: Running requests whose prompt is not prefilled to its end.
         running_rids, waiting_rids: Their ids, oldest first.
         pause_mode: How generation was paused; None while it is not.
+        asleep: What the engine has not on its devices, since it sleeps; empty while it is awake.
+        host_bytes: Of the copies on the host that it sleeps with.
+        has_weights: Whether weights are there to generate with. Not while they sleep, nor after
+            they were given up, by `sleep(level=2)` or a failed update with donate=True, until an
+            update succeeds.
         available_kv_tokens: Tokens that free pages hold, and cached ones that may be evicted.
         cached_kv_tokens: Tokens that the prefix cache's pages hold, in use or not: the size of
             its tree.
         total_kv_tokens: Tokens that all pages hold.
         is_kv_allocated: Whether the pages take memory; not between `release_kv_cache` and the next
-            dispatch.
+            dispatch, nor while they sleep.
         weight_version: 0 for the first weights, one more with every update.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
         forward_ct_decode: Decode dispatches since the start or the last flush.
@@ -112,6 +122,9 @@ class EngineState:
     running_rids: tuple[str, ...]
     waiting_rids: tuple[str, ...]
     pause_mode: PauseMode | None
+    asleep: tuple[SleepTag, ...]
+    host_bytes: int
+    has_weights: bool
     available_kv_tokens: int
     cached_kv_tokens: int
     total_kv_tokens: int
@@ -128,3 +141,8 @@ class EngineState:
     def is_paused(self) -> bool:
         """Whether generation waits for `continue_generation`."""
         return self.pause_mode is not None
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether generation waits for `wake_up`."""
+        return bool(self.asleep)

@@ -427,8 +427,8 @@ class TestBadInput:
 class TestCompilation:
     def test_after_warmup_nothing_compiles(self):
         with make_engine(forbid_compile=True, chunked_prefill_size=64) as warm:
-            # Prefill of 64 tokens, copies, decode of 1, 4 and 8 rows.
-            assert warm.warmup() == 5
+            # Prefill of 64 tokens, copies, pages out and in, decode of 1, 4 and 8 rows.
+            assert warm.warmup() == 7
             assert warm.warmup() == 0
             with recorded_programs() as lowered:
                 for seed in (1, 2):
@@ -448,7 +448,7 @@ class TestCompilation:
     def test_warmup_can_include_scoring(self):
         with make_engine(forbid_compile=True, chunked_prefill_size=64) as warm:
             # Lengths 16 .. 256; where a bucket of 64 tokens holds several rows, also one row.
-            assert warm.warmup(include_score=True) == 5 + 5 + 2
+            assert warm.warmup(include_score=True) == 7 + 5 + 2
             warm.score([[1, 2, 3]] * 5 + [[1] * 200])
 
     def test_prefill_never_exceeds_its_budget(self):

@@ -203,8 +203,8 @@ class TestCompilation:
 
     def test_after_warmup_with_the_table_nothing_compiles(self):
         with make_engine(forbid_compile=True, chunked_prefill_size=64, decode_steps=4) as engine:
-            # Prefill, copies, decode without a table and with one of 64 or 128 entries.
-            assert engine.warmup(include_table=True) == 2 + 1 + 2
+            # Prefill, copies, pages out and in, decode without a table and with one of 64 or 128.
+            assert engine.warmup(include_table=True) == 4 + 1 + 2
             assert engine.warmup(include_table=True) == 0
             with recorded_programs() as lowered:
                 outs = engine.generate_requests(*seeded_requests())

@@ -29,6 +29,11 @@ class PageAllocator:
         """Pages that are allocated now."""
         return self.num_pages - len(self._free)
 
+    @property
+    def used(self) -> list[int]:
+        """Pages that are allocated now, ascending."""
+        return [page for page, is_used in enumerate(self._is_used) if is_used]
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages, or raises EngineError and takes none."""
         if count > len(self._free):

@@ -49,6 +49,11 @@ class PagePool:
         """Pages that the prefix cache owns, in use or not."""
         return self._cache.num_cached
 
+    @property
+    def used_pages(self) -> list[int]:
+        """Pages whose contents somebody may read: those of requests and cached ones; ascending."""
+        return self._allocator.used
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)

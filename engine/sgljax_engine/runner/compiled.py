@@ -42,15 +42,24 @@ class ProgramCall(NamedTuple):
 
 
 class ProgramState(NamedTuple):
-    """What programs work on beside their arguments."""
+    """What programs work on beside their arguments.
+
+    Attributes:
+        weights, kv, kv_rows: As the runner has them.
+        moved: Contents of some pages, on their way out of `kv` or into it.
+    """
 
     weights: Any
     kv: Any
     kv_rows: Any
+    moved: Any = ()
 
 
 class _Program(NamedTuple):
-    """A device program: the state that it takes before its arguments, and what it returns."""
+    """A device program: the state that it takes before its arguments, and what it returns.
+
+    State that it takes and returns is donated.
+    """
 
     function: Callable[..., Any]
     takes: tuple[str, ...]
@@ -61,6 +70,8 @@ _PROGRAMS = {
     "prefill": _Program(programs.prefill, ("weights", "kv"), ("kv",)),
     "copy_pages": _Program(programs.copy_pages, ("kv",), ("kv",)),
     "decode": _Program(programs.decode, ("weights", "kv", "kv_rows"), ("kv", "kv_rows", "result")),
+    "read_pages": _Program(programs.read_pages, ("kv",), ("moved",)),
+    "write_pages": _Program(programs.write_pages, ("kv", "moved"), ("kv",)),
     "score": _Program(scoring.score, ("weights",), ("result",)),
 }
 
@@ -152,6 +163,7 @@ class ProgramCache:
             "weights": jax.tree.map(lambda x: x.sharding, state.weights),
             "kv": jax.tree.map(lambda x: x.sharding, state.kv),
             "kv_rows": jax.tree.map(lambda x: x.sharding, state.kv_rows),
+            "moved": jax.tree.map(lambda x: x.sharding, state.kv),
             "result": everywhere,
         }
         out_shardings = tuple(placed[part] for part in gives)
@@ -162,7 +174,7 @@ class ProgramCache:
                 *jax.tree.map(lambda _: everywhere, call.args),
             ),
             out_shardings=out_shardings if len(gives) > 1 else out_shardings[0],
-            donate_argnums=tuple(i for i, part in enumerate(takes) if part != "weights"),
+            donate_argnums=tuple(i for i, part in enumerate(takes) if part in gives),
         )
         return jitted.lower(*(getattr(state, part) for part in takes), *call.args)
 

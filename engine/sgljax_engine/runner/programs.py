@@ -26,6 +26,9 @@ from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_l
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
+BITS = {2: jnp.uint16, 4: jnp.uint32}
+"""Unsigned integers by their bytes."""
+
 
 class ProgramContext(NamedTuple):
     """What all programs of an engine are compiled for. Static and hashable.
@@ -174,6 +177,30 @@ def copy_pages(
         return tuple(LayerKV(copy(layer.k), copy(layer.v)) for layer in kv)
 
     return lax.fori_loop(0, num_groups, copy_group, kv)
+
+
+def read_pages(kv: KVPages, page_ids: jax.Array) -> KVPages:
+    """The contents of some pages, in the order of `page_ids`, int32 [N], all of them in the pool.
+
+    They come as unsigned integers of the same bits, since numpy lacks some dtypes. `kv` is not
+    donated.
+    """
+
+    def read(pages: jax.Array) -> jax.Array:
+        contents = pages.at[page_ids].get(mode="promise_in_bounds")
+        return lax.bitcast_convert_type(contents, BITS[pages.dtype.itemsize])
+
+    return jax.tree.map(read, kv)
+
+
+def write_pages(kv: KVPages, moved: KVPages, page_ids: jax.Array) -> KVPages:
+    """Puts what `read_pages` gave into pages; ids beyond the pool are dropped. `kv` is donated."""
+
+    def write(pages: jax.Array, bits: jax.Array) -> jax.Array:
+        contents = lax.bitcast_convert_type(bits, pages.dtype)
+        return pages.at[page_ids].set(contents, mode="drop")
+
+    return jax.tree.map(write, kv, moved)
 
 
 class _Carry(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
 from sgljax_engine.cache.kv_rows import KVRows, RowShapes, allocate_kv_rows
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.offload import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner import programs, scoring
 from sgljax_engine.runner.batch import (
     ForwardBatch,
@@ -34,6 +35,7 @@ from sgljax_engine.runner.sampling_batch import (
     empty_table,
     table_buckets,
 )
+from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size
 from sgljax_engine.types import (
     PageCopy,
     PrefillChunk,
@@ -93,6 +95,7 @@ class ModelRunner:
         self._token_block = token_block
         self._row_shapes = row_shapes
         self._forbid_compile = forbid_compile
+        self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self._has_warm_score = self._has_warm_table = False
         self.programs = ProgramCache(static, placement)
         self.weights: dict[str, jax.Array] = dict(weights)
@@ -187,7 +190,7 @@ class ModelRunner:
     def _run(self, program: str, *args: Any) -> Any:
         """Dispatches a program and returns its result, which nobody has waited for."""
         if takes_kv(program):
-            self._require_kv()
+            self.take_kv()
         call = ProgramCall(program, args)
         state, result = self.programs.run(call, self._state)
         self.kv, self.kv_rows = state.kv, state.kv_rows
@@ -218,6 +221,14 @@ class ModelRunner:
         transposed = {name for name, target in targets.items() if target.is_transposed}
         return checksums(self.weights, transposed)
 
+    def weights_to_host(self) -> dict[str, HostArray]:
+        """A copy of the weights."""
+        return to_host(self.weights, self._host_memory)
+
+    def weights_from_host(self, copy: Mapping[str, HostArray]) -> None:
+        """Serves the weights of a copy again."""
+        self.weights = to_device(dict(copy))
+
     def check_kv(self) -> None:
         """Waits for all that writes pages; raises what failed there."""
         jax.block_until_ready((self.kv, self.kv_rows))
@@ -240,9 +251,43 @@ class ModelRunner:
         self.kv, self.kv_rows = (), ()
         return num_bytes
 
-    def _require_kv(self) -> None:
-        if not self.is_kv_allocated:
-            self._allocate_kv()
+    def take_kv(self) -> int:
+        """Takes the memory of pages and rows, unless they have it; returns its bytes."""
+        if self.is_kv_allocated:
+            return 0
+        self._allocate_kv()
+        return sum(array.nbytes for array in jax.tree.leaves((self.kv, self.kv_rows)))
+
+    def save_pages(self, pages: Sequence[int]) -> SavedPages:
+        """Copies pages to the host; waits for it."""
+        chunks: list[tuple[np.ndarray, Any]] = []
+        for ids in chunk_ids(pages, self._chunk_size, self._num_pages):
+            # Padding would be read from beyond the pool.
+            call = ProgramCall("read_pages", (np.minimum(ids, self._num_pages - 1),))
+            state, _ = self.programs.run(call, self._state)
+            chunks.append((ids, to_host(state.moved, self._host_memory)))
+        return SavedPages(chunks)
+
+    def load_pages(self, saved: SavedPages, pages: Collection[int]) -> None:
+        """Puts back those of these pages that were saved; waits for it.
+
+        What fails leaves no pages at all, and the saved ones as they are.
+        """
+        self.take_kv()
+        try:
+            for ids, contents in saved.only(pages, self._num_pages):
+                state = self._state._replace(moved=to_device(contents))
+                state, _ = self.programs.run(ProgramCall("write_pages", (ids,)), state)
+                self.kv = state.kv
+            self.check_kv()
+        except BaseException:
+            self.kv, self.kv_rows = (), ()
+            raise
+
+    @property
+    def _chunk_size(self) -> int:
+        size = sum(array.nbytes for array in jax.tree.leaves(self.kv)) // self._num_pages
+        return chunk_size(size, self._num_pages)
 
     def recover_kv(self) -> bool:
         """Drops the pages if a failed step took or spoilt them; True if it had to.
@@ -287,13 +332,13 @@ class ModelRunner:
     # ------------------------------------------------------------------ programs
 
     def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
-        """Compiles and runs every prefill, copy and decode bucket; returns how many were new.
+        """Compiles and runs every program but those below; returns how many were new.
 
         Args:
             include_score: Those of `score` too.
             include_table: The decode buckets for rows that change logits too, in every width.
         """
-        self._require_kv()
+        self.take_kv()
         before, was_sealed = self.programs.num_compiles, self.programs.is_sealed
         self.programs.is_sealed = False
         try:
@@ -301,7 +346,7 @@ class ModelRunner:
             self.programs.compile(calls, self._state)
             for call in calls:
                 jax.block_until_ready(self._run(call.name, *call.args))
-            jax.block_until_ready(self.kv)
+            self.load_pages(self.save_pages([0]), [0])
         except BaseException:
             self.programs.is_sealed = was_sealed
             raise

@@ -1,0 +1,119 @@
+"""Copies of device arrays in host memory, for as long as a device's memory is lent to others.
+
+They lie in pinned memory where the devices have some, which moves fastest; else in numpy arrays.
+CPU devices compute in host memory anyway, so theirs are numpy arrays too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+HostMemory = Literal["pinned_host", "numpy"]
+
+_T = TypeVar("_T")
+_ALIGNMENT = 64
+"""JAX on CPUs takes numpy arrays that lie at multiples of this without copying them again."""
+
+
+class HostArray(NamedTuple):
+    """One array on the host.
+
+    Attributes:
+        shape, sharding: Of the array on the devices.
+        pinned: The array in pinned memory, or None.
+        parts: Else each different shard, by the slices of the array that it holds.
+    """
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    pinned: jax.Array | None
+    parts: Mapping[tuple[Any, ...], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, each part once."""
+        if self.pinned is not None:
+            return self.pinned.nbytes
+        return sum(part.nbytes for part in self.parts.values())
+
+
+def host_memory(device: Any) -> HostMemory:
+    """What to keep arrays of a `jax.Device`, and of others like it, in."""
+    if device.platform == "cpu":
+        return "numpy"
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return "pinned_host" if "pinned_host" in kinds else "numpy"
+
+
+def to_host(tree: Any, memory: HostMemory) -> Any:
+    """Copies a pytree of arrays of this process; each leaf becomes a `HostArray`.
+
+    Waits for all of it.
+    """
+    if memory == "pinned_host":
+        arrays, structure = jax.tree.flatten(tree)
+        shardings = [array.sharding.with_memory_kind(memory) for array in arrays]
+        pinned = jax.block_until_ready(jax.device_put(arrays, shardings))
+        return structure.unflatten(
+            HostArray(a.shape, a.sharding, p, {}) for a, p in zip(arrays, pinned, strict=True)
+        )
+    for array in jax.tree.leaves(tree):
+        array.copy_to_host_async()
+    return jax.tree.map(_to_numpy, tree)
+
+
+def to_device(tree: Any) -> Any:
+    """The arrays of a pytree of `HostArray`s, as they were. Waits for all of it.
+
+    On CPUs they may use the memory of the copies, which nobody writes to.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, HostArray))
+    arrays = [_to_device(leaf) for leaf in leaves]
+    return structure.unflatten(jax.block_until_ready(arrays))
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all `HostArray`s of a pytree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, HostArray))
+    return sum(leaf.nbytes for leaf in leaves)
+
+
+def _to_device(host: HostArray) -> jax.Array:
+    if host.pinned is not None:
+        return jax.device_put(host.pinned, host.sharding)
+    return jax.make_array_from_callback(
+        host.shape, host.sharding, lambda index: host.parts[_key(index or (), host.shape)]
+    )
+
+
+def _to_numpy(array: jax.Array) -> HostArray:
+    parts: dict[tuple[Any, ...], np.ndarray] = {}
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            assert shard.index is not None
+            parts[_key(shard.index, array.shape)] = _part(shard.data)
+    return HostArray(array.shape, array.sharding, None, parts)
+
+
+def _part(data: jax.Array) -> np.ndarray:
+    part = np.asarray(data)
+    (device,) = data.devices()
+    # Of a CPU's array that was no copy, and would keep the array alive.
+    return _aligned_copy(part) if device.platform == "cpu" else part
+
+
+def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """A shard's slices in one spelling."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _aligned_copy(array: np.ndarray) -> np.ndarray:
+    raw = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy

@@ -1,0 +1,131 @@
+"""Lending the device's memory to others, and taking it back. Engine thread only.
+
+An engine has two things on its device, as in vLLM's and SGLang's tags: its weights and its KV
+cache. Asleep, it has neither; it may be woken one by one. What is worth it is copied to the host
+before anything is given back, and given back only when all of it is there; it is let go on the host
+only when all of it is on the device again. So what fails half-way changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.errors import OffloadError, forget_locals
+from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
+from sgljax_engine.offload import HostArray, num_bytes
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.saved_pages import SavedPages
+
+
+class Kept(NamedTuple):
+    """What was copied to the host; None for what is not kept."""
+
+    weights: Mapping[str, HostArray] | None
+    pages: SavedPages | None
+
+
+class Sleeper:
+    """What of an engine is asleep, and its copies.
+
+    Attributes:
+        asleep: In the order of `SLEEP_TAGS`; empty while the engine is awake.
+        refuses_requests: Requests that come are refused, not queued.
+    """
+
+    def __init__(self, runner: ModelRunner, pool: PagePool) -> None:
+        """Awake.
+
+        Args:
+            runner: Has the arrays.
+            pool: Knows which pages are used.
+        """
+        self._runner = runner
+        self._pool = pool
+        self._kept = Kept(None, None)
+        self.asleep: tuple[SleepTag, ...] = ()
+        self.refuses_requests = False
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights are on the host."""
+        return self._kept.weights is not None
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all copies."""
+        weights, pages = self._kept
+        in_pages = 0 if pages is None else pages.nbytes
+        return in_pages + (0 if weights is None else num_bytes(dict(weights)))
+
+    def keep(self, *, weights: bool, pages: bool) -> Kept:
+        """Copies to the host what is to be kept; changes nothing else.
+
+        Raises:
+            OffloadError: when that fails.
+        """
+        try:
+            return Kept(
+                self._runner.weights_to_host() if weights else None,
+                self._save_pages() if pages else None,
+            )
+        except Exception as error:
+            forget_locals(error)
+            raise OffloadError(
+                f"copying weights and KV pages to the host failed: {error!r}; the engine is awake"
+            ) from error
+
+    def _save_pages(self) -> SavedPages | None:
+        # Pages without memory have no contents: the cache was released, and is empty.
+        runner = self._runner
+        return runner.save_pages(self._pool.used_pages) if runner.is_kv_allocated else None
+
+    def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
+        """Gives the device's memory back; returns its bytes. Cannot fail."""
+        num_bytes = sum(weight.nbytes for weight in self._runner.weights.values())
+        num_bytes += self._runner.release_kv()
+        self._runner.swap_weights({})
+        self._kept = kept
+        self.asleep = SLEEP_TAGS
+        self.refuses_requests = refuses_requests
+        return num_bytes
+
+    def wake_up(self, tags: Sequence[SleepTag]) -> int:
+        """Takes the memory of these tags again, all of them or none; returns its bytes.
+
+        Raises:
+            OffloadError: when that fails: all that slept sleeps on, and can be woken later.
+        """
+        runner, kept = self._runner, self._kept
+        num_bytes = 0
+        try:
+            if "weights" in tags and kept.weights is not None:
+                runner.weights_from_host(kept.weights)
+                num_bytes += sum(weight.nbytes for weight in runner.weights.values())
+            if "kv_cache" in tags:
+                num_bytes += runner.take_kv()
+                if kept.pages is not None:
+                    runner.load_pages(kept.pages, self._pool.used_pages)
+        except Exception as error:
+            if "weights" in tags:
+                runner.swap_weights({})
+            forget_locals(error)
+            raise OffloadError(
+                f"taking back the memory of {list(tags)} failed: {error!r}; the engine sleeps on, "
+                "and nothing that it kept is lost"
+            ) from error
+        self._woke(tags)
+        return num_bytes
+
+    def weights_came(self) -> None:
+        """Other weights were put on the device: kept ones are of no use any more."""
+        self._woke(("weights",))
+
+    def _woke(self, tags: Sequence[SleepTag]) -> None:
+        self._kept = Kept(
+            None if "weights" in tags else self._kept.weights,
+            None if "kv_cache" in tags else self._kept.pages,
+        )
+        self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
+        self.refuses_requests &= bool(self.asleep)
