@@ -10,7 +10,7 @@ import numpy as np
 from sgljax_engine.checkpoint.fields import Fields, float_array, int_array
 from sgljax_engine.errors import CheckpointError
 from sgljax_engine.sampling_params import LogprobOptions
-from sgljax_engine.types import TopLogprobs
+from sgljax_engine.types import PromptLogprobs, TopLogprobs
 
 INT_COLUMNS = (
     "prompt_ids",
@@ -84,3 +84,39 @@ def extra_entries(
         )
     columns = (values.tolist(), token_ids.tolist(), chosen.tolist())
     return [TopLogprobs(*entry) for entry in zip(*columns, strict=True)]
+
+
+def read_prompt_logprobs(
+    fields: Fields, extras: list[TopLogprobs], options: LogprobOptions
+) -> PromptLogprobs | None:
+    """From the arrays of a request's dict; the prompt's first token has no log-prob."""
+    if fields.value("prompt_logprobs") is None:
+        return None
+    head = [None] if options.start_len == 0 else []
+    logprobs = [*head, *fields.floats("prompt_logprobs").tolist()]
+    return PromptLogprobs(logprobs, [*head, *extras] if options.has_extras else [])
+
+
+def check_prompt_logprobs(
+    scored: PromptLogprobs | None, options: LogprobOptions, num_prompt: int, where: str
+) -> None:
+    """Raises CheckpointError unless they are those that the options ask for."""
+    start = options.start_len
+    if start >= num_prompt:
+        raise CheckpointError(f"{where}: logprob start_len must be < {num_prompt}, got {start}")
+    if scored is None:
+        return
+    num_expected = num_prompt - start if start >= 0 else 0
+    num_extras = num_expected if options.has_extras else 0
+    if start < 0 or (len(scored.logprobs), len(scored.extras)) != (num_expected, num_extras):
+        raise CheckpointError(
+            f"{where}: prompt_logprobs must have {num_expected} entries and {num_extras} extras "
+            f"for {start=}, got {len(scored.logprobs)} and {len(scored.extras)}"
+        )
+    for entries in scored:
+        for place, entry in enumerate(entries):
+            if (entry is None) != (start == place == 0):
+                raise CheckpointError(
+                    f"{where}: prompt_logprobs must be None for the prompt's first token alone, "
+                    f"got {entry!r} at {start + place}"
+                )

@@ -28,7 +28,7 @@ from sgljax_engine.checkpoint.manifest import (
 from sgljax_engine.checkpoint.prefix_file import read_prefix, write_prefix
 from sgljax_engine.checkpoint.segments import (
     PackedRequest,
-    Segment,
+    needs_compaction,
     pack,
     read_segment,
     write_segment,
@@ -38,10 +38,6 @@ from sgljax_engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_MAX_GARBAGE = 0.5
-"""Of the stored requests; with more, all requests are written anew."""
-
-_MAX_SEGMENTS = 32
 _IN_MANIFEST = ("waiting_queue", "running_queue", "finished_req_ids", "new_token_ratio")
 _OWN_FILE = re.compile(r"(?:requests|prefix)-(\d{6,})\.(?:json|safetensors)(?:\.zst)?")
 
@@ -130,10 +126,7 @@ class CheckpointManager:
         except OSError as error:
             raise CheckpointError(f"cannot save a checkpoint in {self._path}: {error}") from error
         self._current = manifest
-        try:
-            self._clean(manifest)
-        except OSError as error:  # the next save tries again
-            logger.warning("cannot remove old files in %s: %s", self._path, error)
+        self._clean(manifest)
         return dataclasses.replace(report, seconds=time.perf_counter() - started)
 
     def _make_folder(self) -> None:
@@ -182,8 +175,10 @@ class CheckpointManager:
             if each.rid in stored and stored[each.rid].digest == each.digest
         }
         segments = {} if previous is None else previous.segments
-        segments = {number: segments[number] for number in {e.segment for e in kept.values()}}
-        is_compacted = _needs_compaction(segments, len(kept), len(packed))
+        segments = {
+            number: segments[number] for number in sorted({e.segment for e in kept.values()})
+        }
+        is_compacted = needs_compaction(segments, len(kept), len(packed))
         if is_compacted:
             kept, segments = {}, {}
         changed = [each for each in packed if each.rid not in kept]
@@ -226,11 +221,15 @@ class CheckpointManager:
     def _clean(self, manifest: Manifest) -> None:
         """Removes temporary files and those that the manifest does not name."""
         wanted = {MANIFEST_NAME, *(file.name for file in manifest.files)}
-        garbage = [name for name in os.listdir(self._path) if name not in wanted and _is_own(name)]
-        if garbage:
-            sync_folder(self._path)  # an older manifest, which names them, must not come back
-        for name in garbage:
-            (self._path / name).unlink(missing_ok=True)
+        try:
+            names = [name for name in os.listdir(self._path) if name not in wanted]
+            garbage = [name for name in names if _is_own(name)]
+            if garbage:
+                sync_folder(self._path)  # an older manifest, which names them, must not come back
+            for name in garbage:
+                (self._path / name).unlink(missing_ok=True)
+        except OSError as error:  # they harm nobody, and the next save tries again
+            logger.warning("cannot remove old files in %s: %s", self._path, error)
 
     # ------------------------------------------------------------------ load
 
@@ -276,13 +275,6 @@ class CheckpointManager:
             return EngineCheckpoint.from_dict(given)
         except CheckpointError as error:
             raise CheckpointError(f"{self._path}: {error}") from error
-
-
-def _needs_compaction(segments: dict[int, Segment], num_kept: int, num_requests: int) -> bool:
-    num_stored = sum(segment.num_requests for segment in segments.values())
-    num_garbage = num_stored - num_kept
-    num_all = num_garbage + num_requests
-    return num_garbage > _MAX_GARBAGE * num_all or len(segments) >= _MAX_SEGMENTS
 
 
 def _stored_requests(

@@ -9,9 +9,11 @@ from typing import Any
 from sgljax_engine.checkpoint.columns import (
     FLOAT_COLUMNS,
     INT_COLUMNS,
+    check_prompt_logprobs,
     expand_runs,
     extra_columns,
     extra_entries,
+    read_prompt_logprobs,
     run_lengths,
 )
 from sgljax_engine.checkpoint.fields import Fields, float_array, int_array
@@ -88,7 +90,9 @@ class RequestCheckpoint:
         for name in _SECONDS:
             fields.optional_number(name)
         self._check_lists()
-        self._check_prompt_logprobs()
+        check_prompt_logprobs(
+            self.prompt_logprobs, self.logprob_options, len(self.prompt_ids), fields.where
+        )
 
     def _check_lists(self) -> None:
         num_tokens = len(self.output_ids)
@@ -113,24 +117,6 @@ class RequestCheckpoint:
             raise self._error(
                 f"status {self.status.value!r} contradicts {self.finish=} and {self.error=}"
             )
-
-    def _check_prompt_logprobs(self) -> None:
-        start, scored = self.logprob_options.start_len, self.prompt_logprobs
-        if start >= len(self.prompt_ids):
-            raise self._error(f"logprob start_len must be < {len(self.prompt_ids)}, got {start}")
-        if scored is None:
-            return
-        num_expected = len(self.prompt_ids) - start if start >= 0 else 0
-        num_extras = num_expected if self.logprob_options.has_extras else 0
-        if start < 0 or (len(scored.logprobs), len(scored.extras)) != (num_expected, num_extras):
-            raise self._error(
-                f"prompt_logprobs must have {num_expected} entries and {num_extras} extras for "
-                f"{start=}, got {len(scored.logprobs)} and {len(scored.extras)}"
-            )
-        for entries in scored:
-            for place, entry in enumerate(entries):
-                if (entry is None) != (start == place == 0):
-                    raise self._error("prompt_logprobs must be None for the first token alone")
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"request {self.rid!r}: {message}")
@@ -297,7 +283,7 @@ class RequestCheckpoint:
             scaled_logprobs=fields.floats("scaled_logprobs").tolist(),
             processed_logprobs=fields.floats("processed_logprobs").tolist(),
             extra_logprobs=extra_entries(fields, "extra", options, where),
-            prompt_logprobs=_prompt_logprobs(fields, extras, options),
+            prompt_logprobs=read_prompt_logprobs(fields, extras, options),
             token_versions=expand_runs(runs, len(output_ids), f"{where}.token_versions"),
             num_cached=fields.count("num_cached"),
             num_retractions=fields.count("num_retractions"),
@@ -309,13 +295,3 @@ class RequestCheckpoint:
 
 _NAMES = {field.name for field in dataclasses.fields(RequestCheckpoint)} - {"extra_logprobs"}
 _NAMES |= {*INT_COLUMNS, *FLOAT_COLUMNS}
-
-
-def _prompt_logprobs(
-    fields: Fields, extras: list[TopLogprobs], options: LogprobOptions
-) -> PromptLogprobs | None:
-    if fields.value("prompt_logprobs") is None:
-        return None
-    head = [None] if options.start_len == 0 else []
-    logprobs = [*head, *fields.floats("prompt_logprobs").tolist()]
-    return PromptLogprobs(logprobs, [*head, *extras] if options.has_extras else [])

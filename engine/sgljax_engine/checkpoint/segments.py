@@ -22,6 +22,10 @@ from sgljax_engine.checkpoint.files import Compression, FileEntry, read_file, wr
 from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.errors import CheckpointError
 
+_MAX_GARBAGE = 0.5
+"""Of the stored requests; with more, all requests are written anew."""
+
+_MAX_SEGMENTS = 32
 _COLUMNS = (*INT_COLUMNS, *FLOAT_COLUMNS)
 _DTYPES = {
     **dict.fromkeys(INT_COLUMNS, ("int32",)),
@@ -149,6 +153,20 @@ def read_segment(folder: Path, segment: Segment) -> list[dict[str, Any]]:
                 record[name] = columns[name][starts[name] : end].reshape(shape_of[name])
                 starts[name] = end
     return records
+
+
+def needs_compaction(segments: dict[int, Segment], num_kept: int, num_requests: int) -> bool:
+    """Whether too much of what would be stored is garbage.
+
+    Args:
+        segments: Old ones that are still needed.
+        num_kept: Requests in them that are.
+        num_requests: Of the new checkpoint.
+    """
+    num_stored = sum(segment.num_requests for segment in segments.values())
+    num_garbage = num_stored - num_kept
+    num_all = num_garbage + num_requests
+    return num_garbage > _MAX_GARBAGE * num_all or len(segments) >= _MAX_SEGMENTS
 
 
 def _take_shapes(record: Any, where: str) -> dict[str, tuple[int, ...]]:
