@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgljax_engine.config import CacheConfig, EngineConfig, RuntimeConfig, SchedulerConfig
 from sgljax_engine.errors import (
+    CheckpointError,
     CompileForbiddenError,
     EngineError,
     EngineShutdownError,
@@ -38,12 +39,22 @@ from sgljax_engine.seeds import derive_seed
 from sgljax_engine.types import FinishReason
 
 if TYPE_CHECKING:
+    from sgljax_engine.checkpoint.manager import CheckpointManager
+    from sgljax_engine.checkpoint.structures import (
+        EngineCheckpoint,
+        RequestCheckpoint,
+        SchedulerCheckpoint,
+    )
     from sgljax_engine.engine import Engine
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.weights.rules import Rule, flatten_named
 
 _LAZY = {
+    "CheckpointManager": "sgljax_engine.checkpoint.manager",
     "Engine": "sgljax_engine.engine",
+    "EngineCheckpoint": "sgljax_engine.checkpoint.structures",
+    "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
+    "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
     "Rule": "sgljax_engine.weights.rules",
     "flatten_named": "sgljax_engine.weights.rules",
     "load_model_config": "sgljax_engine.models.registry",
@@ -54,9 +65,12 @@ __all__ = [
     "AbortReq",
     "AttentionConfig",
     "CacheConfig",
+    "CheckpointError",
+    "CheckpointManager",
     "CompileForbiddenError",
     "ContinueGenerationReqInput",
     "Engine",
+    "EngineCheckpoint",
     "EngineConfig",
     "EngineCounters",
     "EngineError",
@@ -74,11 +88,13 @@ __all__ = [
     "ModelConfig",
     "OffloadError",
     "PauseGenerationReqInput",
+    "RequestCheckpoint",
     "RequestOutput",
     "RopeConfig",
     "Rule",
     "RuntimeConfig",
     "SamplingParams",
+    "SchedulerCheckpoint",
     "SchedulerConfig",
     "UnsupportedModelError",
     "WeightLoadError",

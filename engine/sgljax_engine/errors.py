@@ -31,6 +31,14 @@ class WeightLoadError(EngineError, ValueError):
     """A checkpoint is missing, truncated or inconsistent with the model."""
 
 
+class CheckpointError(EngineError, ValueError):
+    """A checkpoint of the engine's state cannot be written or read.
+
+    It is missing, truncated, tampered with, of a newer version or of another model, or the disk
+    failed; the engine serves on.
+    """
+
+
 class WeightSyncError(EngineError, ValueError):
     """New weights do not cover or do not fit the model, or could not be made.
 

@@ -1,0 +1,175 @@
+"""Files that are either whole or not there, with their checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+from collections.abc import Iterable, Iterator
+from io import BufferedReader
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+from sgljax_engine.errors import CheckpointError, InvalidConfigError
+
+Compression = Literal["zstd"] | None
+Buffer = bytes | memoryview
+
+TEMPORARY = ".tmp"
+_CHUNK_BYTES = 1 << 22
+
+
+class FileEntry(NamedTuple):
+    """What a manifest knows of a file.
+
+    Attributes:
+        name: Without a folder.
+        num_bytes: As stored, compressed or not.
+        sha256: Of the stored bytes, in hexadecimal.
+    """
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+def check_compression(compression: Compression) -> None:
+    """Raises InvalidConfigError for an unknown compression, or without its package."""
+    if compression not in (None, "zstd"):
+        raise InvalidConfigError(f"compression must be 'zstd' or None, got {compression!r}")
+    if compression is not None:
+        try:
+            _zstandard()
+        except CheckpointError as error:
+            raise InvalidConfigError(f"compression={compression!r}: {error}") from error
+
+
+def write_file(
+    folder: Path, name: str, buffers: Iterable[Buffer], compression: Compression = None
+) -> FileEntry:
+    """Writes a file under a temporary name, forces it to the disk, and gives it its name.
+
+    Its name is on the disk for sure only after `sync_folder`.
+    """
+    temporary = folder / f"{name}{TEMPORARY}"
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with open(temporary, "wb") as file:
+            for buffer in _compressed(buffers, compression):
+                digest.update(buffer)
+                file.write(buffer)
+                num_bytes += len(buffer)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return FileEntry(name, num_bytes, digest.hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the names in a folder to the disk, where the system has a way to."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_file(folder: Path, entry: FileEntry, compression: Compression) -> bytes:
+    """The contents of a file, checked and decompressed; CheckpointError names what is wrong."""
+    path = folder / entry.name
+    with opened(path) as file:
+        _check_size(path, os.fstat(file.fileno()).st_size, entry)
+        data = file.read()
+    _check_digest(path, hashlib.sha256(data).hexdigest(), entry)
+    if compression is None:
+        return data
+    zstd = _zstandard()
+    try:
+        # Not `decompress`: the frame of a stream does not say how long its contents are.
+        return zstd.ZstdDecompressor().decompressobj().decompress(data)
+    except zstd.ZstdError as error:
+        raise CheckpointError(f"{path} cannot be decompressed: {error}") from error
+
+
+def check_file(folder: Path, entry: FileEntry) -> None:
+    """Raises CheckpointError unless a file has the contents that a manifest says."""
+    path = folder / entry.name
+    with opened(path) as file:
+        _check_size(path, os.fstat(file.fileno()).st_size, entry)
+        _check_digest(path, hashlib.file_digest(file, "sha256").hexdigest(), entry)
+
+
+def check_size(folder: Path, entry: FileEntry) -> None:
+    """Raises CheckpointError unless a file has the size that a manifest says."""
+    with opened(folder / entry.name) as file:
+        _check_size(folder / entry.name, os.fstat(file.fileno()).st_size, entry)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """A file to read; what the system says against it becomes a CheckpointError."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"no such file: {path}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def decompress_into(file: BufferedReader, target: memoryview) -> bool:
+    """Decompresses into a buffer; whether the contents fill it exactly."""
+    zstd = _zstandard()
+    try:
+        with zstd.ZstdDecompressor().stream_reader(file, closefd=False) as reader:
+            filled = 0
+            while filled < len(target):
+                count = reader.readinto(target[filled : filled + _CHUNK_BYTES])
+                if count == 0:
+                    return False
+                filled += count
+            return not reader.read(1)
+    except zstd.ZstdError:
+        return False
+
+
+def _check_size(path: Path, num_bytes: int, entry: FileEntry) -> None:
+    if num_bytes != entry.num_bytes:
+        raise CheckpointError(
+            f"{path} has {num_bytes} bytes, the manifest says {entry.num_bytes} (truncated?)"
+        )
+
+
+def _check_digest(path: Path, sha256: str, entry: FileEntry) -> None:
+    if sha256 != entry.sha256:
+        raise CheckpointError(
+            f"{path} is damaged: its SHA-256 is {sha256}, the manifest says {entry.sha256}"
+        )
+
+
+def _compressed(buffers: Iterable[Buffer], compression: Compression) -> Iterator[Buffer]:
+    """Pieces small enough that compressing one takes little memory."""
+    compressor = None if compression is None else _zstandard().ZstdCompressor().compressobj()
+    for buffer in buffers:
+        for start in range(0, len(buffer), _CHUNK_BYTES):
+            piece = buffer[start : start + _CHUNK_BYTES]
+            yield piece if compressor is None else compressor.compress(piece)
+    if compressor is not None:
+        yield compressor.flush()
+
+
+def _zstandard() -> ModuleType:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        raise CheckpointError(
+            "zstd needs the package zstandard: pip install 'tunix-sgljax[zstd]'"
+        ) from None

@@ -1,0 +1,124 @@
+"""The content of a prefix cache in a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgljax_engine.checkpoint.fields import Fields, int_array
+from sgljax_engine.errors import CheckpointError
+
+BITS = {
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.uint16),
+    "float32": np.dtype(np.uint32),
+}
+"""By the name of a KV cache's dtype, the one its bits are kept in: numpy has no bfloat16."""
+
+_SIZES = ("page_size", "num_layers", "num_kv_heads", "head_dim")
+_FIELDS = (*_SIZES, "dtype", "num_nodes", "parents", "tokens", "pages")
+
+
+class LayerPages(NamedTuple):
+    """The bits of one layer's cached pages, in the order of the nodes.
+
+    Shape:
+        k, v: [num_nodes, num_kv_heads, page_size, head_dim] of `BITS[dtype]`
+    """
+
+    k: np.ndarray
+    v: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PrefixCheckpoint:
+    """Cached prefixes with their keys and values.
+
+    Pages may be gigabytes, so they are one pair of arrays a layer and nobody copies them: saving
+    reads them in place if they are C-contiguous, loading maps the file into memory (read-only)
+    unless it is compressed.
+
+    Attributes:
+        page_size, num_layers, num_kv_heads, head_dim: Of the cache.
+        dtype: Of the cache, a key of `BITS`.
+        nodes: (parent, tokens) of each page: the index of the page before it, or -1 for none, and
+            a whole page of tokens. Parents come before their children.
+        pages: One entry a layer.
+    """
+
+    page_size: int
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    nodes: Sequence[tuple[int, tuple[int, ...]]]
+    pages: Sequence[LayerPages]
+
+    def __post_init__(self) -> None:
+        """Raises CheckpointError naming the node or layer that does not fit."""
+        if self.dtype not in BITS:
+            raise CheckpointError(f"prefix dtype must be one of {list(BITS)}, got {self.dtype!r}")
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        for index, (parent, tokens) in enumerate(self.nodes):
+            if not -1 <= parent < index:
+                raise CheckpointError(
+                    f"prefix node {index}: its parent must be in [-1, {index - 1}], got {parent}"
+                )
+            if len(tokens) != self.page_size:
+                raise CheckpointError(
+                    f"prefix node {index} must have {self.page_size} tokens, got {len(tokens)}"
+                )
+            if (parent, tokens) in seen:
+                raise CheckpointError(f"prefix node {index} is there twice")
+            seen.add((parent, tokens))
+        if len(self.pages) != self.num_layers:
+            raise CheckpointError(
+                f"prefix pages must have {self.num_layers} layers, got {len(self.pages)}"
+            )
+        shape = (len(self.nodes), self.num_kv_heads, self.page_size, self.head_dim)
+        bits = BITS[self.dtype]
+        for layer, pair in enumerate(self.pages):
+            for array in pair:
+                if array.shape != shape or array.dtype != bits:
+                    raise CheckpointError(
+                        f"prefix pages of layer {layer} must be {bits} {list(shape)}, "
+                        f"got {array.dtype} {list(array.shape)}"
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON but for the arrays: `parents` [N], `tokens` [N, page_size], `pages` as they are."""
+        parents = [parent for parent, _ in self.nodes]
+        tokens = [list(tokens) for _, tokens in self.nodes]
+        shaped = int_array(tokens, "prefix tokens", num_dims=2)
+        return {
+            "dtype": self.dtype,
+            **{name: getattr(self, name) for name in _SIZES},
+            "num_nodes": len(parents),
+            "parents": int_array(parents, "prefix parents", low=-1),
+            "tokens": shaped.reshape(len(parents), self.page_size),
+            "pages": list(self.pages),
+        }
+
+    @classmethod
+    def from_dict(cls, given: object) -> PrefixCheckpoint:
+        """The inverse of `to_dict`. Raises CheckpointError."""
+        fields = Fields(given, "prefix_cache", _FIELDS)
+        parents = fields.ints("parents", low=-1).tolist()
+        tokens = fields.ints("tokens", num_dims=2).tolist()
+        if len(parents) != fields.count("num_nodes") or len(tokens) != len(parents):
+            raise fields.error("num_nodes", f"that of parents and tokens, {len(parents)}")
+        pages = fields.list("pages")
+        if not all(isinstance(layer, LayerPages) for layer in pages):
+            raise fields.error("pages", "a list of LayerPages")
+        return cls(
+            dtype=fields.text("dtype"),
+            page_size=fields.count("page_size", low=1),
+            num_layers=fields.count("num_layers", low=1),
+            num_kv_heads=fields.count("num_kv_heads", low=1),
+            head_dim=fields.count("head_dim", low=1),
+            nodes=[(parent, tuple(each)) for parent, each in zip(parents, tokens, strict=True)],
+            pages=pages,
+        )

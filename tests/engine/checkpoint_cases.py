@@ -1,0 +1,175 @@
+"""Checkpoints to write and read, and how to compare and forge them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sgljax_engine import EngineCheckpoint, RequestCheckpoint, SamplingParams, SchedulerCheckpoint
+from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
+from sgljax_engine.sampling_params import LogprobOptions
+from sgljax_engine.types import FinishReason, PromptLogprobs, RequestStatus, TopLogprobs
+
+RICH_PARAMS = SamplingParams(
+    n=8,
+    temperature=0.7,
+    top_k=50,
+    top_p=0.95,
+    min_p=0.05,
+    presence_penalty=0.1,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    logit_bias={17: -1.5, 4: 2.0},
+    bad_token_ids=(9, 10, 11),
+    seed=2**60 + 1,
+    max_new_tokens=4096,
+    min_new_tokens=1,
+    stop=("</answer>", "\n\nQ:", "\u00fc\u4f60\U0001f600"),
+    stop_token_ids=(1, 2),
+    include_stop_str_in_output=True,
+    skip_special_tokens=False,
+)
+
+
+def make_request(
+    index: int,
+    *,
+    num_tokens: int = 5,
+    status: RequestStatus = RequestStatus.RUNNING,
+    call: int = 3,
+    age_s: float = 12.25,
+    seed: int = 0,
+) -> RequestCheckpoint:
+    """A request with every field set; other seeds give other tokens and log-probs."""
+    rng = np.random.default_rng([seed, index])
+    prompt = rng.integers(0, 150_000, 6).tolist()
+    options = LogprobOptions(enabled=True, start_len=0, top_num=2, token_ids=(5, 6, 7))
+
+    def floats(count: int) -> list[float]:
+        return (-rng.random(count, np.float32) * 20).tolist()
+
+    def extras(count: int) -> list[TopLogprobs]:
+        return [
+            TopLogprobs(floats(2), rng.integers(0, 99, 2).tolist(), floats(3)) for _ in range(count)
+        ]
+
+    is_finished = status is RequestStatus.FINISHED
+    return RequestCheckpoint(
+        rid=f"{index:032x}-3",
+        group=f"{index:032x}",
+        call=call,
+        prompt_ids=prompt,
+        params=RICH_PARAMS,
+        seed=2**62 + index,
+        logprob_options=options,
+        is_streaming=True,
+        status=status,
+        finish=FinishReason("stop", matched="</answer>") if is_finished else None,
+        output_ids=rng.integers(0, 150_000, num_tokens).tolist(),
+        logprobs=floats(num_tokens),
+        scaled_logprobs=floats(num_tokens),
+        processed_logprobs=floats(num_tokens),
+        extra_logprobs=extras(num_tokens),
+        prompt_logprobs=PromptLogprobs([None, *floats(5)], [None, *extras(5)]),
+        token_versions=sorted(rng.integers(0, 3, num_tokens).tolist()),
+        num_cached=4,
+        num_retractions=2,
+        num_cache_misses=1,
+        age_s=age_s,
+        first_token_s=0.0625 if num_tokens else None,
+    )
+
+
+def make_prefix(seed: int = 0, dtype: str = "bfloat16") -> PrefixCheckpoint:
+    rng = np.random.default_rng(seed)
+    bits = np.uint16 if dtype == "bfloat16" else np.uint32
+    pages = [
+        LayerPages(*(rng.integers(0, 2**16, (3, 2, 4, 8)).astype(bits) for _ in "kv"))
+        for _ in range(2)
+    ]
+    nodes = [(-1, (1, 2, 3, 4)), (0, (5, 6, 7, 8)), (-1, (5, 6, 7, 8))]
+    return PrefixCheckpoint(
+        page_size=4, dtype=dtype, num_layers=2, num_kv_heads=2, head_dim=8, nodes=nodes, pages=pages
+    )
+
+
+def make_checkpoint(
+    requests: list[RequestCheckpoint],
+    prefix: PrefixCheckpoint | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> EngineCheckpoint:
+    """Each request is in the queue of its status."""
+
+    def rids(status: RequestStatus) -> list[str]:
+        return [request.rid for request in requests if request.status is status]
+
+    return EngineCheckpoint(
+        scheduler_state=SchedulerCheckpoint(
+            requests={request.rid: request for request in requests},
+            waiting_queue=rids(RequestStatus.WAITING),
+            running_queue=rids(RequestStatus.RUNNING),
+            finished_req_ids=rids(RequestStatus.FINISHED),
+            new_token_ratio=0.375,
+            prefix_cache=prefix,
+        ),
+        metadata={"weight_version": 7} if metadata is None else metadata,
+        timestamp=1.75e9,
+    )
+
+
+def fingerprint(checkpoint: EngineCheckpoint) -> str:
+    """Equal for equal contents; unlike ==, it knows NaN from NaN, 0.0 from -0.0 and 1 from 1.0."""
+    state = checkpoint.scheduler_state
+    parts = [
+        repr((checkpoint.version, checkpoint.timestamp, checkpoint.metadata)),
+        repr((state.requests, state.waiting_queue, state.running_queue, state.finished_req_ids)),
+        repr(state.new_token_ratio),
+    ]
+    prefix = state.prefix_cache
+    if prefix is not None:
+        parts.append(repr((prefix.page_size, prefix.dtype, prefix.num_layers)))
+        parts.append(repr((prefix.num_kv_heads, prefix.head_dim, list(prefix.nodes))))
+        for pair in prefix.pages:
+            for array in pair:
+                parts.append(f"{array.dtype.name}{array.shape}{array.tobytes().hex()}")
+    return "\n".join(parts)
+
+
+# ---------------------------------------------------------------------- forgeries
+
+
+def dump(value: Any) -> bytes:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest and gives it the checksum that it should have."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_bytes())
+    del body["sha256"]
+    change(body)
+    body["sha256"] = hashlib.sha256(dump(body)).hexdigest()
+    path.write_bytes(dump(body))
+
+
+def forge_file(folder: Path, name: str, data: bytes) -> None:
+    """Replaces a file, and its size and checksum in the manifest."""
+    (folder / name).write_bytes(data)
+    new = [name, len(data), hashlib.sha256(data).hexdigest()]
+
+    def change(body: dict[str, Any]) -> None:
+        entries = [segment["files"] for segment in body["segments"]]
+        found = [(files, i) for files in entries for i, file in enumerate(files) if file[0] == name]
+        if body["prefix"] is not None and body["prefix"]["file"][0] == name:
+            body["prefix"]["file"] = new
+            return
+        [(files, i)] = found
+        files[i] = new
+
+    forge_manifest(folder, change)
