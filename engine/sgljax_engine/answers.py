@@ -61,6 +61,12 @@ class Answers:
         failure = self._failures.pop(request.rid, None)
         self._news.append(_News(request, self._waiting.pop(request.rid), now_s, failure))
 
+    def answer_finished(
+        self, request: Request, answer: Answer, failure: EngineError | None
+    ) -> None:
+        """Answers a request that was finished when it came."""
+        self._news.append(_News(request, answer, time.perf_counter(), failure))
+
     def hand_over(self) -> None:
         """Gives the detokenizer all news."""
         news, self._news = self._news, []

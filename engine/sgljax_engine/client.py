@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from sgljax_engine import commands as cmd
+from sgljax_engine.checkpoint.manager import SaveReport
+from sgljax_engine.checkpointing import SaveJob
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.loop import EngineLoop
@@ -68,6 +70,24 @@ class EngineClient:
         """`update` for asyncio. Cancelling the task does not take the update back."""
         future: Future[int] = Future()
         self._loop.update(job(future))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future, job
+
+    def save(self, job: Callable[[Future[SaveReport]], SaveJob]) -> SaveReport:
+        """Has a checkpoint written, and waits for it."""
+        future: Future[SaveReport] = Future()
+        self._loop.save(job(future))
+        try:
+            return future.result()
+        finally:
+            del future, job
+
+    async def async_save(self, job: Callable[[Future[SaveReport]], SaveJob]) -> SaveReport:
+        """`save` for asyncio. Cancelling the task does not end it."""
+        future: Future[SaveReport] = Future()
+        self._loop.save(job(future))
         try:
             return await asyncio.wrap_future(future)
         finally:

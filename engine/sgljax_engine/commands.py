@@ -20,6 +20,7 @@ from sgljax_engine.io_struct import (
     SleepTag,
 )
 from sgljax_engine.metrics import EngineState
+from sgljax_engine.snapshot import Restoration, Snapshot
 from sgljax_engine.types import FinishReason, Request
 
 Weights = dict[str, jax.Array]
@@ -141,6 +142,22 @@ class ChecksumWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TakeSnapshot:
+    """Note what belongs into a checkpoint; copies KV pages to the host if they belong there."""
+
+    include_kv: bool
+    future: Future[Snapshot]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Restore:
+    """Take in the requests of a checkpoint; all or none."""
+
+    restoration: Restoration
+    future: Future[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Score:
     """Log-probs of given token sequences, from each one's second token on."""
 
@@ -190,6 +207,8 @@ Command = (
     | WakeUp
     | SwapWeights
     | ChecksumWeights
+    | TakeSnapshot
+    | Restore
     | Score
     | Warmup
     | GetState

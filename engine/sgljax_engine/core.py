@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,9 @@ import jax
 from sgljax_engine import commands as cmd
 from sgljax_engine.answers import Answers
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.calls import Calls
 from sgljax_engine.detokenizer import Answer, Detokenizer, reject
+from sgljax_engine.digest import WeightsDigest
 from sgljax_engine.errors import (
     CompileForbiddenError,
     EngineError,
@@ -47,8 +48,8 @@ class EngineCore:
 
     Attributes:
         weight_version: Of the weights that serve. Any thread may read it.
-        scheduler, pool, runner, sleeper, detokenizer, answers: The parts. Any thread may read
-            `sleeper.asleep`.
+        scheduler, pool, runner, sleeper, detokenizer, answers, calls: The parts. Any thread may
+            read `sleeper.asleep`.
         counters: Totals.
     """
 
@@ -79,8 +80,9 @@ class EngineCore:
         self._memory = memory
         self.detokenizer = detokenizer
         self.answers = Answers(detokenizer)
+        self.calls = Calls()
         self._weights_problem: str | None = None
-        self._groups: Counter[str] = Counter()  # of unfinished requests
+        self._digest: tuple[int, WeightsDigest] | None = None
         self._num_decodes = 0
 
     # ------------------------------------------------------------------ requests come and go
@@ -88,9 +90,10 @@ class EngineCore:
     def add(self, requests: list[Request], answers: list[Answer]) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
         names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
-        taken = [name for name in names if name in self._groups or self.scheduler.find(name)]
+        taken = [name for name in names if self.has_name(name)]
         if not taken and len({request.rid for request in requests}) < len(requests):
             taken = list(names)  # an id that looks like one of another prompt's samples
+        accepted: list[Request] = []
         for request, answer in zip(requests, answers, strict=True):
             try:
                 if taken:  # an error each: raised on two threads, one would mix up their frames
@@ -100,10 +103,15 @@ class EngineCore:
             except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
                 reject(answer.future, error)
                 continue
-            self._groups[request.group] += 1
+            accepted.append(request)
             self.answers.add(request, answer)
             self.scheduler.add(request)
             self.counters.num_requests += 1
+        self.calls.add(accepted)
+
+    def has_name(self, name: str) -> bool:
+        """Whether an unfinished request, or the prompt of one, has this id."""
+        return self.calls.has_group(name) or self.scheduler.find(name) is not None
 
     def find(self, name: str) -> list[Request]:
         """The unfinished requests of an id: of one request, or of a prompt's samples."""
@@ -206,6 +214,8 @@ class EngineCore:
         if not keeps_all:
             self.retract_all()
             self.pool.reset_cache()
+        if self._digest is not None and not self._digest[1].is_made:
+            self._digest = None  # it would keep the weights
         num_bytes = self.sleeper.sleep(kept, refuses_requests=command.refuse_requests)
         self.counters.num_sleeps += 1
         self.counters.sleep_s += time.perf_counter() - started
@@ -239,9 +249,13 @@ class EngineCore:
             )
         except BaseException:
             if self.runner.recover_kv():  # a program that failed had taken the pages
-                self.pool.reset_cache()
-                self.retract_all()
+                self.lose_kv()
             raise
+
+    def lose_kv(self) -> None:
+        """Everybody's keys and values are gone."""
+        self.pool.reset_cache()
+        self.retract_all()
 
     # ------------------------------------------------------------------ weights
 
@@ -270,6 +284,7 @@ class EngineCore:
             raise
         self.sleeper.weights_came()
         self.weight_version += 1
+        self._digest = None
         self._weights_problem = None
         # Nothing that other weights computed is ever matched again. Pages of requests that run on
         # are theirs alone from now on, since the cache takes no page from before its reset.
@@ -281,6 +296,23 @@ class EngineCore:
         self.counters.num_weight_updates += 1
         self.counters.update_s += time.perf_counter() - started
         return self.weight_version
+
+    @property
+    def weights_digest(self) -> WeightsDigest:
+        """Of the weights that serve: one object for each version that is known."""
+        if self._digest is None or self._digest[0] != self.weight_version:
+            weights = self.runner.checksum_weights() if self.runner.weights else None
+            if weights is None:  # ask again once they are awake
+                return WeightsDigest(None)
+            self._digest = (self.weight_version, WeightsDigest(weights))
+        return self._digest[1]
+
+    def raise_weight_version(self, version: int) -> None:
+        """Calls the weights that serve by a higher version, if it is higher."""
+        if version > self.weight_version:
+            if self._digest is not None and self._digest[0] == self.weight_version:
+                self._digest = (version, self._digest[1])
+            self.weight_version = version
 
     def check_awake(self) -> None:
         """Raises EngineStateError while the engine sleeps, and when it has lost its weights."""
@@ -395,9 +427,7 @@ class EngineCore:
 
     def _deliver(self, request: Request) -> None:
         now_s = time.perf_counter()
-        self._groups[request.group] -= 1
-        if not self._groups[request.group]:
-            del self._groups[request.group]
+        self.calls.finish(request, self.answers.failure(request))
         self.counters.num_finished += 1
         self.counters.e2e_latency_s += now_s - request.arrival_s
         self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"

@@ -6,20 +6,26 @@ check its arguments and hand a command over.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from sgljax_engine import builder
 from sgljax_engine import commands as cmd
+from sgljax_engine.checkpoint.files import check_compression
+from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
+from sgljax_engine.checkpointing import SaveJob, load_checkpoint, restoration
 from sgljax_engine.client import EngineClient
 from sgljax_engine.config import EngineConfig
+from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
 from sgljax_engine.files import read_generation_config
 from sgljax_engine.io_struct import (
@@ -46,14 +52,16 @@ from sgljax_engine.types import Request
 from sgljax_engine.updates import UpdateJob, WeightSource
 from sgljax_engine.weights.rules import Rule
 
+logger = logging.getLogger(__name__)
+
 
 class Engine:
     """An inference engine inside this process.
 
     All methods may be called from any thread, several at a time; requests of all callers are
     batched together. Creating an engine takes device memory and starts two threads, the first
-    weight update a third; `shutdown`, leaving the `with` block, or dropping the last reference
-    gives all of that back.
+    weight update a third, the first checkpoint a fourth; `shutdown`, leaving the `with` block, or
+    dropping the last reference gives all of that back.
     """
 
     def __init__(
@@ -576,6 +584,87 @@ class Engine:
             load = functools.partial(WeightSource, source, tuple(rules))
         return functools.partial(UpdateJob, load, mode, flush, donate, verify)
 
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        *,
+        include_kv: bool = False,
+        compression: Literal["zstd"] | None = None,
+    ) -> SaveReport:
+        """Writes all unfinished requests to a folder, for `restore_checkpoint`.
+
+        Also while the engine sleeps or is paused. Other callers go on: the engine takes a snapshot
+        between two dispatches, which another thread writes. Finished requests belong to it until
+        all of the same `generate` call are. The folder holds one checkpoint, the last one saved,
+        and is sound whenever the process dies. What did not change since the last one is not
+        written again.
+
+        Args:
+            path: A folder of its own, which is made if need be.
+            include_kv: The prefix cache too, with the full KV pages of running requests, so that
+                they need almost no prefill. They take memory of the host meanwhile.
+            compression: "zstd", which needs the extra [zstd]; None writes plain files.
+
+        Raises:
+            CheckpointError: it could not be written; the one before is still there.
+            InvalidConfigError: an unknown compression, or one that is not installed.
+            OffloadError: KV pages could not be copied.
+        """
+        return self._client.save(_save_job(path, include_kv, compression))
+
+    async def async_save_checkpoint(
+        self,
+        path: str | Path,
+        *,
+        include_kv: bool = False,
+        compression: Literal["zstd"] | None = None,
+    ) -> SaveReport:
+        """`save_checkpoint` for asyncio; a cancelled task does not end it."""
+        return await self._client.async_save(_save_job(path, include_kv, compression))
+
+    def restore_checkpoint(
+        self, path: str | Path, *, missing_ok: bool = False
+    ) -> dict[str, Future[RequestOutput]]:
+        """Goes on with the requests of a checkpoint, behind those that the engine has.
+
+        With the weights that served when it was saved, greedy and seeded outputs are those of an
+        engine that was never interrupted. With other ones requests go on under those, and a warning
+        is logged; token versions stay ascending. KV pages are used only with the same weights and
+        as far as there is room. Streamed requests are answered as a whole.
+
+        Args:
+            path: The folder.
+            missing_ok: A folder without a checkpoint is no error, but a warning.
+
+        Returns:
+            For each request, by its id, the future of its whole output, tokens from before
+            included. A request that this engine would refuse (it is too long, say) has the
+            InvalidRequestError there.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, of a newer version or of another model,
+                or has a request id that is in use. Then nothing was restored.
+        """
+        folder = Path(path)
+        if missing_ok and not CheckpointManager(folder).has_checkpoint():
+            logger.warning("restore_checkpoint: there is no checkpoint in %s", folder)
+            return {}
+        checkpoint = load_checkpoint(folder, self._model)
+        answers = {rid: Answer(Future()) for rid in checkpoint.scheduler_state.requests}
+        wanted = restoration(checkpoint, self._requests, answers)
+        self._client.ask(functools.partial(cmd.Restore, wanted))
+        return {rid: answer.future for rid, answer in answers.items()}
+
+    async def async_restore_checkpoint(
+        self, path: str | Path, *, missing_ok: bool = False
+    ) -> dict[str, asyncio.Future[RequestOutput]]:
+        """`restore_checkpoint` for asyncio; with futures of the running event loop."""
+        restore = functools.partial(self.restore_checkpoint, path, missing_ok=missing_ok)
+        futures = await asyncio.to_thread(restore)
+        return {rid: asyncio.wrap_future(future) for rid, future in futures.items()}
+
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
@@ -620,6 +709,14 @@ def _sleep_command(
     check_level(level)
     _check_flags(preserve_state=preserve_state, refuse_requests=refuse_requests)
     return functools.partial(cmd.Sleep, level, preserve_state, refuse_requests)
+
+
+def _save_job(
+    path: str | Path, include_kv: bool, compression: Literal["zstd"] | None
+) -> Callable[[Future[SaveReport]], SaveJob]:
+    _check_flags(include_kv=include_kv)
+    check_compression(compression)
+    return functools.partial(SaveJob, Path(path), include_kv, compression)
 
 
 def _check_flags(**flags: Any) -> None:

@@ -19,17 +19,20 @@ from typing import Any, Protocol
 
 from sgljax_engine import commands as cmd
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.checkpointing import SaveJob, Saver
 from sgljax_engine.core import EngineCore
 from sgljax_engine.detokenizer import Detokenizer, reject, resolve
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, forget_locals
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.metrics import MemoryReport
+from sgljax_engine.preserving import restore, take_snapshot
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.types import FinishReason, Request
-from sgljax_engine.updates import UpdateJob, UpdateWorker
+from sgljax_engine.updates import UpdateJob, Updater
 from sgljax_engine.weights.sync import WeightMaker
+from sgljax_engine.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +49,8 @@ class _Answered(Protocol):
 class EngineLoop:
     """Commands in, answers out.
 
-    Only `submit`, `update`, `request_stop`, `stop`, `weight_version` and `is_sleeping` may be used
-    from other threads.
+    Only `submit`, `update`, `save`, `request_stop`, `stop`, `weight_version` and `is_sleeping` may
+    be used from other threads.
     """
 
     def __init__(
@@ -79,7 +82,10 @@ class EngineLoop:
             memory=memory,
             detokenizer=Detokenizer(tokenizer, f"{name}-detokenizer", self._end_answered),
         )
-        self._updates = UpdateWorker(weight_maker, self.submit, self._check_open, f"{name}-updates")
+        updater = Updater(weight_maker, self.submit, self._check_open)
+        self._updates = Worker(updater.update, f"{name}-updates")
+        saver = Saver(runner.model_config, self.submit)
+        self._saves = Worker(saver.save, f"{name}-checkpoints")
         self._pause: PauseMode | None = None
         # What is answered once no request is left that has begun.
         self._quiet_futures: list[Future[None]] = []
@@ -119,6 +125,12 @@ class EngineLoop:
             self._check_open()
             self._updates.put(job)
 
+    def save(self, job: SaveJob) -> None:
+        """Queues a checkpoint behind earlier ones, or raises EngineShutdownError."""
+        with self._submit_lock:
+            self._check_open()
+            self._saves.put(job)
+
     def _check_open(self) -> None:
         # In a forked child the thread does not exist.
         if self._is_closed or not self._thread.is_alive():
@@ -135,7 +147,8 @@ class EngineLoop:
         """`request_stop`, then waits for the threads to end."""
         self.request_stop()
         # A finalizer may call this on any thread; on these it would wait for itself.
-        own = (self._thread, self._core.detokenizer.thread, self._updates.thread)
+        workers = (self._updates.thread, self._saves.thread)
+        own = (self._thread, self._core.detokenizer.thread, *workers)
         if threading.current_thread() not in own:
             self._thread.join()
 
@@ -226,9 +239,13 @@ class EngineLoop:
             return core.state(self._pause)
         if isinstance(command, cmd.CheckIntegrity):
             return core.scheduler.check_integrity()
+        if isinstance(command, cmd.TakeSnapshot):
+            return take_snapshot(core, include_kv=command.include_kv)
+        if isinstance(command, cmd.Restore):
+            return restore(core, command.restoration)
         core.check_awake()
         if isinstance(command, cmd.ChecksumWeights):
-            return core.runner.checksum_weights()
+            return core.runner.checksum_weights()()
         if isinstance(command, cmd.Score):
             return core.runner.score(command.sequences, command.temperature)
         assert isinstance(command, cmd.Warmup)
@@ -337,6 +354,7 @@ class EngineLoop:
         while not self._commands.empty():
             _refuse(self._commands.get(), self._closed_error)
         self._updates.stop()
+        self._saves.stop()
         atexit.unregister(self.stop)
 
     def _closed_error(self) -> EngineShutdownError:

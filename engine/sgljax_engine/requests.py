@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
 from sgljax_engine.seeds import SeedSource, derive_seed
 from sgljax_engine.tokenizer import Tokenizer, decode_options
-from sgljax_engine.types import LogitEdits, Request
+from sgljax_engine.types import LogitEdits, Request, RequestStatus
 
 
 class Limits(NamedTuple):
@@ -127,6 +128,27 @@ class RequestFactory:
                 for sample in range(settings.n)
             )
         return requests, is_single and params[0].n == 1
+
+    def resume(self, saved: RequestCheckpoint, now_s: float) -> Request:
+        """A request of a checkpoint, as this engine would have made it.
+
+        Raises:
+            InvalidRequestError: when this engine, with its limits, would not.
+        """
+        ids = self._check_ids(saved.prompt_ids)
+        if saved.output_ids:
+            self._check_ids(saved.output_ids)
+        stop_ids = self._check_request(ids, saved.params)
+        self._check_logprobs(ids, saved.logprob_options)
+        edits = self._logit_edits(saved.params, stop_ids)
+        request = saved.to_request(stop_ids, edits, now_s)
+        if request.status is not RequestStatus.FINISHED and request.num_remaining < 1:
+            raise InvalidRequestError(
+                f"request {saved.rid!r} has {len(saved.output_ids)} of "
+                f"{saved.params.max_new_tokens} new tokens and is not finished"
+            )
+        request.is_streaming = False  # whoever read the stream is gone
+        return request
 
     def check_scored(self, sequences: Any, temperature: Any) -> list[list[int]]:
         """The arguments of a `score` call, checked."""

@@ -8,7 +8,8 @@ only when all of it is on the device again. So what fails half-way changes nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sgljax_engine.cache.pool import PagePool
@@ -65,21 +66,24 @@ class Sleeper:
         Raises:
             OffloadError: when that fails.
         """
-        try:
+        with _copying():
             return Kept(
                 self._runner.weights_to_host() if weights else None,
-                self._save_pages() if pages else None,
+                self.copy_pages(self._pool.used_pages) if pages else None,
             )
-        except Exception as error:
-            forget_locals(error)
-            raise OffloadError(
-                f"copying weights and KV pages to the host failed: {error!r}; the engine is awake"
-            ) from error
 
-    def _save_pages(self) -> SavedPages | None:
-        # Pages without memory have no contents: the cache was released, and is empty.
-        runner = self._runner
-        return runner.save_pages(self._pool.used_pages) if runner.is_kv_allocated else None
+    def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
+        """Copies used pages to the host, others perhaps with them; None if they have no contents.
+
+        Raises:
+            OffloadError: when that fails.
+        """
+        if "kv_cache" in self.asleep:
+            return self._kept.pages
+        if not self._runner.is_kv_allocated:  # the cache was released, and is empty
+            return None
+        with _copying():
+            return self._runner.save_pages(pages)
 
     def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
         """Gives the device's memory back; returns its bytes. Cannot fail."""
@@ -129,3 +133,16 @@ class Sleeper:
         )
         self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
         self.refuses_requests &= bool(self.asleep)
+
+
+@contextlib.contextmanager
+def _copying() -> Iterator[None]:
+    try:
+        yield
+    except OffloadError:
+        raise
+    except Exception as error:
+        forget_locals(error)
+        raise OffloadError(
+            f"copying weights or KV pages to the host failed: {error!r}; nothing has changed"
+        ) from error

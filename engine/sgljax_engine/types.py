@@ -99,7 +99,8 @@ class Request:
     among them: it is the next decode step's input. A request whose `num_computed` is smaller
     than `kv_len` has to be prefilled (for the first time, or again after a retraction).
 
-    `group` is the id that the caller gave to the prompt, of which `rid` is one of n samples.
+    `group` is the id that the caller gave to the prompt, of which `rid` is one of n samples; `call`
+    is the same for all requests that were submitted together.
     `arrival_s` and `first_token_s` are readings of `time.perf_counter`: when the caller submitted
     it, and at the end of the dispatch that produced its first token.
     `token_versions` holds the weight version that sampled each output token.
@@ -116,6 +117,7 @@ class Request:
     logprob_options: LogprobOptions = NO_LOGPROBS
     is_streaming: bool = False
     group: str = ""
+    call: int = 0
     prompt_key: int = 0
     arrival: int = 0
     arrival_s: float = 0.0

@@ -1,14 +1,10 @@
 """Weight updates: new weights are made beside the decode loop, then swapped in between dispatches.
 
-One thread works for an engine, started by its first update, so updates are done one after another
-in the order of their calls, and a caller's thread-local JAX contexts (a transfer guard, say, which
-Tunix sets while it syncs weights) do not apply.
+A `Worker` does them one after another in the order of their calls.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -16,8 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from sgljax_engine import commands as cmd
-from sgljax_engine.detokenizer import reject, resolve
-from sgljax_engine.errors import forget_locals
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.rules import Rule
@@ -51,68 +45,28 @@ class UpdateJob(NamedTuple):
     future: Future[int]
 
 
-class UpdateWorker:
-    """Does updates one after another. `put` and `stop` may be called from any thread."""
+class Updater:
+    """Does updates, on the thread of a `Worker`."""
 
     def __init__(
         self,
         maker: WeightMaker,
         submit: Callable[[cmd.Command], None],
         check_open: Callable[[], None],
-        name: str,
     ) -> None:
-        """Starts no thread yet.
+        """Does nothing yet.
 
         Args:
-            maker: Plans; from now on used by this worker alone.
+            maker: Plans; from now on used by this object alone.
             submit: Queues a command for the engine thread.
             check_open: Raises once the engine is shut down.
-            name: Of the thread.
         """
         self._maker = maker
         self._submit = submit
         self._check_open = check_open
-        self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def put(self, job: UpdateJob) -> None:
-        """Queues an update. Not reentrant; the caller serialises."""
-        if self.thread.ident is None:
-            self.thread.start()
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        """Ends the thread; waits for it. What is queued fails, since nobody takes its weights."""
-        self._jobs.put(None)
-        if self.thread.ident is not None:
-            self.thread.join()
-
-    # ------------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        while self._take():
-            pass
-
-    def _take(self) -> bool:
-        """Does one update; False at the end. Keeps nothing of it when it returns."""
-        job = self._jobs.get()
-        if job is None:
-            return False
-        future = job.future
-        try:
-            version = self._update(job)
-        except BaseException as error:  # a user's hook may raise anything: the caller's to see
-            forget_locals(error)
-            del job  # a caller who has an answer may count on its weights being free
-            reject(future, error)
-        else:
-            del job
-            resolve(future, version)
-        finally:
-            del future  # the error refers to this frame, which must not refer to the error
-        return True
-
-    def _update(self, job: UpdateJob) -> int:
+    def update(self, job: UpdateJob) -> int:
+        """Makes the new weights and has them swapped in; returns their version."""
         self._check_open()
         source = job.load()
         plan, arrays = self._maker.plan(source.arrays, source.rules)

@@ -7,6 +7,7 @@ nobody writes to; the rest are its own.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.radix import PrefixHandle, RadixCache
@@ -154,6 +155,16 @@ class PagePool:
         """
         self.settle()
         return self._cache.reset()
+
+    def cached_prefixes(self, running: Sequence[Request]) -> list[tuple[int, tuple[int, ...], int]]:
+        """All full pages of the prefix cache, with those of running requests; see `full_pages`."""
+        for request in running:
+            self.share(request, request.num_computed, with_tail=False)
+        return self._cache.full_pages()
+
+    def adopt_prefixes(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
+        """Pages for prefixes of another engine; see `RadixCache.adopt`."""
+        return self._cache.adopt(nodes) if self.is_sharing else {}
 
     def settle(self) -> None:
         """The copies that were asked for are on their way: their sources may go."""

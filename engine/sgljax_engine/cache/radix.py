@@ -192,6 +192,50 @@ class RadixCache:
         self._root = _Node((), -1, None, 1)
         return num_freed
 
+    # ------------------------------------------------------------------ as a whole
+
+    def full_pages(self) -> list[tuple[int, tuple[int, ...], int]]:
+        """(place of the page before it in this list or -1, tokens, page) of all full pages.
+
+        Pages come before those behind them.
+        """
+        found: list[tuple[int, tuple[int, ...], int]] = []
+        stack = [(self._root, -1)]
+        while stack:
+            node, place = stack.pop()
+            for key, child in node.children.items():
+                if len(key) == self._page_size:
+                    stack.append((child, len(found)))
+                    found.append((place, key, child.page))
+        return found
+
+    def adopt(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
+        """Takes in what `full_pages` of another cache gave, as far as pages are free.
+
+        Returns:
+            The page for each place in `nodes` that was not cached before. Its contents must be
+            there before anybody looks for a prefix.
+        """
+        held: dict[int, _Node] = {-1: self._root}
+        pages: dict[int, int] = {}
+        for place, (parent, key) in enumerate(nodes):
+            above = held.get(parent)
+            if above is None:
+                continue
+            child = above.children.get(key)
+            if child is not None:
+                self._hold(child)
+            elif self._allocator.num_free:
+                (pages[place],) = self._allocator.allocate(1)
+                child = self._add(above, key, pages[place])
+            else:
+                continue
+            held[place] = child
+        for place in reversed(held):
+            if place >= 0:
+                self._let_go(held[place], self._root)
+        return pages
+
     # ------------------------------------------------------------------ nodes
 
     def _add(self, parent: _Node, key: tuple[int, ...], page: int) -> _Node:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from sgljax_engine.runner.sampling_batch import (
     empty_table,
     table_buckets,
 )
-from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size
+from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
 from sgljax_engine.types import (
     PageCopy,
     PrefillChunk,
@@ -214,12 +215,32 @@ class ModelRunner:
         """Serves these weights from the next dispatch on; the old ones are let go."""
         self.weights = dict(weights)
 
-    def checksum_weights(self) -> dict[str, str]:
-        """Of each weight in its logical shape; see `weights.checksum`."""
+    def checksum_weights(self) -> Callable[[], dict[str, str]]:
+        """Makes checksums of the weights of now, each in its logical shape.
+
+        See `weights.checksum`. Any thread may call the result if `is_on_one_device`.
+        """
         specs = self._static.model.param_specs(self.model_config)
         targets = self._placement.weight_targets(specs)
         transposed = {name for name, target in targets.items() if target.is_transposed}
-        return checksums(self.weights, transposed)
+        return functools.partial(checksums, self.weights, transposed)
+
+    @property
+    def is_on_one_device(self) -> bool:
+        """Whether other threads may start programs on the engine's device."""
+        return self._placement.mesh.size == 1
+
+    @property
+    def kv_geometry(self) -> dict[str, int | str]:
+        """What the contents of a page depend on, beside weights and tokens."""
+        config = self.model_config
+        return {
+            "page_size": self._static.page_size,
+            "dtype": self._placement.dtype.name,
+            "num_layers": config.num_layers,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+        }
 
     def weights_to_host(self) -> dict[str, HostArray]:
         """A copy of the weights."""
@@ -269,13 +290,35 @@ class ModelRunner:
         return SavedPages(chunks)
 
     def load_pages(self, saved: SavedPages, pages: Collection[int]) -> None:
-        """Puts back those of these pages that were saved; waits for it.
+        """Puts back those of these pages that were saved; see `load_chunks`."""
+        self.load_chunks(saved.only(pages, self._num_pages))
 
-        What fails leaves no pages at all, and the saved ones as they are.
+    def load_rows(
+        self,
+        pages: Sequence[int],
+        rows: Sequence[int],
+        layers: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """Puts row `rows[i]` of each layer's bits of k and v into `pages[i]`; see `load_chunks`."""
+        self.take_kv()
+        chunks = page_chunks(
+            pages,
+            rows,
+            layers,
+            size=self._chunk_size,
+            num_pages=self._num_pages,
+            sharding=self._placement.kv_sharding,
+        )
+        self.load_chunks(chunks)
+
+    def load_chunks(self, chunks: Iterable[tuple[np.ndarray, Any]]) -> None:
+        """Puts chunks as of `SavedPages` into the pages; waits for it.
+
+        What fails leaves no pages at all.
         """
         self.take_kv()
         try:
-            for ids, contents in saved.only(pages, self._num_pages):
+            for ids, contents in chunks:
                 state = self._state._replace(moved=to_device(contents))
                 state, _ = self.programs.run(ProgramCall("write_pages", (ids,)), state)
                 self.kv = state.kv

@@ -13,8 +13,8 @@ class WaitingQueue:
     """Waiting requests, oldest first. Owned by the scheduler.
 
     Two queues, one behind the other: *returned* requests ran before and were retracted; the others
-    have never run. Admission goes by arrival, so every returned request is older than all others,
-    and there are never more of them than rows in the batch.
+    have never run, in this engine. Admission goes by arrival, so every returned request is older
+    than all others, and there are never more of them than rows in the batch.
     """
 
     def __init__(self) -> None:
@@ -44,9 +44,10 @@ class WaitingQueue:
         return self._returned[0] if self._returned else next(iter(self._new.values()))
 
     def append(self, request: Request) -> None:
-        """Puts a request that has never run behind all others."""
+        """Puts a request that has never run here behind all others."""
         self._new[request.rid] = request
-        self._twins[request.prompt_key] += 1
+        if not request.output_ids:
+            self._twins[request.prompt_key] += 1
 
     def put_back(self, request: Request) -> None:
         """Puts a retracted request at its old place."""

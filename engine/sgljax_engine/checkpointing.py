@@ -1,0 +1,153 @@
+"""Checkpoints: the engine thread takes a snapshot, and a thread of its own writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from sgljax_engine import commands as cmd
+from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
+from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
+from sgljax_engine.detokenizer import Answer, reject
+from sgljax_engine.errors import CheckpointError, InvalidRequestError
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.requests import RequestFactory
+from sgljax_engine.snapshot import Restoration, RestoredRequest, Snapshot
+from sgljax_engine.types import RequestStatus
+
+logger = logging.getLogger(__name__)
+
+_FREE_FIELDS = ("eos_token_ids", "context_length")
+"""Fields of a model's config that may differ where a checkpoint is restored."""
+
+
+class SaveJob(NamedTuple):
+    """One `save_checkpoint` call."""
+
+    path: Path
+    include_kv: bool
+    compression: Literal["zstd"] | None
+    future: Future[SaveReport]
+
+
+class Saver:
+    """Writes checkpoints, on the thread of a `Worker`."""
+
+    def __init__(self, model: ModelConfig, submit: Callable[[cmd.Command], None]) -> None:
+        """Writes nothing yet.
+
+        Args:
+            model: The engine's, which a checkpoint names.
+            submit: Queues a command for the engine thread.
+        """
+        self._model = model
+        self._submit = submit
+        self._managers: dict[tuple[Path, str | None], CheckpointManager] = {}
+
+    def save(self, job: SaveJob) -> SaveReport:
+        """Has a snapshot taken, and writes what changed since the last one in the same folder."""
+        future: Future[Snapshot] = Future()
+        self._submit(cmd.TakeSnapshot(job.include_kv, future))
+        snapshot = future.result()
+        key = (job.path.absolute(), job.compression)
+        for other in [k for k in self._managers if k[0] == key[0] and k != key]:
+            del self._managers[other]  # one user per folder
+        manager = self._managers.setdefault(
+            key, CheckpointManager(key[0], compression=job.compression)
+        )
+        return manager.save(self._checkpoint(snapshot))
+
+    def _checkpoint(self, snapshot: Snapshot) -> EngineCheckpoint:
+        now_s = time.perf_counter()
+        requests = [mark.checkpoint(now_s) for mark in snapshot.marks]
+        rids = {
+            status: [request.rid for request in requests if request.status is status]
+            for status in RequestStatus
+        }
+        return EngineCheckpoint(
+            scheduler_state=SchedulerCheckpoint(
+                requests={request.rid: request for request in requests},
+                running_queue=rids[RequestStatus.RUNNING],
+                waiting_queue=rids[RequestStatus.WAITING],
+                finished_req_ids=rids[RequestStatus.FINISHED],
+                new_token_ratio=snapshot.new_token_ratio,
+                prefix_cache=None if snapshot.prefix is None else snapshot.prefix.checkpoint(),
+            ),
+            metadata={
+                "model": _plain(self._model),
+                "weight_version": snapshot.weight_version,
+                "weights_digest": snapshot.weights.digest(),
+            },
+            timestamp=time.time(),
+        )
+
+
+def _check_metadata(metadata: Mapping[str, Any], model: ModelConfig, path: Path) -> None:
+    """Raises CheckpointError unless a checkpoint is one of the same model."""
+    saved = metadata.get("model")
+    if not isinstance(saved, dict) or not isinstance(metadata.get("weight_version"), int):
+        raise CheckpointError(f"{path}: the metadata names no model or no weight_version")
+    own = _plain(model)
+    names = sorted((own.keys() | saved.keys()) - set(_FREE_FIELDS))
+    differing = [
+        f"{name} {saved.get(name)!r}, not {own.get(name)!r}"
+        for name in names
+        if saved.get(name) != own.get(name)
+    ]
+    if differing:
+        raise CheckpointError(f"{path} is of another model: {'; '.join(differing)}")
+
+
+def _plain(model: ModelConfig) -> dict[str, Any]:
+    """A model's config as it comes back from JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(model)))
+
+
+def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
+    """The checkpoint in a folder, all of it checked. Any thread.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, of a newer version or of another model.
+    """
+    checkpoint = CheckpointManager(path).load()
+    _check_metadata(checkpoint.metadata, model, path)
+    return checkpoint
+
+
+def restoration(
+    checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
+) -> Restoration:
+    """What an engine has to do to go on from a checkpoint. Any thread.
+
+    A request that this engine would refuse is answered with the refusal, and left out.
+
+    Args:
+        checkpoint: From `load_checkpoint`.
+        requests: Makes the requests.
+        answers: One for each request, by its id.
+    """
+    state, now_s = checkpoint.scheduler_state, time.perf_counter()
+    restored: list[RestoredRequest] = []
+    for rid in (*state.running_queue, *state.waiting_queue, *state.finished_req_ids):
+        saved = state.requests[rid]
+        try:
+            request = requests.resume(saved, now_s)
+        except InvalidRequestError as error:
+            logger.warning("request %r of the checkpoint is not restored: %s", rid, error)
+            reject(answers[rid].future, error)
+            continue
+        had_pages = saved.status is RequestStatus.RUNNING
+        restored.append(RestoredRequest(request, answers[rid], saved.call, had_pages, saved.error))
+    return Restoration(
+        requests=restored,
+        new_token_ratio=state.new_token_ratio,
+        weight_version=checkpoint.metadata["weight_version"],
+        weights_digest=checkpoint.metadata.get("weights_digest"),
+        prefix_cache=state.prefix_cache,
+    )

@@ -1,0 +1,133 @@
+"""Takes an engine's state out for a checkpoint, and in from one. Engine thread only."""
+
+from __future__ import annotations
+
+import logging
+
+from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
+from sgljax_engine.core import EngineCore
+from sgljax_engine.detokenizer import reject
+from sgljax_engine.errors import CheckpointError, CompileForbiddenError, EngineStepError
+from sgljax_engine.snapshot import (
+    PrefixSnapshot,
+    RequestMark,
+    Restoration,
+    RestoredRequest,
+    Snapshot,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def take_snapshot(core: EngineCore, *, include_kv: bool) -> Snapshot:
+    """Notes what belongs into a checkpoint.
+
+    Raises:
+        OffloadError: when KV pages cannot be copied.
+    """
+    weights = core.weights_digest
+    if not core.runner.is_on_one_device:
+        weights.digest()  # see `updates.Updater`: no other thread may start programs there
+    return Snapshot(
+        marks=_mark_requests(core),
+        new_token_ratio=core.scheduler.policy.new_token_ratio,
+        weight_version=core.weight_version,
+        weights=weights,
+        prefix=_take_prefix(core) if include_kv else None,
+    )
+
+
+def _mark_requests(core: EngineCore) -> list[RequestMark]:
+    unfinished = core.scheduler.requests()
+    return [
+        *(RequestMark(request, len(request.output_ids), request.status) for request in unfinished),
+        *(
+            RequestMark(request, len(request.output_ids), request.status, request.finish, error)
+            for request, error in core.calls.finished()
+        ),
+    ]
+
+
+def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
+    nodes = core.pool.cached_prefixes(core.scheduler.running)
+    pages = core.sleeper.copy_pages([page for _, _, page in nodes]) if nodes else None
+    return None if pages is None else PrefixSnapshot(nodes, pages, core.runner.kv_geometry)
+
+
+def restore(core: EngineCore, restoration: Restoration) -> None:
+    """Takes all requests in, behind those that are there; or none.
+
+    Raises:
+        CheckpointError: when a request's id is that of an unfinished one.
+    """
+    taken = [r.request.rid for r in restoration.requests if core.has_name(r.request.rid)]
+    taken += [r.request.group for r in restoration.requests if core.has_name(r.request.group)]
+    if taken:
+        raise CheckpointError(
+            f"requests of the checkpoint have the ids of unfinished requests: {taken[:10]}; "
+            "nothing was restored"
+        )
+    digest = core.weights_digest.digest()
+    is_same = digest is not None and digest == restoration.weights_digest
+    if not is_same:
+        logger.warning(
+            "the checkpoint's weights (version %d) are not known to be the engine's; its requests "
+            "are prefilled again",
+            restoration.weight_version,
+        )
+    was_idle = not core.scheduler.requests()
+    core.raise_weight_version(restoration.weight_version + (not is_same))
+    if is_same and restoration.prefix_cache is not None:
+        _load_prefixes(core, restoration.prefix_cache)
+    if was_idle:
+        core.scheduler.policy.new_token_ratio = restoration.new_token_ratio
+    _take_in(core, restoration.requests)
+
+
+def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
+    """Fills the prefix cache as far as there is room. Without, requests are prefilled again."""
+    saved = {name: getattr(prefix, name) for name in core.runner.kv_geometry}
+    if "kv_cache" in core.sleeper.asleep or saved != core.runner.kv_geometry:
+        logger.warning(
+            "the checkpoint's KV pages (%s) are left out: this engine has %s",
+            saved,
+            "none, since it sleeps" if core.sleeper.asleep else core.runner.kv_geometry,
+        )
+        return
+    try:
+        pages = core.pool.adopt_prefixes(prefix.nodes)
+        core.runner.load_rows(list(pages.values()), list(pages), prefix.pages)
+    except Exception:
+        logger.exception("the checkpoint's KV pages could not be loaded; they are computed again")
+        core.lose_kv()
+        return
+    if len(pages) < len(prefix.nodes):
+        logger.warning("%d of %d KV pages were loaded", len(pages), len(prefix.nodes))
+
+
+def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
+    calls: dict[int, list[RestoredRequest]] = {}
+    for each in restored:
+        try:
+            if each.is_unfinished:
+                core.runner.check_warm(each.request)
+        except CompileForbiddenError as error:
+            reject(each.answer.future, error)
+        else:
+            calls.setdefault(each.call, []).append(each)
+    for call in calls.values():
+        errors = {each.request.rid: each.error for each in call if each.error is not None}
+        core.calls.add([each.request for each in call], errors)
+    accepted = {each.request.rid for call in calls.values() for each in call}
+    for each in restored:  # not call by call: the order of the queues counts
+        request = each.request
+        if request.rid not in accepted:
+            continue
+        if each.is_unfinished:
+            request.num_retractions += each.had_pages
+            core.answers.add(request, each.answer)
+            core.scheduler.add(request)
+            core.counters.num_requests += 1
+        else:
+            error = None if each.error is None else EngineStepError(each.error)
+            core.answers.answer_finished(request, each.answer, error)

@@ -1,0 +1,119 @@
+"""What the engine thread gives for a checkpoint, and what it gets from one.
+
+A snapshot only names requests and counts their tokens: lists of a request only grow, so whoever
+writes the checkpoint may read them while the engine goes on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
+from sgljax_engine.checkpoint.request import RequestCheckpoint
+from sgljax_engine.detokenizer import Answer
+from sgljax_engine.digest import WeightsDigest
+from sgljax_engine.runner.saved_pages import SavedPages
+from sgljax_engine.types import FinishReason, Request, RequestStatus
+
+
+class RequestMark(NamedTuple):
+    """A request at one moment."""
+
+    request: Request
+    num_tokens: int
+    status: RequestStatus
+    finish: FinishReason | None = None
+    error: str | None = None
+
+    def checkpoint(self, now_s: float) -> RequestCheckpoint:
+        """What is kept of it; any thread."""
+        return RequestCheckpoint.of(
+            self.request,
+            call=self.request.call,
+            num_tokens=self.num_tokens,
+            now_s=now_s,
+            status=self.status,
+            finish=self.finish,
+            error=self.error,
+        )
+
+
+class PrefixSnapshot(NamedTuple):
+    """The prefix cache at one moment, copied to the host.
+
+    Attributes:
+        nodes: See `RadixCache.full_pages`.
+        pages: Those of the nodes, others perhaps.
+        geometry: See `ModelRunner.kv_geometry`.
+    """
+
+    nodes: list[tuple[int, tuple[int, ...], int]]
+    pages: SavedPages
+    geometry: dict[str, int | str]
+
+    def checkpoint(self) -> PrefixCheckpoint:
+        """What is kept of it; any thread."""
+        layers = self.pages.take([page for _, _, page in self.nodes])
+        return PrefixCheckpoint(
+            **self.geometry,  # type: ignore[arg-type]
+            nodes=[(parent, tokens) for parent, tokens, _ in self.nodes],
+            pages=[LayerPages(*layer) for layer in layers],
+        )
+
+
+class Snapshot(NamedTuple):
+    """An engine at one moment.
+
+    Attributes:
+        marks: Running requests, then waiting ones, both in order, then finished ones.
+        new_token_ratio: Of the admission policy.
+        weight_version: Of the weights that serve.
+        weights: Their digest; any thread may make it.
+        prefix: None if there is none, or none was asked for.
+    """
+
+    marks: list[RequestMark]
+    new_token_ratio: float
+    weight_version: int
+    weights: WeightsDigest
+    prefix: PrefixSnapshot | None
+
+
+class RestoredRequest(NamedTuple):
+    """A request on its way back into an engine.
+
+    Attributes:
+        request: Waits, or is finished.
+        answer: Gets its whole output.
+        call: Of the checkpoint; see `Request.call`.
+        had_pages: It was running.
+        error: What it failed with.
+    """
+
+    request: Request
+    answer: Answer
+    call: int
+    had_pages: bool
+    error: str | None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it goes on."""
+        return self.request.status is not RequestStatus.FINISHED
+
+
+class Restoration(NamedTuple):
+    """What is to be restored.
+
+    Attributes:
+        requests: In the order in which they shall go on.
+        new_token_ratio: See `SchedulerCheckpoint`.
+        weight_version, weights_digest: Of the weights that served.
+        prefix_cache: Keys and values that those weights computed.
+    """
+
+    requests: list[RestoredRequest]
+    new_token_ratio: float
+    weight_version: int
+    weights_digest: str | None
+    prefix_cache: PrefixCheckpoint | None
