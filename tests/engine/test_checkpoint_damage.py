@@ -175,6 +175,7 @@ def test_names_lead_nowhere_else(tmp_path, name):
         (lambda b: b["prefix"]["sizes"].update(head_dim=4), "does not hold the arrays"),
         (lambda b: b["prefix"]["sizes"].update(dtype="float32"), "does not hold the arrays"),
         (lambda b: b["prefix"]["sizes"].update(dtype="O"), "dtype must be one of"),
+        (lambda b: b["prefix"]["sizes"].update(dtype=[]), "dtype must be a string"),
         (lambda b: b["prefix"]["sizes"].update(num_layers=2**40), "num_layers must be"),
         (lambda b: b.update(metadata=[]), "metadata must be a dict"),
         (lambda b: b.update(timestamp=-1), "timestamp must be"),

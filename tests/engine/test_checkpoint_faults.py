@@ -173,6 +173,45 @@ def test_a_full_disk_is_not_left_full(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
+def test_files_are_on_the_disk_before_they_are_named(tmp_path, monkeypatch):
+    """What a machine that loses its power needs, and no test can see but by the order of calls."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(make_checkpoint([make_request(1)], make_prefix()))
+    events, synced = [], {}
+    real_fsync, real_replace, real_unlink = os.fsync, os.replace, Path.unlink
+
+    def fsync(descriptor):
+        real_fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        if status.st_ino == tmp_path.stat().st_ino:
+            events.append("folder")
+
+    def replace(source, target):
+        assert synced[os.stat(source).st_ino] == os.stat(source).st_size > 0
+        real_replace(source, target)
+        events.append(Path(target).name)
+
+    def unlink(path, missing_ok=False):
+        real_unlink(path, missing_ok=missing_ok)
+        events.append(f"remove {path.name}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(Path, "unlink", unlink)
+    manager.save(make_checkpoint([make_request(1), make_request(2)], make_prefix()))
+    assert events == [
+        "requests-000002.json",
+        "requests-000002.safetensors",
+        "prefix-000002.safetensors",
+        "folder",
+        "manifest.json",
+        "folder",
+        "folder",
+        "remove prefix-000001.safetensors",
+    ]
+
+
 def test_values_that_do_not_fit_cost_nothing(tmp_path):
     manager = CheckpointManager(tmp_path)
     before = make_checkpoint([make_request(1)])
