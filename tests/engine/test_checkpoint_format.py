@@ -349,6 +349,7 @@ def test_requests_that_contradict_themselves(changes, message):
         ({"params": []}, "params must be a dict"),
         ({"params": {"heat": 1}}, "unknown field 'heat'"),
         ({"params": {"temperature": "hot"}}, "temperature must be a number"),
+        ({"params": {"temperature": 10**400}}, "too large to convert"),
         ({"logprob_options": {"top_num": 999}}, "top_logprobs_num must be between"),
         ({"prompt_ids": [[1]]}, "prompt_ids must hold integers in 1 dim"),
         ({"prompt_ids": [-1]}, r"prompt_ids must be integers in \[0"),
@@ -443,6 +444,7 @@ def test_versions_and_metadata():
     deep: Any = 1
     for _ in range(2000):
         deep = [deep]
-    for bad in ({1: 2}, {"a": math.inf}, {"a": np.float32(1)}, {"a": {"b": b""}}, {"a": deep}):
+    refused: list[Any] = [math.inf, np.float32(1), b"", {1: 2}, deep]
+    for bad in [[], {1: 2}, *({"a": each} for each in refused)]:
         with pytest.raises(CheckpointError, match="metadata"):
             make_checkpoint([], metadata=bad)

@@ -58,7 +58,7 @@ def read_prefix(
     """
     path = folder / entry.name
     fields = Fields(sizes, "the manifest's prefix_cache", ("dtype", *_SIZES))
-    if fields.value("dtype") not in BITS:
+    if fields.text("dtype") not in BITS:
         raise fields.error("dtype", f"one of {', '.join(BITS)}")
     fields.count("num_layers", low=1, high=_MAX_LAYERS)
     specs = list(_specs(fields))

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal, TypeVar
 
 from sgljax_engine.checkpoint.fields import Fields
-from sgljax_engine.errors import CheckpointError, InvalidRequestError
+from sgljax_engine.errors import CheckpointError
 from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
 from sgljax_engine.types import FinishReason, RequestStatus
 
@@ -24,7 +24,7 @@ def non_default(given: SamplingParams | LogprobOptions) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
-        if value != field.default or type(value) is not type(field.default):
+        if repr(value) != repr(field.default):  # tells -0.0 from 0.0
             fields[field.name] = _plain(value)
     return fields
 
@@ -47,7 +47,7 @@ def read_params(kind: type[_ParamsT], fields: Fields, name: str) -> _ParamsT:
         raise fields.error(name, "a dict")
     try:
         return kind(**given)
-    except InvalidRequestError as error:
+    except (ValueError, OverflowError) as error:  # also of numbers too long to convert
         raise CheckpointError(f"{fields.where}.{name}: {error}") from error
 
 
