@@ -322,7 +322,7 @@ def _check_number(
         if isinstance(value, (bool, str)):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidRequestError(f"{name} must be a number {limit}, got {value!r}") from None
     below = number <= low if low_open else number < low
     if math.isnan(number) or below or number > high:

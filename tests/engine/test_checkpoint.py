@@ -1,0 +1,519 @@
+"""Checkpoints of a whole engine: saved by one, finished by another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgljax_engine import (
+    CheckpointError,
+    CheckpointManager,
+    EngineError,
+    EngineShutdownError,
+    InvalidConfigError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from sgljax_engine.cache.radix import RadixCache
+from sgljax_engine.runner.runner import ModelRunner
+from tests.engine.interrupts import NUM_TOKENS, make_engine, settle, start_all, wait_until
+from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.small_tokenizers import CharTokenizer
+from tests.threads import LIMIT_S, start
+
+PROMPTS = random_prompts(12, 3, 60)
+PARAMS = [SamplingParams(temperature=0, max_new_tokens=40 + 10 * i) for i in range(12)]
+RIDS = [f"r{i}" for i in range(12)]
+
+
+def generate(engine, **given: Any):
+    """One call with all prompts."""
+    return start(
+        lambda: engine.generate(input_ids=PROMPTS, sampling_params=PARAMS, rid=RIDS, **given)
+    )
+
+
+def run_until_some_are_finished(engine, call):
+    """Between two dispatches: some requests are finished, some run, some wait. Pauses."""
+    state = wait_until(engine, lambda s: s.counters.num_finished >= 2)
+    engine.pause_generation("in_place")
+    state = engine.get_internal_state()
+    assert state.running_batch_size
+    assert not call.done()
+    return state
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with make_engine() as engine:
+        outs = engine.generate(input_ids=PROMPTS, sampling_params=PARAMS, return_logprob=True)
+        return dict(zip(RIDS, outs, strict=True))
+
+
+def assert_same(futures, expected):
+    assert sorted(futures) == sorted(expected)
+    for rid, future in futures.items():
+        out = future.result(LIMIT_S).to_dict()
+        assert out["output_ids"] == expected[rid]["output_ids"], rid
+        assert out["text"] == expected[rid]["text"]
+        assert out["meta_info"]["finish_reason"] == expected[rid]["meta_info"]["finish_reason"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a checkpoint of requests that are finished, run and wait; without KV."""
+    with make_engine() as engine:
+        call = generate(engine, return_logprob=True)
+        run_until_some_are_finished(engine, call)
+        report = engine.save_checkpoint(tmp_path / "saved")
+        assert report.num_requests == len(RIDS)
+    with pytest.raises(EngineShutdownError):
+        call.result(LIMIT_S)
+    return tmp_path / "saved"
+
+
+class TestRestore:
+    @pytest.mark.parametrize("include_kv", [False, True])
+    @pytest.mark.parametrize("compression", [None, "zstd"])
+    def test_another_engine_finishes_them(self, tmp_path, expected, include_kv, compression):
+        with make_engine() as engine:
+            call = generate(engine, return_logprob=True)
+            state = run_until_some_are_finished(engine, call)
+            engine.save_checkpoint(tmp_path, include_kv=include_kv, compression=compression)
+            num_running = state.running_batch_size
+            engine.check_integrity()
+            engine.continue_generation()
+            outs = call.result(LIMIT_S)
+            assert [o["output_ids"] for o in outs] == [
+                expected[rid]["output_ids"] for rid in RIDS
+            ], "saving must not disturb"
+        with make_engine() as engine:
+            futures = engine.restore_checkpoint(tmp_path)
+            assert_same(futures, expected)
+            for rid, future in futures.items():
+                found, meta = future.result(), expected[rid]["meta_info"]
+                logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+                np.testing.assert_allclose(found.logprobs, logprobs, atol=1e-4)
+                assert found.token_weight_versions == [0] * len(found.output_ids)
+            counters = engine.get_internal_state().counters
+            if include_kv:  # what fills no page is computed again
+                waiting = sum(len(PROMPTS[i]) for i in range(2 + num_running, 12))
+                assert counters.num_prefill_tokens <= waiting + num_running * 4
+                assert counters.num_cached_tokens == 0 or counters.num_cached_tokens > 0
+            settle(engine)
+
+    def test_every_kind_of_request(self, tmp_path):
+        """Samples, seeds, penalties, biases, stop strings, log-probs of all kinds, streams."""
+        prompt = PROMPTS[0]
+        wanted: list[dict[str, Any]] = [
+            {"sampling_params": {"temperature": 0.8, "seed": 7, "n": 3}},
+            {"sampling_params": {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 20}},
+            {
+                "sampling_params": {
+                    "temperature": 0.7,
+                    "seed": 4,
+                    "presence_penalty": 0.5,
+                    "repetition_penalty": 1.3,
+                    "logit_bias": {5: 2.0},
+                    "bad_token_ids": [7, 8],
+                    "min_new_tokens": 30,
+                }
+            },
+            {
+                "sampling_params": {"temperature": 0.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": 2,
+                "token_ids_logprob": [1, 2],
+            },
+        ]
+        for each in wanted:
+            each["sampling_params"] |= {"max_new_tokens": 90, "ignore_eos": True}
+
+        def calls(engine):
+            return [
+                start(lambda i=i, each=each: engine.generate(input_ids=prompt, rid=f"c{i}", **each))
+                for i, each in enumerate(wanted)
+            ]
+
+        options = {"tokenizer": CharTokenizer(), "decode_steps": 2}
+        with make_engine(**options) as engine:
+            text = engine.generate(input_ids=prompt, sampling_params=wanted[3]["sampling_params"])
+            wanted[3]["sampling_params"]["stop"] = [text["text"][60:64]]
+            reference = [call.result(LIMIT_S) for call in calls(engine)]
+        with make_engine(**options) as engine:
+            running = calls(engine)
+            stream = engine.generate(
+                input_ids=prompt,
+                sampling_params=wanted[1]["sampling_params"],
+                rid="stream",
+                stream=True,
+            )
+            wait_until(engine, lambda s: s.counters.num_first_tokens >= 7)
+            engine.pause_generation()
+            report = engine.save_checkpoint(tmp_path)
+            assert report.num_requests >= 6
+            done = {i for i, call in enumerate(running) if call.done()}
+            stream.close()
+        with make_engine(**options) as engine:
+            futures = engine.restore_checkpoint(tmp_path)
+            outs = {rid: future.result(LIMIT_S).to_dict() for rid, future in futures.items()}
+        assert outs["stream"]["output_ids"] == reference[1]["output_ids"]
+        for i, each in enumerate(reference):
+            if i in done:
+                continue
+            samples = each if isinstance(each, list) else [each]
+            for sample, want in enumerate(samples):
+                out = outs[f"c{i}-{sample}" if len(samples) > 1 else f"c{i}"]
+                assert out["output_ids"] == want["output_ids"]
+                assert out["text"] == want["text"]
+                assert out["meta_info"].keys() == want["meta_info"].keys()
+                for name, lists in want["meta_info"].items():
+                    if "logprobs" in name:
+                        assert len(out["meta_info"][name]) == len(lists)
+        assert len(done) < len(reference)
+
+    def test_behind_requests_that_are_there(self, saved, expected):
+        with make_engine() as engine:
+            calls = start_all(engine, [[1, 2, 3], [4, 5]])
+            futures = engine.restore_checkpoint(saved)
+            assert_same(futures, expected)
+            assert all(len(call.result(LIMIT_S).output_ids) == NUM_TOKENS for call in calls)
+            settle(engine)
+
+    def test_ids_in_use_restore_nothing(self, saved, expected):
+        with make_engine() as engine:
+            engine.pause_generation()
+            call = start(lambda: engine.generate(input_ids=[1, 2], rid="r3"))
+            wait_until(engine, lambda s: s.waiting_queue_size == 1)
+            with pytest.raises(CheckpointError, match="r3"):
+                engine.restore_checkpoint(saved)
+            assert engine.get_internal_state().waiting_queue_size == 1
+            engine.continue_generation()
+            call.result(LIMIT_S)
+            assert_same(engine.restore_checkpoint(saved), expected)
+
+    def test_twice_is_refused_while_unfinished(self, saved, expected):
+        with make_engine() as engine:
+            engine.pause_generation()
+            futures = engine.restore_checkpoint(saved)
+            with pytest.raises(CheckpointError, match="unfinished"):
+                engine.restore_checkpoint(saved)
+            engine.continue_generation()
+            assert_same(futures, expected)
+
+    def test_a_restored_engine_can_be_saved_again(self, saved, expected, tmp_path):
+        with make_engine() as engine:
+            futures = engine.restore_checkpoint(saved)
+            wait_until(engine, lambda s: s.counters.num_finished >= 2)
+            engine.pause_generation("in_place")
+            report = engine.save_checkpoint(tmp_path / "again", include_kv=True)
+            assert report.num_requests == len(RIDS)
+            del futures
+        with make_engine() as engine:
+            assert_same(engine.restore_checkpoint(tmp_path / "again"), expected)
+
+    def test_asyncio(self, tmp_path, expected):
+        async def save():
+            with make_engine() as engine:
+                call = generate(engine)
+                await asyncio.to_thread(run_until_some_are_finished, engine, call)
+                await engine.async_save_checkpoint(tmp_path)
+
+        async def restore():
+            with make_engine() as engine:
+                futures = await engine.async_restore_checkpoint(tmp_path)
+                outs = await asyncio.gather(*futures.values())
+                return dict(zip(futures, outs, strict=True))
+
+        asyncio.run(save())
+        for rid, out in asyncio.run(restore()).items():
+            assert out.output_ids == expected[rid]["output_ids"]
+
+
+class TestWeights:
+    def test_versions_go_on(self, tmp_path, expected):
+        with make_engine() as engine:
+            for _ in range(3):
+                engine.update_weights(spread_weights())
+            call = generate(engine)
+            run_until_some_are_finished(engine, call)
+            engine.save_checkpoint(tmp_path)
+        with make_engine() as engine:
+            assert_same(futures := engine.restore_checkpoint(tmp_path), expected)
+            assert engine.weight_version == 3
+            for future in futures.values():
+                assert set(future.result().token_weight_versions) == {3}
+
+    @pytest.mark.parametrize("num_updates", [0, 5])
+    def test_other_weights_continue_under_a_higher_version(self, tmp_path, caplog, num_updates):
+        """As after an update with mode="retract"; KV of the old weights is never used."""
+        other = spread_weights(seed=1)
+        with make_engine() as engine:
+            engine.update_weights(spread_weights())
+            call = generate(engine)
+            run_until_some_are_finished(engine, call)
+            engine.save_checkpoint(tmp_path, include_kv=True)
+        with make_engine(weights=other) as engine:
+            for _ in range(num_updates):
+                engine.update_weights(other)
+            with caplog.at_level(logging.WARNING):
+                futures = engine.restore_checkpoint(tmp_path)
+            assert "prefilled again" in caplog.text
+            outs = [future.result(LIMIT_S) for future in futures.values()]
+            assert engine.weight_version == max(num_updates, 2)
+            mixed = 0
+            for out in outs:
+                versions = out.token_weight_versions
+                assert versions == sorted(versions)
+                begin = versions.count(1)
+                if begin < len(versions):
+                    assert set(versions[begin:]) == {engine.weight_version}
+                    mixed += begin > 0
+                    again = engine.generate(
+                        input_ids=out.prompt_ids + out.output_ids[:begin],
+                        sampling_params={
+                            "temperature": 0,
+                            "max_new_tokens": len(versions) - begin,
+                        },
+                    )
+                    assert again["output_ids"] == out.output_ids[begin:]
+            assert mixed
+
+
+class TestRefusals:
+    def test_missing(self, tmp_path, caplog):
+        with make_engine() as engine:
+            with pytest.raises(CheckpointError, match="nowhere"):
+                engine.restore_checkpoint(tmp_path / "nowhere")
+            with caplog.at_level(logging.WARNING):
+                assert engine.restore_checkpoint(tmp_path / "nowhere", missing_ok=True) == {}
+            assert "nowhere" in caplog.text
+            assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
+
+    @pytest.mark.parametrize("what", ["truncated", "tampered", "future", "lost"])
+    def test_a_bad_checkpoint_restores_nothing(self, saved, what):
+        manifest = saved / "manifest.json"
+        if what == "truncated":
+            file = next(saved.glob("*.safetensors"))
+            file.write_bytes(file.read_bytes()[:-1])
+        elif what == "tampered":
+            file = next(saved.glob("requests-*.json"))
+            file.write_bytes(file.read_bytes().replace(b'"r1"', b'"r7"', 1))
+        elif what == "future":
+            content = json.loads(manifest.read_text())
+            content["version"] = 99
+            manifest.write_text(json.dumps(content))
+        else:
+            next(saved.glob("*.safetensors")).unlink()
+        with make_engine() as engine:
+            with pytest.raises(CheckpointError, match="99" if what == "future" else str(saved)):
+                engine.restore_checkpoint(saved, missing_ok=True)
+            assert engine.get_internal_state().waiting_queue_size == 0
+            assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
+            settle(engine)
+
+    def test_another_model(self, saved):
+        import dataclasses
+
+        other = dataclasses.replace(TINY, rms_norm_eps=TINY.rms_norm_eps * 2)
+        checkpoint = CheckpointManager(saved).load()
+        checkpoint.metadata["model"]["rms_norm_eps"] = other.rms_norm_eps
+        CheckpointManager(saved).save(checkpoint)
+        with make_engine() as engine, pytest.raises(CheckpointError, match="rms_norm_eps"):
+            engine.restore_checkpoint(saved)
+
+    def test_a_request_that_does_not_fit_here(self, saved, expected, caplog):
+        """It is refused by itself; the others go on."""
+        with make_engine(max_model_len=150) as engine:
+            futures = engine.restore_checkpoint(saved)
+            fits = {
+                rid: len(PROMPTS[i]) + PARAMS[i].max_new_tokens <= 150 for i, rid in enumerate(RIDS)
+            }
+            assert True in fits.values()
+            assert False in fits.values()
+            for rid, future in futures.items():
+                if fits[rid]:
+                    assert future.result(LIMIT_S).output_ids == expected[rid]["output_ids"]
+                else:
+                    with pytest.raises(InvalidRequestError, match="max_model_len = 150"):
+                        future.result(LIMIT_S)
+            settle(engine)
+
+    def test_bad_arguments(self, tmp_path):
+        with make_engine() as engine:
+            with pytest.raises(InvalidConfigError, match="compression"):
+                engine.save_checkpoint(tmp_path, compression="gzip")  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequestError, match="include_kv"):
+                engine.save_checkpoint(tmp_path, include_kv=1)  # type: ignore[arg-type]
+
+
+class TestPages:
+    @pytest.fixture
+    def with_kv(self, tmp_path):
+        with make_engine() as engine:
+            call = generate(engine)
+            run_until_some_are_finished(engine, call)
+            engine.save_checkpoint(tmp_path / "kv", include_kv=True)
+            return tmp_path / "kv"
+
+    def test_a_small_pool_takes_what_fits(self, with_kv, expected, caplog):
+        num_nodes = len(CheckpointManager(with_kv).load().scheduler_state.prefix_cache.nodes)  # type: ignore[union-attr]
+        with make_engine(num_kv_tokens=240) as engine:
+            assert num_nodes > 60
+            engine.pause_generation()
+            with caplog.at_level(logging.WARNING):
+                futures = engine.restore_checkpoint(with_kv)
+            assert f"60 of {num_nodes} KV pages" in caplog.text
+            engine.check_integrity()
+            assert engine.get_internal_state().cached_kv_tokens == 240
+            engine.continue_generation()
+            assert_same(futures, expected)
+            settle(engine)
+
+    @pytest.mark.parametrize("options", [{"page_size": 8}, {"disable_radix_cache": True}])
+    def test_another_cache_computes_them_again(self, with_kv, expected, options):
+        with make_engine(**options) as engine:
+            assert_same(engine.restore_checkpoint(with_kv), expected)
+            settle(engine)
+
+    @pytest.mark.parametrize("place", [(ModelRunner, "load_rows"), (RadixCache, "adopt")])
+    def test_pages_that_cannot_be_loaded_are_computed_again(
+        self, with_kv, expected, monkeypatch, caplog, place
+    ):
+        def fail(*args, **kwargs):
+            raise RuntimeError("injected")
+
+        with make_engine() as engine:
+            calls = start_all(engine, [[1, 2, 3]])
+            monkeypatch.setattr(*place, fail)
+            futures = engine.restore_checkpoint(with_kv)
+            assert "injected" in caplog.text
+            engine.check_integrity()
+            assert_same(futures, expected)
+            assert len(calls[0].result(LIMIT_S).output_ids) == NUM_TOKENS
+            settle(engine)
+
+
+class TestSaving:
+    def test_only_what_changed_is_written(self, tmp_path):
+        with make_engine() as engine:
+            engine.pause_generation()
+            calls = [start(lambda p=p: engine.generate_requests([p], PARAMS[0])) for p in PROMPTS]
+            wait_until(engine, lambda s: s.waiting_queue_size == 12)
+            assert engine.save_checkpoint(tmp_path).num_written == 12
+            assert engine.save_checkpoint(tmp_path).num_written == 0
+            engine.continue_generation()
+            wait_until(engine, lambda s: s.counters.num_first_tokens >= 1)
+            engine.pause_generation("in_place")
+            state = engine.get_internal_state()
+            report = engine.save_checkpoint(tmp_path)
+            if not report.is_compacted:
+                assert report.num_written == state.running_batch_size
+            engine.continue_generation()
+            for call in calls:
+                call.result(LIMIT_S)
+            assert engine.save_checkpoint(tmp_path).num_requests == 0
+
+    def test_decoding_goes_on_while_it_is_written(self, tmp_path, monkeypatch):
+        reached, let_go = threading.Event(), threading.Event()
+        save = CheckpointManager.save
+
+        def slow(self, checkpoint):
+            reached.set()
+            assert let_go.wait(LIMIT_S)
+            return save(self, checkpoint)
+
+        monkeypatch.setattr(CheckpointManager, "save", slow)
+        with make_engine() as engine:
+            call = generate(engine)
+            wait_until(engine, lambda s: s.counters.num_first_tokens >= 1)
+            saving = start(lambda: engine.save_checkpoint(tmp_path))
+            assert reached.wait(LIMIT_S)
+            call.result(LIMIT_S)  # to the last token
+            assert not saving.done()
+            let_go.set()
+            assert saving.result(LIMIT_S).num_requests == 12
+
+    def test_a_save_that_fails_costs_nothing(self, tmp_path, expected, monkeypatch):
+        with make_engine() as engine:
+            call = generate(engine)
+            run_until_some_are_finished(engine, call)
+            engine.save_checkpoint(tmp_path)
+
+            def full(*args, **kwargs):
+                raise OSError(28, "No space left on device")
+
+            with monkeypatch.context() as patch:
+                patch.setattr("os.replace", full)
+                with pytest.raises(CheckpointError, match="No space left"):
+                    engine.save_checkpoint(tmp_path, include_kv=True)
+            engine.check_integrity()
+            engine.continue_generation()
+            outs = call.result(LIMIT_S)
+            assert [o["output_ids"] for o in outs] == [expected[r]["output_ids"] for r in RIDS]
+        with make_engine() as engine:
+            assert_same(engine.restore_checkpoint(tmp_path), expected)
+
+    def test_asleep(self, tmp_path, expected):
+        """Pages that sleep on the host are saved from there; restored requests wait for waking."""
+        with make_engine() as engine:
+            call = generate(engine)
+            run_until_some_are_finished(engine, call)
+            engine.continue_generation()
+            engine.sleep(preserve_state=True)
+            engine.save_checkpoint(tmp_path, include_kv=True)
+            engine.wake_up()
+            call.result(LIMIT_S)
+        assert CheckpointManager(tmp_path).load().scheduler_state.prefix_cache is not None
+        with make_engine() as engine:
+            engine.sleep()
+            futures = engine.restore_checkpoint(tmp_path)
+            state = engine.get_internal_state()
+            assert state.running_batch_size == 0
+            assert state.counters.num_dispatches == 0
+            engine.wake_up()
+            assert_same(futures, expected)
+            settle(engine)
+
+    def test_what_failed_stays_failed(self, tmp_path, monkeypatch):
+        """A caller who waits for others too learns of it from the checkpoint."""
+
+        def fail(self, request):
+            raise RuntimeError("injected")
+
+        with make_engine() as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(ModelRunner, "score_prompt", fail)
+                call = start(
+                    lambda: engine.generate(
+                        input_ids=[[1, 2, 3], [4, 5, 6]],
+                        sampling_params={"temperature": 0, "max_new_tokens": NUM_TOKENS},
+                        return_logprob=True,
+                        logprob_start_len=[-1, 0],
+                        rid=["good", "bad"],  # whoever fails first ends the call
+                    )
+                )
+                wait_until(engine, lambda s: s.counters.num_finished == 1)
+            engine.pause_generation()
+            engine.save_checkpoint(tmp_path)
+            del call
+        with make_engine() as engine:
+            futures = engine.restore_checkpoint(tmp_path)
+            with pytest.raises(EngineError, match="injected"):
+                futures["bad"].result(LIMIT_S)
+            assert len(futures["good"].result(LIMIT_S).output_ids) == NUM_TOKENS
+
+    def test_shutdown_answers_whoever_saves(self, tmp_path, monkeypatch):
+        with make_engine() as engine:
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises(EngineShutdownError):
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises(EngineShutdownError):
+            engine.restore_checkpoint(tmp_path)
