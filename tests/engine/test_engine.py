@@ -335,6 +335,7 @@ class TestBadInput:
         ("temperature", -0.1, r"\[0, 1e\+06\], got -0.1"),
         ("temperature", float("nan"), "got nan"),
         ("temperature", 1e300, r"\[0, 1e\+06\]"),
+        ("temperature", 10**400, "number"),
         ("temperature", "hot", "number"),
         ("top_p", 0.0, r"\(0, 1\], got 0.0"),
         ("top_p", 1.1, r"\(0, 1\], got 1.1"),

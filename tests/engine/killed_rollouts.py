@@ -1,0 +1,55 @@
+"""Rollouts that die: started by test_kill.py, which kills them.
+
+For each folder on standard input a child is forked that generates and saves checkpoints there all
+the while. It tells on standard output, a line each: its process id; each save, with the requests
+that were finished by then; that it is done, which it never should be. Importing takes longer than
+dying, so it is done once; JAX starts its threads in the children alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import tests.conftest  # noqa: F401 - the compilation cache of all tests
+from sgljax_engine.engine import Engine
+from tests.engine.models import TINY, spread_weights
+from tests.engine.rollout_to_kill import OPTIONS, PARAMS, PROMPTS, RIDS
+
+
+def tell(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def roll_out(folder: str, *, include_kv: bool) -> None:
+    with Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine:
+        engine.warmup()
+        is_over = threading.Event()
+
+        def generate() -> None:
+            engine.generate(input_ids=PROMPTS, sampling_params=PARAMS, rid=RIDS)
+            is_over.set()
+
+        threading.Thread(target=generate, daemon=True).start()
+        while not engine.get_internal_state().running_batch_size:
+            pass
+        while not is_over.is_set():
+            engine.save_checkpoint(folder, include_kv=include_kv)
+            tell("saved", engine.get_internal_state().counters.num_finished)
+        tell("done")
+
+
+def main() -> None:
+    for number, line in enumerate(sys.stdin):
+        child = os.fork()
+        if not child:
+            tell("started", os.getpid())
+            roll_out(line.rstrip("\n"), include_kv=number % 2 == 1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        tell("dead")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What the rollouts of killed_rollouts.py generate, one token of each request at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engine.models import random_prompts
+
+NUM_REQUESTS = 24
+PROMPTS = random_prompts(NUM_REQUESTS, 3, 50)
+PARAMS: list[dict[str, Any]] = [
+    {
+        "temperature": 0.0 if i % 3 else 0.9,
+        "seed": None if i % 3 else i,
+        "max_new_tokens": 20 + 8 * i,
+        "ignore_eos": True,
+    }
+    for i in range(NUM_REQUESTS)
+]
+RIDS = [f"r{i}" for i in range(NUM_REQUESTS)]
+OPTIONS: dict[str, Any] = {
+    "page_size": 4,
+    "max_running_requests": 8,
+    "batch_buckets": (8,),
+    "decode_steps": 1,
+}
