@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
+
 from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, held, start
@@ -61,6 +63,11 @@ def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
             assert time.monotonic() < deadline, "the weights were never made"
             time.sleep(0.001)
     return update.result(LIMIT_S)
+
+
+def device_bytes() -> int:
+    """Of all arrays of this process."""
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def results(calls: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
