@@ -88,3 +88,12 @@ def assert_idle(engine: Engine) -> None:
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert state.available_kv_tokens == state.total_kv_tokens
     engine.check_integrity()
+
+
+def assert_stands_still(engine: Engine) -> None:
+    """Nothing is dispatched; looks are answered between dispatches, so it would show."""
+    before = engine.get_internal_state().counters
+    for _ in range(20):
+        now = engine.get_internal_state().counters
+        assert now.num_dispatches == before.num_dispatches
+        assert now.num_output_tokens == before.num_output_tokens

@@ -168,10 +168,11 @@ class TestPreservedState:
                 engine.sleep(preserve_state=preserve_state)
                 kept = engine._loop._core.sleeper._kept
                 assert kept.weights is not None
-                for copy in kept.weights.values():
-                    assert copy.pinned is not None
-                    assert copy.pinned.sharding.memory_kind == "pinned_host"
-                del kept, copy
+                for name in kept.weights:
+                    pinned = kept.weights[name].pinned
+                    assert pinned is not None
+                    assert pinned.sharding.memory_kind == "pinned_host"
+                del kept
                 engine.wake_up()
                 for weight in engine._loop._core.runner.weights.values():
                     assert weight.sharding.memory_kind == "device"
@@ -364,7 +365,7 @@ class TestMemory:
                 assert device_bytes() == base
                 assert engine.wake_up() == freed
                 assert device_bytes() == awake
-            assert results([start(lambda: engine.generate_requests(prompts, LONG))])
+            assert len(engine.generate_requests(prompts, LONG)) == 4
 
     def test_cycles_compile_nothing(self):
         with make_engine(forbid_compile=True) as engine:
