@@ -458,6 +458,7 @@ class EngineCore:
         self.answers.close(make_error)
         for request in self.scheduler.requests():
             request.status = RequestStatus.FINISHED
+        self.sleeper.release()
         self.runner.release()
 
 

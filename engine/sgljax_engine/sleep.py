@@ -126,6 +126,10 @@ class Sleeper:
         """Other weights were put on the device: kept ones are of no use any more."""
         self._woke(("weights",))
 
+    def release(self) -> None:
+        """Lets go of all copies; for an engine that ends."""
+        self._woke(SLEEP_TAGS)
+
     def _woke(self, tags: Sequence[SleepTag]) -> None:
         self._kept = Kept(
             None if "weights" in tags else self._kept.weights,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
+
 from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, held, start
@@ -63,6 +65,11 @@ def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
     return update.result(LIMIT_S)
 
 
+def device_bytes() -> int:
+    """Of all arrays of this process."""
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
 def results(calls: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
     """The outputs of all callers."""
     return [call.result(LIMIT_S) for call in calls]
@@ -81,3 +88,12 @@ def assert_idle(engine: Engine) -> None:
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert state.available_kv_tokens == state.total_kv_tokens
     engine.check_integrity()
+
+
+def assert_stands_still(engine: Engine) -> None:
+    """Nothing is dispatched; looks are answered between dispatches, so it would show."""
+    before = engine.get_internal_state().counters
+    for _ in range(20):
+        now = engine.get_internal_state().counters
+        assert now.num_dispatches == before.num_dispatches
+        assert now.num_output_tokens == before.num_output_tokens

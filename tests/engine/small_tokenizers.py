@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 from pathlib import Path
+from typing import Any
 
 import sentencepiece as spm
 from tokenizers import Tokenizer as RustTokenizer
@@ -35,7 +36,7 @@ class CharTokenizer:
     def bos_id(self):
         return self.bos
 
-    def eos_id(self):
+    def eos_id(self) -> Any:
         return 2
 
     def pad_id(self):

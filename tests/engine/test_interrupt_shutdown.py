@@ -29,6 +29,11 @@ SITUATIONS = (
     "updating wait",
     "updating wait, paused retract",
     "pausing wait, updating wait",
+    "sleeping 1",
+    "sleeping 2, updating retract",
+    "sleeping preserved",
+    "pausing wait, updating wait, sleeping preserved",
+    "sleeping preserved, waking",
     "held",
 )
 """What goes on; "pausing" and "updating" are not waited for."""
@@ -64,6 +69,10 @@ def bring_about(engine: Engine, situation: str) -> list[Future[Any]]:
         elif verb in ("paused", "pausing"):
             asked.append(start(lambda: engine.pause_generation("wait")))
             wait_for(lambda: engine.get_internal_state().pause_mode == "wait")
+        elif verb == "sleeping":
+            engine.sleep(2 if rest == "2" else 1, preserve_state=rest == "preserved")
+        elif verb == "waking":
+            asked.append(start(engine.wake_up))
         elif verb == "updating":
             update = start(functools.partial(engine.update_weights, WEIGHTS[1], mode=mode))
             if mode == "wait":

@@ -17,8 +17,9 @@ import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
+from sgljax_engine.runner import saved_pages
 from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.engine.interrupts import LONG as long, start_all, update_in_flight
+from tests.engine.interrupts import LONG as long, results, start_all, update_in_flight
 
 GOLDEN = sys.argv[1]
 devices = np.asarray(jax.devices())
@@ -28,6 +29,35 @@ params = SamplingParams(temperature=0, max_new_tokens=20)
 
 def outputs(engine):
     return [o.output_ids for o in engine.generate_requests(prompts, params)]
+
+def shardings(engine):
+    core = engine._loop._core.runner
+    return jax.tree.map(lambda x: x.sharding, (core.weights, core.kv, core.kv_rows))
+
+def sleep_and_wake(engine, memory):
+    # With requests in flight, which must not notice; in chunks of a few pages.
+    whole = [o.output_ids for o in engine.generate_requests(prompts[:4], long)]
+    core = engine._loop._core.runner
+    core._host_memory = memory
+    before = shardings(engine)
+    calls = start_all(engine, prompts[:4], long)
+    freed = engine.sleep(2, preserve_state=True)
+    kept = engine._loop._core.sleeper._kept
+    assert len(kept.pages.chunks) > 1
+    if memory == "numpy":  # a replicated array is kept once
+        assert {len(c.parts) for c in kept.weights.values()} <= {1, 2}
+        assert engine.get_internal_state().host_bytes < freed
+    del kept
+    assert engine.wake_up(["kv_cache"]) + engine.wake_up(["weights"]) == freed
+    assert shardings(engine) == before
+    for o, ids in zip(results(calls), whole):
+        assert o.output_ids == ids, "after sleep"
+        assert o.num_retractions == 0
+    engine.sleep()
+    engine.wake_up()
+    assert shardings(engine) == before
+
+saved_pages._CHUNK_BYTES = 8192
 
 with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
     expected = outputs(single)
@@ -62,6 +92,10 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as single:
             assert engine.get_weights_checksum() == checksums
             engine.update_weights(sharded, donate=True, verify=True)
             assert outputs(engine) == expected
+            for memory in ("numpy", "pinned_host"):
+                sleep_and_wake(engine, memory)
+                assert engine.get_weights_checksum() == single.get_weights_checksum()
+                assert outputs(engine) == expected
 
     with Engine(
         model_config=TINY, weights=spread_weights(), mesh=jax.make_mesh((4, 2), ("fsdp", "tp"))

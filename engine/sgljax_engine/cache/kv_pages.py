@@ -8,6 +8,8 @@ back as its output, so the pool exists once.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -47,8 +49,16 @@ def allocate_kv_pages(
 ) -> KVPages:
     """Allocates a zeroed cache on the sharding's devices. Engine thread only."""
     shape = (num_pages, num_kv_heads, page_size, head_dim)
-    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    zeros = zeros_program(shape, dtype, sharding)
     return tuple(LayerKV(zeros(), zeros()) for _ in range(num_layers))
+
+
+@functools.lru_cache(maxsize=64)
+def zeros_program(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
+) -> Callable[[], jax.Array]:
+    """Makes a zeroed array. Compiled once, however often an engine takes its memory again."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, zeros_program
 
 CHUNK = 64
 """Keys of a row that lie together: attention takes one chunk of several rows at a time."""
@@ -82,7 +82,7 @@ def allocate_kv_rows(
     sharding: jax.sharding.Sharding,
 ) -> KVRows:
     """Allocates the arrays of all layers on the sharding's devices. Engine thread only."""
-    k, v = (jax.jit(lambda s=s: jnp.zeros(s, dtype), out_shardings=sharding) for s in shapes)
+    k, v = (zeros_program(shape, dtype, sharding) for shape in shapes)
     return tuple(LayerRows(k(), v()) for _ in range(num_layers))
 
 

@@ -333,18 +333,21 @@ class ModelRunner:
         return chunk_size(size, self._num_pages)
 
     def recover_kv(self) -> bool:
-        """Drops the pages if a failed step took or spoilt them; True if it had to.
+        """Drops the pages if what failed took or spoilt them; True if they are gone.
 
         The next program allocates them anew. Pages that were donated to a failed program are
-        deleted; those that a failed asynchronous program was to return raise when waited for.
+        deleted; those that a failed asynchronous program was to return raise when waited for;
+        `load_pages` has let go of them by itself.
         """
-        try:
-            self.check_kv()
-        except Exception:
-            logger.warning("the KV pages were lost in a failed step; they are allocated anew")
-            self.kv, self.kv_rows = (), ()
-            return True
-        return False
+        if self.is_kv_allocated:
+            try:
+                self.check_kv()
+            except Exception:
+                self.kv, self.kv_rows = (), ()
+            else:
+                return False
+        logger.warning("the KV pages were lost in a failed step; they are allocated anew")
+        return True
 
     def release(self) -> None:
         """Lets go of weights, pages and programs."""
