@@ -62,18 +62,22 @@ class Sleeper:
     def keep(self, *, weights: bool, pages: bool) -> Kept:
         """Copies to the host what is to be kept; changes nothing else.
 
+        What sleeps already stays what it is: kept or not.
+
         Raises:
             OffloadError: when that fails.
         """
+        kept_weights, kept_pages = self._kept
         try:
-            return Kept(
-                self._runner.weights_to_host() if weights else None,
-                self._save_pages() if pages else None,
-            )
+            if weights and "weights" not in self.asleep:
+                kept_weights = self._runner.weights_to_host()
+            if pages and "kv_cache" not in self.asleep:
+                kept_pages = self._save_pages()
+            return Kept(kept_weights, kept_pages)
         except Exception as error:
             forget_locals(error)
             raise OffloadError(
-                f"copying weights and KV pages to the host failed: {error!r}; the engine is awake"
+                f"copying weights and KV pages to the host failed: {error!r}; nothing was changed"
             ) from error
 
     def _save_pages(self) -> SavedPages | None:
@@ -82,7 +86,12 @@ class Sleeper:
         return runner.save_pages(self._pool.used_pages) if runner.is_kv_allocated else None
 
     def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
-        """Gives the device's memory back; returns its bytes. Cannot fail."""
+        """Gives back what memory is awake; returns its bytes. Cannot fail.
+
+        Args:
+            kept: What `keep` returned.
+            refuses_requests: See the attribute.
+        """
         num_bytes = sum(weight.nbytes for weight in self._runner.weights.values())
         num_bytes += self._runner.release_kv()
         self._runner.swap_weights({})
@@ -117,6 +126,10 @@ class Sleeper:
             ) from error
         self._woke(tags)
         return num_bytes
+
+    def forget(self) -> None:
+        """Lets go of all copies: nobody will wake up any more."""
+        self._kept = Kept(None, None)
 
     def weights_came(self) -> None:
         """Other weights were put on the device: kept ones are of no use any more."""
