@@ -20,6 +20,7 @@ from sgljax_engine import (
     InvalidConfigError,
     InvalidRequestError,
     OffloadError,
+    SamplingParams,
     WeightSyncError,
 )
 from tests import tunix_reference as ref
@@ -378,6 +379,41 @@ def test_what_its_owner_put_to_sleep_is_the_owners_to_wake(make_rollout, expecte
     assert rollout.engine.is_sleeping()
     assert generate(rollout) == expected
     assert not caplog.records
+
+
+def test_an_update_of_what_its_owner_put_to_sleep_wakes_the_weights_alone(
+    make_rollout, other_model, other_expected
+):
+    rollout = make_rollout()
+    generate(rollout)
+    rollout.engine.wake_up()
+    tokens_of(rollout, PROMPTS)
+    rollout.engine.sleep()
+    rollout.update_params(params_of(other_model), (nnx.Param,))
+    assert state_of(rollout).asleep == ("kv_cache",)
+    rollout.engine.wake_up()
+    assert generate(rollout) == other_expected
+
+
+def test_requests_of_other_users_wait_for_the_next_call(make_rollout, expected):
+    """They lose no token, and do not keep the memory from the trainer."""
+    rollout = make_rollout(decode_steps=1)
+    generate(rollout)
+    rollout.engine.wake_up()
+    params = SamplingParams(temperature=0, max_new_tokens=96)
+    long = start(lambda: rollout.engine.generate_requests([PROMPTS[0].tolist()], params))
+    while not state_of(rollout).running_batch_size:
+        assert not long.done()
+    assert generate(rollout, PROMPTS[1:], max_tokens_to_generate=1)
+    state = state_of(rollout)
+    assert state.is_sleeping
+    assert state.waiting_queue_size == 1
+    assert not long.done()
+    while not long.done():
+        assert generate(rollout) == expected
+    (output,) = long.result(LIMIT_S)
+    assert output.output_ids[:16] == expected[0]
+    assert len(output.output_ids) == 96
 
 
 def test_closed_while_asleep(make_rollout, base):
