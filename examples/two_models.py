@@ -131,8 +131,8 @@ def run_alone(player: Player) -> list[list[int]]:
 def take_turn(player: Player, answer: Future[list[RequestOutput]], num_tokens: int) -> Turn:
     """Lets a sleeping engine generate about so many tokens more, or to the end."""
     engine = player.engine
-    engine.wake_up()
     before = engine.get_internal_state().counters.num_output_tokens
+    engine.wake_up()
     while True:
         state = engine.get_internal_state()  # comes between two dispatches
         done = state.counters.num_output_tokens - before
