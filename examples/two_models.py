@@ -62,7 +62,8 @@ class Turn(NamedTuple):
         name: Of the player.
         num_tokens: Tokens that it generated.
         num_unfinished: Requests that it had left when it went to sleep.
-        held_bytes: What all arrays on the device took before it went to sleep.
+        held_bytes: What all arrays on the device took before it went to sleep, those of the
+            dispatch in flight included.
         own_bytes: What of that was its own: weights and KV cache.
         left_bytes: What was left on the device when it slept.
     """

@@ -17,7 +17,8 @@ class EngineRest:
 
     Rest is one of two things. With `releases_kv` the KV cache is released when the last of the
     concurrent calls ends. With a cluster that offloads its models, the engine sleeps from the time
-    that the cluster says so (`offload`) until the next call.
+    that the cluster says so (`offload`) until the next call. One that its owner put to sleep, not
+    this class, is neither woken nor put to sleep.
 
     Any thread. All changes of the engine are made under one lock, so no call begins on an engine
     that falls asleep, and none falls asleep under a call.
@@ -34,7 +35,7 @@ class EngineRest:
         self._num_calls = 0
         self._is_offloading = False
         self._is_used = False  # since the engine was built or woke
-        self._is_asleep = False  # put to sleep here, not by the engine's owner
+        self._own_sleep: int | None = None  # which of the engine's sleeps began here
 
     @contextlib.contextmanager
     def call(self, engine: Engine) -> Iterator[None]:
@@ -87,18 +88,25 @@ class EngineRest:
     # ------------------------------------------------------------------ under the lock
 
     def _wake(self, engine: Engine) -> None:
-        # The owner may have woken it meanwhile, which is no reason to warn.
-        if self._is_asleep and engine.is_sleeping():
+        if self._own_sleep is not None and self._is_own_sleep(engine):
             engine.wake_up()
-        self._is_asleep = False
+        self._own_sleep = None
 
     def _sleep(self, engine: Engine) -> None:
         """Unless a call runs, or the owner put it to sleep: that is the owner's to end."""
-        if self._num_calls or (engine.is_sleeping() and not self._is_asleep):
+        if self._num_calls:
             return
         with contextlib.suppress(EngineShutdownError):  # its memory is free already
-            self._is_asleep |= engine.sleep() > 0
+            if engine.is_sleeping() and not self._is_own_sleep(engine):
+                return
+            if engine.sleep() > 0:
+                self._own_sleep = engine.get_internal_state().counters.num_sleeps
             self._is_used = False
+
+    def _is_own_sleep(self, engine: Engine) -> bool:
+        """Whether it sleeps, and the owner has not woken it and put it to sleep since."""
+        state = engine.get_internal_state()
+        return state.is_sleeping and state.counters.num_sleeps == self._own_sleep
 
     def _end(self, engine: Engine, has_failed: bool) -> None:
         """The last of the concurrent calls is over."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import pytest
 
@@ -19,6 +21,7 @@ def device_bytes() -> int:
 def test_updated_weights_go_to_sleep_beside_a_kv_cache_that_sleeps(level, caplog):
     """As a trainer does that updates an engine while it needs the device itself."""
     source = spread_weights(seed=9)
+    gc.collect()  # what earlier tests left
     base = device_bytes()
     with make_engine(weights=source) as other:
         expected = [out.output_ids for out in other.generate_requests(PROMPTS, LONG)]
