@@ -22,7 +22,6 @@ from sgljax_engine import (
     Engine,
     EngineConfig,
     EngineShutdownError,
-    EngineStateError,
     InvalidConfigError,
     InvalidRequestError,
     ModelConfig,
@@ -34,6 +33,7 @@ from sgljax_engine import (
 from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.model_config import as_trained, to_model_config
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
+from tunix_sgljax.resting import EngineRest
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings set no limit."""
@@ -46,6 +46,10 @@ class SglJaxRollout(BaseRollout):
     then (a checkpoint may be restored into the actor after construction). From there on the
     engine holds its own copy, replaced by `update_params`. All methods are thread-safe, and
     prompts of concurrent `generate` calls are batched together.
+
+    With `ClusterConfig(offload_to_cpu=True)` the engine sleeps, weights on the host, between the
+    cluster's calls of `generate` and `get_per_token_logps`; see `update_params`. An engine that its
+    owner put to sleep, through `engine`, is the owner's to wake: `generate` waits for that.
     """
 
     def __init__(
@@ -80,10 +84,10 @@ class SglJaxRollout(BaseRollout):
                 goes on; "in_place" goes on with the KV of the old weights; "wait" lets those that
                 have begun finish first; "abort" ends them with the tokens they have.
             release_kv_between_steps: Give the KV cache's memory back, prefix cache included, when
-                the last of the concurrent `generate` calls ends, until the next one. Tunix tells
-                a rollout nothing else about where a step ends, so calls that follow one another
-                (micro-batches, few concurrent episodes) release and take it each time. While
-                other users of the same engine have requests running, nothing is released.
+                the last of the concurrent calls of `generate` and `get_per_token_logps` ends,
+                until the next one. Calls that follow one another (micro-batches, few concurrent
+                episodes) release and take it each time. While other users of the same engine
+                have requests running, nothing is released.
             **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
 
         Raises:
@@ -104,11 +108,10 @@ class SglJaxRollout(BaseRollout):
         self._logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
         sampling.check_weight_update_mode(weight_update_mode)
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
-        self._releases_kv = sampling.check_flag(
-            "release_kv_between_steps", release_kv_between_steps
+        self._rest = EngineRest(
+            releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
         self._recorder = OutputRecorder()
-        self._num_active_calls = 0
         self._explicit_options = dict(engine_options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -216,8 +219,9 @@ class SglJaxRollout(BaseRollout):
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
-        with self._counted_call():
-            outputs = self.engine.generate_requests(prompt_ids, params)
+        engine = self.engine
+        with self._rest.call(engine):
+            outputs = engine.generate_requests(prompt_ids, params)
         output = self._rollout_output(prompt_ids, outputs, rollout_config)
         self._recorder.add(output)
         return output
@@ -230,22 +234,6 @@ class SglJaxRollout(BaseRollout):
         """
         with self._recorder.recording() as outputs:
             yield outputs
-
-    @contextlib.contextmanager
-    def _counted_call(self) -> Iterator[None]:
-        with self._lock:
-            self._num_active_calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_active_calls -= 1
-                is_last = self._num_active_calls == 0
-            if is_last and self._releases_kv and self._engine is not None:
-                # Another call may have begun since, other users may have requests running, or
-                # somebody closed the engine: then its memory is not this call's to give back.
-                with contextlib.suppress(EngineStateError, EngineShutdownError):
-                    self._engine.release_kv_cache()
 
     def _rollout_output(
         self,
@@ -318,7 +306,9 @@ class SglJaxRollout(BaseRollout):
         sequences = [
             np.concatenate(pair).tolist() for pair in zip(prompts, completions, strict=True)
         ]
-        scored = self.engine.score(sequences, temperature=self._temperature or 1.0)
+        engine = self.engine
+        with self._rest.call(engine):
+            scored = engine.score(sequences, temperature=self._temperature or 1.0)
         logps = [row[len(row) - len(c) :] for row, c in zip(scored, completions, strict=True)]
         return jnp.asarray(padding.spread(logps, completions_BC != pad))
 
@@ -329,20 +319,28 @@ class SglJaxRollout(BaseRollout):
 
         Completions that other threads are sampling are treated as `weight_update_mode` says.
 
+        An empty state is Tunix's sign that it offloads models: it passes one before and after each
+        of its calls of `generate` and `get_per_token_logps`. From the first one on, the engine
+        sleeps after a sign with no such call active, until the next call; an update while it
+        sleeps replaces the weights that it sleeps with.
+
         Args:
-            params: The actor's `nnx.State` (or any pytree with its names). An empty one, which
-                Tunix passes around generation with `offload_to_cpu`, changes nothing.
+            params: The actor's `nnx.State` (or any pytree with its names), or an empty one.
             filter_types: The variable types that `params` holds; LoRA parameters are refused.
 
         Raises:
             WeightSyncError: names each missing, extra or mis-shaped parameter; the old weights
                 keep serving.
+            OffloadError: when the engine could not be put to sleep; it serves what it should.
         """
         if not jax.tree.leaves(params):
+            self._rest.offload(self._engine)
             return
         source = self._mapper.named_source(params)
         rules = self._mapper.rules_for(source)
-        self.engine.update_weights(source, rules, mode=self._weight_update_mode)
+        engine = self.engine
+        engine.update_weights(source, rules, mode=self._weight_update_mode)
+        self._rest.updated(engine)
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""

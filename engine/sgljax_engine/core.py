@@ -26,7 +26,7 @@ from sgljax_engine.errors import (
     WeightSyncError,
     forget_locals,
 )
-from sgljax_engine.io_struct import FlushCacheReqOutput, PauseMode, SleepTag
+from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, PauseMode, SleepTag
 from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
@@ -204,14 +204,14 @@ class EngineCore:
 
     def sleep(self, command: cmd.Sleep) -> int:
         """Gives the devices' memory back; returns its bytes. What fails changes nothing."""
-        if self.sleeper.asleep:
+        if self.sleeper.asleep == SLEEP_TAGS:
             logger.warning("sleep: the engine sleeps already; nothing was changed")
             return 0
         started = time.perf_counter()
         keeps_all = command.preserve_state
         self.runner.wait()
         kept = self.sleeper.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
-        if not keeps_all:
+        if not keeps_all and "kv_cache" not in self.sleeper.asleep:
             self.retract_all()
             self.pool.reset_cache()
         if self._digest is not None and not self._digest[1].is_made:
@@ -454,7 +454,7 @@ class EngineCore:
     # ------------------------------------------------------------------ the end
 
     def close(self, make_error: Callable[[], EngineError]) -> None:
-        """Answers what is finished, refuses the rest with errors of its own, frees the device."""
+        """Answers what is finished, refuses the rest with errors of its own, frees all memory."""
         self.answers.close(make_error)
         for request in self.scheduler.requests():
             request.status = RequestStatus.FINISHED

@@ -436,8 +436,9 @@ class Engine:
 
         No request is lost: those that have begun keep their tokens and go on after `wake_up`, and
         those that come meanwhile wait for it. So a thread that put the engine to sleep must not
-        wait for an output before it wakes it. A pause stays what it is. Does nothing but log a
-        warning if the engine sleeps already.
+        wait for an output before it wakes it. A pause stays what it is. What sleeps already,
+        when the other was woken by its tag or by `update_weights`, stays as it was put to sleep;
+        if all does, nothing is done but to log a warning.
 
         Args:
             level: 1 keeps the weights on the host. 2 gives them up: after `wake_up`, generation
@@ -452,7 +453,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: for another level or a flag that is no bool.
-            OffloadError: when copying to the host failed; the engine is awake as before.
+            OffloadError: when copying to the host failed; all is as before.
         """
         return self._client.ask(_sleep_command(level, preserve_state, refuse_requests))
 

@@ -63,14 +63,18 @@ class Sleeper:
     def keep(self, *, weights: bool, pages: bool) -> Kept:
         """Copies to the host what is to be kept; changes nothing else.
 
+        What sleeps already stays what it is: kept or not.
+
         Raises:
             OffloadError: when that fails.
         """
+        kept_weights, kept_pages = self._kept
         with _copying():
-            return Kept(
-                self._runner.weights_to_host() if weights else None,
-                self.copy_pages(self._pool.used_pages) if pages else None,
-            )
+            if weights and "weights" not in self.asleep:
+                kept_weights = self._runner.weights_to_host()
+            if pages:
+                kept_pages = self.copy_pages(self._pool.used_pages)
+        return Kept(kept_weights, kept_pages)
 
     def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
         """Copies used pages to the host, others perhaps with them; None if they have no contents.
@@ -86,7 +90,12 @@ class Sleeper:
             return self._runner.save_pages(pages)
 
     def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
-        """Gives the device's memory back; returns its bytes. Cannot fail."""
+        """Gives back what memory is awake; returns its bytes. Cannot fail.
+
+        Args:
+            kept: What `keep` returned.
+            refuses_requests: See the attribute.
+        """
         num_bytes = sum(weight.nbytes for weight in self._runner.weights.values())
         num_bytes += self._runner.release_kv()
         self._runner.swap_weights({})

@@ -144,15 +144,54 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(closing):
     )
 
 
-def test_models_offloaded_to_the_host(closing):
-    """`offload_to_cpu` passes empty states around generation and host arrays elsewhere."""
-    parts = make_parts(rollout_engine=PARTIAL, offload_to_cpu=True)
+def train_watched(closing, *, offload_to_cpu, num_iterations):
+    """A run with evaluations: the cluster, all rewards, and the engine's state at each reward."""
+    rewards, states = [], []
+
+    def watching_reward(prompts, completions, **kwargs):
+        states.append(cluster.rollout.engine.get_internal_state())
+        rewards.extend(found := reward(prompts, completions, **kwargs))
+        return found
+
+    configs = {Mode.TRAIN: rollout_config(seed=3), Mode.EVAL: rollout_config(temperature=0.0)}
+    parts = make_parts(
+        rollout_engine=PARTIAL,
+        rollout_config=configs,
+        max_steps=num_iterations * NUM_STEPS,
+        offload_to_cpu=offload_to_cpu,
+    )
+    parts.arguments["cluster_config"].training_config.eval_every_n_steps = 1
     cluster: Any = TunixRLCluster(**parts.arguments)
     closing.append(cluster.rollout)
-    GRPOLearner(cluster, grpo_config(), reward).train(list_batches())
-    # Tunix also hands the actor over when it moves it, before and after each training step.
-    assert cluster.rollout.weight_version >= NUM_STEPS
-    check_trained(cluster, num_updates=cluster.rollout.weight_version)
+    learner = GRPOLearner(cluster, grpo_config(num_iterations=num_iterations), watching_reward)
+    learner.train(list_batches(), list_batches()[:1])
+    return cluster, rewards, states
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_models_offloaded_to_the_host(closing, num_iterations):
+    """`offload_to_cpu` passes empty states around generation and host arrays elsewhere.
+
+    The rollout has nothing on the device whenever Tunix does anything else, and the run is what it
+    is without.
+    """
+    plain, expected, _ = train_watched(closing, offload_to_cpu=False, num_iterations=num_iterations)
+    assert plain.rollout.engine.get_internal_state().counters.num_sleeps == 0
+    cluster, rewards, states = train_watched(
+        closing, offload_to_cpu=True, num_iterations=num_iterations
+    )
+    assert rewards == expected
+    num_calls = len(states)
+    assert num_calls > NUM_STEPS  # evaluations too
+    states.append(cluster.rollout.engine.get_internal_state())
+    assert {state.asleep for state in states} == {("weights", "kv_cache")}
+    # Tunix hands the actor over when it moves it too: when the cluster is made, before there is any
+    # sign of offloading, and before and after it trains on a batch.
+    num_updates = 1 + (1 + 2 * num_iterations) * NUM_STEPS
+    # Each update and each call of the cluster ends in one sleep. More iterations ask for log-probs.
+    num_calls *= 1 if num_iterations == 1 else 2
+    assert states[-1].counters.num_sleeps == num_updates - 1 + num_calls
+    check_trained(cluster, num_updates)
 
 
 # ------------------------------------------------------------------ rollout_worker

@@ -147,13 +147,15 @@ def test_kinds_of_sources(serving, other_model, updated, kind):
 @pytest.mark.parametrize(
     "empty", [nnx.State({}), {}, nnx.state(None)], ids=["state", "dict", "None"]
 )
-def test_an_empty_state_changes_nothing(serving, expected, empty):
+def test_an_empty_state_changes_no_weights(make_rollout, expected, empty):
     """Tunix passes `nnx.state(rollout.model())` around generation with `offload_to_cpu`."""
-    assert serving.model() is None
-    version = serving.weight_version
-    serving.update_params(empty)
-    assert serving.weight_version == version
-    assert tokens_of(serving, PROMPTS) == expected
+    rollout = make_rollout()
+    tokens_of(rollout, PROMPTS)
+    assert rollout.model() is None
+    version = rollout.weight_version
+    rollout.update_params(empty)
+    assert rollout.weight_version == version
+    assert tokens_of(rollout, PROMPTS) == expected
 
 
 # ------------------------------------------------------------------ what an update refuses

@@ -1,0 +1,123 @@
+"""What a rollout's engine gives back of the device between the rollout's calls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+from sgljax_engine import Engine, EngineError, EngineShutdownError, EngineStateError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineRest:
+    """Counts the calls that need the engine, and puts it to rest while there are none.
+
+    Rest is one of two things. With `releases_kv` the KV cache is released when the last of the
+    concurrent calls ends. With a cluster that offloads its models, the engine sleeps from the time
+    that the cluster says so (`offload`) until the next call. One that its owner put to sleep, not
+    this class, is neither woken nor put to sleep.
+
+    Any thread. All changes of the engine are made under one lock, so no call begins on an engine
+    that falls asleep, and none falls asleep under a call.
+    """
+
+    def __init__(self, *, releases_kv: bool) -> None:
+        """Neither call nor engine yet.
+
+        Args:
+            releases_kv: Whether to release the KV cache after the last call.
+        """
+        self._releases_kv = releases_kv
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._is_offloading = False
+        self._is_used = False  # since the engine was built or woke
+        self._own_sleep: int | None = None  # which of the engine's sleeps began here
+
+    @contextlib.contextmanager
+    def call(self, engine: Engine) -> Iterator[None]:
+        """A call that needs the engine awake; wakes it if it was put to sleep here.
+
+        Raises:
+            OffloadError: when it cannot be woken; it sleeps on, and a later call may wake it.
+        """
+        with self._lock:
+            self._wake(engine)
+            self._num_calls += 1
+            self._is_used = True
+        has_failed = True
+        try:
+            yield
+            has_failed = False
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    self._end(engine, has_failed)
+
+    def offload(self, engine: Engine | None) -> None:
+        """Takes Tunix's sign that it offloads models: around each of its calls, before and after.
+
+        The engine goes to sleep unless a call runs, or none has since it woke: then this is the
+        sign before a call.
+
+        Args:
+            engine: None if there is none yet.
+
+        Raises:
+            OffloadError: when copying to the host failed; the engine is awake.
+        """
+        with self._lock:
+            self._is_offloading = True
+            if engine is not None and self._is_used:
+                self._sleep(engine)
+
+    def updated(self, engine: Engine) -> None:
+        """Puts the engine back to sleep after an update, which woke its weights.
+
+        Raises:
+            OffloadError: as in `offload`.
+        """
+        with self._lock:
+            if self._is_offloading:
+                self._sleep(engine)
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _wake(self, engine: Engine) -> None:
+        if self._own_sleep is not None and self._is_own_sleep(engine):
+            engine.wake_up()
+        self._own_sleep = None
+
+    def _sleep(self, engine: Engine) -> None:
+        """Unless a call runs, or the owner put it to sleep: that is the owner's to end."""
+        if self._num_calls:
+            return
+        with contextlib.suppress(EngineShutdownError):  # its memory is free already
+            if engine.is_sleeping() and not self._is_own_sleep(engine):
+                return
+            if engine.sleep() > 0:
+                self._own_sleep = engine.get_internal_state().counters.num_sleeps
+            self._is_used = False
+
+    def _is_own_sleep(self, engine: Engine) -> bool:
+        """Whether it sleeps, and the owner has not woken it and put it to sleep since."""
+        state = engine.get_internal_state()
+        return state.is_sleeping and state.counters.num_sleeps == self._own_sleep
+
+    def _end(self, engine: Engine, has_failed: bool) -> None:
+        """The last of the concurrent calls is over."""
+        if self._is_offloading and has_failed:
+            # Tunix gives its sign after calls that succeed. The call's own error goes first.
+            try:
+                self._sleep(engine)
+            except EngineError:
+                logger.exception("the engine could not be put to sleep after a call that failed")
+        elif self._releases_kv:
+            # Other users may have requests running, or somebody closed the engine: then its
+            # memory is not this call's to give back.
+            with contextlib.suppress(EngineStateError, EngineShutdownError):
+                engine.release_kv_cache()
