@@ -8,11 +8,11 @@ dying, so it is done once; JAX starts its threads in the children alone.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
 
-import tests.conftest  # noqa: F401 - the compilation cache of all tests
 from sgljax_engine.engine import Engine
 from tests.engine.models import TINY, spread_weights
 from tests.engine.rollout_to_kill import OPTIONS, PARAMS, PROMPTS, RIDS
@@ -41,6 +41,7 @@ def roll_out(folder: str, *, include_kv: bool) -> None:
 
 
 def main() -> None:
+    importlib.import_module("tests.conftest")  # the compilation cache of all tests
     for number, line in enumerate(sys.stdin):
         child = os.fork()
         if not child:
