@@ -10,7 +10,7 @@ from typing import Any
 
 from sgljax_engine import Engine, EngineStateError
 from sgljax_engine import commands as cmd
-from sgljax_engine.io_struct import AbortReq, FlushCacheReqInput
+from sgljax_engine.io_struct import SLEEP_TAGS, AbortReq, FlushCacheReqInput
 from sgljax_engine.metrics import EngineState
 from tests.engine.interrupt_calls import Call, Result
 from tests.engine.interrupt_model import History, References, Swap
@@ -53,6 +53,8 @@ class Books:
         is_drained: A "wait" is over, so nothing runs until generation continues.
         not_begun: Ids of requests that came in this pause.
         over: Ids of requests that must not be in the engine any more.
+        may_sleep: Weights or KV cache may be away: it sleeps, or gave its weights up.
+        refuses: Whether it refuses requests while it sleeps; None if that cannot be told.
     """
 
     def __init__(self, engine: Engine, history: History, num_compiles: int) -> None:
@@ -64,6 +66,9 @@ class Books:
         self.is_drained = False
         self.not_begun: set[str] = set()
         self.over: set[str] = set()
+        self.may_sleep = False
+        self.refuses: bool | None = False
+        self._is_weightless = False
         self._num_compiles = num_compiles
         self._still: tuple[int, int] | None = None
 
@@ -96,7 +101,7 @@ class Books:
     def note_pause(self, mode: str, future: Future[None]) -> None:
         self.mode, self._still = mode, None
         if mode == "wait":
-            self.pauses.append(WaitPause(future))
+            self.pauses.append(WaitPause(future, may_fail=self.may_sleep))
             return
         for update in self.updates:
             update.may_fail |= update.swap.mode == "wait"
@@ -109,6 +114,33 @@ class Books:
         self.not_begun = set()
         for pause in self.pauses:
             pause.may_fail = True
+
+    def note_sleep(self, *, level: int, preserve: bool, refuse: bool, is_settled: bool) -> None:
+        """Before it is asked for. Answers what waits for requests that cannot finish."""
+        if not is_settled or self.updates:
+            self.refuses = None if refuse or self.refuses is not False else False
+        elif not self.state().is_sleeping:
+            self.refuses = refuse
+        self._is_weightless |= level == 2 and not preserve
+        self.may_sleep, self._still = True, None
+        for update in self.updates:
+            update.may_fail |= update.swap.mode == "wait"
+        for pause in self.pauses:
+            pause.may_fail = True
+
+    def note_wake_up(self) -> None:
+        self._still = None
+
+    def refusal(self, *, is_settled: bool) -> tuple[bool, bool]:
+        """Whether a request that comes now may be refused, and whether it must be."""
+        if not self.may_sleep:
+            return False, False
+        if not is_settled or self.updates:
+            return self.refuses is not False or self._is_weightless, False
+        state = self.state()
+        is_lost = "weights" not in state.asleep and not state.has_weights
+        may = is_lost or (state.is_sleeping and self.refuses is not False)
+        return may, is_lost or (state.is_sleeping and self.refuses is True)
 
     def exposed(self, *, is_settled: bool) -> list[Call]:
         """Calls that may have begun. `is_settled`: the engine can be asked, nothing is on its way.
@@ -157,17 +189,47 @@ class Books:
                 call.collect()
         assert state.num_compiles == self._num_compiles
         assert state.pause_mode == self.mode
+        self._check_sleep(state)
         self._check_pause(state)
         self.collect_updates()
+
+    def _check_sleep(self, state: EngineState) -> None:
+        assert self.may_sleep or (state.has_weights and not state.is_sleeping)
+        assert state.is_sleeping or state.host_bytes == 0
+        assert "weights" not in state.asleep or not state.has_weights
+        assert "kv_cache" not in state.asleep or not state.is_kv_allocated
+        if self.updates:
+            return
+        assert state.is_sleeping == self.engine.is_sleeping()
+        if not state.is_sleeping:
+            self.refuses = False
+            self.may_sleep = self._is_weightless = not state.has_weights
 
     def _check_pause(self, state: EngineState) -> None:
         assert not self.not_begun & set(state.running_rids), "begun while paused"
         if self.mode in ("abort", "retract") or self.is_drained:
             assert state.running_batch_size == 0
-        if self.is_halted or self.is_drained:
+        has_all = state.has_weights and not state.is_sleeping
+        if self.is_halted or self.is_drained or not has_all:
             now = state.counters.num_output_tokens, state.counters.num_dispatches
             assert self._still in (None, now), "tokens came while paused"
             self._still = now
+        else:
+            self._still = None
+
+    def wake(self) -> None:
+        """Wakes all; weights may be lacking still."""
+        self.note_wake_up()
+        self.send(functools.partial(cmd.WakeUp, SLEEP_TAGS)).result(LIMIT_S)
+
+    def lacks_weights(self) -> bool:
+        """Whether nothing that was asked for brings weights."""
+        if self.state().has_weights:
+            return False
+        for update in self.updates:  # those that wait are refused
+            update.future.exception(LIMIT_S)
+        self.collect_updates()
+        return not self.state().has_weights
 
     def finish(self) -> None:
         """Waits for all that was asked for; generation must go on."""

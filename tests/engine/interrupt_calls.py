@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from sgljax_engine import Engine, RequestOutput, SamplingParams
+from sgljax_engine import Engine, EngineStateError, RequestOutput, SamplingParams
 from sgljax_engine import commands as cmd
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.requests import LogprobArgs
@@ -55,6 +55,8 @@ class Call:
         version: The weight version when it came.
         rids: Of its requests.
         may_abort: Somebody ended it, or may have.
+        may_refuse, must_refuse: The engine was asleep, or had no weights, and does not queue.
+        is_refused: It did not.
         dirty: Versions of updates under which it may have gone on over old keys and values.
         results: Its outputs, once they are there; none if the caller went away.
     """
@@ -64,6 +66,9 @@ class Call:
     version: int
     rids: list[str]
     may_abort: bool = False
+    may_refuse: bool = False
+    must_refuse: bool = False
+    is_refused: bool = False
     is_gone: bool = False
     dirty: set[int] = dataclasses.field(default_factory=set)
     results: list[Result] | None = None
@@ -78,8 +83,15 @@ class Call:
 
     def collect(self) -> None:
         """Waits for the answers."""
-        if self.results is None:
+        if self.results is not None:
+            return
+        try:
             self.results = self._collect()
+        except EngineStateError:
+            if not self.may_refuse:
+                raise
+            self.is_refused, self.results = True, []
+        assert self.is_refused or not self.must_refuse or self.is_gone, "it was to be refused"
 
     def _collect(self) -> list[Result]:
         raise NotImplementedError
@@ -101,8 +113,10 @@ class PlainCall(Call):
         self.engine._client.abandon(self.requests)
 
     def _collect(self) -> list[Result]:
-        results = [to_result(future.result(LIMIT_S).to_dict()) for future in self.futures]
+        errors = [future.exception(LIMIT_S) for future in self.futures]
         assert [future.num_answers for future in self.futures] == [1] * len(self.futures)
+        assert all(errors) or not any(errors), "only some of them are refused"
+        results = [to_result(future.result(LIMIT_S).to_dict()) for future in self.futures]
         return [] if self.is_gone else results
 
 

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sgljax_engine import Engine, EngineStateError
 from sgljax_engine import commands as cmd
 from sgljax_engine.io_struct import (
+    SLEEP_TAGS,
     AbortReq,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
@@ -109,6 +110,8 @@ class InterruptMachine(RuleBasedStateMachine):
         state = self.books.state()
         goal, deadline = state.counters.num_dispatches + count, time.monotonic() + LIMIT_S
         while state.running_batch_size and state.counters.num_dispatches < goal:
+            if state.is_sleeping or not state.has_weights:
+                return
             state = self.books.state()
             assert time.monotonic() < deadline, "the engine stands still"
 
@@ -118,7 +121,10 @@ class InterruptMachine(RuleBasedStateMachine):
         self.subject.num_calls += 1
         rid = f"r{self.subject.num_calls}"
         n = n if form == "plain" else 1
-        self.books.note_call(self.subject.caller.call(form, rid, prompt, max_new, n))
+        may, must = self.books.refusal(is_settled=self.hold is None)
+        call = self.subject.caller.call(form, rid, prompt, max_new, n)
+        call.may_refuse, call.must_refuse = may, must
+        self.books.note_call(call)
 
     @rule(
         form=st.sampled_from(["plain", "plain", "stream", "task"]),
@@ -180,8 +186,10 @@ class InterruptMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hold is None and self.books.mode == "wait")
     def drain(self):
         """A "wait" ends by itself."""
-        assert self.books.pauses[-1].future.result(LIMIT_S) is None
-        self.books.is_drained = True
+        pause = self.books.pauses[-1]
+        refusal = pause.future.exception(LIMIT_S)
+        assert refusal is None or pause.may_fail
+        self.books.is_drained |= refusal is None
 
     @rule()
     def flush(self):
@@ -202,6 +210,22 @@ class InterruptMachine(RuleBasedStateMachine):
         assert refusal is None or isinstance(refusal, EngineStateError)
         if self.books.mode in ("abort", "retract"):
             assert refusal is None
+
+    # ------------------------------------------------------------------ sleep
+
+    @rule(level=st.integers(1, 2), preserve=st.booleans(), refuse=st.booleans())
+    @precondition(lambda self: self.hold is not None or not self.books.may_sleep)
+    def sleep(self, level, preserve, refuse):
+        self.books.note_sleep(
+            level=level, preserve=preserve, refuse=refuse, is_settled=self.hold is None
+        )
+        self.ask(functools.partial(cmd.Sleep, level, preserve, refuse), _is_bytes)
+
+    @rule(tags=st.sampled_from([SLEEP_TAGS, SLEEP_TAGS, SLEEP_TAGS[:1], SLEEP_TAGS[1:]]))
+    @precondition(lambda self: self.books.may_sleep)
+    def wake_up(self, tags):
+        self.books.note_wake_up()
+        self.ask(functools.partial(cmd.WakeUp, tags), _is_bytes)
 
     # ------------------------------------------------------------------ weights
 
@@ -227,7 +251,8 @@ class InterruptMachine(RuleBasedStateMachine):
             future=start(lambda: self.engine.update_weights(WEIGHTS[weights], **options)),
             swap=Swap(weights, mode),
             num_calls=len(books.calls),
-            may_fail=(mode == "wait" and books.is_halted) or (mode == "in_place" and flush is True),
+            may_fail=(mode == "wait" and (books.is_halted or books.may_sleep))
+            or (mode == "in_place" and flush is True),
         )
         books.updates.append(update)
         if not may_block and (is_awaited or mode != "wait"):
@@ -246,6 +271,9 @@ class InterruptMachine(RuleBasedStateMachine):
             if self.hold is not None:
                 self.let_go()
             self.continue_generation()
+            self.books.wake()
+            if self.books.lacks_weights():
+                self.update(0, False, "retract", None, False, False, True)
             self.books.finish()
             self.books.check_results(make_references())
         except BaseException:
@@ -255,6 +283,10 @@ class InterruptMachine(RuleBasedStateMachine):
 
 def _ignore(answer: Any) -> None:
     assert answer is None
+
+
+def _is_bytes(answer: Any) -> None:
+    assert answer >= 0
 
 
 def _within(count: int, most: int) -> None:
