@@ -237,6 +237,11 @@ class EngineCore:
         return num_bytes
 
     @property
+    def holds_weights(self) -> bool:
+        """Whether there are weights, on the devices or on the host."""
+        return bool(self.runner.weights) or self.sleeper.keeps_weights
+
+    @property
     def can_run(self) -> bool:
         """Whether weights and pages are there, or can be."""
         return not self.sleeper.asleep and self._weights_problem is None

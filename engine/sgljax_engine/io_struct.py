@@ -36,7 +36,7 @@ def check_mode(mode: Any) -> None:
 
 def check_level(level: Any) -> None:
     """Raises InvalidRequestError for anything but a level of sleep."""
-    if isinstance(level, bool) or level not in SLEEP_LEVELS:
+    if isinstance(level, bool) or not isinstance(level, int) or level not in SLEEP_LEVELS:
         raise InvalidRequestError(f"level must be one of {SLEEP_LEVELS}, got {level!r}")
 
 

@@ -281,7 +281,9 @@ class EngineLoop:
         core = self._core
         if not core.scheduler.num_begun or not self._is_held:
             return
-        holder = f"pause_generation({self._pause!r})" if core.can_run else "sleep"
+        holder = f"pause_generation({self._pause!r})"
+        if not core.can_run:
+            holder = "sleep" if core.sleeper.asleep else "the want of weights"
         self._refuse_quiet(f"{holder} keeps them from finishing")
         self._refuse_swap(f"{holder} keeps them from finishing")
 
@@ -292,7 +294,8 @@ class EngineLoop:
 
     def _swap(self, command: cmd.SwapWeights) -> None:
         try:
-            if command.mode != "wait":
+            # Without weights no request ever finishes, so there is nothing to wait for.
+            if command.mode != "wait" or not self._core.holds_weights:
                 _answer(command, functools.partial(self._core.swap_weights, command))
                 return
             self._waiting_swap = command

@@ -51,7 +51,7 @@ class Sleeper:
     @property
     def keeps_weights(self) -> bool:
         """Whether the weights are on the host."""
-        return self._kept.weights is not None
+        return bool(self._kept.weights)
 
     @property
     def host_bytes(self) -> int:

@@ -126,8 +126,6 @@ class TestLevel2:
         engine.wake_up()
         with pytest.raises(WeightSyncError, match="missing"):
             engine.update_weights({"model.norm.weight": NEW["model.norm.weight"]})
-        with pytest.raises(EngineStateError, match="keeps them from finishing"):
-            engine.update_weights(NEW, mode="wait")
         assert_stands_still(engine)
         version = engine.update_weights(NEW, donate=True, verify=True)
         assert_continued(reference, results(calls), version)
@@ -193,7 +191,20 @@ class TestUpdateAsleep:
         engine.wake_up()
         assert_idle(engine)
 
-    @pytest.mark.parametrize(("level", "preserve_state"), DEPTHS)
+    @pytest.mark.parametrize("is_awake", [False, True])
+    def test_wait_waits_for_nothing_without_weights(self, engine, reference, is_awake):
+        calls = start_all(engine, PROMPTS)
+        engine.sleep(level=2)
+        if is_awake:
+            engine.wake_up()
+        version = engine.update_weights(NEW, mode="wait")
+        if not is_awake:
+            engine.wake_up()
+        assert_continued(reference, results(calls), version)
+
+    @pytest.mark.parametrize(
+        ("level", "preserve_state"), [depth for depth in DEPTHS if depth != (2, False)]
+    )
     def test_wait_is_refused_when_requests_have_begun(
         self, engine, expected, level, preserve_state
     ):
@@ -205,8 +216,6 @@ class TestUpdateAsleep:
         after = engine.get_internal_state()
         assert (after.asleep, after.host_bytes) == (before.asleep, before.host_bytes)
         engine.wake_up()
-        if before.host_bytes == 0:
-            engine.update_weights(OLD)
         assert tokens_of(results(calls)) == expected
 
     def test_wait_is_done_at_once_when_none_has(self, engine, reference):
