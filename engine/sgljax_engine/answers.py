@@ -48,7 +48,7 @@ class Answers:
         self._failures[request.rid] = error
 
     def failure(self, request: Request) -> EngineError | None:
-        """What `fail` was told of a request that is not finished."""
+        """What `fail` was told of a request that is not answered."""
         return self._failures.get(request.rid)
 
     def has_tokens(self, request: Request) -> None:

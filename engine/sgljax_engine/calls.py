@@ -26,12 +26,12 @@ class Calls:
     def __init__(self) -> None:
         """There are none."""
         self._calls: dict[int, _Call] = {}
-        self._groups: Counter[str] = Counter()
+        self._names: Counter[str] = Counter()
         self._num_calls = 0
 
-    def has_group(self, name: str) -> bool:
-        """Whether a prompt has this id, one of whose samples is unfinished."""
-        return name in self._groups
+    def has_name(self, name: str) -> bool:
+        """Whether a request, or the prompt of one, has this id."""
+        return name in self._names
 
     def add(self, requests: Iterable[Request], errors: dict[str, str] | None = None) -> None:
         """Requests of one call were taken. Some may be finished already, with errors by id."""
@@ -41,21 +41,24 @@ class Calls:
             return
         for request in known:
             request.call = self._num_calls
-        self._groups.update(request.group for request in unfinished)
+        self._names.update(name for r in known for name in {r.rid, r.group})
         self._calls[self._num_calls] = _Call(known, len(unfinished), errors or {})
         self._num_calls += 1
 
     def finish(self, request: Request, error: Exception | None) -> None:
-        """A request is finished, and its caller gets an error if there is one."""
-        self._groups[request.group] -= 1
-        if not self._groups[request.group]:
-            del self._groups[request.group]
+        """A request is finished, and its caller gets an error if there is one.
+
+        The detokenizer tells its callers of errors by itself; they are known by their reason.
+        """
         call = self._calls[request.call]
         call.num_unfinished -= 1
         if error is not None:
             call.errors[request.rid] = str(error)
+        elif request.finish is not None and request.finish.type == "error":
+            call.errors[request.rid] = request.finish.message
         if not call.num_unfinished:
             del self._calls[request.call]
+            self._names -= Counter(name for r in call.requests for name in {r.rid, r.group})
 
     def finished(self) -> list[tuple[Request, str | None]]:
         """The finished requests of unfinished calls, and what they failed with."""

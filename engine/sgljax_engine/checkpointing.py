@@ -23,6 +23,9 @@ from sgljax_engine.types import RequestStatus
 
 logger = logging.getLogger(__name__)
 
+_MAX_VERSION = 2**31 - 1
+"""Versions of tokens are kept as C ints."""
+
 _FREE_FIELDS = ("eos_token_ids", "context_length")
 """Fields of a model's config that may differ where a checkpoint is restored."""
 
@@ -48,22 +51,21 @@ class Saver:
         """
         self._model = model
         self._submit = submit
-        self._managers: dict[tuple[Path, str | None], CheckpointManager] = {}
+        self._manager: tuple[tuple[Path, str | None], CheckpointManager] | None = None
 
     def save(self, job: SaveJob) -> SaveReport:
         """Has a snapshot taken, and writes what changed since the last one in the same folder."""
         future: Future[Snapshot] = Future()
         self._submit(cmd.TakeSnapshot(job.include_kv, future))
-        snapshot = future.result()
+        checkpoint = self._checkpoint(future.result())
+        del future  # it has a copy of the pages
         key = (job.path.absolute(), job.compression)
-        for other in [k for k in self._managers if k[0] == key[0] and k != key]:
-            del self._managers[other]  # one user per folder
-        manager = self._managers.setdefault(
-            key, CheckpointManager(key[0], compression=job.compression)
-        )
-        return manager.save(self._checkpoint(snapshot))
+        if self._manager is None or self._manager[0] != key:
+            self._manager = (key, CheckpointManager(key[0], compression=job.compression))
+        return self._manager[1].save(checkpoint)
 
     def _checkpoint(self, snapshot: Snapshot) -> EngineCheckpoint:
+        digest = snapshot.weights.digest()  # first: until then it holds the weights
         now_s = time.perf_counter()
         requests = [mark.checkpoint(now_s) for mark in snapshot.marks]
         rids = {
@@ -82,7 +84,7 @@ class Saver:
             metadata={
                 "model": _plain(self._model),
                 "weight_version": snapshot.weight_version,
-                "weights_digest": snapshot.weights.digest(),
+                "weights_digest": digest,
             },
             timestamp=time.time(),
         )
@@ -91,8 +93,13 @@ class Saver:
 def _check_metadata(metadata: Mapping[str, Any], model: ModelConfig, path: Path) -> None:
     """Raises CheckpointError unless a checkpoint is one of the same model."""
     saved = metadata.get("model")
-    if not isinstance(saved, dict) or not isinstance(metadata.get("weight_version"), int):
-        raise CheckpointError(f"{path}: the metadata names no model or no weight_version")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: the metadata names no model")
+    version = metadata.get("weight_version")
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < _MAX_VERSION:
+        raise CheckpointError(
+            f"{path}: weight_version must be in [0, {_MAX_VERSION}), got {version!r}"
+        )
     own = _plain(model)
     names = sorted((own.keys() | saved.keys()) - set(_FREE_FIELDS))
     differing = [
@@ -139,8 +146,10 @@ def restoration(
         try:
             request = requests.resume(saved, now_s)
         except InvalidRequestError as error:
-            logger.warning("request %r of the checkpoint is not restored: %s", rid, error)
-            reject(answers[rid].future, error)
+            # The raised one holds this frame, and with it the checkpoint.
+            refusal = InvalidRequestError(str(error))
+            logger.warning("request %r of the checkpoint is not restored: %s", rid, refusal)
+            reject(answers[rid].future, refusal)
             continue
         had_pages = saved.status is RequestStatus.RUNNING
         restored.append(RestoredRequest(request, answers[rid], saved.call, had_pages, saved.error))

@@ -24,6 +24,7 @@ from sgljax_engine.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
 from sgljax_engine.updates import UpdateJob
 
+_C = TypeVar("_C")
 _T = TypeVar("_T")
 
 
@@ -41,57 +42,45 @@ class EngineClient:
 
     def ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
         """Has the engine thread do something, and waits for its answer."""
-        future: Future[_T] = Future()
-        self._loop.submit(command(future))
         try:
-            return future.result()
+            return _wait(self._loop.submit, command)
         finally:
-            del future, command
+            del command
 
     async def async_ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
         """`ask` for asyncio. Cancelling the task does not take the command back."""
-        future: Future[_T] = Future()
-        self._loop.submit(command(future))
         try:
-            return await asyncio.wrap_future(future)
+            return await _async_wait(self._loop.submit, command)
         finally:
-            del future, command
+            del command
 
     def update(self, job: Callable[[Future[int]], UpdateJob]) -> int:
         """Has weights replaced, and waits for the new version."""
-        future: Future[int] = Future()
-        self._loop.update(job(future))
         try:
-            return future.result()
+            return _wait(self._loop.update, job)
         finally:
-            del future, job
+            del job
 
     async def async_update(self, job: Callable[[Future[int]], UpdateJob]) -> int:
         """`update` for asyncio. Cancelling the task does not take the update back."""
-        future: Future[int] = Future()
-        self._loop.update(job(future))
         try:
-            return await asyncio.wrap_future(future)
+            return await _async_wait(self._loop.update, job)
         finally:
-            del future, job
+            del job
 
     def save(self, job: Callable[[Future[SaveReport]], SaveJob]) -> SaveReport:
         """Has a checkpoint written, and waits for it."""
-        future: Future[SaveReport] = Future()
-        self._loop.save(job(future))
         try:
-            return future.result()
+            return _wait(self._loop.save, job)
         finally:
-            del future, job
+            del job
 
     async def async_save(self, job: Callable[[Future[SaveReport]], SaveJob]) -> SaveReport:
         """`save` for asyncio. Cancelling the task does not end it."""
-        future: Future[SaveReport] = Future()
-        self._loop.save(job(future))
         try:
-            return await asyncio.wrap_future(future)
+            return await _async_wait(self._loop.save, job)
         finally:
-            del future, job
+            del job
 
     def generate(self, requests: list[Request]) -> list[RequestOutput]:
         """Submits requests and waits for all outputs."""
@@ -138,3 +127,21 @@ class EngineClient:
         answers = answers or [Answer(Future()) for _ in requests]
         self._loop.submit(cmd.AddRequests(requests, answers))
         return [answer.future for answer in answers]
+
+
+def _wait(put: Callable[[_C], None], make: Callable[[Future[_T]], _C]) -> _T:
+    future: Future[_T] = Future()
+    put(make(future))
+    try:
+        return future.result()
+    finally:
+        del future, make
+
+
+async def _async_wait(put: Callable[[_C], None], make: Callable[[Future[_T]], _C]) -> _T:
+    future: Future[_T] = Future()
+    put(make(future))
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        del future, make

@@ -90,7 +90,7 @@ class EngineCore:
     def add(self, requests: list[Request], answers: list[Answer]) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
         names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
-        taken = [name for name in names if self.has_name(name)]
+        taken = [name for name in names if self.calls.has_name(name)]
         if not taken and len({request.rid for request in requests}) < len(requests):
             taken = list(names)  # an id that looks like one of another prompt's samples
         accepted: list[Request] = []
@@ -98,7 +98,7 @@ class EngineCore:
             try:
                 if taken:  # an error each: raised on two threads, one would mix up their frames
                     raise InvalidRequestError(f"rid {taken[0]!r} is the id of another request")
-                self._check_takes_requests()
+                self.check_takes_requests()
                 self.runner.check_warm(request)
             except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
                 reject(answer.future, error)
@@ -108,10 +108,6 @@ class EngineCore:
             self.scheduler.add(request)
             self.counters.num_requests += 1
         self.calls.add(accepted)
-
-    def has_name(self, name: str) -> bool:
-        """Whether an unfinished request, or the prompt of one, has this id."""
-        return self.calls.has_group(name) or self.scheduler.find(name) is not None
 
     def find(self, name: str) -> list[Request]:
         """The unfinished requests of an id: of one request, or of a prompt's samples."""
@@ -210,6 +206,8 @@ class EngineCore:
         started = time.perf_counter()
         keeps_all = command.preserve_state
         self.runner.wait()
+        if keeps_all and self.runner.weights:
+            self.weights_digest.digest()  # of use to checkpoints that are saved meanwhile
         kept = self.sleeper.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
         if not keeps_all and "kv_cache" not in self.sleeper.asleep:
             self.retract_all()
@@ -294,7 +292,8 @@ class EngineCore:
         # Nothing that other weights computed is ever matched again. Pages of requests that run on
         # are theirs alone from now on, since the cache takes no page from before its reset.
         self.pool.reset_cache()
-        self.disturb(command.mode)
+        # "wait" found nobody to wait for, or no weights to wait under.
+        self.disturb("retract" if command.mode == "wait" else command.mode)
         for request in self.scheduler.waiting:
             if not request.output_ids:  # scored when it starts again
                 request.prompt_logprobs = None
@@ -327,8 +326,11 @@ class EngineCore:
             )
         self._check_weights()
 
-    def _check_takes_requests(self) -> None:
-        """Requests that come while the engine sleeps wait, unless `sleep` was told otherwise."""
+    def check_takes_requests(self) -> None:
+        """Raises EngineStateError when requests are refused.
+
+        Requests that come while the engine sleeps wait, unless `sleep` was told otherwise.
+        """
         if self.sleeper.refuses_requests:
             self.check_awake()
         if "weights" not in self.sleeper.asleep:
@@ -464,6 +466,7 @@ class EngineCore:
         for request in self.scheduler.requests():
             request.status = RequestStatus.FINISHED
         self.sleeper.release()
+        self._digest = None
         self.runner.release()
 
 

@@ -206,8 +206,9 @@ class Detokenizer:
 
 def _num_text_tokens(request: Request, finish: FinishReason) -> int:
     """The output tokens that are text: without the stop token, unless it is to be included."""
-    has_stop_token = finish.type == "stop" and not request.params.include_stop_str_in_output
-    return len(request.output_ids) - has_stop_token
+    has_stop_token = finish.type == "stop" and not isinstance(finish.matched, str)
+    is_left_out = has_stop_token and not request.params.include_stop_str_in_output
+    return len(request.output_ids) - is_left_out
 
 
 def _output(item: _Item, span: slice, text: str, finish: FinishReason | None) -> RequestOutput:

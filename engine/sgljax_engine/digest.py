@@ -32,11 +32,11 @@ class WeightsDigest:
     def digest(self) -> str | None:
         """The checksum; None if the weights were not there, or are gone. Waits for the device."""
         with self._lock:
-            checksums, self._checksums = self._checksums, None
-            if checksums is not None:
+            if self._checksums is not None:
                 try:
-                    text = json.dumps(dict(checksums()), sort_keys=True)
+                    text = json.dumps(dict(self._checksums()), sort_keys=True)
                     self._digest = hashlib.sha256(text.encode()).hexdigest()
                 except RuntimeError as error:  # an update with donate=True took them apart
                     logger.warning("a checkpoint cannot tell its weights: %s", error)
+                self._checksums = None
         return self._digest

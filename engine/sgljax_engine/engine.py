@@ -204,8 +204,8 @@ class Engine:
             top_logprobs_num: Most likely tokens to report at each position.
             token_ids_logprob: Tokens to report at each position.
             stream: Return an iterator at once; see `TokenStream`.
-            rid: The caller's id of each prompt, for `abort_request`; no unfinished request may
-                have it. Sample i of several is called `<rid>-<i>`.
+            rid: The caller's id of each prompt, for `abort_request` and checkpoints; no request of
+                a call that is not answered may have it. Sample i of several is `<rid>-<i>`.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
@@ -631,9 +631,10 @@ class Engine:
         """Goes on with the requests of a checkpoint, behind those that the engine has.
 
         With the weights that served when it was saved, greedy and seeded outputs are those of an
-        engine that was never interrupted. With other ones requests go on under those, and a warning
-        is logged; token versions stay ascending. KV pages are used only with the same weights and
-        as far as there is room. Streamed requests are answered as a whole.
+        engine that was never interrupted, unless they went on over keys of older weights after an
+        update with mode="in_place": keys are computed anew. With other weights, requests go on
+        under those, and a warning is logged; token versions stay ascending. KV pages are used only
+        with the same weights and as far as there is room. Streams are answered as a whole.
 
         Args:
             path: The folder.
@@ -647,6 +648,7 @@ class Engine:
         Raises:
             CheckpointError: there is none, it is damaged, of a newer version or of another model,
                 or has a request id that is in use. Then nothing was restored.
+            EngineStateError: as for `generate`, when requests are refused.
         """
         folder = Path(path)
         if missing_ok and not CheckpointManager(folder).has_checkpoint():

@@ -15,6 +15,7 @@ from sgljax_engine.snapshot import (
     RestoredRequest,
     Snapshot,
 )
+from sgljax_engine.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,20 @@ def take_snapshot(core: EngineCore, *, include_kv: bool) -> Snapshot:
 def _mark_requests(core: EngineCore) -> list[RequestMark]:
     unfinished = core.scheduler.requests()
     return [
-        *(RequestMark(request, len(request.output_ids), request.status) for request in unfinished),
-        *(
-            RequestMark(request, len(request.output_ids), request.status, request.finish, error)
-            for request, error in core.calls.finished()
-        ),
+        *(_mark(request, None) for request in unfinished),
+        *(_mark(request, error) for request, error in core.calls.finished()),
     ]
+
+
+def _mark(request: Request, error: str | None) -> RequestMark:
+    return RequestMark(
+        request,
+        num_tokens=len(request.output_ids),
+        status=request.status,
+        prompt_logprobs=request.prompt_logprobs,
+        finish=request.finish,
+        error=error,
+    )
 
 
 def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
@@ -58,15 +67,17 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
     """Takes all requests in, behind those that are there; or none.
 
     Raises:
-        CheckpointError: when a request's id is that of an unfinished one.
+        EngineStateError: when requests are refused.
+        CheckpointError: when an id is in use; see `Calls.has_name`.
     """
-    taken = [r.request.rid for r in restoration.requests if core.has_name(r.request.rid)]
-    taken += [r.request.group for r in restoration.requests if core.has_name(r.request.group)]
+    names = (n for each in restoration.requests for n in (each.request.rid, each.request.group))
+    taken = [name for name in dict.fromkeys(names) if core.calls.has_name(name)]
     if taken:
         raise CheckpointError(
-            f"requests of the checkpoint have the ids of unfinished requests: {taken[:10]}; "
+            f"the checkpoint has ids of requests that are not all answered: {taken[:10]}; "
             "nothing was restored"
         )
+    core.check_takes_requests()
     digest = core.weights_digest.digest()
     is_same = digest is not None and digest == restoration.weights_digest
     if not is_same:
@@ -79,6 +90,9 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
     core.raise_weight_version(restoration.weight_version + (not is_same))
     if is_same and restoration.prefix_cache is not None:
         _load_prefixes(core, restoration.prefix_cache)
+    for each in restoration.requests:
+        if not is_same and not each.request.output_ids:  # scored when it starts
+            each.request.prompt_logprobs = None
     if was_idle:
         core.scheduler.policy.new_token_ratio = restoration.new_token_ratio
     _take_in(core, restoration.requests)
@@ -96,7 +110,8 @@ def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
         return
     try:
         pages = core.pool.adopt_prefixes(prefix.nodes)
-        core.runner.load_rows(list(pages.values()), list(pages), prefix.pages)
+        if pages:
+            core.runner.load_rows(list(pages.values()), list(pages), prefix.pages)
     except Exception:
         logger.exception("the checkpoint's KV pages could not be loaded; they are computed again")
         core.lose_kv()
@@ -112,7 +127,8 @@ def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
             if each.is_unfinished:
                 core.runner.check_warm(each.request)
         except CompileForbiddenError as error:
-            reject(each.answer.future, error)
+            # A new one: the raised one holds this frame, and with it all pages.
+            reject(each.answer.future, CompileForbiddenError(str(error)))
         else:
             calls.setdefault(each.call, []).append(each)
     for call in calls.values():

@@ -138,11 +138,13 @@ class RequestFactory:
         ids = self._check_ids(saved.prompt_ids)
         if saved.output_ids:
             self._check_ids(saved.output_ids)
+        if saved.status is RequestStatus.FINISHED:  # whatever it asked for, it has
+            return saved.to_request((), None, now_s)
         stop_ids = self._check_request(ids, saved.params)
         self._check_logprobs(ids, saved.logprob_options)
         edits = self._logit_edits(saved.params, stop_ids)
         request = saved.to_request(stop_ids, edits, now_s)
-        if request.status is not RequestStatus.FINISHED and request.num_remaining < 1:
+        if request.num_remaining < 1:
             raise InvalidRequestError(
                 f"request {saved.rid!r} has {len(saved.output_ids)} of "
                 f"{saved.params.max_new_tokens} new tokens and is not finished"

@@ -96,13 +96,13 @@ class Sleeper:
             kept: What `keep` returned.
             refuses_requests: See the attribute.
         """
-        num_bytes = sum(weight.nbytes for weight in self._runner.weights.values())
-        num_bytes += self._runner.release_kv()
+        freed = sum(weight.nbytes for weight in self._runner.weights.values())
+        freed += self._runner.release_kv()
         self._runner.swap_weights({})
         self._kept = kept
         self.asleep = SLEEP_TAGS
         self.refuses_requests = refuses_requests
-        return num_bytes
+        return freed
 
     def wake_up(self, tags: Sequence[SleepTag]) -> int:
         """Takes the memory of these tags again, all of them or none; returns its bytes.
@@ -111,13 +111,13 @@ class Sleeper:
             OffloadError: when that fails: all that slept sleeps on, and can be woken later.
         """
         runner, kept = self._runner, self._kept
-        num_bytes = 0
+        taken = 0
         try:
             if "weights" in tags and kept.weights is not None:
                 runner.weights_from_host(kept.weights)
-                num_bytes += sum(weight.nbytes for weight in runner.weights.values())
+                taken += sum(weight.nbytes for weight in runner.weights.values())
             if "kv_cache" in tags:
-                num_bytes += runner.take_kv()
+                taken += runner.take_kv()
                 if kept.pages is not None:
                     runner.load_pages(kept.pages, self._pool.used_pages)
         except Exception as error:
@@ -129,7 +129,7 @@ class Sleeper:
                 "and nothing that it kept is lost"
             ) from error
         self._woke(tags)
-        return num_bytes
+        return taken
 
     def weights_came(self) -> None:
         """Other weights were put on the device: kept ones are of no use any more."""

@@ -13,15 +13,16 @@ from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.digest import WeightsDigest
 from sgljax_engine.runner.saved_pages import SavedPages
-from sgljax_engine.types import FinishReason, Request, RequestStatus
+from sgljax_engine.types import FinishReason, PromptLogprobs, Request, RequestStatus
 
 
 class RequestMark(NamedTuple):
-    """A request at one moment."""
+    """A request at one moment; what changes later but by growing is noted here."""
 
     request: Request
     num_tokens: int
     status: RequestStatus
+    prompt_logprobs: PromptLogprobs | None
     finish: FinishReason | None = None
     error: str | None = None
 
@@ -33,6 +34,7 @@ class RequestMark(NamedTuple):
             num_tokens=self.num_tokens,
             now_s=now_s,
             status=self.status,
+            prompt_logprobs=self.prompt_logprobs,
             finish=self.finish,
             error=self.error,
         )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,22 @@ from sgljax_engine import (
     CheckpointManager,
     EngineError,
     EngineShutdownError,
+    EngineStateError,
     InvalidConfigError,
     InvalidRequestError,
     SamplingParams,
 )
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.runner.runner import ModelRunner
-from tests.engine.interrupts import NUM_TOKENS, make_engine, settle, start_all, wait_until
+from sgljax_engine.snapshot import RequestMark
+from tests.engine.interrupts import (
+    NUM_TOKENS,
+    device_bytes,
+    make_engine,
+    settle,
+    start_all,
+    wait_until,
+)
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.threads import LIMIT_S, start
@@ -203,7 +213,7 @@ class TestRestore:
         with make_engine() as engine:
             engine.pause_generation()
             futures = engine.restore_checkpoint(saved)
-            with pytest.raises(CheckpointError, match="unfinished"):
+            with pytest.raises(CheckpointError, match="not all answered"):
                 engine.restore_checkpoint(saved)
             engine.continue_generation()
             assert_same(futures, expected)
@@ -286,6 +296,28 @@ class TestWeights:
                     assert again["output_ids"] == out.output_ids[begin:]
             assert mixed
 
+    def test_prompts_are_scored_again_under_other_weights(self, tmp_path):
+        prompt, other = PROMPTS[3] * 3, spread_weights(seed=1)
+        params = {"temperature": 0, "max_new_tokens": 4}
+        asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": params}
+        with make_engine(chunked_prefill_size=16) as engine:
+            call = start(lambda: engine.generate(input_ids=prompt, rid="a", **asked))
+            wait_until(engine, lambda s: s.counters.num_prefill_tokens > 0)
+            engine.pause_generation()
+            engine.save_checkpoint(tmp_path)
+            assert not call.done()
+        (request,) = CheckpointManager(tmp_path).load().scheduler_state.requests.values()
+        assert request.prompt_logprobs is not None
+        with make_engine(weights=other) as engine:
+            expected = engine.generate(input_ids=prompt, **asked)
+            out = engine.restore_checkpoint(tmp_path)["a"].result(LIMIT_S).to_dict()
+        if not request.output_ids:
+            found, wanted = (
+                [entry[0] for entry in each["meta_info"]["input_token_logprobs"][1:]]
+                for each in (out, expected)
+            )
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+
 
 class TestRefusals:
     def test_missing(self, tmp_path, caplog):
@@ -345,6 +377,40 @@ class TestRefusals:
                     with pytest.raises(InvalidRequestError, match="max_model_len = 150"):
                         future.result(LIMIT_S)
             settle(engine)
+
+    def test_what_is_finished_is_there_however_long(self, saved, expected):
+        finished = CheckpointManager(saved).load().scheduler_state.finished_req_ids
+        with make_engine(max_model_len=8) as engine:
+            futures = engine.restore_checkpoint(saved)
+            for rid in finished:
+                assert futures[rid].result(LIMIT_S).output_ids == expected[rid]["output_ids"]
+        assert finished
+
+    def test_while_requests_are_refused(self, saved):
+        with make_engine() as engine:
+            engine.sleep(refuse_requests=True)
+            with pytest.raises(EngineStateError, match="sleeps"):
+                engine.restore_checkpoint(saved)
+            assert engine.get_internal_state().waiting_queue_size == 0
+
+    @pytest.mark.parametrize("version", [-1, True, 2**40, None, "1"])
+    def test_a_weight_version_that_never_was(self, saved, version):
+        checkpoint = CheckpointManager(saved).load()
+        checkpoint.metadata["weight_version"] = version
+        CheckpointManager(saved).save(checkpoint)
+        with make_engine() as engine:
+            with pytest.raises(CheckpointError, match="weight_version must be in"):
+                engine.restore_checkpoint(saved)
+            assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
+
+    def test_a_refusal_keeps_no_engine_alive(self, saved):
+        engine = make_engine(max_model_len=8)
+        futures = engine.restore_checkpoint(saved)
+        gone = weakref.ref(engine)
+        with pytest.raises(InvalidRequestError):
+            futures["r11"].result(LIMIT_S)
+        del engine
+        assert gone() is None
 
     def test_bad_arguments(self, tmp_path):
         with make_engine() as engine:
@@ -461,6 +527,23 @@ class TestSaving:
         with make_engine() as engine:
             assert_same(engine.restore_checkpoint(tmp_path), expected)
 
+    def test_a_save_that_fails_keeps_no_weights(self, tmp_path, monkeypatch):
+        base = device_bytes()
+
+        def fail(self, now_s):
+            raise MemoryError("injected")
+
+        monkeypatch.setattr(RequestMark, "checkpoint", fail)
+        engine = make_engine()
+        call = generate(engine)
+        wait_until(engine, lambda s: s.counters.num_first_tokens >= 1)
+        with pytest.raises(MemoryError, match="injected"):
+            engine.save_checkpoint(tmp_path)
+        engine.sleep(level=2)
+        assert device_bytes() == base
+        engine.shutdown()
+        del call
+
     def test_asleep(self, tmp_path, expected):
         """Pages that sleep on the host are saved from there; restored requests wait for waking."""
         with make_engine() as engine:
@@ -471,7 +554,11 @@ class TestSaving:
             engine.save_checkpoint(tmp_path, include_kv=True)
             engine.wake_up()
             call.result(LIMIT_S)
-        assert CheckpointManager(tmp_path).load().scheduler_state.prefix_cache is not None
+        with make_engine() as engine:
+            assert_same(engine.restore_checkpoint(tmp_path), expected)
+            assert engine.weight_version == 0
+            num_prefilled = engine.get_internal_state().counters.num_prefill_tokens
+            assert num_prefilled < sum(map(len, PROMPTS)) / 2
         with make_engine() as engine:
             engine.sleep()
             futures = engine.restore_checkpoint(tmp_path)
@@ -509,6 +596,46 @@ class TestSaving:
             with pytest.raises(EngineError, match="injected"):
                 futures["bad"].result(LIMIT_S)
             assert len(futures["good"].result(LIMIT_S).output_ids) == NUM_TOKENS
+
+    @pytest.mark.parametrize("include_stop", [False, True])
+    def test_what_a_stop_string_ended_is_cut_as_it_was(self, tmp_path, include_stop):
+        """It is found again, where the last token completed it and where more were made."""
+        options = {"tokenizer": CharTokenizer(), "decode_steps": 1}
+        params = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        with make_engine(**options) as engine:
+            text = engine.generate(input_ids=[1, 2, 3], sampling_params=params)["text"]
+            short = params | {
+                "stop": [text[4:6]],
+                "include_stop_str_in_output": include_stop,
+            }
+            expected = engine.generate(input_ids=[1, 2, 3], sampling_params=short)
+            call = start(
+                lambda: engine.generate(
+                    input_ids=[[1, 2, 3], [4, 5]], sampling_params=[short, params], rid=["a", "b"]
+                )
+            )
+            before = engine.get_internal_state().counters.num_finished
+            wait_until(engine, lambda s: s.counters.num_finished > before)
+            engine.pause_generation()
+            engine.save_checkpoint(tmp_path)
+            assert not call.done()
+        with make_engine(**options) as engine:
+            out = engine.restore_checkpoint(tmp_path)["a"].result(LIMIT_S).to_dict()
+        assert out["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+        assert out["text"] == expected["text"]
+        assert out["output_ids"] == expected["output_ids"]
+
+    def test_an_id_is_taken_until_its_call_is_answered(self, tmp_path):
+        """Else a checkpoint would have two requests of one id."""
+        with make_engine() as engine:
+            call = generate(engine)
+            wait_until(engine, lambda s: s.counters.num_finished >= 1)
+            assert not call.done()
+            with pytest.raises(InvalidRequestError, match="r0"):
+                engine.generate(input_ids=[1], rid="r0")
+            engine.save_checkpoint(tmp_path)
+            call.result(LIMIT_S)
+            assert engine.generate(input_ids=[1], rid="r0")
 
     def test_shutdown_answers_whoever_saves(self, tmp_path, monkeypatch):
         with make_engine() as engine:

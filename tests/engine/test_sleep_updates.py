@@ -191,6 +191,17 @@ class TestUpdateAsleep:
         engine.wake_up()
         assert_idle(engine)
 
+    def test_wait_without_weights_keeps_no_old_pages(self, engine, reference):
+        """Requests run over pages that sleep; the weights were given up after those."""
+        calls = start_all(engine, PROMPTS)
+        engine.sleep(preserve_state=True)
+        engine.wake_up(["weights"])
+        engine.sleep(level=2)
+        assert engine.get_internal_state().running_batch_size == 4
+        version = engine.update_weights(NEW, mode="wait")
+        engine.wake_up()
+        assert_continued(reference, results(calls), version)
+
     @pytest.mark.parametrize("is_awake", [False, True])
     def test_wait_waits_for_nothing_without_weights(self, engine, reference, is_awake):
         calls = start_all(engine, PROMPTS)

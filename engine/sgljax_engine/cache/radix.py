@@ -218,22 +218,24 @@ class RadixCache:
         """
         held: dict[int, _Node] = {-1: self._root}
         pages: dict[int, int] = {}
-        for place, (parent, key) in enumerate(nodes):
-            above = held.get(parent)
-            if above is None:
-                continue
-            child = above.children.get(key)
-            if child is not None:
-                self._hold(child)
-            elif self._allocator.num_free:
-                (pages[place],) = self._allocator.allocate(1)
-                child = self._add(above, key, pages[place])
-            else:
-                continue
-            held[place] = child
-        for place in reversed(held):
-            if place >= 0:
-                self._let_go(held[place], self._root)
+        try:
+            for place, (parent, key) in enumerate(nodes):
+                above = held.get(parent)
+                if above is None:
+                    continue
+                child = above.children.get(key)
+                if child is not None:
+                    self._hold(child)
+                elif self._allocator.num_free:
+                    (pages[place],) = self._allocator.allocate(1)
+                    child = self._add(above, key, pages[place])
+                else:
+                    continue
+                held[place] = child
+        finally:
+            for place in reversed(held):
+                if place >= 0:
+                    self._let_go(held[place], self._root)
         return pages
 
     # ------------------------------------------------------------------ nodes

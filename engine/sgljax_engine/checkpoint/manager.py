@@ -243,7 +243,16 @@ class CheckpointManager:
             CheckpointError: there is none, a file is missing, truncated, damaged, of a newer
                 version or inconsistent, or zstandard is needed and not installed.
         """
-        manifest = read_manifest(self._path)
+        while True:
+            manifest = read_manifest(self._path)
+            try:
+                return self._read(manifest)
+            except CheckpointError:
+                # Somebody may have saved meanwhile, and removed what the old manifest names.
+                if read_manifest(self._path).number == manifest.number:
+                    raise
+
+    def _read(self, manifest: Manifest) -> EngineCheckpoint:
         records = {
             number: read_segment(self._path, segment)
             for number, segment in manifest.segments.items()

@@ -132,13 +132,14 @@ class RequestCheckpoint:
         num_tokens: int,
         now_s: float,
         status: RequestStatus,
+        prompt_logprobs: PromptLogprobs | None = None,
         finish: FinishReason | None = None,
         error: str | None = None,
     ) -> RequestCheckpoint:
         """What a request was when it had `num_tokens` output tokens.
 
         Lists of a request only grow, so it may be changed meanwhile by the engine thread; the
-        three counters and the prompt's log-probs are those of now.
+        three counters are those of now.
 
         Args:
             request: Anyone's.
@@ -146,6 +147,7 @@ class RequestCheckpoint:
             num_tokens: Output tokens to keep; the request has at least as many.
             now_s: By `time.perf_counter`, as `request.arrival_s` is.
             status: As of then.
+            prompt_logprobs: As of then.
             finish: As of then.
             error: What it failed with.
         """
@@ -167,7 +169,7 @@ class RequestCheckpoint:
             scaled_logprobs=request.scaled_logprobs[:num_tokens],
             processed_logprobs=request.processed_logprobs[:num_tokens],
             extra_logprobs=request.extra_logprobs[:num_tokens],
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             token_versions=request.token_versions[:num_tokens].tolist(),
             num_cached=request.num_cached,
             num_retractions=request.num_retractions,

@@ -223,7 +223,7 @@ class ModelRunner:
         specs = self._static.model.param_specs(self.model_config)
         targets = self._placement.weight_targets(specs)
         transposed = {name for name, target in targets.items() if target.is_transposed}
-        return functools.partial(checksums, self.weights, transposed)
+        return functools.partial(checksums, dict(self.weights), transposed)
 
     @property
     def is_on_one_device(self) -> bool:
