@@ -1,18 +1,21 @@
 """What it takes to interrupt an engine, and whether that does any harm.
 
-    python benchmarks/interruptions.py            # about 5 minutes on 2 cores
+    python benchmarks/interruptions.py            # about 6 minutes on 2 cores
     python benchmarks/interruptions.py --quick    # a smoke test
+    python benchmarks/interruptions.py --only-pauses    # about 2 minutes, prints alone
 
 How long `pause_generation` takes at random moments while 64 requests decode, beside the dispatches
-of the same run, none of which can be cut short; what CPU time a paused process uses; and cycles of
-random pauses, updates and new requests, in which every answer is checked.
+of the same run, none of which can be cut short, by default and with a `max_dispatch_s` that most
+dispatches fill; what CPU time a paused process uses; and cycles of random pauses, updates and new
+requests, in which every answer is checked.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -30,7 +33,11 @@ from interruption_latency import (
     measure_latencies,
 )
 from reporting import ROOT, describe_environment, report_head, write_report
-from sgljax_engine import Engine
+from sgljax_engine import Engine, SchedulerConfig
+
+MAX_DISPATCHES_S = (SchedulerConfig().max_dispatch_s, 0.1)
+"""The default; then one that is shorter than the time between two requests that finish, which end a
+dispatch early when others wait."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,21 +66,39 @@ FULL = Effort(
 QUICK = Effort(num_rows=8, max_prompt=16, max_new=256, num_pauses=3, period_s=0.2, num_cycles=10)
 
 
-def measure_pauses(model: str, effort: Effort) -> tuple[list[Latencies], list[Idleness]]:
-    """Pauses of a loaded engine."""
+@contextlib.contextmanager
+def loaded_engine(model: str, effort: Effort, max_dispatch_s: float) -> Iterator[Load]:
+    """Requests that keep an engine's rows busy."""
     engine = Engine(
         model_config=MODELS[model].config,
         load_format="dummy",
         max_running_requests=effort.num_rows,
         max_model_len=effort.max_prompt + effort.max_new,
+        max_dispatch_s=max_dispatch_s,
     )
     with engine:
         engine.warmup()
         load = Load(engine, effort.num_rows, max_prompt=effort.max_prompt, max_new=effort.max_new)
-        latencies = [measure_latencies(load, mode, effort.num_pauses) for mode in LATENCY_MODES]
-        idleness = [measure_idleness(load, mode, effort.period_s) for mode in LATENCY_MODES]
+        yield load
     load.close()
-    return latencies, idleness
+
+
+def measure_pauses(model: str, effort: Effort) -> list[Latencies]:
+    """Pauses of a loaded engine, of every mode with every bound on a dispatch."""
+    latencies: list[Latencies] = []
+    for max_dispatch_s in MAX_DISPATCHES_S:
+        with loaded_engine(model, effort, max_dispatch_s) as load:
+            latencies += [
+                measure_latencies(load, mode, effort.num_pauses, max_dispatch_s)
+                for mode in LATENCY_MODES
+            ]
+    return latencies
+
+
+def measure_idle_pauses(model: str, effort: Effort) -> list[Idleness]:
+    """Engines with default settings that stay paused for a while."""
+    with loaded_engine(model, effort, MAX_DISPATCHES_S[0]) as load:
+        return [measure_idleness(load, mode, effort.period_s) for mode in LATENCY_MODES]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cycles", type=int)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only-pauses", action="store_true", help="how long they take; no report")
     parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
     args = parser.parse_args(argv)
     effort = QUICK if args.quick else FULL
@@ -92,9 +118,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_pauses=args.pauses or effort.num_pauses,
         num_cycles=args.cycles or effort.num_cycles,
     )
-    latencies, idleness = measure_pauses(args.model, effort)
-    for line in [*format_latencies(latencies), *format_idleness(idleness)]:
-        print(line, flush=True)
+    latencies = measure_pauses(args.model, effort)
+    print("\n".join(format_latencies(latencies)), flush=True)
+    if args.only_pauses:
+        return
+    idleness = measure_idle_pauses(args.model, effort)
+    print("\n".join(format_idleness(idleness)), flush=True)
     cycles = Cycles(args.seed)
     cycles.run(effort.num_cycles, sample_every=max(effort.num_cycles // 10, 1))
     folder = args.output_dir or ROOT / (
@@ -107,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "benchmarks/interruptions.py",
             environment,
             f"Pauses: {MODELS[args.model].in_words}, float32; {effort.num_rows} requests of up to "
-            f"{effort.max_prompt} + {effort.max_new} tokens, engine defaults",
+            f"{effort.max_prompt} + {effort.max_new} tokens, engine defaults but `max_dispatch_s`",
             "Cycles: the tests' model of 2 layers, hidden 32, so that the host's work shows",
         ),
         *format_latencies(latencies),

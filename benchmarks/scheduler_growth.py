@@ -144,7 +144,13 @@ class Host:
         config = SchedulerConfig(
             max_running_requests=rows, chunked_prefill_size=BUDGET, decode_steps=STEPS
         )
-        self.scheduler = Scheduler(config, self._pool, token_block=BLOCK, max_prefill_tokens=BUDGET)
+        self.scheduler = Scheduler(
+            config,
+            self._pool,
+            token_block=BLOCK,
+            max_prefill_tokens=BUDGET,
+            prefill_sizes=(BUDGET,),
+        )
         self._runner = ModelRunner(
             static=ProgramContext(
                 model=get_model(model.architecture),
@@ -180,7 +186,7 @@ class Host:
             self._runner.copy_pages(output.copies)
         rows = self._runner.decode(output).wait() if output.decode else []
         # As fast as this, so that every dispatch may take all its steps.
-        step = StepOutput(rows, decode_s=1e-6)
+        step = StepOutput(rows, dispatch_s=1e-6)
         ran = time.perf_counter()
         finished = self.scheduler.update(output, step)
         updated = time.perf_counter()
@@ -236,7 +242,9 @@ def steady(case: str, rows: int, context: int, num_steps: int, **settings: Any) 
         prompt = rng.integers(0, SMALL.vocab_size, context).tolist()
         host.scheduler.add(make_request(number, prompt, room, **settings))
     # Prefill is not what is measured: all prompts count as computed at once.
-    host.scheduler._max_prefill_tokens = rows * (context + BLOCK)
+    num_tokens = rows * (context + BLOCK)
+    host.scheduler._max_prefill_tokens = num_tokens
+    host.scheduler.pacer._prefill_sizes = (num_tokens,)
     host.scheduler.schedule()
     for request in host.scheduler.running:
         request.num_computed = request.kv_len

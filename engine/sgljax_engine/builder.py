@@ -27,6 +27,7 @@ from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,
     prefill_pass,
+    prefill_sizes,
 )
 from sgljax_engine.runner.placement import place
 from sgljax_engine.runner.programs import ProgramContext
@@ -223,6 +224,7 @@ def build_loop(
         pool,
         token_block=TOKEN_BLOCK,
         max_prefill_tokens=config.max_prefill_tokens,
+        prefill_sizes=prefill_sizes(token_buckets, static.prefill_pass),
     )
     loop = EngineLoop(
         scheduler=scheduler,

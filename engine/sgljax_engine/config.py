@@ -68,9 +68,11 @@ class SchedulerConfig:
         chunked_prefill_size: Tokens prefilled in one dispatch at most, rounded up to a multiple of
             `TOKEN_BLOCK`; longer prompts go in chunks.
         decode_steps: Decode steps in one dispatch at most.
-        max_dispatch_s: Seconds that a decode dispatch should last at most; bounds how long a
-            command waits. As many steps are taken as fit, by the time of earlier ones, up to
-            `decode_steps`. Above 0; infinite to leave it to `decode_steps`.
+        max_dispatch_s: Seconds that a dispatch should last at most; bounds how long a command
+            waits. By the time that earlier ones took, it prefills as many tokens as fit beside a
+            decode step, up to `chunked_prefill_size`, and takes as many steps as fit the rest, up
+            to `decode_steps`; but no fewer than the smallest prefill program's and one. Above 0;
+            infinite to leave it to those limits.
         stream_interval: Decode steps in one dispatch at most while a request is decoded that
             streams or has stop strings; it shortens the dispatches of all others too. Streams get
             their tokens by the dispatch, and a stop string is found at its end: what was decoded

@@ -375,6 +375,7 @@ class EngineCore:
         if any(request.logprob_options.start_len >= 0 for request in output.started):
             self.answers.hand_over()  # scoring waits for the device, prompt by prompt
             self._score_prompts(output.started)
+        scored = time.perf_counter()
         if output.prefill:
             self.runner.prefill(output.prefill)
         if output.copies:
@@ -390,8 +391,8 @@ class EngineCore:
         self.counters.prefill_s += prefilled - started
         self.counters.decode_s += decoded - prefilled
         compiles = self.runner.programs.num_compiles - compiles
-        decode_s = None if compiles else decoded - prefilled
-        return StepOutput(rows, self.weight_version, compiles, decode_s)
+        dispatch_s = None if compiles else decoded - scored
+        return StepOutput(rows, self.weight_version, compiles, dispatch_s)
 
     def _stamp_first_tokens(self, output: SchedulerOutput, step: StepOutput) -> None:
         now = time.perf_counter()

@@ -210,6 +210,7 @@ class SchedulerOutput:
         num_steps: Decode steps in this dispatch.
         retracted: Requests that lost their pages while this was decided.
         started: Requests that got pages, for the first time or again.
+        prefill_tokens: Of `prefill`, in whole blocks.
         yield_on_finish: End the dispatch early when a row finishes, since others wait for room.
     """
 
@@ -220,6 +221,7 @@ class SchedulerOutput:
     num_steps: int
     retracted: list[Request]
     started: list[Request]
+    prefill_tokens: int = 0
     yield_on_finish: bool = False
 
     @property
@@ -250,11 +252,11 @@ class StepOutput:
         rows: A `RowOutput` for each of `SchedulerOutput.decode`, in order.
         weight_version: The weights that it ran with.
         num_cache_misses: Programs that it compiled.
-        decode_s: Seconds until the rows' tokens were there, those of its prefill included; None if
-            they say nothing of other dispatches, since it compiled.
+        dispatch_s: Seconds from the first program to the end of the last; None if they say nothing
+            of other dispatches, since it compiled.
     """
 
     rows: list[RowOutput]
     weight_version: int = 0
     num_cache_misses: int = 0
-    decode_s: float | None = None
+    dispatch_s: float | None = None

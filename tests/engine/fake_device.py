@@ -41,7 +41,7 @@ class FakeDevice:
             self._decode(request, min(limit, output.num_steps), stop_chance)
             for request, limit in zip(output.decode, output.step_limits, strict=True)
         ]
-        return StepOutput(rows, decode_s=self._rng.choice([None, 1e-3, 1.0, 5.0]))
+        return StepOutput(rows, dispatch_s=self._rng.choice([None, 1e-3, 1.0, 5.0]))
 
     def check(self, requests: list[Request]) -> None:
         """Raises unless all that running requests count as computed is what they find."""

@@ -13,14 +13,14 @@ from sgljax_engine import commands as cmd
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import held, start
 
+OPTIONS: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "decode_steps": 2}
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 WAIT_S = 0.05
 
 
 @pytest.fixture(scope="module")
 def engine():
-    options: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "decode_steps": 2}
-    with Engine(model_config=TINY, weights=spread_weights(), **options) as engine:
+    with Engine(model_config=TINY, weights=spread_weights(), **OPTIONS) as engine:
         yield engine
 
 
@@ -53,6 +53,25 @@ def test_time_to_first_token_of_a_request_without_tokens(engine):
     assert output.output_ids == []
     assert output.time_to_first_token_s is None
     assert output.to_dict()["meta_info"]["time_to_first_token"] is None
+
+
+def test_a_time_that_nothing_fits_leaves_the_smallest_prefills_and_one_step(engine, monkeypatch):
+    """Once it is known what they take; the answers are the same."""
+    first, second = random_prompts(2, 200, 200)
+    expected = engine.generate(None, GREEDY, second)["output_ids"]
+    with Engine(
+        model_config=TINY, weights=spread_weights(), max_dispatch_s=1e-9, **OPTIONS
+    ) as hurried:
+        hurried.warmup()
+        core = hurried._loop._core
+        schedule, seen = core.scheduler.schedule, []
+        monkeypatch.setattr(core.scheduler, "schedule", lambda: seen.append(schedule()) or seen[-1])
+        hurried.generate(None, GREEDY, first)
+        assert seen[0].prefill_tokens == 208
+        seen.clear()
+        assert hurried.generate(None, GREEDY, second)["output_ids"] == expected
+    assert [output.prefill_tokens for output in seen] == [64, 64, 64, 16, *[0] * 11]
+    assert all(output.num_steps == 1 for output in seen if output.decode)
 
 
 def test_counters_add_up(engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,7 +23,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import SamplingParams
-from sgljax_engine.scheduler.policy import FIRST_STEPS
+from sgljax_engine.scheduler.policy import FIRST_STEPS, DispatchPacer
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import (
     FinishReason,
@@ -47,6 +48,7 @@ def make_scheduler(
         pool,
         token_block=BLOCK,
         max_prefill_tokens=budget,
+        prefill_sizes=range(BLOCK, budget + 1, BLOCK),
     )
     return scheduler, pool
 
@@ -61,6 +63,7 @@ def run_device(
     stop_chance: float = 0.0,
     rng: random.Random | None = None,
     step_s: float = 1e-3,
+    token_s: float = 0.0,
 ) -> StepOutput:
     """What a device could answer: each row takes up to its limit, perhaps stops early."""
     rows = []
@@ -71,7 +74,7 @@ def run_device(
             stopped, count = True, rng.randint(1, count)
         zeros = [0.0] * count
         rows.append(RowOutput([7] * count, zeros, zeros, zeros, stopped))
-    return StepOutput(rows, decode_s=step_s * output.num_steps)
+    return StepOutput(rows, dispatch_s=step_s * output.num_steps + token_s * output.prefill_tokens)
 
 
 def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, budget, page_size):
@@ -324,7 +327,9 @@ def test_finishing_twice_is_an_error():
 def test_integrity_check_finds_planted_faults():
     allocator = PageAllocator(16)
     pool = PagePool(allocator, PAGE)
-    scheduler = Scheduler(SchedulerConfig(), pool, token_block=BLOCK, max_prefill_tokens=32)
+    scheduler = Scheduler(
+        SchedulerConfig(), pool, token_block=BLOCK, max_prefill_tokens=32, prefill_sizes=(32,)
+    )
     scheduler.add(make_request(0))
     scheduler.schedule()
     scheduler.running[0].pages.append(scheduler.running[0].pages[-1])
@@ -388,7 +393,7 @@ class TestDecodeSteps:
             output = scheduler.schedule()
             assert output.num_steps == FIRST_STEPS
             step = run_device(output)
-            scheduler.update(output, StepOutput(step.rows, num_cache_misses=1, decode_s=None))
+            scheduler.update(output, StepOutput(step.rows, num_cache_misses=1))
 
     def test_one_step_while_prompts_wait_for_the_token_budget(self):
         """Four prompts of a block each, two a dispatch; then all decode together."""
@@ -407,6 +412,128 @@ class TestDecodeSteps:
         scheduler = self.started(20, steps=8, budget=8 * BLOCK)
         assert [self.run(scheduler) for _ in range(3)] == [8, 8, 8]
         assert len(scheduler.waiting) == 12
+
+
+class TestPrefillTime:
+    """Prefill and decode steps of a dispatch share its time."""
+
+    def run(self, scheduler, *, step_s=0.01, token_s=0.01):
+        """One dispatch; its tokens of prefill, in blocks, and its decode steps."""
+        output = scheduler.schedule()
+        check_output(output, scheduler, 8, scheduler._max_prefill_tokens, PAGE)
+        scheduler.update(output, run_device(output, step_s=step_s, token_s=token_s))
+        scheduler.check_integrity()
+        return output.prefill_tokens, output.num_steps if output.decode else 0
+
+    def add(self, scheduler, rid, num_blocks):
+        """A request that decodes for long behind so many blocks of prefill."""
+        request = make_request(rid, num_prompt=num_blocks * BLOCK + 1, max_new=9000)
+        scheduler.add(request)
+        return request
+
+    def knowing(self, *, num_rows=2, step_s=0.01, token_s=0.01, **options):
+        """A scheduler that has seen a long prompt and then so many rows decode."""
+        given: dict[str, Any] = {"max_dispatch_s": 0.5, "is_sharing": False} | options
+        scheduler, _ = make_scheduler(8192, 8, steps=100, budget=8 * BLOCK, **given)
+        self.add(scheduler, "long", 40)
+        for row in range(1, num_rows):
+            self.add(scheduler, f"row{row}", 1)
+        for _ in range(40):
+            self.run(scheduler, step_s=step_s, token_s=token_s)
+        return scheduler
+
+    def test_a_prefill_alone_says_what_its_tokens_take(self):
+        scheduler, _ = make_scheduler(8192, steps=100, budget=8 * BLOCK, max_dispatch_s=0.5)
+        self.add(scheduler, "long", 20)
+        assert self.run(scheduler) == (8 * BLOCK, 0)  # nothing is known: the whole budget
+        assert self.run(scheduler) == (6 * BLOCK, 0)  # 0.48 s
+        assert self.run(scheduler) == (6 * BLOCK, FIRST_STEPS)
+
+    def test_steps_get_the_time_that_a_prefill_leaves(self):
+        scheduler = self.knowing()
+        assert self.run(scheduler) == (0, pytest.approx(50, abs=1))
+        self.add(scheduler, "new", 3)
+        prefilled, num_steps = self.run(scheduler)
+        assert prefilled == 3 * BLOCK
+        assert num_steps == pytest.approx(50 - 24, abs=1)
+
+    def test_a_long_prompt_leaves_time_for_one_step(self):
+        scheduler = self.knowing()
+        self.add(scheduler, "new", 13)
+        dispatches = [self.run(scheduler) for _ in range(3)]
+        assert dispatches[:2] == [(6 * BLOCK, 1), (6 * BLOCK, 1)]
+        assert dispatches[2] == (BLOCK, pytest.approx(50 - 8, abs=1))
+
+    def test_requests_with_the_same_beginning_wait_for_a_prompt_in_such_chunks(self):
+        scheduler = self.knowing(is_sharing=True)
+        twins = [self.add(scheduler, f"twin{i}", 13) for i in range(4)]
+        for twin in twins:
+            twin.prompt_key = 1
+            twin.prompt_ids = [9] * len(twin.prompt_ids)
+        assert [self.run(scheduler)[0] for _ in range(4)] == [6 * BLOCK, 6 * BLOCK, BLOCK, 0]
+        assert [twin.num_cached > 0 for twin in twins] == [False, True, True, True]
+
+    def test_all_requests_prefilled_again_keep_to_the_time(self):
+        """As after a pause that retracts: 4 rows of up to 2000 tokens."""
+        scheduler = self.knowing(num_rows=4, step_s=0.02)
+        for request in list(scheduler.running):
+            scheduler.retract(request)
+        took_s = []
+        num_steps = 0
+        while num_steps <= 1:
+            prefilled, num_steps = self.run(scheduler, step_s=0.02)
+            took_s.append(0.01 * prefilled + 0.02 * num_steps)
+        assert len(took_s) > 10
+        assert min(took_s[:-1]) >= 0.4
+        assert max(took_s) <= 0.5 + 0.02
+
+    def test_at_least_the_smallest_size(self):
+        scheduler = self.knowing(token_s=10.0)
+        self.add(scheduler, "new", 3)
+        assert self.run(scheduler, token_s=10.0) == (BLOCK, 1)
+
+    def test_without_a_bound_on_time_the_budget_is_whole(self):
+        scheduler = self.knowing(max_dispatch_s=math.inf, token_s=10.0)
+        self.add(scheduler, "new", 7)
+        assert self.run(scheduler, token_s=10.0) == (7 * BLOCK, 100)
+
+    def test_a_small_prefill_beside_many_steps_hardly_counts(self):
+        """Here the dispatch takes half as long again, for another reason."""
+        scheduler = self.knowing()
+        before = scheduler.pacer._token_s
+        self.add(scheduler, "new", 1)
+        output = scheduler.schedule()
+        assert output.num_steps > 40
+        step = run_device(output, step_s=0.015, token_s=0.015)
+        scheduler.update(output, step)
+        assert scheduler.pacer._token_s == pytest.approx(before, rel=0.05)
+
+    def test_a_dispatch_that_only_decodes_replaces_what_a_prefill_beside_it_blurred(self):
+        pacer = DispatchPacer(SchedulerConfig(max_dispatch_s=1.0, decode_steps=100), (BLOCK,))
+        request = make_request(0)
+        for prefill_tokens, expected in ((BLOCK, 5), (0, 50)):
+            output = SchedulerOutput([], [], [request], [8], 8, [], [], prefill_tokens)
+            pacer.on_dispatch(output, run_device(output, step_s=0.02, token_s=0.18))
+            assert pacer.num_steps(1) == expected
+
+    def test_rows_that_never_ran_alone_take_no_more_than_larger_batches(self):
+        """63 rows that are joined by one each time are paced like the 64 that they become."""
+        pacer = DispatchPacer(SchedulerConfig(max_dispatch_s=0.5), (BLOCK,))
+        assert pacer.num_steps(5) == FIRST_STEPS
+        requests = [make_request(i) for i in range(8)]
+        output = SchedulerOutput([], [], requests, [8] * 8, 8, [], [])
+        pacer.on_dispatch(output, run_device(output, step_s=0.02))
+        assert [pacer.num_steps(rows) for rows in (8, 5, 1, 16)] == [25, 25, 25, FIRST_STEPS]
+
+    def test_a_size_of_prefill_costs_its_padding(self):
+        pacer = DispatchPacer(SchedulerConfig(max_dispatch_s=1.0), (64, 256, 512))
+        request = make_request(0)
+        output = SchedulerOutput([], [], [request], [8], 8, [], [])
+        pacer.on_dispatch(output, run_device(output, step_s=0.1))
+        output = SchedulerOutput([], [], [], [], 1, [], [], prefill_tokens=80)
+        pacer.on_dispatch(output, StepOutput([], dispatch_s=0.256))
+        assert pacer.num_prefill_tokens(1) == 512
+        assert [pacer.num_steps(1, tokens) for tokens in (0, 16, 80, 256, 272)] == [10, 9, 7, 7, 4]
 
 
 class TestAllocator:

@@ -12,7 +12,11 @@ import jax
 import pytest
 
 from sgljax_engine import Engine, builder
-from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
+from sgljax_engine.runner.batch import (
+    default_batch_buckets,
+    default_token_buckets,
+    prefill_sizes,
+)
 from tests.engine.models import TINY, random_prompts, spread_weights
 
 CPU_ONLY = {"JAX_PLATFORMS": "cpu"}
@@ -85,6 +89,19 @@ class TestBuckets:
         assert default_token_buckets(2048, 256) == (64, 2048)
         assert default_token_buckets(2000, 256) == (64, 2048)
         assert default_token_buckets(2048, None) == (256, 512, 1024, 2048)
+
+    @pytest.mark.parametrize(
+        ("buckets", "per_pass", "sizes"),
+        [
+            ((64, 1024), 256, (64, 256, 512, 768, 1024)),
+            ((256, 512, 1024), None, (256, 512, 1024)),
+            ((1000, 2048), 256, (1000, 1024, 1280, 1536, 1792, 2048)),
+            ((48,), 256, (48,)),
+        ],
+    )
+    def test_what_prefills_cost(self, buckets, per_pass, sizes):
+        """Whole passes where a bucket has them; else a bucket costs the same however full."""
+        assert prefill_sizes(buckets, per_pass) == sizes
 
     def test_several_passes_prefill_what_one_does(self, monkeypatch):
         """With page sharing between requests of one dispatch, whichever pass computes the pages."""

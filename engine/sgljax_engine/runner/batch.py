@@ -97,6 +97,16 @@ def default_token_buckets(max_tokens: int, per_pass: int | None) -> tuple[int, .
     return (per_pass // 4, whole) if max_tokens > per_pass // 4 else (max_tokens,)
 
 
+def prefill_sizes(buckets: Sequence[int], per_pass: int | None) -> tuple[int, ...]:
+    """Tokens that prefills take the time of, ascending: whole passes, and buckets without any."""
+    sizes = [0]
+    for bucket in buckets:
+        step = bucket if per_pass is None or bucket % per_pass else per_pass
+        last = sizes[-1]
+        sizes += [size for size in range(step, bucket + 1, step) if size > last]
+    return tuple(sizes[1:])
+
+
 def build_prefill_batch(
     chunks: Sequence[PrefillChunk],
     *,

@@ -11,14 +11,14 @@ request that fits the pool alone finishes in the end.
 Pages with the same tokens are computed once and shared. A prefill's pages can be shared as soon as
 it is planned: chunks run in the order in which they are planned, and of those that run together
 every layer writes all keys before any token reads them. So nothing may sort the chunks. A prompt
-that goes in chunks takes the whole budget of a dispatch until its last chunk, so requests with the
-same beginning wait for it and then find its pages.
+that goes in chunks takes the whole budget of a dispatch, whatever that is each time, until its last
+chunk, so requests with the same beginning wait for it and then find its pages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import PrefixHandle
@@ -39,9 +39,17 @@ from sgljax_engine.types import (
 
 @dataclasses.dataclass(slots=True)
 class _Prefill:
-    """The prefill of a dispatch while it is planned; `ends` tells how far each request gets."""
+    """The prefill of a dispatch while it is planned.
+
+    Attributes:
+        budget: Tokens left.
+        num_tokens: Tokens taken, in whole blocks.
+        chunks, copies: What the device does.
+        ends: How far each request gets.
+    """
 
     budget: int
+    num_tokens: int = 0
     chunks: list[PrefillChunk] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
     ends: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -56,7 +64,7 @@ class Scheduler:
         admits_new: False keeps requests waiting that have not begun; those that have, retracted
             ones among them, go on.
         policy: How much room admission keeps.
-        pacer: How many steps a dispatch takes.
+        pacer: How much a dispatch does.
         waiting, running: The queue and the batch, both in order of arrival, oldest first.
     """
 
@@ -67,6 +75,7 @@ class Scheduler:
         *,
         token_block: int,
         max_prefill_tokens: int,
+        prefill_sizes: Sequence[int],
     ) -> None:
         """Starts empty.
 
@@ -75,7 +84,9 @@ class Scheduler:
             pool: The pages; this scheduler is its only user.
             token_block: Prefill programs work on blocks of this many tokens of one request, so
                 a chunk costs its length rounded up to the block.
-            max_prefill_tokens: The token budget of one dispatch, a multiple of `token_block`.
+            max_prefill_tokens: The most token budget of a dispatch, a multiple of `token_block`.
+            prefill_sizes: Token budgets that waste no padding, ascending multiples of
+                `token_block`, the last at least `max_prefill_tokens`; see `DispatchPacer`.
         """
         self._config = config
         self._pool = pool
@@ -85,7 +96,7 @@ class Scheduler:
         self._unfinished: dict[str, Request] = {}
         self.admits_new = True
         self.policy = AdmissionPolicy(config)
-        self.pacer = DispatchPacer(config)
+        self.pacer = DispatchPacer(config, prefill_sizes)
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
 
@@ -152,19 +163,20 @@ class Scheduler:
         """Decides the next dispatch and allocates the pages that it writes to."""
         decodable = [r for r in self.running if r.num_computed == r.kv_len]
         num_steps, retracted = self._reserve_decode_pages(decodable)
-        plan = _Prefill(self._max_prefill_tokens)
+        plan = _Prefill(self._prefill_budget())
         self._continue_prefill(plan)
         # A retraction in this very call says that pages are short: admit nobody.
         started = [] if retracted else self._admit(plan, num_steps)
 
         decode = [r for r in self.running if plan.ends.get(r.rid, r.num_computed) == r.kv_len]
-        num_steps = min(num_steps, self._most_steps(len(decode), decode))
+        num_steps = min(num_steps, self._most_steps(len(decode), decode, plan.num_tokens))
         return SchedulerOutput(
             prefill=plan.chunks,
             copies=plan.copies,
             decode=decode,
             step_limits=[min(self._room(r), r.num_remaining) for r in decode],
             num_steps=1 if self._has_prefill_left(plan) else num_steps,
+            prefill_tokens=plan.num_tokens,
             retracted=retracted,
             started=started,
             yield_on_finish=self._may_admit,
@@ -192,15 +204,25 @@ class Scheduler:
                 finished.append(request)
         if output.decode:
             self.policy.on_decode()
-            self.pacer.on_decode(output, step)
+        self.pacer.on_dispatch(output, step)
         return finished
 
-    def _most_steps(self, num_rows: int, requests: Iterable[Request]) -> int:
+    def _most_steps(
+        self, num_rows: int, requests: Iterable[Request], prefill_tokens: int = 0
+    ) -> int:
         """Decode steps of a dispatch of so many rows, these requests among them."""
-        num_steps = self.pacer.num_steps(num_rows)
+        num_steps = self.pacer.num_steps(num_rows, prefill_tokens)
         if any(request.is_watched for request in requests):
             return min(num_steps, self._config.stream_interval)
         return num_steps
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows that the next dispatch decodes, if nobody joins those that run."""
+        return len(self.running) or min(len(self.waiting), self._config.max_running_requests)
+
+    def _prefill_budget(self) -> int:
+        return min(self.pacer.num_prefill_tokens(self._num_rows), self._max_prefill_tokens)
 
     # ------------------------------------------------------------------ pages
 
@@ -214,9 +236,7 @@ class Scheduler:
 
     def _reserve_decode_pages(self, decodable: list[Request]) -> tuple[int, list[Request]]:
         """Gives decoding rows pages for as many steps as fit, retracting the youngest for one."""
-        max_running = self._config.max_running_requests
-        num_rows = len(self.running) or min(len(self.waiting), max_running)
-        num_steps = self._most_steps(num_rows, self.running)
+        num_steps = self._most_steps(self._num_rows, self.running)
         retracted: list[Request] = []
         while True:
             missing = [self._missing_pages(r, num_steps) for r in decodable]
@@ -252,7 +272,9 @@ class Scheduler:
         start = request.num_computed
         num_tokens = min(request.kv_len - start, plan.budget)
         plan.chunks.append(PrefillChunk(request, start, num_tokens, tuple(request.pages)))
-        plan.budget -= -(-num_tokens // self._token_block) * self._token_block
+        cost = -(-num_tokens // self._token_block) * self._token_block
+        plan.budget -= cost
+        plan.num_tokens += cost
         end = plan.ends[request.rid] = start + num_tokens
         with_tail = end == request.kv_len and self.waiting.has_twin(request)
         plan.copies.extend(self._pool.share(request, end, with_tail=with_tail))
