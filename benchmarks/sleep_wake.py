@@ -19,7 +19,7 @@ import dataclasses
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Cycle:
         is_preserved: Whether KV pages were kept.
         sleep_s, wake_s: Seconds of the engine thread; not those of the dispatch under way.
         first_tokens_s: From the call of wake until each request had a token more.
+        num_tokens: Made in that time: requests that are prefilled first go on meanwhile.
         host_bytes: Copied to the host, and back.
         device_bytes: Given back, and taken again, rows and unused pages included.
     """
@@ -51,6 +52,7 @@ class Cycle:
     sleep_s: float
     wake_s: float
     first_tokens_s: float
+    num_tokens: int
     host_bytes: int
     device_bytes: int
 
@@ -127,13 +129,15 @@ class Rollout:
             sleep_s=new.sleep_s - old.sleep_s,
             wake_s=new.wake_s - old.wake_s,
             first_tokens_s=first_tokens_s,
+            num_tokens=new.num_output_tokens - asleep.counters.num_output_tokens,
             host_bytes=asleep.host_bytes,
             device_bytes=device_bytes,
         )
 
-    def longest_gap_s(self, until: threading.Event) -> float:
-        """The longest time without a new token, until the event."""
+    def longest_gap_s(self, until: threading.Event, start: Callable[[], None]) -> float:
+        """The longest time without a new token, from the one before `start` until the event."""
         last, last_s, longest = self.num_tokens(), time.perf_counter(), 0.0
+        start()
         while not until.is_set():
             count, now = self.num_tokens(), time.perf_counter()
             if count > last:
@@ -147,16 +151,17 @@ class Rollout:
             is_done = threading.Event()
 
             def save(is_done: threading.Event = is_done) -> None:
-                reports.append(self.engine.save_checkpoint(folder, include_kv=with_kv))
-                is_done.set()
+                try:
+                    reports.append(self.engine.save_checkpoint(folder, include_kv=with_kv))
+                finally:
+                    is_done.set()
 
             started = time.perf_counter()
-            threading.Thread(target=save).start()
-            gaps_s.append(self.longest_gap_s(is_done))
+            gaps_s.append(self.longest_gap_s(is_done, threading.Thread(target=save).start))
             is_over = threading.Event()
-            seconds = min(max(time.perf_counter() - started, 0.5), 2.0)
-            threading.Timer(seconds, is_over.set).start()
-            undisturbed_s.append(self.longest_gap_s(is_over))
+            seconds = max(time.perf_counter() - started, 0.5)
+            timer = threading.Timer(seconds, is_over.set)
+            undisturbed_s.append(self.longest_gap_s(is_over, timer.start))
         return Saves(
             with_kv=with_kv,
             seconds=[report.seconds for report in reports],
@@ -168,8 +173,9 @@ class Rollout:
 
 
 def live_bytes() -> int:
-    """Of all arrays of this process."""
-    return sum(array.nbytes for array in jax.live_arrays())
+    """Of all arrays of this process that are not on the host."""
+    arrays = (x for x in jax.live_arrays() if x.sharding.memory_kind != "pinned_host")
+    return sum(array.nbytes for array in arrays)
 
 
 def copy_rates(num_bytes: int, repeats: int) -> dict[str, float]:
@@ -231,8 +237,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for with_kv, count in ((False, repeats), (True, min(repeats, 2)))
             ]
             sizes = checkpoint_sizes(Path(folder) / "False")
-        memory = {"base": base, "awake": live_bytes(), "asleep": [], "woken": []}
         running.engine.pause_generation("in_place")
+        memory = {"base": base, "awake": live_bytes(), "asleep": [], "woken": []}
         for number in range(cycles):
             running.engine.sleep(1, preserve_state=number % 2 == 0)
             memory["asleep"].append(live_bytes())
@@ -288,18 +294,22 @@ def format_cycles(cycles: Sequence[Cycle], rates: dict[str, float]) -> list[str]
         "| copied and cleared, GB/s |",
         "|---|---:|---:|---|---:|---:|---:|---:|",
     ]
-    first_s = {}
+    first_s, num_tokens = {}, {}
+    weights = min(each.host_bytes for each in cycles)
     for preserve in (True, False):
         own = [each for each in cycles if each.is_preserved is preserve]
         copied, given = own[0].host_bytes, own[0].device_bytes
+        num_tokens[preserve] = float(np.median([each.num_tokens for each in own]))
         first_s[preserve] = float(np.median([each.first_tokens_s for each in own]))
-        for name, cleared in (("sleep", 0), ("wake", given)):
+        for name in ("sleep", "wake"):
             seconds = float(np.median([getattr(each, f"{name}_s") for each in own]))
             passes = [seconds * rates[kind] / copied for kind in ("fresh", "used")]
+            # A CPU's weights come back without a copy, in the place of the host's.
+            moved = copied - weights + given - weights if name == "wake" else copied
             lines.append(
                 f"| {'kept' if preserve else 'given up'} | {copied / 1e6:.0f} MB | "
                 f"{given / 1e6:.0f} MB | {name} | {seconds * 1e3:.0f} | {passes[0]:.2f} | "
-                f"{passes[1]:.2f} | {(copied + cleared) / seconds / 1e9:.1f} |"
+                f"{passes[1]:.2f} | {moved / seconds / 1e9:.1f} |"
             )
     ratio = first_s[False] / first_s[True]
     return [
@@ -310,7 +320,9 @@ def format_cycles(cycles: Sequence[Cycle], rates: dict[str, float]) -> list[str]
         "use.",
         "",
         f"From `wake_up` until each request has a token more: {first_s[True]:.2f} s with kept "
-        f"pages, {first_s[False]:.2f} s with a prefill: {ratio:.1f} times as fast.",
+        f"pages, {first_s[False]:.2f} s with a prefill: {ratio:.1f} times as fast. Requests whose "
+        "prefill is over go on while others are prefilled: "
+        f"{num_tokens[True]:.0f} and {num_tokens[False]:.0f} tokens were made in those times.",
         "",
     ]
 

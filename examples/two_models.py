@@ -5,8 +5,8 @@
 Two engines get all their requests at once. Then one of them generates for a while and goes to
 sleep with `preserve_state=True`: weights, KV pages in use and prefix cache move to the host, and
 the other one has the device. No request notices: the program compares all outputs with those of
-runs that nothing interrupted, and prints what the device holds in each turn. The models are tiny
-and their weights random, so this takes seconds on a CPU.
+runs of the same engines that nothing interrupted, and prints what the device holds in each turn.
+The models are tiny and their weights random, so this takes seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -162,10 +162,15 @@ def alternate(
     turns: list[Turn] = []
     with ThreadPoolExecutor(len(players)) as pool:
         answers = [pool.submit(player.generate) for player in players]
-        while not all(answer.done() for answer in answers):
-            for player, answer in zip(players, answers, strict=True):
-                if not answer.done():
-                    turns.append(take_turn(player, answer, tokens_per_turn))
+        try:
+            while not all(answer.done() for answer in answers):
+                for player, answer in zip(players, answers, strict=True):
+                    if not answer.done():
+                        turns.append(take_turn(player, answer, tokens_per_turn))
+        except BaseException:  # nobody would wake those that sleep, and the pool waits for them
+            for player in players:
+                player.engine.shutdown()
+            raise
         outputs = {
             player.name: [output.output_ids for output in answer.result()]
             for player, answer in zip(players, answers, strict=True)
@@ -196,7 +201,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=6, help="of each model")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--tokens-per-turn", type=int, default=300, help="of all requests together")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if value < 1:
+            parser.error(f"{name} must be at least 1, got {value}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from sgljax_engine import Engine, EngineError, EngineShutdownError, EngineStateError
+from sgljax_engine import Engine, EngineError, EngineShutdownError, EngineState, EngineStateError
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +83,13 @@ class EngineRest:
         """
         with self._lock:
             if self._is_offloading:
+                self._is_used = True  # if it cannot sleep now, the next sign tries again
                 self._sleep(engine)
 
     # ------------------------------------------------------------------ under the lock
 
     def _wake(self, engine: Engine) -> None:
-        if self._own_sleep is not None and self._is_own_sleep(engine):
+        if self._own_sleep is not None and self._is_own(engine.get_internal_state()):
             engine.wake_up()
         self._own_sleep = None
 
@@ -97,15 +98,25 @@ class EngineRest:
         if self._num_calls:
             return
         with contextlib.suppress(EngineShutdownError):  # its memory is free already
-            if engine.is_sleeping() and not self._is_own_sleep(engine):
+            state = engine.get_internal_state()
+            if state.is_sleeping and not self._is_own(state):
                 return
-            if engine.sleep() > 0:
-                self._own_sleep = engine.get_internal_state().counters.num_sleeps
+            if set(state.asleep) != {"weights", "kv_cache"}:
+                self._put_to_sleep(engine, state)
             self._is_used = False
 
-    def _is_own_sleep(self, engine: Engine) -> bool:
+    def _put_to_sleep(self, engine: Engine, state: EngineState) -> None:
+        before = self._own_sleep
+        # Set before: an interrupt takes this thread away from the call, but not the call back.
+        self._own_sleep = state.counters.num_sleeps + 1
+        try:
+            engine.sleep()
+        except Exception:
+            self._own_sleep = before
+            raise
+
+    def _is_own(self, state: EngineState) -> bool:
         """Whether it sleeps, and the owner has not woken it and put it to sleep since."""
-        state = engine.get_internal_state()
         return state.is_sleeping and state.counters.num_sleeps == self._own_sleep
 
     def _end(self, engine: Engine, has_failed: bool) -> None:

@@ -206,8 +206,6 @@ class EngineCore:
         started = time.perf_counter()
         keeps_all = command.preserve_state
         self.runner.wait()
-        if keeps_all and self.runner.weights:
-            self.weights_digest.digest()  # of use to checkpoints that are saved meanwhile
         kept = self.sleeper.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
         if not keeps_all and "kv_cache" not in self.sleeper.asleep:
             self.retract_all()
@@ -305,10 +303,11 @@ class EngineCore:
     def weights_digest(self) -> WeightsDigest:
         """Of the weights that serve: one object for each version that is known."""
         if self._digest is None or self._digest[0] != self.weight_version:
-            weights = self.runner.checksum_weights() if self.runner.weights else None
-            if weights is None:  # ask again once they are awake
+            if not self.holds_weights:
                 return WeightsDigest(None)
-            self._digest = (self.weight_version, WeightsDigest(weights))
+            asleep = self.sleeper.kept_weights
+            digest = WeightsDigest(self.runner.checksum_weights(asleep))
+            self._digest = (self.weight_version, digest)
         return self._digest[1]
 
     def raise_weight_version(self, version: int) -> None:

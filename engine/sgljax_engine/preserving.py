@@ -58,6 +58,8 @@ def _mark(request: Request, error: str | None) -> RequestMark:
 
 
 def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
+    if not core.pool.is_sharing:
+        logger.warning("include_kv: with disable_radix_cache=True there are no pages to save")
     nodes = core.pool.cached_prefixes(core.scheduler.running)
     pages = core.sleeper.copy_pages([page for _, _, page in nodes]) if nodes else None
     return None if pages is None else PrefixSnapshot(nodes, pages, core.runner.kv_geometry)

@@ -49,9 +49,14 @@ class Sleeper:
         self.refuses_requests = False
 
     @property
+    def kept_weights(self) -> Mapping[str, HostArray]:
+        """The weights that are on the host."""
+        return self._kept.weights or {}
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether the weights are on the host."""
-        return bool(self._kept.weights)
+        return bool(self.kept_weights)
 
     @property
     def host_bytes(self) -> int:

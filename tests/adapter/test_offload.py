@@ -385,6 +385,39 @@ def test_what_its_owner_put_to_sleep_is_the_owners_to_wake(make_rollout, expecte
     assert not caplog.records
 
 
+def test_a_sleep_that_frees_nothing_is_the_rollouts_all_the_same(
+    make_rollout, other_model, other_expected
+):
+    rollout = make_rollout()
+    tokens_of(rollout, PROMPTS)
+    rollout.engine.sleep(2)
+    rollout.engine.wake_up()
+    rollout.engine.release_kv_cache()
+    rollout.update_params(EMPTY)
+    assert rollout.engine.is_sleeping()
+    rollout.update_params(params_of(other_model), (nnx.Param,))
+    assert rollout.engine.is_sleeping()
+    assert generate(rollout) == other_expected
+
+
+def test_an_interrupted_sleep_is_woken_by_the_next_call(make_rollout, expected, monkeypatch):
+    """Ctrl-C takes the thread away from the call, not the call back from the engine."""
+    rollout = make_rollout()
+    tokens_of(rollout, PROMPTS)
+    sleep = type(rollout.engine).sleep
+
+    def interrupted(engine):
+        sleep(engine)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rollout.engine), "sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rollout.update_params(EMPTY)
+    assert rollout.engine.is_sleeping()
+    assert tokens_of(rollout, PROMPTS) == expected
+
+
 def test_an_update_of_what_its_owner_put_to_sleep_wakes_the_weights_alone(
     make_rollout, other_model, other_expected
 ):

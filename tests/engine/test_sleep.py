@@ -277,12 +277,9 @@ def unchanged(state):
 class TestWithoutEffect:
     @pytest.mark.parametrize("level", [1, 2])
     @pytest.mark.parametrize("preserve_state", [True, False])
-    @pytest.mark.parametrize("awake", [None, "weights", "kv_cache"])
-    def test_sleep_when_asleep(self, engine, expected, caplog, level, preserve_state, awake):
+    def test_sleep_when_asleep(self, engine, expected, caplog, level, preserve_state):
         calls = start_all(engine, PROMPTS)
         engine.sleep(preserve_state=True)
-        if awake is not None:
-            engine.wake_up([awake])
         before, memory = engine.get_internal_state(), device_bytes()
         with caplog.at_level(logging.WARNING, "sgljax_engine"):
             assert engine.sleep(level, preserve_state, refuse_requests=True) == 0

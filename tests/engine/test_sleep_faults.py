@@ -128,7 +128,7 @@ class TestSleep:
         counters = engine.get_internal_state().counters
         prefilled, num_sleeps = counters.num_prefill_tokens, counters.num_sleeps
         count = plant(runner, name, k, error("planted fault"))
-        with pytest.raises(OffloadError, match=r"planted fault.*; the engine is awake") as caught:
+        with pytest.raises(OffloadError, match=r"planted fault.*; nothing has changed") as caught:
             engine.sleep(level, preserve_state, refuse_requests=True)
         assert isinstance(caught.value.__cause__, error)
         assert len(count) == k

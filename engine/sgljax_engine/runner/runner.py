@@ -215,15 +215,30 @@ class ModelRunner:
         """Serves these weights from the next dispatch on; the old ones are let go."""
         self.weights = dict(weights)
 
-    def checksum_weights(self) -> Callable[[], dict[str, str]]:
+    def checksum_weights(
+        self, asleep: Mapping[str, HostArray] | None = None
+    ) -> Callable[[], dict[str, str]]:
         """Makes checksums of the weights of now, each in its logical shape.
 
         See `weights.checksum`. Any thread may call the result if `is_on_one_device`.
+
+        Args:
+            asleep: The weights, if they are on the host: they go through the device one by one.
         """
         specs = self._static.model.param_specs(self.model_config)
         targets = self._placement.weight_targets(specs)
         transposed = {name for name, target in targets.items() if target.is_transposed}
-        return functools.partial(checksums, dict(self.weights), transposed)
+        if not asleep:
+            return functools.partial(checksums, dict(self.weights), transposed)
+        kept = dict(asleep)
+
+        def make() -> dict[str, str]:
+            found: dict[str, str] = {}
+            for name, weight in kept.items():
+                found |= checksums({name: to_device(weight)}, transposed)
+            return found
+
+        return make
 
     @property
     def is_on_one_device(self) -> bool:
