@@ -75,6 +75,11 @@ def results(calls: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
     return [call.result(LIMIT_S) for call in calls]
 
 
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """Output ids of each."""
+    return [out.output_ids for out in outputs]
+
+
 def settle(engine: Engine) -> None:
     """Ends a pause and waits for all requests; then none is left, and every page can be had."""
     engine.continue_generation()

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import gc
 
-import jax
 import pytest
 
-from tests.engine.interrupts import LONG, make_engine, results, start_all, wait_until
+from tests.engine.interrupts import LONG, device_bytes, make_engine, results, start_all, wait_until
 from tests.engine.models import random_prompts, spread_weights
 
 PROMPTS = random_prompts(4, 3, 30)
-
-
-def device_bytes() -> int:
-    return sum(array.nbytes for array in jax.live_arrays())
 
 
 @pytest.mark.parametrize("level", [1, 2])

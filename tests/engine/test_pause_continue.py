@@ -16,6 +16,7 @@ from tests.engine.interrupts import (
     results,
     settle,
     start_all,
+    tokens_of,
     wait_until,
 )
 from tests.engine.models import random_prompts
@@ -45,10 +46,6 @@ def engine(shared):
 def expected(shared):
     """What the prompts give when nobody interrupts."""
     return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
-
-
-def tokens_of(outputs):
-    return [out.output_ids for out in outputs]
 
 
 def test_1_pause_generation_retract_mode(engine, expected):

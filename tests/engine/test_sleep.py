@@ -21,6 +21,7 @@ from tests.engine.interrupts import (
     results,
     settle,
     start_all,
+    tokens_of,
     wait_until,
 )
 from tests.engine.models import random_prompts
@@ -62,10 +63,6 @@ def engine(shared):
 def expected(shared):
     """What the prompts give when nobody interrupts."""
     return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
-
-
-def tokens_of(outputs):
-    return [out.output_ids for out in outputs]
 
 
 class TestPreservedState:

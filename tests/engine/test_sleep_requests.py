@@ -25,6 +25,7 @@ from tests.engine.interrupts import (
     results,
     settle,
     start_all,
+    tokens_of,
     wait_until,
 )
 from tests.engine.models import random_prompts, spread_weights
@@ -67,10 +68,6 @@ def expected(shared):
     """What the prompts give under the old weights when nobody interrupts."""
     shared.update_weights(OLD)
     return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
-
-
-def tokens_of(outputs):
-    return [out.output_ids for out in outputs]
 
 
 def begin(ask, is_begun):

@@ -21,6 +21,7 @@ from tests.engine.interrupts import (
     results,
     settle,
     start_all,
+    tokens_of,
     wait_until,
 )
 from tests.engine.models import random_prompts, spread_weights
@@ -61,10 +62,6 @@ def expected(shared):
     """What the prompts give under the old weights when nobody interrupts."""
     shared.update_weights(OLD)
     return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
-
-
-def tokens_of(outputs):
-    return [out.output_ids for out in outputs]
 
 
 def assert_continued(reference, outputs, version):
