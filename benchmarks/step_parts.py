@@ -36,6 +36,7 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.kv_rows import LayerRows
 from sgljax_engine.layers.attention import AttentionOptions, BlockTables
 from sgljax_engine.layers.basic import Layout, linear
+from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState, compiler_options
@@ -140,10 +141,14 @@ def _no_logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.
 
 
 def _no_sampling(
-    logits: jax.Array, rows: SamplingBatch, step: jax.Array, adjusted: jax.Array | None = None
+    logits: jax.Array,
+    rows: SamplingBatch,
+    step: jax.Array,
+    adjusted: jax.Array | None,
+    tokens: Tokens,
 ) -> Sampled:
     """Still reads every logit once, so that computing them cannot be left out."""
-    del rows, adjusted
+    del rows, adjusted, tokens
     peak = jnp.max(logits, axis=-1)
     token = jnp.where(peak > 1e30, step, 1).astype(jnp.int32)
     return Sampled(token=token, logprob=peak, scaled_logprob=peak, processed_logprob=peak)

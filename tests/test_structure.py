@@ -51,7 +51,7 @@ ALLOWED = {
         "models",
     },
     "offload": set(),
-    "sampling": {"sampling"},
+    "sampling": {"layers.tiles", "sampling"},
     "weights": {"errors", "files", "weights"},
     "runner": {
         "cache.kv_pages",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
 from sgljax_engine.layers.attention import get_backend
+from sgljax_engine.layers.ordered_attention import ordered_backend
 from sgljax_engine.loop import EngineLoop
 from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model, load_model_config
-from sgljax_engine.models.spec import ModelContext, ParamKind
+from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind
 from sgljax_engine.requests import Limits
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
@@ -29,9 +30,10 @@ from sgljax_engine.runner.batch import (
     prefill_pass,
     prefill_sizes,
 )
-from sgljax_engine.runner.placement import place
+from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.widths import agreeing_widths
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.updates import WeightSource
@@ -185,21 +187,9 @@ def build_loop(
     placement = place(model, mesh, dtype)
     page_size = config.cache.page_size
     definition = get_model(model.architecture)
-    static = ProgramContext(
-        model=definition,
-        context=ModelContext(model, placement.layout),
-        attention=get_backend(
-            config.runtime.attention_backend,
-            placement.platform,
-            head_dim=model.head_dim,
-            num_tensor_shards=placement.num_tensor_shards,
-        ),
-        page_size=page_size,
-        max_steps=config.scheduler.decode_steps,
-        prefill_pass=prefill_pass(placement.platform),
-    )
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(model)))
     weights_made = maker.make(weights.arrays, weights.rules)
+    static = _program_context(config, definition, model, placement, weights_made)
     memory = plan_memory(model, config, placement, max_model_len, weights_made)
     num_pages = memory.report.kv_tokens // page_size
 
@@ -236,6 +226,35 @@ def build_loop(
         name=f"sgljax-engine-{next(_names)}",
     )
     return loop, Limits(max_model_len, num_pages * page_size)
+
+
+def _program_context(
+    config: EngineConfig,
+    definition: ModelDefinition,
+    model: ModelConfig,
+    placement: Placement,
+    weights: Mapping[str, jax.Array],
+) -> ProgramContext:
+    context, runtime = ModelContext(model, placement.layout), config.runtime
+    if runtime.enable_deterministic_sampling:
+        widths = agreeing_widths(definition, context, weights, placement.platform)
+        context = context._replace(tile_widths=widths)
+        attention = ordered_backend(placement.platform)
+    else:
+        attention = get_backend(
+            runtime.attention_backend,
+            placement.platform,
+            head_dim=model.head_dim,
+            num_tensor_shards=placement.num_tensor_shards,
+        )
+    return ProgramContext(
+        model=definition,
+        context=context,
+        attention=attention,
+        page_size=config.cache.page_size,
+        max_steps=config.scheduler.decode_steps,
+        prefill_pass=prefill_pass(placement.platform),
+    )
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:

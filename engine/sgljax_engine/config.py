@@ -131,6 +131,10 @@ class RuntimeConfig:
             0.1 s of compilation on, unless the process has changed JAX's limit of 1 s.
         attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks a portable one; "pallas" is a
             kernel for NVIDIA GPUs.
+        enable_deterministic_sampling: Tokens and log-probs of a greedy or seeded request have the
+            same bits whatever runs beside it and however it is batched, chunked, cached, paused or
+            put to sleep; `attention_backend` must be "auto" or "xla_rows". See
+            docs/determinism.md.
         random_seed: Seeds the fresh seeds of requests that bring none, and random weights. None
             takes the operating system's entropy for requests and 0 for weights.
     """
@@ -141,6 +145,7 @@ class RuntimeConfig:
     forbid_compile: bool = False
     compilation_cache_dir: str | None = "auto"
     attention_backend: str = "auto"
+    enable_deterministic_sampling: bool = False
     random_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -171,12 +176,13 @@ class RuntimeConfig:
             self.token_buckets,
             f"multiples of {TOKEN_BLOCK}",
         )
-        require(
-            isinstance(self.forbid_compile, bool),
-            "forbid_compile",
-            self.forbid_compile,
-            "True or False",
-        )
+        for name in ("forbid_compile", "enable_deterministic_sampling"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "True or False")
+        if self.enable_deterministic_sampling:
+            backend = self.attention_backend
+            expected = "'auto' or 'xla_rows' with enable_deterministic_sampling"
+            require(backend in ("auto", "xla_rows"), "attention_backend", backend, expected)
         if self.random_seed is not None:
             check_count("random_seed", self.random_seed, 0)
 

@@ -112,6 +112,29 @@ def gather_rows(
     return lax.fori_loop(0, (end + CHUNK - 1) // CHUNK, body, kv_rows)
 
 
+def load_chunk(
+    pages: jax.Array, page_table_BP: jax.Array, kv_lens_B: jax.Array, chunk: jax.Array
+) -> jax.Array:
+    """A chunk of each row's keys or values out of their pages, [B, K, CHUNK, h].
+
+    It is 0 where no token is: memory there may hold anything, NaN included.
+    """
+    batch, size = page_table_BP.shape[0], pages.shape[2]
+    at = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+    if CHUNK % size:
+        last = page_table_BP.shape[1] - 1
+        ids = jnp.take(page_table_BP, jnp.minimum(at // size, last), axis=1)
+        found = pages.at[ids, :, at[None] % size].get(mode="promise_in_bounds").swapaxes(1, 2)
+    else:  # whole pages: runs of memory
+        count = CHUNK // size
+        table = jnp.pad(page_table_BP, ((0, 0), (0, -page_table_BP.shape[1] % count)))
+        ids = lax.dynamic_slice_in_dim(table, chunk * count, count, axis=1)
+        found = pages.at[ids].get(mode="promise_in_bounds").swapaxes(1, 2)
+        found = found.reshape(batch, found.shape[1], CHUNK, -1)
+    exists_BC = at[None] < kv_lens_B[:, None]
+    return jnp.where(exists_BC[:, None, :, None], found, jnp.zeros((), found.dtype))
+
+
 def _gather_chunk(
     rows: LayerRows,
     layer: LayerKV,
@@ -119,25 +142,7 @@ def _gather_chunk(
     kv_lens_B: jax.Array,
     chunk: jax.Array,
 ) -> LayerRows:
-    batch, size = page_table_BP.shape[0], layer.page_size
-    at = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-    exists_BC = at[None] < kv_lens_B[:, None]
-
-    def take(pages: jax.Array) -> jax.Array:
-        """[B, K, CHUNK, h], 0 where no token is."""
-        if CHUNK % size:
-            last = page_table_BP.shape[1] - 1
-            ids = jnp.take(page_table_BP, jnp.minimum(at // size, last), axis=1)
-            found = pages.at[ids, :, at[None] % size].get(mode="promise_in_bounds").swapaxes(1, 2)
-        else:  # whole pages: runs of memory
-            count = CHUNK // size
-            table = jnp.pad(page_table_BP, ((0, 0), (0, -page_table_BP.shape[1] % count)))
-            ids = lax.dynamic_slice_in_dim(table, chunk * count, count, axis=1)
-            found = pages.at[ids].get(mode="promise_in_bounds").swapaxes(1, 2)
-            found = found.reshape(batch, found.shape[1], CHUNK, -1)
-        return jnp.where(exists_BC[:, None, :, None], found, jnp.zeros((), found.dtype))
-
-    k, v = take(layer.k), take(layer.v)
+    k, v = (load_chunk(pages, page_table_BP, kv_lens_B, chunk) for pages in layer)
     lead = k.shape[:2]
     k = k.reshape(*lead, CHUNK // LANES, LANES, -1).swapaxes(-2, -1)
     v = v.reshape(*lead, CHUNK, -1, LANES).swapaxes(-3, -2)

@@ -10,7 +10,8 @@ share a kv head, h head dim, S keys in a step of the loop, P pages of a request.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jax import lax
 
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import soft_cap
+
+T = TypeVar("T")
 
 _KEYS_PER_STEP = 64
 _QUERIES_PER_CHUNK = 128
@@ -209,17 +212,22 @@ def xla_tiles_attention(
     A tile's keys fit the caches, and a tile begins and ends where its own blocks need it to.
     """
     num_blocks = q_NQDh.shape[0]
-    tile = min(num_blocks, _BLOCKS_PER_TILE)
-
-    def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, -num_blocks % tile), *((0, 0) for _ in x.shape[1:])))
-        return padded.reshape(-1, tile, *x.shape[1:])
 
     def one_tile(args: tuple[jax.Array, BlockTables]) -> jax.Array:
         return xla_attention(args[0], layer, args[1], options)
 
-    out = lax.map(one_tile, (split(q_NQDh), BlockTables(*map(split, tables))))
-    return out.reshape(-1, *q_NQDh.shape[1:])[:num_blocks]
+    return map_tiles(one_tile, (q_NQDh, tables), num_blocks, min(num_blocks, _BLOCKS_PER_TILE))
+
+
+def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int) -> jax.Array:
+    """`function` over tiles of a leading axis of `size`, one after another; padding is 0."""
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, -size % tile), *((0, 0) for _ in x.shape[1:])))
+        return padded.reshape(-1, tile, *x.shape[1:])
+
+    out = lax.map(function, jax.tree.map(split, args))
+    return out.reshape(-1, *out.shape[2:])[:size]
 
 
 def dense_attention(

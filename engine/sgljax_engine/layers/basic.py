@@ -6,10 +6,17 @@ Shape legend of the suffixes: T tokens, D model dim, N heads, H head dim.
 from __future__ import annotations
 
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+NARROW = 64
+"""Fewer tokens than this are few, to `narrow_linear`."""
+
+
+_SUMMANDS = 16
 
 
 class Layout(enum.Enum):
@@ -28,6 +35,11 @@ class Layout(enum.Enum):
     def feature_axis(self) -> int:
         """The axis of features, or of a head's channels, in activations."""
         return -1 if self is Layout.TOKENS_FIRST else -2
+
+    @property
+    def token_axis(self) -> int:
+        """The axis of tokens in activations of features."""
+        return 0 if self is Layout.TOKENS_FIRST else -1
 
     def place(self, x: jax.Array) -> jax.Array:
         """Activations [T, ...] in this layout."""
@@ -67,6 +79,18 @@ def linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
     return lax.dot_general(x, weight, (((1,), (0,)), ((), ())))
 
 
+def narrow_linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
+    """`linear` of a few tokens, which on CPUs adds up as it does of many.
+
+    Features first, products of fewer than 64 tokens run in kernels that add up in another order.
+    Tokens first they do not, which takes more time: see `runner.widths`.
+    """
+    if layout is Layout.TOKENS_FIRST:
+        return linear(x, weight, layout)
+    turned = lax.optimization_barrier(x.T)
+    return lax.optimization_barrier(lax.dot_general(turned, weight, (((1,), (1,)), ((), ())))).T
+
+
 def embed(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:
     """Rows of the embedding table. Ids must be in range (they are checked on the host)."""
     return jnp.take(table_VD, ids_T, axis=0, mode="clip")
@@ -83,7 +107,13 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, axis: int = -1
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    offset: float = 0.0,
+    axis: int = -1,
+    *,
+    is_ordered: bool = False,
 ) -> jax.Array:
     """Root-mean-square norm over one axis, in float32 (Zhang and Sennrich, 2019).
 
@@ -93,11 +123,28 @@ def rms_norm(
         eps: Added to the mean square.
         offset: Added to the weight; 1 for models that store their weights minus one (Gemma).
         axis: To normalise over.
+        is_ordered: Squares are added up by `ordered_sum`.
     """
     x32 = x.astype(jnp.float32)
-    rms = jnp.sqrt(jnp.mean(x32 * x32, axis=axis, keepdims=True) + eps)
+    add_up = ordered_sum if is_ordered else functools.partial(jnp.sum, keepdims=True)
+    rms = jnp.sqrt(add_up(x32 * x32, axis=axis) / x.shape[axis] + eps)
     # Of one rank, for hosts that set jax_numpy_rank_promotion="raise".
     weight32 = weight.astype(jnp.float32).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
     if offset:
         weight32 = weight32 + offset
     return (weight32 * (x32 / rms)).astype(x.dtype)
+
+
+def ordered_sum(x: jax.Array, axis: int) -> jax.Array:
+    """The sum over an axis, which stays with size 1, in an order that depends on its size alone.
+
+    Slices are added elementwise, up to `_SUMMANDS` of them one after another, and what that gives
+    likewise. A reduction's order is the compiler's choice, and may depend on the other axes.
+    """
+    size = x.shape[axis]
+    while size > 1:
+        count = next((n for n in range(min(size, _SUMMANDS), 1, -1) if size % n == 0), size)
+        size //= count
+        parts = [lax.slice_in_dim(x, i * size, (i + 1) * size, axis=axis) for i in range(count)]
+        x = functools.reduce(jnp.add, parts)
+    return x

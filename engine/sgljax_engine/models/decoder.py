@@ -7,6 +7,7 @@ A model that differs in more than that has its own forward function.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,8 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.layers.attention import AttentionOptions
-from sgljax_engine.layers.basic import Layout, embed, linear, rms_norm, soft_cap, unembed
+from sgljax_engine.layers.basic import (
+    NARROW,
+    Layout,
+    embed,
+    linear,
+    narrow_linear,
+    rms_norm,
+    soft_cap,
+    unembed,
+)
 from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, stretch_llama3
+from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.spec import (
@@ -27,6 +38,9 @@ from sgljax_engine.models.spec import (
     Params,
     ParamSpec,
 )
+
+Rope = tuple[jax.Array, jax.Array]
+"""Sines and cosines of each token's rotary angles."""
 
 
 class DecoderTraits(NamedTuple):
@@ -64,8 +78,9 @@ def decoder(
         positions: jax.Array,
         attend: Attend,
         kv: tuple[LayerCache, ...] | None,
+        tokens: Tokens,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
-        layers = _Layers(params, context, traits, attend)
+        layers = _Layers(params, context, traits, attend, tokens)
         return layers.forward(input_ids, positions, kv)
 
     return ModelDefinition(config_from_hf, param_specs, forward, _logits)
@@ -117,15 +132,17 @@ def _param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamS
 
 
 class _Layers(NamedTuple):
-    """A forward pass: the weights, what is static, and where keys live.
+    """A forward pass: the weights, what is static, where keys live, and how tokens go through.
 
     Activations are in the layout of the context; the tokens of what goes to `attend` come first.
+    All but attention treats each token alone, so `tokens` may take them in tiles.
     """
 
     params: Params
     context: ModelContext
     traits: DecoderTraits
     attend: Attend
+    tokens: Tokens
 
     def forward(
         self, input_ids: jax.Array, positions: jax.Array, kv: tuple[LayerCache, ...] | None
@@ -134,10 +151,12 @@ class _Layers(NamedTuple):
         attention = config.attention
         # Each distinct rotary embedding is computed once.
         both = (config.rope, attention.sliding_rope or config.rope)
-        ropes = {rope: self.rope_tables(rope, positions) for rope in dict.fromkeys(both)}
-        x = self.layout.place(embed(self.params["model.embed_tokens.weight"], input_ids))
-        if self.traits.scales_embeddings:
-            x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+        split_positions = self.tokens.split(positions)
+        ropes = {
+            rope: self.tokens.map(functools.partial(self.rope_tables, rope), split_positions)
+            for rope in dict.fromkeys(both)
+        }
+        x = self.tokens.map(self.embed, self.tokens.split(input_ids))
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
         new_kv: list[LayerCache] = []
         # Equal layers are traced and lowered once; XLA compiles them as if they were written out.
@@ -148,11 +167,20 @@ class _Layers(NamedTuple):
             options = AttentionOptions(scale, window, attention.logit_softcap)
             rope = (attention.sliding_rope if slides else None) or config.rope
             layer_kv = None if kv is None else kv[i]
-            x, layer_kv = layer(self.weights_of(i), x, *ropes[rope], layer_kv, options=options)
+            x, layer_kv = layer(self.weights_of(i), x, ropes[rope], layer_kv, options=options)
             if layer_kv is not None:
                 new_kv.append(layer_kv)
-        hidden = self.layout.tokens_first(self.norm("model.norm", x))
-        return self.layout.materialize(hidden), None if kv is None else tuple(new_kv)
+        hidden = self.tokens.join(self.tokens.map(self.last_norm, x))
+        return hidden, None if kv is None else tuple(new_kv)
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        x = self.layout.place(embed(self.params["model.embed_tokens.weight"], ids))
+        if self.traits.scales_embeddings:
+            x = x * jnp.asarray(self.context.config.hidden_size**0.5, x.dtype)
+        return x
+
+    def last_norm(self, x: jax.Array) -> jax.Array:
+        return self.layout.materialize(self.layout.tokens_first(self.norm("model.norm", x)))
 
     def weights_of(self, index: int) -> Params:
         """A layer's weights, by their names within it."""
@@ -167,24 +195,32 @@ class _Layers(NamedTuple):
         self,
         weights: Params,
         x: jax.Array,
-        sin: jax.Array,
-        cos: jax.Array,
+        rope: Rope,
         kv: LayerCache | None,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerCache | None]:
-        inner = self._replace(params=weights)
-        h = inner.norm("input_layernorm", x)
-        q, k, v = inner.project_qkv("self_attn.", h, sin, cos)
+        inner, tokens = self._replace(params=weights), self.tokens
+        q, k, v = map(tokens.join, tokens.map(inner.before_attention, (x, rope)))
         out, kv = self.attend(q, k, v, kv, options)
-        out = self.layout.materialize(self.layout.place(out.reshape(out.shape[0], -1)))
-        out = inner.linear("self_attn.o_proj", out)
+        out = tokens.split(out.reshape(out.shape[0], -1))
+        return tokens.map(inner.after_attention, (x, out)), kv
+
+    def before_attention(
+        self, args: tuple[jax.Array, Rope]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x, rope = args
+        return self.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
+
+    def after_attention(self, args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, out = args
+        out = self.layout.materialize(self.layout.place(out))
+        out = self.linear("self_attn.o_proj", out)
         if not self.traits.has_post_norms:
             x = x + out
-            h = inner.norm("post_attention_layernorm", x)
-            return x + inner.mlp("mlp.", h), kv
-        x = x + inner.norm("post_attention_layernorm", out)
-        out = inner.mlp("mlp.", inner.norm("pre_feedforward_layernorm", x))
-        return x + inner.norm("post_feedforward_layernorm", out), kv
+            return x + self.mlp("mlp.", self.norm("post_attention_layernorm", x))
+        x = x + self.norm("post_attention_layernorm", out)
+        out = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
+        return x + self.norm("post_feedforward_layernorm", out)
 
     def project_qkv(
         self, prefix: str, h: jax.Array, sin: jax.Array, cos: jax.Array
@@ -209,15 +245,18 @@ class _Layers(NamedTuple):
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
-        return linear(x, self.params[f"{name}.weight"], self.layout)
+        is_narrow = self.context.tile_widths and x.shape[self.layout.token_axis] < NARROW
+        multiply = narrow_linear if is_narrow else linear
+        return multiply(x, self.params[f"{name}.weight"], self.layout)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         offset = 1.0 if self.traits.has_offset_norms else 0.0
         eps = self.context.config.rms_norm_eps
         weight = self.layout.per_feature(self.params[f"{name}.weight"])
-        return rms_norm(x, weight, eps, offset, self.layout.feature_axis)
+        axis, is_ordered = self.layout.feature_axis, bool(self.context.tile_widths)
+        return rms_norm(x, weight, eps, offset, axis, is_ordered=is_ordered)
 
-    def rope_tables(self, rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rope_tables(self, rope: RopeConfig, positions: jax.Array) -> Rope:
         timescales = rope_timescales(self.context.config.head_dim, rope.theta)
         if rope.linear_factor != 1.0:
             timescales = timescales * rope.linear_factor

@@ -12,6 +12,7 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.kv_rows import PagedRows
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig
 
 Params = Mapping[str, jax.Array]
@@ -59,10 +60,16 @@ class ParamSpec(NamedTuple):
 
 
 class ModelContext(NamedTuple):
-    """Static facts that a forward pass is compiled for. Hashable."""
+    """Static facts that a forward pass is compiled for. Hashable.
+
+    Attributes:
+        tile_widths: Tokens that may go through the layers together, ascending, all with the same
+            bits (`runner.widths`); empty for as many as a batch has, whatever bits they get.
+    """
 
     config: ModelConfig
     layout: Layout
+    tile_widths: tuple[int, ...] = ()
 
 
 class ModelDefinition(NamedTuple):
@@ -71,7 +78,8 @@ class ModelDefinition(NamedTuple):
     Attributes:
         config_from_hf: From the contents of HF's config.json; refuses what is not implemented.
         param_specs: All parameters of a config, by Hugging Face's dotted names.
-        forward: (params, context, input_ids[T], positions[T], attend, kv) -> (hidden[T, D], kv).
+        forward: (params, context, input_ids[T], positions[T], attend, kv, tokens) ->
+            (hidden[T, D], kv). `tokens` says how to take tokens through the layers.
         logits: (params, context, hidden[T, D]) -> [T, V] float32.
     """
 
@@ -85,6 +93,7 @@ class ModelDefinition(NamedTuple):
             jax.Array,
             Attend,
             tuple[LayerCache, ...] | None,
+            Tokens,
         ],
         tuple[jax.Array, tuple[LayerCache, ...] | None],
     ]

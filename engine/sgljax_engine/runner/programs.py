@@ -6,6 +6,7 @@ the input of a decode step, so every sampled token comes from the decode program
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from sgljax_engine.layers.attention import (
     PagedAttention,
 )
 from sgljax_engine.layers.row_attention import row_attention
+from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, ModelContext, ModelDefinition, Params
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
@@ -146,13 +148,11 @@ def _prefill_pass(
         kv_lens=batch.seq_lens,
     )
     attend = _paged_attend(static, batch.slot_mapping, tables)
+    num_blocks, num_queries = tables.positions.shape
+    num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
+    tokens = tokens_in_tiles(static.context.tile_widths, num_blocks * num_queries, num_used)
     _, caches = static.model.forward(
-        params,
-        static.context,
-        batch.input_ids,
-        batch.positions,
-        attend,
-        kv,
+        params, static.context, batch.input_ids, batch.positions, attend, kv, tokens
     )
     assert caches is not None
     return _split_caches(caches)[0]
@@ -247,14 +247,16 @@ def decode(
     def body(carry: _Carry) -> _Carry:
         step, table = carry.step, carry.table
         active = is_active(carry)
-        logits, new_caches = _next_logits(params, carry, rows, active, static)
+        logits, new_caches = _next_logits(params, carry, rows, active, tokens, static)
         adjusted = None
         if table is not None:
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + step)
-        sampled = sample(logits, sampling, step, adjusted)
+        sampled = sample(logits, sampling, step, adjusted, sampler_tokens)
         if table is not None:
             table = record(table, sampled.token, active)
-        extras = None if options.logprobs is None else extra_logprobs(logits, options.logprobs)
+        extras = None
+        if options.logprobs is not None:
+            extras = _extra_logprobs(logits, options.logprobs, sampler_tokens)
         is_stop = active & jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
         return _Carry(
             step=step + 1,
@@ -264,6 +266,11 @@ def decode(
             output=_append(carry.output, step, sampled, extras, active, is_stop),
         )
 
+    num_used = jnp.sum(rows.step_limits > 0, dtype=jnp.int32)
+    num_rows, widths = rows.input_ids.shape[0], static.context.tile_widths
+    tokens = tokens_in_tiles(widths, num_rows, num_used)
+    # Sums over the vocabulary are the compiler's, whose order may depend on the width.
+    sampler_tokens = tokens_in_tiles(widths[:1], num_rows, num_used)
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
         caches=caches,
@@ -282,7 +289,12 @@ def _split_caches(caches: tuple[LayerCache, ...]) -> tuple[KVPages, KVRows]:
 
 
 def _next_logits(
-    params: Params, carry: _Carry, rows: DecodeBatch, active: jax.Array, static: ProgramContext
+    params: Params,
+    carry: _Carry,
+    rows: DecodeBatch,
+    active: jax.Array,
+    tokens: Tokens,
+    static: ProgramContext,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """One forward pass over each row's newest token: logits [B, V] and the caches with its keys."""
     positions = rows.positions + carry.step
@@ -300,10 +312,19 @@ def _next_logits(
     else:
         attend = _paged_attend(static, slots, tables)
     hidden, new_caches = static.model.forward(
-        params, static.context, carry.input_ids, positions, attend, carry.caches
+        params, static.context, carry.input_ids, positions, attend, carry.caches, tokens
     )
     assert new_caches is not None
-    return static.model.logits(params, static.context, hidden), new_caches
+    to_logits = functools.partial(static.model.logits, params, static.context)
+    return tokens.join(tokens.map(to_logits, tokens.split(hidden))), new_caches
+
+
+def _extra_logprobs(logits: jax.Array, batch: LogprobBatch, tokens: Tokens) -> ExtraLogprobs:
+    def of_tile(args: tuple[jax.Array, jax.Array]) -> ExtraLogprobs:
+        return extra_logprobs(args[0], batch._replace(token_ids=args[1]))
+
+    split = jax.tree.map(tokens.split, (logits, batch.token_ids))
+    return jax.tree.map(tokens.join, tokens.map(of_tile, split))
 
 
 def _empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:

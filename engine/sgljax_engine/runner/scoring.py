@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.layers.attention import AttentionOptions, dense_attention
+from sgljax_engine.layers.tiles import Together
 from sgljax_engine.models.spec import LayerCache, Params
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
@@ -56,7 +57,7 @@ def score(
         return dense_attention(split(q), split(k), split(v), options).reshape(q.shape), None
 
     hidden, _ = static.model.forward(
-        params, static.context, input_ids_BL.reshape(-1), positions, attend, None
+        params, static.context, input_ids_BL.reshape(-1), positions, attend, None, Together()
     )
     targets = jnp.roll(input_ids_BL, -1, axis=1).reshape(-1)
     row_of_token = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length)

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgljax_engine.layers.tiles import Together, Tokens
+
 _BLOCK = 128
 _NUM_SORTED = 64
 """Largest logits that are sorted: all that usual settings of top-k and top-p look at."""
@@ -73,8 +75,9 @@ def sample(
     rows: SamplingBatch,
     step_offset: jax.Array,
     adjusted_BV: jax.Array | None = None,
+    tokens: Tokens | None = None,
 ) -> Sampled:
-    """Draws one token a row.
+    """Draws one token a row. What a row gets does not depend on the others.
 
     Args:
         logits_BV: [B, V] float32, the model's.
@@ -82,20 +85,29 @@ def sample(
         step_offset: Scalar int32 added to `rows.step`, the steps already done in this dispatch.
         adjusted_BV: [B, V] float32, the logits to draw from, with -inf for forbidden tokens and a
             finite one in each row; None draws from the model's.
+        tokens: Takes rows a few at a time; None all together.
     """
-    is_greedy = rows.temperature == 0.0
-    temperature = jnp.where(is_greedy, 1.0, rows.temperature)
+    tokens = Together() if tokens is None else tokens
+    rows = rows._replace(step=rows.step + step_offset)
     choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
-    peak = jnp.max(choices_BV, axis=-1)
-    greedy = jnp.argmax(choices_BV, axis=-1).astype(jnp.int32)
+    # Apart, so that drawing from adjusted logits changes nothing about the rest.
+    split = jax.tree.map(tokens.split, (choices_BV, rows))
+    token, processed = map(tokens.join, tokens.map(lambda args: _draw(*args), split))
+    split = jax.tree.map(tokens.split, (logits_BV, token, rows.temperature))
+    raw, scaled = map(tokens.join, tokens.map(lambda args: token_logprobs(*args), split))
+    return Sampled(token, raw, scaled, processed)
 
-    # From here on the peak is 0 and weights are unnormalised probabilities in [0, 1].
-    scaled_BV = (choices_BV - peak[:, None]) / temperature[:, None]
-    weights_BV = jnp.exp(scaled_BV)
+
+def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Array]:
+    """Tokens, and their processed log-probs."""
+    is_greedy = rows.temperature == 0.0
+    _, scaled_BV = _scale(choices_BV, rows.temperature)
+    greedy = jnp.argmax(choices_BV, axis=-1).astype(jnp.int32)
+    weights_BV = jnp.exp(scaled_BV)  # unnormalised probabilities in [0, 1]
     all_weight = jnp.sum(weights_BV, axis=-1)
 
     # Filters of greedy rows change nothing, and must not cost anything either.
-    vocab_size = logits_BV.shape[1]
+    vocab_size = choices_BV.shape[1]
     top_k = jnp.where(is_greedy, vocab_size, rows.top_k)
     top_p = jnp.where(is_greedy, 1.0, rows.top_p)
     min_p = jnp.where(is_greedy, 0.0, rows.min_p)
@@ -103,30 +115,45 @@ def sample(
 
     def filtered() -> tuple[jax.Array, jax.Array]:
         kept_BV = filter_weights(scaled_BV, weights_BV, top_k, top_p, min_p)
-        return kept_BV, jnp.sum(kept_BV, axis=-1)
+        # The two sums may round differently, and the row is to decide which it gets.
+        return kept_BV, jnp.where(is_filtering, jnp.sum(kept_BV, axis=-1), all_weight)
 
-    def draw() -> tuple[jax.Array, jax.Array]:
+    def drawn() -> tuple[jax.Array, jax.Array]:
         kept_BV, kept = lax.cond(jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight))
-        return invert_cdf(kept_BV, _uniform(rows.seed, rows.step + step_offset)), kept
+        return invert_cdf(kept_BV, _uniform(rows.seed, rows.step)), kept
 
-    token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), draw)
+    token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), drawn)
     token = jnp.where(is_greedy, greedy, token)
     processed = _pick(scaled_BV, token) - jnp.log(kept)
-    if adjusted_BV is None:
-        raw_peak, scaled_total = peak, all_weight
-    else:
-        raw_peak = jnp.max(logits_BV, axis=-1)
-        scaled_total = jnp.sum(
-            jnp.exp((logits_BV - raw_peak[:, None]) / temperature[:, None]), axis=-1
-        )
-    total = jnp.sum(jnp.exp(logits_BV - raw_peak[:, None]), axis=-1)
-    chosen = _pick(logits_BV, token) - raw_peak
-    return Sampled(
-        token=token,
-        logprob=chosen - jnp.log(total),
-        scaled_logprob=chosen / temperature - jnp.log(scaled_total),
-        processed_logprob=jnp.where(is_greedy, 0.0, processed),
-    )
+    return token, jnp.where(is_greedy, 0.0, processed)
+
+
+def token_logprobs(
+    logits_BV: jax.Array, token: jax.Array, temperature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs [B] of one token a row: raw and scaled ones, see `Sampled`.
+
+    Args:
+        logits_BV: [B, V] float32, the model's.
+        token: [B] int32.
+        temperature: [B] float32; 0 is greedy.
+    """
+    peak, scaled_BV = _scale(logits_BV, temperature)
+    scaled_total = jnp.sum(jnp.exp(scaled_BV), axis=-1)
+    total = jnp.sum(jnp.exp(logits_BV - peak[:, None]), axis=-1)
+    chosen = _pick(logits_BV, token) - peak
+    scaled = chosen / _divisor(temperature) - jnp.log(scaled_total)
+    return chosen - jnp.log(total), scaled
+
+
+def _divisor(temperature: jax.Array) -> jax.Array:
+    return jnp.where(temperature == 0.0, 1.0, temperature)
+
+
+def _scale(logits_BV: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row's largest logit, and logits over temperature, shifted so that the largest is 0."""
+    peak = jnp.max(logits_BV, axis=-1)
+    return peak, (logits_BV - peak[:, None]) / _divisor(temperature)[:, None]
 
 
 def filter_weights(

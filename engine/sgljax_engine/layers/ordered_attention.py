@@ -1,0 +1,208 @@
+"""Attention whose arithmetic for a query does not depend on anything else in the batch.
+
+Scores are summed over channels one by one, and values over keys one by one, in the order of their
+positions, with an online softmax over chunks of `CHUNK` keys that begin at multiples of it. All of
+that is elementwise over queries, heads and batch: no matrix product whose blocking could change
+with the shape of the batch, no reduction whose order is the compiler's. So a query has the same
+bits alone and in company, in decode and in prefill, whatever pages its keys are in.
+
+Rows of decode tokens (`layers.row_attention`) and blocks of pages (`ordered_attention`) differ only
+in where keys come from. Keys that a query does not see add exact zeros.
+
+Shape legend: D query heads, K kv heads, R query heads of a kv head, h head dim, S keys of a chunk,
+L lanes, N blocks, Q queries of a block; `lead` are the axes of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_rows import CHUNK, LANES, load_chunk
+from sgljax_engine.layers.attention import (
+    MASKED,
+    AttentionOptions,
+    BlockTables,
+    PagedAttention,
+    map_tiles,
+)
+from sgljax_engine.layers.basic import soft_cap
+
+_QUERIES_PER_TILE = 16
+
+Parts = Callable[[int], jax.Array]
+"""One channel of a chunk's keys [*lead, K, 1, S // L, L], or one key's values [*lead, K, 1, ...].
+
+`lead` is that of the queries, or broadcast to it.
+"""
+
+
+class KeySource(Protocol):
+    """Where the keys and values of a tile of queries are."""
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """How the channels of a value lie."""
+        ...
+
+    def keys(self, chunk: jax.Array) -> Parts:
+        """The keys of a chunk, float32, by channel."""
+        ...
+
+    def values(self, chunk: jax.Array) -> Parts:
+        """The values of a chunk, float32, by key; finite where no key is."""
+        ...
+
+
+class _State(NamedTuple):
+    """A loop over chunks with an online softmax, whose scores are computed one chunk ahead.
+
+    What a loop carries is in memory. Computed where they are used, the scores would be fused into
+    each of their two uses: twice the work.
+
+    Shape:
+        scores: [*lead, K, R, S // L, L]; peak: [*lead, K, R]; total: [*lead, K, R, L], by lane;
+        acc: [*lead, K, R, *value_shape]. float32.
+    """
+
+    chunk: jax.Array
+    scores: jax.Array
+    peak: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+
+def attend_in_order(
+    q: jax.Array, source: KeySource, ends: jax.Array, options: AttentionOptions
+) -> jax.Array:
+    """Attention of queries over the first `ends` keys of each.
+
+    Args:
+        q: [*lead, K, R, h] float32, scaled.
+        source: Their keys.
+        ends: [*lead] int32, keys up to the query's own; 0 for unused queries.
+        options: How the layer attends.
+
+    Returns:
+        [*lead, K, R, *value_shape] float32; unspecified where `ends` is 0.
+    """
+    window = options.sliding_window
+    firsts = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+    far = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(ends > 0, firsts, far)) // CHUNK
+    end = (jnp.max(ends) + CHUNK - 1) // CHUNK
+
+    def scores(chunk: jax.Array) -> jax.Array:
+        keys = source.keys(chunk)
+        out = jnp.zeros((), jnp.float32)
+        for channel in range(q.shape[-1]):
+            out = out + q[..., channel, None, None] * keys(channel)
+        key = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+        key = key.reshape((1,) * ends.ndim + (-1, LANES))
+        seen = (key < ends[..., None, None]) & (key >= firsts[..., None, None])
+        seen = seen[..., None, None, :, :]
+        return jnp.where(seen, soft_cap(out, options.logit_softcap), MASKED)
+
+    over_values = (..., *[None] * len(source.value_shape))
+
+    def body(state: _State) -> _State:
+        peak = jnp.maximum(state.peak, jnp.max(state.scores, axis=(-2, -1)))
+        weights = jnp.exp(state.scores - peak[..., None, None])
+        shrink = jnp.exp(state.peak - peak)
+        values = source.values(state.chunk)
+        acc = state.acc * shrink[over_values]
+        for key in range(CHUNK):
+            acc = acc + weights[..., key // LANES, key % LANES][over_values] * values(key)
+        total = state.total * shrink[..., None]
+        for group in range(CHUNK // LANES):
+            total = total + weights[..., group, :]
+        return _State(
+            chunk=state.chunk + 1,
+            scores=lax.cond(state.chunk + 1 < end, scores, lambda _: state.scores, state.chunk + 1),
+            peak=peak,
+            total=total,
+            acc=acc,
+        )
+
+    shape = q.shape[:-1]
+    start = _State(
+        chunk=first,
+        scores=scores(first),
+        peak=jnp.full(shape, MASKED, jnp.float32),
+        total=jnp.zeros((*shape, LANES), jnp.float32),
+        acc=jnp.zeros((*shape, *source.value_shape), jnp.float32),
+    )
+    state = lax.while_loop(lambda state: state.chunk < end, body, start)
+    total = state.total[..., 0]
+    for lane in range(1, LANES):
+        total = total + state.total[..., lane]
+    return state.acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[over_values]
+
+
+class _PagedKeys(NamedTuple):
+    """The keys of blocks, read from their pages chunk by chunk.
+
+    Shape:
+        page_table: [N, P] int32; kv_lens: [N] int32.
+    """
+
+    layer: LayerKV
+    page_table: jax.Array
+    kv_lens: jax.Array
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """One run of channels."""
+        return self.layer.v.shape[-1:]
+
+    def keys(self, chunk: jax.Array) -> Parts:
+        """See `KeySource`."""
+        # Turned, so that a channel's keys lie together. Made before it is used, not at each use.
+        loaded = lax.optimization_barrier(self._load(self.layer.k, chunk).swapaxes(-2, -1))
+        shaped = loaded.reshape(*loaded.shape[:-1], CHUNK // LANES, LANES)
+        return lambda channel: shaped[:, None, :, None, channel].astype(jnp.float32)
+
+    def values(self, chunk: jax.Array) -> Parts:
+        """See `KeySource`."""
+        loaded = lax.optimization_barrier(self._load(self.layer.v, chunk))
+        return lambda key: loaded[:, None, :, None, key].astype(jnp.float32)
+
+    def _load(self, pages: jax.Array, chunk: jax.Array) -> jax.Array:
+        return load_chunk(pages, self.page_table, self.kv_lens, chunk)
+
+
+def ordered_attention(
+    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+) -> jax.Array:
+    """Attention of blocks over their pages, all blocks together; for accelerators."""
+    num_heads, head_dim = q_NQDh.shape[2:]
+    num_kv_heads = layer.k.shape[1]
+    q = q_NQDh.astype(jnp.float32) * options.scale
+    q = q.reshape(*q.shape[:2], num_kv_heads, num_heads // num_kv_heads, head_dim)
+    ends = jnp.minimum(tables.positions + 1, tables.kv_lens[:, None])
+    source = _PagedKeys(layer, tables.page_table, tables.kv_lens)
+    out = attend_in_order(q, source, ends, options)
+    return out.reshape(q_NQDh.shape).astype(q_NQDh.dtype)
+
+
+def ordered_tiles_attention(
+    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+) -> jax.Array:
+    """`ordered_attention` over a few queries at a time, one tile after another; for CPUs."""
+    num_blocks, num_queries = q_NQDh.shape[:2]
+    tile = min(num_blocks, max(_QUERIES_PER_TILE // num_queries, 1))
+
+    def one_tile(args: tuple[jax.Array, BlockTables]) -> jax.Array:
+        return ordered_attention(args[0], layer, args[1], options)
+
+    return map_tiles(one_tile, (q_NQDh, tables), num_blocks, tile)
+
+
+def ordered_backend(platform: str) -> PagedAttention:
+    """The one of the two for a JAX platform."""
+    return ordered_tiles_attention if platform == "cpu" else ordered_attention

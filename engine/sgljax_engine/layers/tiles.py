@@ -1,0 +1,107 @@
+"""How the tokens of a forward pass go through its layers: all together, or tile by tile.
+
+Matrix products round differently with the number of their rows: compilers and libraries pick other
+kernels, blockings and fusions for 1, 16 and 300 tokens. In tiles of one width every token meets
+the same compiled loop body, in any program. How many tiles are in use is known on the device alone,
+so that a single tile is a loop too, and nothing in its body can be fused with what is around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class Tokens(Protocol):
+    """A way to take tokens through functions that treat each of them alone."""
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[T, ...] as `map` takes it."""
+        ...
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """Undoes `split`."""
+        ...
+
+    def map(self, function: Callable[[In], Out], xs: In) -> Out:
+        """Applies `function` to a tree of what `split` or `map` gave."""
+        ...
+
+
+class Together(NamedTuple):
+    """All at once: least overhead, and rounding that depends on how many they are."""
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """See `Tokens`."""
+        return x
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """See `Tokens`."""
+        return x
+
+    def map(self, function: Callable[[In], Out], xs: In) -> Out:
+        """See `Tokens`."""
+        return function(xs)
+
+
+class Tiles(NamedTuple):
+    """So many at a time: rounding that depends on neither their number nor their place.
+
+    Attributes:
+        width: Tokens in a tile. Static.
+        num_tokens: Tokens of the arrays. Static.
+        num_used: Scalar int32, leading tokens that count. Tiles without any become 0.
+    """
+
+    width: int
+    num_tokens: int
+    num_used: jax.Array
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[num_tokens, ...] to [tiles, width, ...]."""
+        padded = jnp.pad(x, ((0, -self.num_tokens % self.width), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(-1, self.width, *x.shape[1:])
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """[tiles, width, ...] to [num_tokens, ...]."""
+        return x.reshape(-1, *x.shape[2:])[: self.num_tokens]
+
+    def map(self, function: Callable[[In], Out], xs: In) -> Out:
+        """Applies `function` to a tile at a time; leaves are [tiles, ...]."""
+
+        def take(index: jax.Array) -> In:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), xs)
+
+        def put(all_tiles: jax.Array, tile: jax.Array, index: jax.Array) -> jax.Array:
+            return lax.dynamic_update_index_in_dim(all_tiles, tile, index, 0)
+
+        def body(index: jax.Array, out: Out) -> Out:
+            tile = function(take(index))
+            return jax.tree.map(lambda all_tiles, x: put(all_tiles, x, index), out, tile)
+
+        shapes = jax.eval_shape(lambda: function(take(jnp.int32(0))))
+        num_tiles = -(-self.num_tokens // self.width)
+        start = jax.tree.map(lambda x: jnp.zeros((num_tiles, *x.shape), x.dtype), shapes)
+        num_used = (self.num_used + self.width - 1) // self.width
+        return lax.fori_loop(0, num_used, body, start)
+
+
+def tokens_in_tiles(widths: Sequence[int], num_tokens: int, num_used: jax.Array) -> Tokens:
+    """Tiles of the narrowest width that holds all tokens, or of the widest; together without any.
+
+    Args:
+        widths: Ascending.
+        num_tokens: See `Tiles`.
+        num_used: See `Tiles`.
+    """
+    if not widths:
+        return Together()
+    fitting = (width for width in widths if width >= num_tokens)
+    return Tiles(next(fitting, widths[-1]), num_tokens, num_used)

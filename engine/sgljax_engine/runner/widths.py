@@ -1,0 +1,117 @@
+"""Which widths of token tiles give a token the same bits, found out on the device itself.
+
+Within one width the bits of a token depend on nothing else, by construction: every tile goes
+through the same compiled loop body (`layers.tiles`), and attention adds up in a fixed order
+(`layers.ordered_attention`). One width for everything would be slow for few tokens, or for many.
+So before an engine starts it sends the same tokens through one layer of the model in tiles of each
+width, and uses only widths whose logits have the bits of `NARROW`. Where matrix products of all
+widths add up alike, as those of XLA's CPU library mostly do, that are all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.attention import AttentionOptions
+from sgljax_engine.layers.basic import NARROW
+from sgljax_engine.layers.tiles import tokens_in_tiles
+from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, Params
+from sgljax_engine.runner.compiled import compiler_options
+
+logger = logging.getLogger(__name__)
+
+CANDIDATES = (16, NARROW, 128, 256)
+"""Widths to try, ascending."""
+
+_NUM_TOKENS = 2 * CANDIDATES[-1]
+_ONE_LAYER = "model.layers.0."
+
+
+def agreeing_widths(
+    model: ModelDefinition, context: ModelContext, weights: Mapping[str, jax.Array], platform: str
+) -> tuple[int, ...]:
+    """The candidates that round as `NARROW` does, ascending, itself among them. Any thread.
+
+    Args:
+        model: The architecture.
+        context: Its context; `tile_widths` does not count.
+        weights: Physical weights.
+        platform: JAX's name of the device.
+
+    Raises:
+        InvalidConfigError: when even in tiles of one width a token's bits depend on its place.
+    """
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, context.config.vocab_size, _NUM_TOKENS, dtype=np.int32)
+    positions = rng.integers(0, context.config.context_length, _NUM_TOKENS, dtype=np.int32)
+    used = {
+        name: weight
+        for name, weight in weights.items()
+        if name.startswith(_ONE_LAYER) or not name.startswith("model.layers.")
+    }
+    order = rng.permutation(_NUM_TOKENS)
+
+    def logits(width: int, order: np.ndarray) -> np.ndarray:
+        run = jax.jit(
+            functools.partial(_one_layer, model, context._replace(tile_widths=(width,))),
+            compiler_options=compiler_options(platform),
+        )
+        args = (used, ids[order], positions[order], np.int32(_NUM_TOKENS))
+        out = np.empty((_NUM_TOKENS, context.config.vocab_size), np.float32)
+        out[order] = jax.device_get(run(*args))
+        return out.view(np.uint32)
+
+    expected = logits(NARROW, np.arange(_NUM_TOKENS))
+    if not np.array_equal(logits(NARROW, order), expected):
+        raise InvalidConfigError(
+            "enable_deterministic_sampling cannot be kept here: on this device the bits of a token "
+            "depend on its place in the batch"
+        )
+    agreeing = tuple(
+        width
+        for width in CANDIDATES
+        if width == NARROW or np.array_equal(logits(width, order), expected)
+    )
+    logger.info("tokens have the same bits in tiles of %s, of %s tried", agreeing, CANDIDATES)
+    return agreeing
+
+
+def _one_layer(
+    model: ModelDefinition,
+    context: ModelContext,
+    weights: Params,
+    ids: jax.Array,
+    positions: jax.Array,
+    num_tokens: jax.Array,
+) -> jax.Array:
+    """Logits [T, V] of a model of one layer, in which each token sees itself alone."""
+    config = context.config
+    attention = dataclasses.replace(config.attention, sliding_layers=())
+    context = context._replace(
+        config=dataclasses.replace(config, num_layers=1, attention=attention)
+    )
+    group = config.num_heads // config.num_kv_heads
+
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        _: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        del options
+        # Nonsense, but bits of each go on.
+        return jnp.repeat(v, group, axis=1) + 0.125 * q * jnp.repeat(k, group, axis=1), None
+
+    tokens = tokens_in_tiles(context.tile_widths, ids.shape[0], num_tokens)
+    hidden, _ = model.forward(weights, context, ids, positions, attend, None, tokens)
+    to_logits = functools.partial(model.logits, weights, context)
+    return tokens.join(tokens.map(to_logits, tokens.split(hidden)))
