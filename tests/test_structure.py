@@ -70,6 +70,7 @@ ALLOWED = {
     },
     "requests": {
         "checkpoint",
+        "checks",
         "errors",
         "model_config",
         "sampling_params",

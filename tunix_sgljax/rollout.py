@@ -308,8 +308,11 @@ class SglJaxRollout(BaseRollout):
         ]
         engine = self.engine
         with self._rest.call(engine):
-            scored = engine.score(sequences, temperature=self._temperature or 1.0)
-        logps = [row[len(row) - len(c) :] for row, c in zip(scored, completions, strict=True)]
+            logps = engine.score(
+                sequences,
+                temperature=self._temperature or 1.0,
+                start_lens=[len(prompt) for prompt in prompts],
+            )
         return jnp.asarray(padding.spread(logps, completions_BC != pad))
 
     # ------------------------------------------------------------------ weights

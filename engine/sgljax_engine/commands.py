@@ -159,9 +159,10 @@ class Restore:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """Log-probs of given token sequences, from each one's second token on."""
+    """Log-probs of given token sequences, from each one's start on."""
 
     sequences: list[list[int]]
+    starts: list[int]
     temperature: float
     future: Future[list[np.ndarray]]
 

@@ -319,22 +319,33 @@ class Engine:
         return self._client.generate(made[0])
 
     def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        start_lens: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
         """Log-probs of given tokens under the current weights.
+
+        What sequences have in common from their beginnings on is computed once for those of a
+        batch, in blocks of 16 tokens: put the samples of a prompt next to one another.
 
         Args:
             sequences: Token ids, each of at least one token.
             temperature: Divides the logits; > 0.
+            start_lens: Leading tokens of each sequence that need no log-prob, at least 1: those
+                of a prompt, say; None for 1.
 
         Returns:
-            For each sequence a float32 array of its length - 1: entry t is
-            log softmax(logits_t / temperature)[token t + 1].
+            For each sequence a float32 array of its length - start: entry t is
+            log softmax(logits_{start + t - 1} / temperature)[token start + t].
+
+        Raises:
+            InvalidRequestError: names the argument, its value and its limit.
         """
-        checked = self._requests.check_scored(sequences, temperature)
+        checked, starts = self._requests.check_scored(sequences, temperature, start_lens)
         if not checked:
             return []
-        return self._client.ask(functools.partial(cmd.Score, checked, float(temperature)))
+        return self._client.ask(functools.partial(cmd.Score, checked, starts, float(temperature)))
 
     # ------------------------------------------------------------------ control
 
@@ -344,8 +355,8 @@ class Engine:
         Programs for `top_logprobs_num` and `token_ids_logprob` are left to their first use.
 
         Args:
-            include_score: Those of `score` and `logprob_start_len` too, one or two for each power
-                of two of tokens.
+            include_score: Those of `score` and `logprob_start_len` too, one for each prefill
+                bucket, and for each power of two beyond them up to the longest sequence.
             include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
                 too, three or more for each batch bucket.
         """

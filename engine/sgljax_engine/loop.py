@@ -247,7 +247,7 @@ class EngineLoop:
         if isinstance(command, cmd.ChecksumWeights):
             return core.runner.checksum_weights()()
         if isinstance(command, cmd.Score):
-            return core.runner.score(command.sequences, command.temperature)
+            return core.runner.score(command.sequences, command.starts, command.temperature)
         assert isinstance(command, cmd.Warmup)
         return core.warmup(command)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgljax_engine.checkpoint.request import RequestCheckpoint
+from sgljax_engine.checks import is_int
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
@@ -152,8 +153,10 @@ class RequestFactory:
         request.is_streaming = False  # whoever read the stream is gone
         return request
 
-    def check_scored(self, sequences: Any, temperature: Any) -> list[list[int]]:
-        """The arguments of a `score` call, checked."""
+    def check_scored(
+        self, sequences: Any, temperature: Any, start_lens: Any
+    ) -> tuple[list[list[int]], list[int]]:
+        """Sequences and start lengths of a `score` call, checked."""
         if SamplingParams(temperature=temperature).temperature == 0.0:
             raise InvalidRequestError(f"temperature must be > 0 to score, got {temperature!r}")
         if isinstance(sequences, (str, bytes, Mapping)) or not hasattr(sequences, "__iter__"):
@@ -165,7 +168,21 @@ class RequestFactory:
                 f"a sequence to score has {longest} tokens, the limit is max_model_len = "
                 f"{self.limits.max_model_len}"
             )
-        return checked
+        if start_lens is None:
+            return checked, [1] * len(checked)
+        starts = list(start_lens)
+        if len(starts) != len(checked):
+            raise InvalidRequestError(
+                f"start_lens must have one entry for each of the {len(checked)} sequences, got "
+                f"{len(starts)}"
+            )
+        for start, ids in zip(starts, checked, strict=True):
+            if not is_int(start) or not 1 <= start <= len(ids):
+                raise InvalidRequestError(
+                    f"start_lens must be integers from 1 to the length of their sequence "
+                    f"({len(ids)}), got {start!r}"
+                )
+        return checked, [int(start) for start in starts]
 
     # ------------------------------------------------------------------ prompts
 

@@ -14,10 +14,9 @@ from sgljax_engine.layers.attention import (
     BACKENDS,
     AttentionOptions,
     BlockTables,
-    dense_attention,
     get_backend,
 )
-from tests.engine.paged_cases import ragged_case, reference
+from tests.engine.paged_cases import ragged_case
 
 DEFAULT = AttentionOptions(scale=12**-0.5)
 OPTIONS = {
@@ -44,17 +43,6 @@ def test_ragged_blocks(backend, options, page_size, num_heads, num_kv_heads, num
         head_dim=12,
     )
     case.check(case.run(BACKENDS[backend], options), options, atol=2e-5)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("length", [9, 150])
-def test_dense_matches_reference(options, length):
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.normal(size=(2, length, n, 12)).astype(np.float32) for n in (6, 2, 2))
-    out = dense_attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), options)
-    for row in range(2):
-        expected = reference(q[row], k[row], v[row], np.arange(length), options)
-        np.testing.assert_allclose(out[row], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

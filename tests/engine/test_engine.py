@@ -448,8 +448,8 @@ class TestCompilation:
 
     def test_warmup_can_include_scoring(self):
         with make_engine(forbid_compile=True, chunked_prefill_size=64) as warm:
-            # Lengths 16 .. 256; where a bucket of 64 tokens holds several rows, also one row.
-            assert warm.warmup(include_score=True) == 7 + 5 + 2
+            # The prefill bucket of 64 tokens, and 128 and 256 for longer sequences.
+            assert warm.warmup(include_score=True) == 7 + 3
             warm.score([[1, 2, 3]] * 5 + [[1] * 200])
 
     def test_prefill_never_exceeds_its_budget(self):

@@ -23,7 +23,6 @@ from sgljax_engine.layers.basic import soft_cap
 T = TypeVar("T")
 
 _KEYS_PER_STEP = 64
-_QUERIES_PER_CHUNK = 128
 _BLOCKS_PER_TILE = 8
 MASKED = -1e30
 
@@ -228,41 +227,6 @@ def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int)
 
     out = lax.map(function, jax.tree.map(split, args))
     return out.reshape(-1, *out.shape[2:])[:size]
-
-
-def dense_attention(
-    q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, options: AttentionOptions
-) -> jax.Array:
-    """Causal attention within whole sequences, without a cache; used to score given tokens.
-
-    Shape:
-        q: [B, L, num_heads, head_dim]; k, v: [B, L, num_kv_heads, head_dim]; as q returned.
-    """
-    batch, length, num_heads, head_dim = q_BLNH.shape
-    num_kv_heads = k_BLKH.shape[2]
-    # Queries in chunks, so that memory grows with the length and not with its square.
-    chunk = min(length, _QUERIES_PER_CHUNK)
-    q = jnp.pad(q_BLNH, ((0, 0), (0, -length % chunk), (0, 0), (0, 0)))
-    q = q.reshape(batch, -1, chunk, num_kv_heads, num_heads // num_kv_heads, head_dim)
-
-    def attend(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BCKGh, start = args
-        scores = jnp.einsum(
-            "bckgh,bskh->bkgcs", q_BCKGh, k_BLKH, preferred_element_type=jnp.float32
-        )
-        position = start + jnp.arange(chunk, dtype=jnp.int32)
-        key_pos = jnp.arange(length, dtype=jnp.int32)
-        seen = key_pos[None] <= position[:, None]
-        if options.sliding_window is not None:
-            seen &= key_pos[None] > position[:, None] - options.sliding_window
-        scores = soft_cap(scores * options.scale, options.logit_softcap)
-        scores = jnp.where(seen[None, None, None], scores, MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v_BLKH.dtype)
-        return jnp.einsum("bkgcs,bskh->bckgh", weights, v_BLKH)
-
-    starts = jnp.arange(q.shape[1], dtype=jnp.int32) * chunk
-    out = lax.map(attend, (q.swapaxes(0, 1), starts)).swapaxes(0, 1)
-    return out.reshape(batch, -1, num_heads, head_dim)[:, :length]
 
 
 BACKENDS: dict[str, PagedAttention] = {

@@ -67,11 +67,12 @@ class Tiles(NamedTuple):
     def split(self, x: jax.Array) -> jax.Array:
         """[num_tokens, ...] to [tiles, width, ...]."""
         padded = jnp.pad(x, ((0, -self.num_tokens % self.width), *((0, 0),) * (x.ndim - 1)))
-        return padded.reshape(-1, self.width, *x.shape[1:])
+        return padded.reshape(padded.shape[0] // self.width, self.width, *x.shape[1:])
 
     def join(self, x: jax.Array) -> jax.Array:
         """[tiles, width, ...] to [num_tokens, ...]."""
-        return x.reshape(-1, *x.shape[2:])[: self.num_tokens]
+        # No -1: leaves may be empty, and then the size of the first axis is unknown.
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[: self.num_tokens]
 
     def map(self, function: Callable[[In], Out], xs: In) -> Out:
         """Applies `function` to a tile at a time; leaves are [tiles, ...]."""

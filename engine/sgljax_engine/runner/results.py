@@ -74,9 +74,9 @@ def _row_extras(
 
 
 def extras_at(
-    extras: ExtraLogprobs, place: tuple[int, int], options: LogprobOptions
+    extras: ExtraLogprobs, place: tuple[int, ...], options: LogprobOptions
 ) -> TopLogprobs:
-    """What a request asked for of one place in host arrays [N, M, ...]."""
+    """What a request asked for of one place in host arrays that places index."""
     return TopLogprobs(
         values=extras.values[place][: options.top_num].tolist(),
         token_ids=extras.token_ids[place][: options.top_num].tolist(),

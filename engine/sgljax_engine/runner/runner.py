@@ -16,19 +16,17 @@ from sgljax_engine.cache.kv_rows import KVRows, RowShapes, allocate_kv_rows
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.offload import HostArray, HostMemory, host_memory, to_device, to_host
-from sgljax_engine.runner import programs, scoring
+from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
     ForwardBatch,
     build_copies,
     build_decode_batch,
     build_prefill_batch,
     decode_order,
-    grow_buckets,
-    pick_bucket,
 )
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.placement import Placement
-from sgljax_engine.runner.results import PendingDecode, extras_at
+from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,
     build_sampling_batch,
@@ -37,6 +35,7 @@ from sgljax_engine.runner.sampling_batch import (
     table_buckets,
 )
 from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
+from sgljax_engine.runner.scorer import Scorer
 from sgljax_engine.types import (
     PageCopy,
     PrefillChunk,
@@ -99,6 +98,13 @@ class ModelRunner:
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self._has_warm_score = self._has_warm_table = False
         self.programs = ProgramCache(static, placement)
+        self._scorer = Scorer(
+            lambda call: self._run(call.name, *call.args),
+            token_buckets=token_buckets,
+            token_block=token_block,
+            max_len=table_width * static.page_size,
+            vocab_size=static.context.config.vocab_size,
+        )
         self.weights: dict[str, jax.Array] = dict(weights)
         self.kv: KVPages = ()
         self.kv_rows: KVRows = ()
@@ -145,48 +151,15 @@ class ModelRunner:
             leaf.copy_to_host_async()
         return PendingDecode(result, rows, order)
 
-    # ------------------------------------------------------------------ given tokens
-
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
-        """Log-probs of each sequence's tokens from its second on, one float32 array a sequence.
-
-        Sequences are padded to a length bucket and batched up to the largest token bucket.
-        """
-        length = pick_bucket(self._score_lengths, max(len(s) for s in sequences))
-        rows = self._score_rows(length)
-        results: list[np.ndarray] = []
-        for start in range(0, len(sequences), rows):
-            group = sequences[start : start + rows]
-            size = 1 if len(group) == 1 else rows
-            ids = np.zeros((size, length), np.int32)
-            for row, sequence in enumerate(group):
-                ids[row, : len(sequence)] = sequence
-            logprobs = np.asarray(self._run_score(ids, temperature, None).logprobs)
-            results.extend(logprobs[row, : len(s) - 1] for row, s in enumerate(group))
-        return results
+    def score(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float
+    ) -> list[np.ndarray]:
+        """See `Scorer.score`."""
+        return self._scorer.score(sequences, starts, temperature)
 
     def score_prompt(self, request: Request) -> PromptLogprobs:
-        """The log-probs of a request's prompt that it asks for."""
-        ids, start = request.prompt_ids, request.logprob_options.start_len
-        padded = np.zeros((1, pick_bucket(self._score_lengths, len(ids))), np.int32)
-        padded[0, : len(ids)] = ids
-        extras = build_logprob_batch([request], 1, self.model_config.vocab_size)
-        scores = self._run_score(padded, 1.0, extras)
-        # What is said about a token stands at the place before it; the first has none.
-        places = range(max(start, 1) - 1, len(ids) - 1)
-        head = [None] if start == 0 else []
-        logprobs: list[float | None] = [
-            *head,
-            *scores.logprobs[0, places.start : places.stop].tolist(),
-        ]
-        table = scores.extras
-        if table is None:
-            return PromptLogprobs(logprobs, [])
-        more = [extras_at(table, (0, place), request.logprob_options) for place in places]
-        return PromptLogprobs(logprobs, [*head, *more])
-
-    def _run_score(self, ids: np.ndarray, temperature: float, extras: Any) -> scoring.ScoreOutput:
-        return jax.device_get(self._run("score", ids, np.float32(temperature), extras))
+        """See `Scorer.score_prompt`."""
+        return self._scorer.score_prompt(request)
 
     def _run(self, program: str, *args: Any) -> Any:
         """Dispatches a program and returns its result, which nobody has waited for."""
@@ -200,14 +173,6 @@ class ModelRunner:
     @property
     def _state(self) -> ProgramState:
         return ProgramState(self.weights, self.kv, self.kv_rows)
-
-    @property
-    def _score_lengths(self) -> tuple[int, ...]:
-        """A block's tokens times powers of two, then the longest sequence."""
-        return grow_buckets(self._token_block, 2, self._table_width * self._static.page_size)
-
-    def _score_rows(self, length: int) -> int:
-        return max(self._token_buckets[-1] // length, 1)
 
     # ------------------------------------------------------------------ state
 
@@ -429,10 +394,8 @@ class ModelRunner:
                 yield ProgramCall("decode", (*rows, options, np.int32(1), np.int32(1)))
         for size in self._token_buckets:
             yield ProgramCall("prefill", (self._prefill_batch([], [size]),))
-        for length in self._score_lengths if include_score else ():
-            for num_rows in sorted({1, self._score_rows(length)}):
-                ids = np.zeros((num_rows, length), np.int32)
-                yield ProgramCall("score", (ids, np.float32(1), None))
+        if include_score:
+            yield from self._scorer.warm_calls()
         copies = build_copies([], max_copies=self._batch_buckets[-1], num_pages=self._num_pages)
         yield ProgramCall("copy_pages", copies)
 

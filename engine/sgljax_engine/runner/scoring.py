@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from sgljax_engine.layers.attention import AttentionOptions, dense_attention
-from sgljax_engine.layers.tiles import Together
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.layers.attention import AttentionOptions, BlockTables
+from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import LayerCache, Params
+from sgljax_engine.runner.packing import ScoreBatch
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
+from sgljax_engine.sampling.sampler import token_logprobs
 
-_SCORE_CHUNK_TOKENS = 256
+_LOGITS_TILE = 256
+"""Tokens whose logits are in memory together."""
 
 
 class ScoreOutput(NamedTuple):
-    """Of given sequences.
+    """Of a batch's scored tokens; the first `num_scored` entries count.
 
     Shape:
-        logprobs: [B, L] float32; entry t is the log-prob of token t + 1, the last one is void.
-        extras: Leaves [B, L, ...]; entry t is about token t + 1's place; None if not asked for.
+        logprobs: [T] float32.
+        extras: Leaves [T, ...], about the place of each scored token; None if not asked for.
     """
 
     logprobs: jax.Array
@@ -31,18 +35,28 @@ class ScoreOutput(NamedTuple):
 
 def score(
     params: Params,
-    input_ids_BL: jax.Array,
+    batch: ScoreBatch,
     temperature: jax.Array,
     extras: LogprobBatch | None,
     *,
     static: ProgramContext,
 ) -> ScoreOutput:
-    """Log-probs of given tokens: log softmax(logits[b, t] / temperature)[ids[b, t + 1]].
+    """Log-probs of given tokens: log softmax(logits / temperature)[target] at each place.
 
-    Extra log-probs are raw. Padding belongs at the end of a row, where it disturbs nothing.
+    Its time follows the tokens in the batch. With `tile_widths` it has the bits of decoding.
+
+    Args:
+        params: Physical weights.
+        batch: The tokens.
+        temperature: Scalar float32, > 0.
+        extras: Extra log-probs to report, the same [1, I] of all tokens; they are raw.
+        static: What the program is compiled for.
     """
-    batch, length = input_ids_BL.shape
-    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    num_tokens, num_blocks = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+    block = num_tokens // num_blocks
+    tables = BlockTables(
+        batch.page_table, batch.positions.reshape(num_blocks, block), batch.seq_lens
+    )
 
     def attend(
         q: jax.Array,
@@ -52,41 +66,44 @@ def score(
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerCache | None]:
         def split(x: jax.Array) -> jax.Array:
-            return x.reshape(batch, length, *x.shape[1:])
+            return x.reshape(num_blocks, block, *x.shape[1:])
 
-        return dense_attention(split(q), split(k), split(v), options).reshape(q.shape), None
+        pages = LayerKV(split(k).swapaxes(1, 2), split(v).swapaxes(1, 2))
+        return static.attention(split(q), pages, tables, options).reshape(q.shape), None
 
+    widths, per_pass = static.context.tile_widths, static.prefill_pass
+    num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * block
+    in_passes = (per_pass,) if per_pass is not None and num_tokens > per_pass else ()
+    tokens = tokens_in_tiles(widths or in_passes, num_tokens, num_used)
     hidden, _ = static.model.forward(
-        params, static.context, input_ids_BL.reshape(-1), positions, attend, None, Together()
+        params, static.context, batch.input_ids, batch.positions, attend, None, tokens
     )
-    targets = jnp.roll(input_ids_BL, -1, axis=1).reshape(-1)
-    row_of_token = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length)
 
-    def chunk_scores(
-        chunk: tuple[jax.Array, jax.Array, jax.Array],
+    def score_tile(
+        args: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, ExtraLogprobs | None]:
-        hidden_TD, target_T, row_T = chunk
-        logits = static.model.logits(params, static.context, hidden_TD)
-        scaled = logits / temperature
-        chosen = jnp.take_along_axis(scaled, target_T[:, None], axis=-1)[:, 0]
-        more = None
-        if extras is not None:
-            more = extra_logprobs(logits, extras._replace(token_ids=extras.token_ids[row_T]))
-        return chosen - jax.nn.logsumexp(scaled, axis=-1), more
+        places, targets = args
+        width = places.shape[0]
+        logits = static.model.logits(params, static.context, jnp.take(hidden, places, axis=0))
+        # Not a constant, as `Tiles` says; all of the tile, since there is nothing to save.
+        num_rows = jnp.where(batch.num_scored > 0, width, 0).astype(jnp.int32)
+        rows = tokens_in_tiles(widths[:1], width, num_rows)
+        temperatures = jnp.full(width, temperature, jnp.float32)
+        split = jax.tree.map(rows.split, (logits, targets, temperatures))
+        _, scaled = map(rows.join, rows.map(lambda args: token_logprobs(*args), split))
+        if extras is None:
+            return scaled, None
+        more = rows.map(functools.partial(_extras_of_all, extras), split[0])
+        return scaled, jax.tree.map(rows.join, more)
 
-    # In chunks, so that memory does not grow with tokens times vocabulary.
-    pad = -(batch * length) % _SCORE_CHUNK_TOKENS
+    places = tokens_in_tiles(
+        widths or (min(_LOGITS_TILE, num_tokens),), num_tokens, batch.num_scored
+    )
+    split = jax.tree.map(places.split, (batch.places, batch.targets))
+    return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, split)))
 
-    def split_chunks(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, pad), *((0, 0) for _ in x.shape[1:])))
-        return padded.reshape(-1, _SCORE_CHUNK_TOKENS, *x.shape[1:])
 
-    chunks = (split_chunks(hidden), split_chunks(targets), split_chunks(row_of_token))
-    scores = lax.map(chunk_scores, chunks)
-
-    def join(x: jax.Array) -> jax.Array:
-        # No -1: rows may report no ranks or no ids, and then the size of the others is unknown.
-        flat = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-        return flat[: batch * length].reshape(batch, length, *x.shape[2:])
-
-    return ScoreOutput(*jax.tree.map(join, scores))
+def _extras_of_all(batch: LogprobBatch, logits: jax.Array) -> ExtraLogprobs:
+    """Extra log-probs of rows that all ask for the same."""
+    ids = jnp.repeat(batch.token_ids, logits.shape[0], axis=0)
+    return extra_logprobs(logits, batch._replace(token_ids=ids))

@@ -1,0 +1,101 @@
+"""Scores given tokens, for `Engine.score` and for prompt log-probs. Engine thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from sgljax_engine.runner.batch import grow_buckets
+from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.packing import PackedScores, pack_scores
+from sgljax_engine.runner.results import extras_at
+from sgljax_engine.runner.sampling_batch import build_logprob_batch
+from sgljax_engine.runner.scoring import ScoreOutput
+from sgljax_engine.types import PromptLogprobs, Request
+
+
+class Scorer:
+    """Packs sequences and runs the `score` program on them."""
+
+    def __init__(
+        self,
+        run: Callable[[ProgramCall], ScoreOutput],
+        *,
+        token_buckets: Sequence[int],
+        token_block: int,
+        max_len: int,
+        vocab_size: int,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            run: Runs a program.
+            token_buckets: Prefill sizes, ascending; the last bounds a batch of several sequences.
+            token_block: Tokens of a block.
+            max_len: Tokens of the longest sequence.
+            vocab_size: The model's.
+        """
+        self._run = run
+        self._block = token_block
+        self._table_width = -(-max_len // token_block)
+        self._vocab_size = vocab_size
+        self._max_tokens = token_buckets[-1]
+        longest = self._table_width * token_block
+        more = grow_buckets(2 * self._max_tokens, 2, longest) if longest > self._max_tokens else ()
+        self._buckets = (*token_buckets, *more)
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs of each sequence's tokens from its start on, one float32 array a sequence."""
+        results: list[np.ndarray] = []
+        for packed in self._pack(sequences, starts):
+            logprobs = np.asarray(self._run(self._call(packed, temperature)).logprobs)
+            results.extend(logprobs[slots] for slots in packed.slots)
+        return results
+
+    def score_prompt(self, request: Request) -> PromptLogprobs:
+        """The log-probs of a request's prompt that it asks for."""
+        ids, options = request.prompt_ids, request.logprob_options
+        # Nothing comes before the first token.
+        head = [None] if options.start_len == 0 else []
+        (packed,) = self._pack([ids], [max(options.start_len, 1)])
+        batch = build_logprob_batch([request], 1, self._vocab_size)
+        scores = jax.device_get(self._run(self._call(packed, 1.0, batch)))
+        (slots,) = packed.slots
+        logprobs: list[float | None] = [*head, *scores.logprobs[slots].tolist()]
+        if scores.extras is None:
+            return PromptLogprobs(logprobs, [])
+        more = [extras_at(scores.extras, (slot,), options) for slot in slots]
+        return PromptLogprobs(logprobs, [*head, *more])
+
+    def warm_calls(self) -> Iterator[ProgramCall]:
+        """A call of every program without extra log-probs."""
+        for size in self._buckets:
+            packed = pack_scores(
+                [[0]],
+                [1],
+                buckets=[size],
+                max_tokens=size,
+                block=self._block,
+                table_width=self._table_width,
+            )
+            yield self._call(next(packed), 1.0)
+
+    def _pack(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Iterator[PackedScores]:
+        return pack_scores(
+            sequences,
+            starts,
+            buckets=self._buckets,
+            max_tokens=self._max_tokens,
+            block=self._block,
+            table_width=self._table_width,
+        )
+
+    @staticmethod
+    def _call(packed: PackedScores, temperature: float, extras: object = None) -> ProgramCall:
+        return ProgramCall("score", (packed.batch, np.float32(temperature), extras))
