@@ -86,7 +86,7 @@ ALLOWED = {
     "calls": {"types"},
     "digest": set(),
     "snapshot": {"checkpoint", "detokenizer", "digest", "runner.saved_pages", "types"},
-    "commands": {"detokenizer", "io_struct", "metrics", "snapshot", "types"},
+    "commands": {"detokenizer", "io_struct", "metrics", "snapshot", "types", "weights.rules"},
     "sleep": {"cache.pool", "errors", "io_struct", "offload", "runner"},
     "updates": {"commands", "io_struct", "weights"},
 }

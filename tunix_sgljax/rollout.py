@@ -345,6 +345,18 @@ class SglJaxRollout(BaseRollout):
         engine.update_weights(source, rules, mode=self._weight_update_mode)
         self._rest.updated(engine)
 
+    def find_differing_weights(self, params: Any) -> list[str]:
+        """Names of engine weights whose bits are not those of the mapped trainer's; see `Engine`.
+
+        Args:
+            params: The actor's `nnx.State`, as `update_params` takes it.
+
+        Raises:
+            WeightSyncError: names each missing, extra or mis-shaped parameter.
+        """
+        source = self._mapper.named_source(params)
+        return self.engine.find_differing_weights(source, self._mapper.rules_for(source))
+
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""
         with self._lock:

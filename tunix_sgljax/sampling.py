@@ -25,6 +25,7 @@ _HONOURED = {
     f"{_PREFIX}page_size": "page_size",
     f"{_PREFIX}max_running_requests": "max_running_requests",
     f"{_PREFIX}disable_radix_cache": "disable_radix_cache",
+    f"{_PREFIX}enable_deterministic_sampling": "enable_deterministic_sampling",
 }
 """Fields that are engine options. A field left at its default leaves the engine's default."""
 

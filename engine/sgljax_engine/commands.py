@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from sgljax_engine.io_struct import (
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.snapshot import Restoration, Snapshot
 from sgljax_engine.types import FinishReason, Request
+from sgljax_engine.weights.rules import Rule
 
 Weights = dict[str, jax.Array]
 BuildWeights = Callable[[Weights], Mapping[str, jax.Array]]
@@ -142,6 +144,15 @@ class ChecksumWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CompareWeights:
+    """Names of serving weights whose bits differ from those of a mapped source."""
+
+    source: Any
+    rules: Sequence[Rule]
+    future: Future[list[str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakeSnapshot:
     """Note what belongs into a checkpoint; copies KV pages to the host if they belong there."""
 
@@ -208,6 +219,7 @@ Command = (
     | WakeUp
     | SwapWeights
     | ChecksumWeights
+    | CompareWeights
     | TakeSnapshot
     | Restore
     | Score

@@ -575,6 +575,31 @@ class Engine:
         """
         return self._client.ask(cmd.ChecksumWeights)
 
+    def find_differing_weights(self, source: Any, rules: Sequence[Rule] | None = None) -> list[str]:
+        """Names of serving weights whose bits differ from those of a source; empty if none does.
+
+        Checksums are compared, of each weight and of what it would be made of; hooks of rules must
+        only move and cast, since arithmetic may round otherwise in another program.
+
+        Args:
+            source: As in `update_weights`.
+            rules: As in `update_weights`.
+
+        Raises:
+            WeightSyncError: when the source does not map onto the weights.
+            WeightLoadError: for a folder that is missing, broken or of another model.
+        """
+        found = self._weight_source(source, rules)()
+        return self._client.ask(functools.partial(cmd.CompareWeights, found.arrays, found.rules))
+
+    def _weight_source(
+        self, source: Any, rules: Sequence[Rule] | None
+    ) -> Callable[[], WeightSource]:
+        if isinstance(source, (str, Path)):
+            return functools.partial(builder.same_model_weights, self._model, source, rules)
+        rules = builder.identity_rules(self._model) if rules is None else rules
+        return functools.partial(WeightSource, source, tuple(rules))
+
     def _update_job(
         self,
         source: Any,
@@ -589,11 +614,7 @@ class Engine:
         if flush_cache is not None and not isinstance(flush_cache, bool):
             raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
         flush = mode != "in_place" if flush_cache is None else flush_cache
-        if isinstance(source, (str, Path)):
-            load = functools.partial(builder.same_model_weights, self._model, source, rules)
-        else:
-            rules = builder.identity_rules(self._model) if rules is None else rules
-            load = functools.partial(WeightSource, source, tuple(rules))
+        load = self._weight_source(source, rules)
         return functools.partial(UpdateJob, load, mode, flush, donate, verify)
 
     # ------------------------------------------------------------------ checkpoints

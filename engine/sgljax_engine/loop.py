@@ -246,6 +246,8 @@ class EngineLoop:
         core.check_awake()
         if isinstance(command, cmd.ChecksumWeights):
             return core.runner.checksum_weights()()
+        if isinstance(command, cmd.CompareWeights):
+            return core.runner.differing_weights(command.source, command.rules)
         if isinstance(command, cmd.Score):
             return core.runner.score(command.sequences, command.starts, command.temperature)
         assert isinstance(command, cmd.Warmup)

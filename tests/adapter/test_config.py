@@ -68,6 +68,7 @@ TESTED_ELSEWHERE = {
     "rollout_sglang_jax_model_version": "below",
     "rollout_sglang_jax_log_level": "below",
     "rollout_sglang_jax_disable_radix_cache": "test_group_sharing",
+    "rollout_sglang_jax_enable_deterministic_sampling": "test_exact",
 }
 
 REFUSED = sorted(FIELDS.keys() - HONOURED.keys() - TESTED_ELSEWHERE.keys())

@@ -504,6 +504,19 @@ class TestChecksums:
         engine.update_weights(NEW, verify=True)
         assert engine.get_weights_checksum() == new
 
+    def test_find_weights_that_differ_from_a_source(self, engine):
+        engine.update_weights(NEW)
+        assert engine.find_differing_weights(NEW) == []
+        name = "model.layers.1.mlp.down_proj.weight"
+        changed = NEW[name].copy()
+        changed.view(np.uint32)[1, 2] ^= 1
+        assert engine.find_differing_weights(NEW | {name: changed}) == [name]
+        assert engine.find_differing_weights(OLD) == sorted(OLD)
+        missing = {other: weight for other, weight in NEW.items() if other != name}
+        with pytest.raises(WeightSyncError, match=name):
+            engine.find_differing_weights(missing)
+        assert engine.find_differing_weights(NEW) == []
+
     def test_see_one_bit_and_a_swap_of_two_values(self, engine):
         name = "model.layers.0.mlp.up_proj.weight"
         before = engine.get_weights_checksum()

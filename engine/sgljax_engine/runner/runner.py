@@ -43,7 +43,8 @@ from sgljax_engine.types import (
     Request,
     SchedulerOutput,
 )
-from sgljax_engine.weights.sync import checksums
+from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.sync import WeightMaker, checksums, differing
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +205,16 @@ class ModelRunner:
             return found
 
         return make
+
+    def differing_weights(self, source: Any, rules: Sequence[Rule]) -> list[str]:
+        """Names of weights that lack the bits of a mapped pytree of arrays; see `sync.differing`.
+
+        Raises:
+            WeightSyncError: when the source does not map onto the weights.
+        """
+        targets = self._placement.weight_targets(self._static.model.param_specs(self.model_config))
+        plan, arrays = WeightMaker(targets).plan(source, rules)
+        return differing(plan, arrays, self.weights)
 
     @property
     def is_on_one_device(self) -> bool:

@@ -351,7 +351,14 @@ def _transfer(plan: SyncPlan, made: Weights) -> Weights:
 
 
 def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> None:
-    """Raises WeightSyncError unless every weight holds the bits of its mapped source.
+    """Raises WeightSyncError unless every weight holds the bits of its mapped source."""
+    wrong = differing(plan, source, weights)
+    if wrong:
+        raise WeightSyncError(f"checksums of the new weights differ from the source's: {wrong}")
+
+
+def differing(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> list[str]:
+    """Names of weights that do not hold the bits of their mapped source, sorted.
 
     The source is mapped again, without the engine's physical layout, where it lives. That gives
     the same bits if hooks only move and cast: arithmetic may round otherwise in another program.
@@ -361,9 +368,7 @@ def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> N
     with _near(plan.targets[plan.steps[0].target]):
         wanted = to_hex(plan.program.checksums(arrays))
     found = checksums(weights, transposed)
-    wrong = sorted(name for name in wanted if wanted[name] != found[name])
-    if wrong:
-        raise WeightSyncError(f"checksums of the new weights differ from the source's: {wrong}")
+    return sorted(name for name in wanted if wanted[name] != found[name])
 
 
 def checksums(weights: Mapping[str, jax.Array], transposed: AbstractSet[str]) -> dict[str, str]:
