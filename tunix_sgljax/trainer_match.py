@@ -255,7 +255,9 @@ class TrainerMatch:
         self, prompts_BP: np.ndarray, completions_BC: np.ndarray, *, temperature: float
     ) -> np.ndarray:
         """Log-probs of given completions under the newest weights, float32 [B, C]; 0 at padding."""
-        scored_BC = self._score(self.versions[-1], prompts_BP, completions_BC, temperature, None)
+        scored_BC = self._score(
+            max(self.versions, default=0), prompts_BP, completions_BC, temperature, None
+        )
         return np.where(completions_BC != self._pad_id, scored_BC, np.float32(0))
 
     def _score(
