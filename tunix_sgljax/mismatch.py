@@ -280,14 +280,13 @@ def mismatch_report(
         temperature=config.temperature,
         batch_size=batch_size,
     )
-    is_compared = tokens_BC != pad_id
+    lengths_B = np.array([len(row) for row in output.tokens])
+    is_sampled = np.arange(width)[None] < lengths_B[:, None]
+    is_compared = is_sampled & (tokens_BC != pad_id)
     sampled = [np.asarray(row, np.float32) for row in output.logprobs]
     return MismatchReport(
         tokens=tokens_BC,
-        sampler=padding.spread(
-            [row[ids != pad_id] for row, ids in zip(sampled, output.tokens, strict=True)],
-            is_compared,
-        ),
+        sampler=np.where(is_compared, padding.spread(sampled, is_sampled), np.float32(0)),
         trainer=np.where(is_compared, trainer_BC, np.float32(0)),
         is_compared=is_compared,
         weight_versions=tuple(sorted({int(v) for row in output.weight_versions for v in row})),
