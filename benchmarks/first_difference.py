@@ -212,12 +212,12 @@ def engine_pieces(model: Qwen3, hidden_size: int, lengths: np.ndarray) -> list[P
 
     def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
         scales = engine_rope.rope_timescales(config.head_dim, 1e6)
-        tables = map(LAYOUT.place, engine_rope.rope_tables(positions, scales))
-        return engine_rope.apply_rope(x, *tables, LAYOUT.feature_axis)
+        sin, cos = map(LAYOUT.place, engine_rope.rope_tables(positions, scales))
+        return engine_rope.apply_rope(x, sin, cos, LAYOUT.feature_axis)
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         options = AttentionOptions(config.head_dim**-0.5)
-        out = row_attention(LAYOUT.tokens_first(q), LayerRows(k, v), lengths, options)
+        out = row_attention(LAYOUT.tokens_first(q), LayerRows(k, v), jnp.asarray(lengths), options)
         return out.reshape(out.shape[0], -1).T
 
     def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -302,8 +302,10 @@ def against_engine(model: Qwen3, hidden_size: int, base: Values) -> list[Row]:
         want = np.asarray(fitted(piece.name))
         alone = piece.run(*(theirs.get(n) if n in theirs else fitted(n) for n in piece.inputs))
         values[piece.name] = piece.run(*(values[name] for name in piece.inputs))
-        gaps = (float(np.abs(np.asarray(x) - want).max()) for x in (alone, values[piece.name]))
-        rows.append(Row(piece.name, *gaps, float(np.abs(want).max())))
+        apart, chained = (
+            float(np.abs(np.asarray(x) - want).max()) for x in (alone, values[piece.name])
+        )
+        rows.append(Row(piece.name, apart, chained, float(np.abs(want).max())))
     return rows
 
 

@@ -74,7 +74,7 @@ def config_of(case: Case, **changes: Any) -> RolloutConfig:
         max_prompt_length=WIDTH,
         temperature=1.0,
         top_p=1.0,
-        seed=0,
+        seed=jax.random.key(0),
         kv_cache_size=WIDTH + case.num_tokens,
         eos_tokens=[],
         return_logprobs=True,

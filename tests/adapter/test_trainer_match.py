@@ -115,7 +115,7 @@ def test_temperatures_and_filters(matching, model, sampling):
     assert_equal(output.logprobs, trainers(model, PROMPTS, output.tokens, sampling["temperature"]))
 
 
-def test_rows_are_scored_in_batches_of_one_shape(matching, model):
+def test_rows_are_scored_in_batches_of_one_shape(matching, model, monkeypatch):
     rollout = matching(match_batch_size=2)
     output = generate(rollout)
     for start_row in (0, 2):
@@ -128,10 +128,16 @@ def test_rows_are_scored_in_batches_of_one_shape(matching, model):
     )
     assert_equal(output.logprobs[4:], expected[:1])
 
-    before = compute_per_token_logps._cache_size()
-    for count in (1, 2, 3, 4, 5):
+    shapes = []
+
+    def recorded(graphdef, state, prompts_BP, completions_BC, **options):
+        shapes.append((prompts_BP.shape, completions_BC.shape))
+        return compute_per_token_logps(graphdef, state, prompts_BP, completions_BC, **options)
+
+    monkeypatch.setattr("tunix_sgljax.trainer_match.compute_per_token_logps", recorded)
+    for count in (1, 2, 3, 5):
         generate(rollout, PROMPTS[:count])
-    assert compute_per_token_logps._cache_size() == before
+    assert shapes == [((2, WIDTH), (2, NUM_TOKENS))] * (1 + 1 + 2 + 3)
 
 
 def test_long_prompts_and_short_completions(matching, model):
