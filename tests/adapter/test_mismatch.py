@@ -120,6 +120,7 @@ def test_a_rollout_that_matches_differs_by_nothing(make_rollout, model, other_mo
     assert set(report_of(rollout, other_model).rows_off()) == set(range(len(PROMPTS)))
 
 
+@ref.deprecations_ignored()
 def test_the_training_config_is_the_default(make_rollout, model):
     rollout = make_rollout(config={"max_tokens_to_generate": 3})
     report = mismatch_report(rollout, model, [text_of(PROMPTS[0])])
