@@ -1,8 +1,8 @@
 """Log-probs of sampled tokens by Tunix's own function, on the trainer's own arrays.
 
-An engine that batches continuously and a trainer that pads round differently: their products have
-other numbers of rows, so libraries add up in another order. Where that must not be, the trainer's
-program scores what the engine sampled.
+An engine that batches continuously and a trainer that pads run other shapes in other layouts, so
+their sums are added up in another order. Where that must not be, the trainer's program scores what
+the engine sampled.
 """
 
 from __future__ import annotations
