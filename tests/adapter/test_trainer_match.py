@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -178,7 +181,12 @@ def test_the_trainers_arrays_are_held_by_reference(matching, model, other_model)
     generate(rollout)
     for version, policy in enumerate((model, other_model)):
         if version:
-            rollout.update_params(params_of(policy), (nnx.Param,))
+            params = params_of(policy)
+            with (  # as around Tunix's sync on a CPU
+                jax.transfer_guard_device_to_host("disallow_explicit"),
+                jax.transfer_guard_host_to_device("disallow_explicit"),
+            ):
+                rollout.update_params(params, (nnx.Param,))
         assert rollout._match.versions == [version]
         held = jax.tree.leaves(rollout._match.state(version))
         assert [id(x) for x in held] == [id(x) for x in jax.tree.leaves(params_of(policy))]
@@ -264,6 +272,62 @@ def test_several_threads_and_updates(matching, model, other_model):
         versions = output.weight_versions[0]
         expected = np.where(versions % 2 == 0, *scored)
         np.testing.assert_array_equal(output.logprobs[0], expected)
+
+
+SHARDED = """
+import tests.conftest
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from tunix.rl.common import compute_per_token_logps
+from tests import tunix_reference as ref
+from tests.adapter.helpers import max_difference
+from tests.adapter.test_trainer_match import PROMPTS, WIDTH, NUM_TOKENS, generate, trainers
+from tests.adapter.helpers import new_rollout, padded
+
+devices = np.array(jax.devices())
+mesh = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
+model = ref.make_tunix_qwen3("gqa2_tied")
+one_device = ref.make_tunix_qwen3("gqa2_tied")
+
+def spread(x):
+    return jax.device_put(x, NamedSharding(mesh, P("fsdp" if x.shape[0] % 2 == 0 else None)))
+
+nnx.update(model, jax.tree.map(spread, nnx.state(model)))
+for count in (4, 5):
+    for rollout_mesh in (None, Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))):
+        rollout = new_rollout(model, logprobs_mode="trainer_match", mesh=rollout_mesh)
+        output = generate(rollout, PROMPTS[:count])
+        held = jax.tree.leaves(rollout._match.state(0))
+        assert [id(x) for x in held] == [id(x) for x in jax.tree.leaves(nnx.state(model))]
+        rollout.close()
+        expected = trainers(one_device, PROMPTS[:count], output.tokens, 0.9)
+        assert max_difference(output.logprobs, expected) < 1e-5
+        if count == 4:  # rows spread as the trainer has them
+            rows = NamedSharding(mesh, P("fsdp"))
+            with mesh:
+                logps = compute_per_token_logps(
+                    *nnx.split(model),
+                    jax.device_put(padded(PROMPTS[:4], WIDTH, left=True), rows),
+                    jax.device_put(padded(output.tokens, NUM_TOKENS, left=False), rows),
+                    pad_id=ref.PAD_ID, eos_id=ref.NO_EOS_ID, temperature=0.9,
+                )
+            for got, want in zip(output.logprobs, np.asarray(logps), strict=True):
+                assert np.array_equal(got, want[: len(got)])
+print("sharded ok")
+"""
+
+
+def test_a_sharded_actor_stays_where_it_is():
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "sharded ok" in result.stdout
 
 
 # ------------------------------------------------------------------ refusals
