@@ -170,6 +170,11 @@ def table(reports: dict[str, MismatchReport]) -> list[str]:
     return [*lines, ""]
 
 
+def summary(report: MismatchReport) -> dict[str, Any]:
+    """All but the statistics of every position."""
+    return {key: value for key, value in report.to_dict().items() if key != "per_position"}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description="Trainer-sampler mismatch.")
@@ -234,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
     ]
     content = {
-        "reports": {name: report.to_dict() for name, report in reports.items()},
+        "reports": {name: summary(report) for name, report in reports.items()},
         "generate_s": costs,
         "against_itself": [dataclasses.asdict(each) for each in selves],
     }

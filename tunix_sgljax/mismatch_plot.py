@@ -7,8 +7,10 @@ import numpy as np
 _WIDTH, _LEFT, _RIGHT = 720, 70, 20
 _CURVE_TOP, _CURVE_HEIGHT = 40, 180
 _MAP_TOP, _MAP_HEIGHT = 290, 240
-_MAX_CELLS = 128
+_MAX_CELLS = 64
 """Rows and columns of the map; neighbours are merged beyond it, the largest difference counts."""
+
+_NUM_BLUES = 8
 
 _FLOOR = 1e-8
 """Smaller differences are drawn as this one."""
@@ -74,21 +76,18 @@ def _curves(columns: np.ndarray, tolerance: float) -> list[str]:
 def _map(columns: np.ndarray, tolerance: float) -> list[str]:
     merged = _merge(_merge(np.nan_to_num(columns, nan=-1.0, posinf=np.inf), 0), 1)
     num_rows, num_columns = merged.shape
-    cell_h = _MAP_HEIGHT / num_rows
     title = "By token, a line a row: blue up to the tolerance (log scale), red beyond it"
     parts = [_text(_LEFT, _MAP_TOP - 10, title)]
-    for row in range(num_rows):
-        y = _MAP_TOP + row * cell_h
-        for column in range(num_columns):
-            gap = float(merged[row, column])
-            if gap < 0:
-                continue
-            x = _x(column, num_columns)
-            width = _x(column + 1, num_columns) - x
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{cell_h:.2f}" '
-                f'fill="{_color(gap, tolerance)}"/>'
-            )
+    # One path a colour, in units of cells, keeps the file small.
+    cells: dict[str, list[str]] = {}
+    for (row, column), gap in np.ndenumerate(merged):
+        if gap >= 0:
+            cells.setdefault(_color(gap, tolerance), []).append(f"M{column} {row}h1v1h-1z")
+    width, height = (_WIDTH - _LEFT - _RIGHT) / num_columns, _MAP_HEIGHT / num_rows
+    place = f"translate({_LEFT} {_MAP_TOP}) scale({width:.4f} {height:.4f})"
+    parts.append(f'<g transform="{place}" shape-rendering="crispEdges">')
+    parts += [f'<path fill="{color}" d="{"".join(d)}"/>' for color, d in sorted(cells.items())]
+    parts.append("</g>")
     bottom = _MAP_TOP + _MAP_HEIGHT
     parts += [_text(_LEFT - 6, _MAP_TOP + 10, "row 0", "end")]
     parts += [_text(_LEFT - 6, bottom, f"{columns.shape[0] - 1}", "end")]
@@ -109,6 +108,7 @@ def _color(gap: float, tolerance: float) -> str:
         return "#c0392b"
     span = np.log10(tolerance) - np.log10(_FLOOR)
     level = (np.log10(max(gap, _FLOOR)) - np.log10(_FLOOR)) / max(span, 1e-9)
+    level = round(level * _NUM_BLUES) / _NUM_BLUES
     red, green = (int(240 - 170 * level), int(244 - 130 * level))
     return f"#{red:02x}{green:02x}fa"
 
