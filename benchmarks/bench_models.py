@@ -103,8 +103,8 @@ MODELS = {
 """By name; 3, 27 and 596 million parameters."""
 
 
-def make_tunix_model(config: ModelConfig, seed: int = 0) -> Qwen3:
-    """Returns a Tunix Qwen3 with random float32 weights, none of them zero.
+def make_tunix_model(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Qwen3:
+    """Returns a Tunix Qwen3 with random weights, none of them zero.
 
     The pad token's embedding is small, so that greedy decoding does not choose it: the vanilla
     sampler would then hide the token from later steps, and outputs would differ.
@@ -120,6 +120,8 @@ def make_tunix_model(config: ModelConfig, seed: int = 0) -> Qwen3:
         rope_theta=int(config.rope.theta),
         norm_eps=config.rms_norm_eps,
         use_tied_embedding=config.tie_word_embeddings,
+        dtype=dtype,
+        param_dtype=dtype,
     )
     # Shapes first and values after: Tunix's own initialisation leaves MLPs zero, and would hold
     # memory that a measurement of the peak then sees.
@@ -129,12 +131,12 @@ def make_tunix_model(config: ModelConfig, seed: int = 0) -> Qwen3:
 
     def fill(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
         if len(shape.shape) == 1:
-            return jnp.ones(shape.shape, jnp.float32)
+            return jnp.ones(shape.shape, dtype)
         values = rng.standard_normal(shape.shape, np.float32)
         values *= 0.04
         if _EMBEDDING in jax.tree_util.keystr(path):
             values[PAD_ID] *= _PAD_LOGIT_SCALE
-        return jnp.asarray(values)
+        return jnp.asarray(values, dtype)
 
     nnx.update(model, jax.tree_util.tree_map_with_path(fill, state))
     return model
@@ -170,7 +172,7 @@ def make_torch_model(model: Qwen3, config: ModelConfig) -> Any:
         torch_model = Qwen3ForCausalLM(hf_config)
     state = {
         name: torch.from_numpy(np.array(value, order="C"))
-        for name, value in _hf_arrays(model, config.hidden_size).items()
+        for name, value in hf_arrays(model, config.hidden_size).items()
     }
     missing, unexpected = torch_model.load_state_dict(state, strict=False, assign=True)
     if missing not in ([], ["lm_head.weight"]) or unexpected:
@@ -182,7 +184,7 @@ def make_torch_model(model: Qwen3, config: ModelConfig) -> Any:
     return torch_model.eval()
 
 
-def _hf_arrays(model: Qwen3, hidden_size: int) -> dict[str, np.ndarray]:
+def hf_arrays(model: Qwen3, hidden_size: int) -> dict[str, np.ndarray]:
     """Hugging Face's names and [out, in] layouts; views where possible."""
 
     def host(param: nnx.Variable) -> np.ndarray:

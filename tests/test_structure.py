@@ -241,10 +241,12 @@ def test_exported_names():
     assert adapter.__all__ == [
         "AgenticGrpoLearner",
         "GrpoLearner",
+        "MismatchReport",
         "RLCluster",
         "SglJaxRollout",
         "VersionedRolloutOutput",
         "create_sgljax_rollout",
+        "mismatch_report",
     ]
     for module in (engine, adapter):
         assert all(getattr(module, name) is not None for name in module.__all__)

@@ -13,25 +13,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunix_sgljax.agentic import AgenticGrpoLearner
     from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
+    from tunix_sgljax.mismatch import MismatchReport, mismatch_report
     from tunix_sgljax.outputs import VersionedRolloutOutput
     from tunix_sgljax.rollout import SglJaxRollout
 
 _LAZY = {
     "AgenticGrpoLearner": "tunix_sgljax.agentic",
     "GrpoLearner": "tunix_sgljax.factory",
+    "MismatchReport": "tunix_sgljax.mismatch",
     "RLCluster": "tunix_sgljax.factory",
     "SglJaxRollout": "tunix_sgljax.rollout",
     "VersionedRolloutOutput": "tunix_sgljax.outputs",
     "create_sgljax_rollout": "tunix_sgljax.factory",
+    "mismatch_report": "tunix_sgljax.mismatch",
 }
 
 __all__ = [
     "AgenticGrpoLearner",
     "GrpoLearner",
+    "MismatchReport",
     "RLCluster",
     "SglJaxRollout",
     "VersionedRolloutOutput",
     "create_sgljax_rollout",
+    "mismatch_report",
 ]
 
 

@@ -27,6 +27,7 @@ def create_sgljax_rollout(
     rollout_config: RolloutConfig | None = None,
     sampling_params: Mapping[str, Any] | None = None,
     logprobs_mode: str = "trainer_logprobs",
+    match_batch_size: int | None = None,
     weight_update_mode: WeightUpdateMode = "retract",
     release_kv_between_steps: bool = False,
     **engine_options: Any,
@@ -43,6 +44,7 @@ def create_sgljax_rollout(
         rollout_config: A training RolloutConfig, when it is known already.
         sampling_params: Sampling fields that RolloutConfig does not have; see `SglJaxRollout`.
         logprobs_mode: See `SglJaxRollout`.
+        match_batch_size: See `SglJaxRollout`.
         weight_update_mode: See `SglJaxRollout`.
         release_kv_between_steps: See `SglJaxRollout`.
         **engine_options: Flat `EngineConfig` options.
@@ -61,6 +63,7 @@ def create_sgljax_rollout(
         model_config=model_config,
         sampling_params=sampling_params,
         logprobs_mode=logprobs_mode,
+        match_batch_size=match_batch_size,
         weight_update_mode=weight_update_mode,
         release_kv_between_steps=release_kv_between_steps,
         **engine_options,

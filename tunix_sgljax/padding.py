@@ -25,6 +25,14 @@ def left_pad_prompts(
     return padded
 
 
+def right_pad(rows: Sequence[np.ndarray], width: int, value: int) -> np.ndarray:
+    """Rows padded on the right, int32 [B, width]."""
+    out = np.full((len(rows), width), value, np.int32)
+    for row, ids in enumerate(rows):
+        out[row, : len(ids)] = ids
+    return out
+
+
 def unpad(tokens_BL: np.ndarray, pad_id: int) -> list[np.ndarray]:
     """The tokens of each row that are not `pad_id`, in order."""
     return [row[row != pad_id] for row in tokens_BL]

@@ -34,6 +34,7 @@ from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.model_config import as_trained, to_model_config
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
 from tunix_sgljax.resting import EngineRest
+from tunix_sgljax.trainer_match import TrainerMatch
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings set no limit."""
@@ -62,6 +63,7 @@ class SglJaxRollout(BaseRollout):
         model_config: Any = None,
         sampling_params: Mapping[str, Any] | None = None,
         logprobs_mode: str = "trainer_logprobs",
+        match_batch_size: int | None = None,
         weight_update_mode: sampling.WeightUpdateMode = "retract",
         release_kv_between_steps: bool = False,
         **engine_options: Any,
@@ -77,8 +79,12 @@ class SglJaxRollout(BaseRollout):
             sampling_params: Sampling fields that RolloutConfig does not have, for every call:
                 `{"min_p": 0.05, "stop": ["</answer>"]}` say.
             logprobs_mode: What `return_logprobs` returns. "trainer_logprobs" are those that
-                Tunix's trainer computes, under softmax(logits / temperature); "processed_logprobs"
+                Tunix's trainer computes, under softmax(logits / temperature), as the engine rounds
+                them; "trainer_match" are computed again by Tunix's own function on the trainer's
+                own arrays, which stay referenced, in the trainer's shapes; "processed_logprobs"
                 also follow filters, penalties and biases; "raw_logprobs" not even the temperature.
+            match_batch_size: Rows that "trainer_match" scores together, which for equal bits must
+                be those of the trainer's batch; None takes all of a call.
             weight_update_mode: What `update_params` does to completions that are being sampled.
                 "retract" keeps their tokens, computes their KV again under the new weights and
                 goes on; "in_place" goes on with the KV of the old weights; "wait" lets those that
@@ -106,6 +112,12 @@ class SglJaxRollout(BaseRollout):
         self._given_model_config = model_config
         self._extra_params = sampling.check_extra_params(sampling_params or {})
         self._logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
+        self._match: TrainerMatch | None = None
+        match_batch_size = sampling.check_match_batch_size(match_batch_size, logprobs_mode)
+        if logprobs_mode == "trainer_match":
+            self._match = TrainerMatch(
+                pad_id=self.pad_id(), eos_id=self.eos_id(), batch_size=match_batch_size
+            )
         sampling.check_weight_update_mode(weight_update_mode)
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
         self._rest = EngineRest(
@@ -133,6 +145,7 @@ class SglJaxRollout(BaseRollout):
                 engine than the one that is built already.
         """
         sampling.check_config(rollout_config, self._mesh)
+        self._rollout_config = rollout_config
         self._temperature = rollout_config.temperature
         if self._engine is not None:
             self._check_same_engine(rollout_config)
@@ -163,6 +176,33 @@ class SglJaxRollout(BaseRollout):
     def mesh(self) -> jax.sharding.Mesh | None:
         """The rollout mesh, as given."""
         return self._mesh
+
+    @property
+    def rollout_config(self) -> RolloutConfig:
+        """The training config, as given or bound; Tunix's defaults if there is none."""
+        return self._rollout_config
+
+    @property
+    def dtype(self) -> str:
+        """The engine's, of weights, activations and KV cache; builds the engine."""
+        self.engine  # noqa: B018
+        return self._dtype
+
+    @property
+    def logprobs_mode(self) -> str:
+        """What `return_logprobs` returns."""
+        return self._logprobs_mode
+
+    def check_comparable(self, rollout_config: RolloutConfig) -> None:
+        """Refuses a config under which `generate` gives log-probs that no trainer computes.
+
+        Raises:
+            InvalidConfigError: names the mode and the setting that makes them differ.
+        """
+        params = sampling.to_sampling_params(
+            rollout_config, eos_id=self.eos_id(), seed=None, extra=self._extra_params
+        )
+        sampling.check_comparable(self._logprobs_mode, params)
 
     @property
     def weight_version(self) -> int:
@@ -220,11 +260,32 @@ class SglJaxRollout(BaseRollout):
         if self._temperature is None:
             self._temperature = rollout_config.temperature
         engine = self.engine
-        with self._rest.call(engine):
-            outputs = engine.generate_requests(prompt_ids, params)
-        output = self._rollout_output(prompt_ids, outputs, rollout_config)
+        with self._holding_policies(engine):
+            with self._rest.call(engine):
+                outputs = engine.generate_requests(prompt_ids, params)
+            output = self._rollout_output(prompt_ids, outputs, rollout_config)
+            if self._match is not None and rollout_config.return_logprobs:
+                output.logprobs = self._matched_logprobs(self._match, output, rollout_config)
         self._recorder.add(output)
         return output
+
+    def _holding_policies(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
+        """Around a call that may need the trainer's arrays of every version from now on."""
+        if self._match is None:
+            return contextlib.nullcontext()
+        return self._match.call(engine.weight_version)
+
+    def _matched_logprobs(
+        self, match: TrainerMatch, output: VersionedRolloutOutput, config: RolloutConfig
+    ) -> list[np.ndarray]:
+        assert output.left_padded_prompt_tokens is not None
+        return match.sampled_logps(
+            np.asarray(output.left_padded_prompt_tokens),
+            output.tokens,
+            output.weight_versions,
+            width=config.max_tokens_to_generate,
+            temperature=config.temperature,
+        )
 
     @contextlib.contextmanager
     def recorded_outputs(self) -> Iterator[list[VersionedRolloutOutput]]:
@@ -287,6 +348,7 @@ class SglJaxRollout(BaseRollout):
         """Log-probs of given completions under the engine's own weights.
 
         The logits are divided by the training temperature, as in Tunix's loss, unless it is 0.
+        With "trainer_match" Tunix's function scores these very arrays on the trainer's weights.
 
         Raises:
             InvalidRequestError: for a prompt that is all padding.
@@ -307,6 +369,13 @@ class SglJaxRollout(BaseRollout):
             np.concatenate(pair).tolist() for pair in zip(prompts, completions, strict=True)
         ]
         engine = self.engine
+        if self._match is not None:
+            prompts_BP, temperature = np.asarray(prompt_tokens), self._temperature or 1.0
+            with self._holding_policies(engine):
+                matched = self._match.given_logps(
+                    prompts_BP, completions_BC, temperature=temperature
+                )
+            return jnp.asarray(matched)
         with self._rest.call(engine):
             logps = engine.score(
                 sequences,
@@ -332,17 +401,26 @@ class SglJaxRollout(BaseRollout):
             filter_types: The variable types that `params` holds; LoRA parameters are refused.
 
         Raises:
+            InvalidConfigError: for an empty state with "trainer_match", whose references would
+                keep the device memory that Tunix means to free.
             WeightSyncError: names each missing, extra or mis-shaped parameter; the old weights
                 keep serving.
             OffloadError: when the engine could not be put to sleep; it serves what it should.
         """
         if not jax.tree.leaves(params):
+            if self._match is not None:
+                self._match.refuse_offload()
             self._rest.offload(self._engine)
             return
         source = self._mapper.named_source(params)
         rules = self._mapper.rules_for(source)
         engine = self.engine
-        engine.update_weights(source, rules, mode=self._weight_update_mode)
+        if self._match is None:
+            engine.update_weights(source, rules, mode=self._weight_update_mode)
+        else:
+            with self._match.update(params) as versions:
+                version = engine.update_weights(source, rules, mode=self._weight_update_mode)
+                versions.append(version)
         self._rest.updated(engine)
 
     def find_differing_weights(self, params: Any) -> list[str]:
@@ -364,6 +442,8 @@ class SglJaxRollout(BaseRollout):
             engine, self._actor = self._engine, None
         if engine is not None:
             engine.shutdown()
+        if self._match is not None:
+            self._match.release()
 
     # ------------------------------------------------------------------ building
 
@@ -375,6 +455,10 @@ class SglJaxRollout(BaseRollout):
         if runtime.dtype is None:
             dtype = np.dtype(next(iter(source.values())).dtype).name
             runtime = dataclasses.replace(runtime, dtype=dtype)
+        self._dtype = str(runtime.dtype)
+        if self._match is not None:
+            assert self._actor is not None
+            self._match.start(self._actor)
         return Engine(
             model_config=self._model_config,
             weights=source,

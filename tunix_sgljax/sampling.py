@@ -41,7 +41,7 @@ _FROM_CONFIG = (
 )
 """Sampling fields that RolloutConfig decides, or that a rollout has no use for."""
 
-LOGPROBS_MODES = ("trainer_logprobs", "processed_logprobs", "raw_logprobs")
+LOGPROBS_MODES = ("trainer_logprobs", "trainer_match", "processed_logprobs", "raw_logprobs")
 """Which log-probs a rollout returns. The last two have vLLM's names."""
 
 WeightUpdateMode = Literal["retract", "in_place", "wait", "abort"]
@@ -190,6 +190,46 @@ def check_logprobs_mode(mode: str) -> str:
     if mode not in LOGPROBS_MODES:
         raise InvalidConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, got {mode!r}")
     return mode
+
+
+def check_match_batch_size(size: int | None, mode: str) -> int | None:
+    """The value, or InvalidConfigError if it is no number of rows or the mode has no use for it."""
+    if size is None:
+        return None
+    if mode != "trainer_match":
+        raise InvalidConfigError(
+            f"match_batch_size={size!r} needs logprobs_mode='trainer_match', got {mode!r}"
+        )
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InvalidConfigError(f"match_batch_size must be None or >= 1, got {size!r}")
+    return size
+
+
+def check_comparable(mode: str, params: SamplingParams) -> None:
+    """Refuses log-probs that a trainer's, of softmax(logits / temperature), say nothing about.
+
+    Raises:
+        InvalidConfigError: names the mode and the setting that makes the two differ.
+    """
+    reason = ""
+    if mode == "raw_logprobs" and params.temperature not in (0.0, 1.0):
+        reason = f"of softmax(logits), with temperature={params.temperature}"
+    if mode == "processed_logprobs":
+        if params.temperature == 0.0:
+            reason = "0 for every token, with temperature=0"
+        elif params.top_k not in (-1, None) or params.top_p < 1.0 or params.min_p > 0.0:
+            reason = (
+                f"of a filtered distribution, with top_k={params.top_k}, top_p={params.top_p}, "
+                f"min_p={params.min_p}"
+            )
+        elif params.changes_logits:
+            reason = "of penalised, biased or restricted logits"
+    if reason:
+        raise InvalidConfigError(
+            f"logprobs_mode={mode!r} gives log-probs {reason}; a trainer computes those of "
+            "softmax(logits / temperature), so comparing them says nothing. Use "
+            "'trainer_logprobs' or 'trainer_match'"
+        )
 
 
 def check_weight_update_mode(mode: str) -> None:

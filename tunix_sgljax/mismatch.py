@@ -1,0 +1,322 @@
+"""How far a rollout's log-probs are from those that Tunix's trainer computes of the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from tunix.rl.common import compute_per_token_logps
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import InvalidRequestError
+from tunix_sgljax import mismatch_plot, padding
+from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.trainer_match import trainer_logps
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
+"""Differences of one token's log-probs that rounding alone explains, by dtype.
+
+In float32 some ten times what `benchmarks/mismatch.py` measures with 8 layers. In bfloat16, whose
+values from 16 to 32 are 1/8 apart, two such steps: Tunix's models round their logits to bfloat16,
+so that a logit may land a step away on either side. Measured with small logits: a tenth of it.
+Other dtypes than float32 and float64 take bfloat16's.
+"""
+
+QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
+"""Of the importance ratios."""
+
+
+class WorstToken(NamedTuple):
+    """The token whose log-probs differ most.
+
+    Attributes:
+        row: Of the prompt.
+        position: In the completion.
+        token_id: What was sampled.
+        sampler, trainer: Its log-probs.
+    """
+
+    row: int
+    position: int
+    token_id: int
+    sampler: float
+    trainer: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Of the differences of some tokens, or with arrays, of those at each position.
+
+    Attributes:
+        num_tokens: How many there are.
+        max_abs, mean_abs: Of the differences.
+        k1: Mean of sampler's minus trainer's log-prob: estimates KL(sampler || trainer).
+        k3: Mean of r - 1 - log r of the importance ratio r = exp(trainer - sampler): the same KL
+            with less variance and never negative (Schulman, 2020).
+        ratio_quantiles: Of r, at `QUANTILES`.
+    """
+
+    num_tokens: Any
+    max_abs: Any
+    mean_abs: Any
+    k1: Any
+    k3: Any
+    ratio_quantiles: Any
+
+    @classmethod
+    def of(cls, sampler: np.ndarray, trainer: np.ndarray) -> Statistics:
+        """Of log-probs of the same tokens, float64 [N]. NaN stays NaN."""
+        if not sampler.size:
+            nan = float("nan")
+            return cls(
+                num_tokens=0,
+                max_abs=nan,
+                mean_abs=nan,
+                k1=nan,
+                k3=nan,
+                ratio_quantiles=np.full(len(QUANTILES), nan),
+            )
+        log_ratio = trainer - sampler
+        ratio = np.exp(log_ratio)
+        return cls(
+            num_tokens=sampler.size,
+            max_abs=float(np.abs(log_ratio).max()),
+            mean_abs=float(np.abs(log_ratio).mean()),
+            k1=float((sampler - trainer).mean()),
+            k3=float((np.expm1(log_ratio) - log_ratio).mean()),
+            ratio_quantiles=np.quantile(ratio, QUANTILES),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and lists."""
+        return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MismatchReport:
+    """Log-probs of the same tokens by rollout and trainer, and what their differences say.
+
+    Tokens that equal the pad id are not compared: Tunix masks them. It also hides them from the
+    tokens behind them, in the trainer alone, so those differ; see `pad_rows`.
+
+    Attributes:
+        tokens: Sampled token ids, padded; int32.
+        sampler, trainer: Their log-probs; 0 where nothing is compared. float32.
+        is_compared: Which are compared.
+        weight_versions: Weight versions that sampled them, ascending.
+        dtype: The coarser one of rollout and trainer; the tolerance follows it.
+        logprobs_mode: The rollout's.
+        temperature: Of both.
+        pad_rows: Rows in which the pad id was sampled, ascending.
+
+    Shape:
+        tokens, sampler, trainer, is_compared: [B, C].
+    """
+
+    tokens: np.ndarray
+    sampler: np.ndarray
+    trainer: np.ndarray
+    is_compared: np.ndarray
+    weight_versions: tuple[int, ...]
+    dtype: str
+    logprobs_mode: str
+    temperature: float
+    pad_rows: tuple[int, ...]
+
+    @property
+    def difference(self) -> np.ndarray:
+        """Absolute differences; 0 where nothing is compared. float64 [B, C]."""
+        sampler, trainer = self.sampler.astype(np.float64), self.trainer.astype(np.float64)
+        return np.where(self.is_compared, np.abs(sampler - trainer), 0.0)
+
+    @property
+    def overall(self) -> Statistics:
+        """Of all tokens."""
+        return self._statistics(slice(None))
+
+    @property
+    def per_position(self) -> Statistics:
+        """Arrays over positions of completions, [C]; ratio_quantiles [C, 5]. NaN without tokens."""
+        each = [self._statistics((slice(None), at)) for at in range(self.tokens.shape[1])]
+        names = [field.name for field in dataclasses.fields(Statistics)]
+        return Statistics(**{name: np.array([getattr(s, name) for s in each]) for name in names})
+
+    @property
+    def worst(self) -> WorstToken:
+        """The token that differs most; a NaN differs more than any number."""
+        gaps = np.where(np.isnan(self.difference), np.inf, self.difference)
+        gaps = np.where(self.is_compared, gaps, -1.0)
+        row, at = np.unravel_index(int(gaps.argmax()), gaps.shape)
+        return WorstToken(
+            row=int(row),
+            position=int(at),
+            token_id=int(self.tokens[row, at]),
+            sampler=float(self.sampler[row, at]),
+            trainer=float(self.trainer[row, at]),
+        )
+
+    @property
+    def default_tolerance(self) -> float:
+        """The one of `TOLERANCES` for the dtype."""
+        return TOLERANCES["float32" if self.dtype in ("float32", "float64") else "bfloat16"]
+
+    def is_within(self, tolerance: float | None = None) -> bool:
+        """Whether no token differs by more; None is the default of the dtype."""
+        return not self.rows_off(tolerance)
+
+    def rows_off(self, tolerance: float | None = None) -> dict[int, int]:
+        """Rows with a token that differs by more, with the first such token's position."""
+        limit = self.default_tolerance if tolerance is None else tolerance
+        is_off = ~(self.difference <= limit)  # NaN is off
+        return {int(row): int(is_off[row].argmax()) for row in np.flatnonzero(is_off.any(axis=1))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `str` shows and the same per position, as JSON takes it."""
+        return {
+            "dtype": self.dtype,
+            "logprobs_mode": self.logprobs_mode,
+            "temperature": self.temperature,
+            "weight_versions": list(self.weight_versions),
+            "tolerance": self.default_tolerance,
+            "is_within": self.is_within(),
+            "rows_off": {str(row): at for row, at in self.rows_off().items()},
+            "pad_rows": list(self.pad_rows),
+            "quantiles": list(QUANTILES),
+            "overall": self.overall.to_dict(),
+            "worst": self.worst._asdict(),
+            "per_position": self.per_position.to_dict(),
+        }
+
+    def plot(self, path: str | Path) -> None:
+        """Draws differences by position and by token, as an SVG file.
+
+        Raises:
+            InvalidRequestError: for a path that does not end in .svg.
+        """
+        if Path(path).suffix != ".svg":
+            raise InvalidRequestError(f"path must end in .svg, got {str(path)!r}")
+        text = mismatch_plot.draw(self.difference, self.is_compared, self.default_tolerance)
+        Path(path).write_text(text)
+
+    def __str__(self) -> str:
+        """A table of a few lines."""
+        all_tokens, worst, off = self.overall, self.worst, self.rows_off()
+        ratios = "  ".join(f"{ratio:.6f}" for ratio in all_tokens.ratio_quantiles)
+        verdict = "within" if not off else "BEYOND"
+        lines = [
+            f"{all_tokens.num_tokens} tokens of {len(self.tokens)} rows, {self.dtype}, "
+            f"logprobs_mode={self.logprobs_mode}, temperature={self.temperature:g}, "
+            f"weight versions {', '.join(map(str, self.weight_versions)) or 'none'}",
+            f"  {verdict} the tolerance of {self.default_tolerance:g}",
+            f"  |difference|      max {all_tokens.max_abs:.3e}   mean {all_tokens.mean_abs:.3e}",
+            f"  KL estimates      k1 {all_tokens.k1:+.3e}   k3 {all_tokens.k3:.3e}",
+            f"  importance ratio  {ratios}  (min, 1 %, 50 %, 99 %, max)",
+            f"  worst token       row {worst.row}, position {worst.position}, id {worst.token_id}: "
+            f"sampler {worst.sampler:.6f}, trainer {worst.trainer:.6f}",
+        ]
+        if off:
+            shown = [f"row {row} from position {at}" for row, at in list(off.items())[:8]]
+            more = f", and {len(off) - 8} more" if len(off) > 8 else ""
+            lines.append(f"  off               {', '.join(shown)}{more}")
+        if self.pad_rows:
+            lines.append(
+                f"  pad id sampled    in rows {list(self.pad_rows)}: the trainer hides it from the "
+                "tokens behind it"
+            )
+        return "\n".join(lines)
+
+    def _statistics(self, where: Any) -> Statistics:
+        kept = self.is_compared[where]
+        sampler, trainer = self.sampler[where][kept], self.trainer[where][kept]
+        return Statistics.of(sampler.astype(np.float64), trainer.astype(np.float64))
+
+
+def mismatch_report(
+    rollout: SglJaxRollout,
+    trainer_model: nnx.Module,
+    prompts: Sequence[str],
+    *,
+    rollout_config: RolloutConfig | None = None,
+    batch_size: int | None = None,
+) -> MismatchReport:
+    """Samples with the rollout and scores the same tokens as Tunix's trainer does.
+
+    With the rollout's weights those of `trainer_model`, all that is left is rounding. A corrupt
+    weight, a wrong position, stale keys or a missed update shows as tokens beyond the tolerance.
+
+    Args:
+        rollout: Its weights are not touched.
+        trainer_model: A Tunix model with the weights that the rollout should have.
+        prompts: Texts.
+        rollout_config: How to sample; None is the rollout's training config. `return_logprobs` is
+            set in any case.
+        batch_size: Rows that the trainer scores together; None is all.
+
+    Returns:
+        The comparison, in which filters (top_k, say) decide what was drawn and nothing else.
+
+    Raises:
+        InvalidConfigError: where the rollout's `logprobs_mode` gives what no trainer computes.
+        InvalidRequestError: as `SglJaxRollout.generate`, or for a batch_size below 1.
+    """
+    config = rollout.rollout_config if rollout_config is None else rollout_config
+    config = dataclasses.replace(config, return_logprobs=True)
+    rollout.check_comparable(config)
+    if batch_size is not None and batch_size < 1:
+        raise InvalidRequestError(f"batch_size must be None or >= 1, got {batch_size}")
+    output = rollout.generate(list(prompts), config)
+    assert output.logprobs is not None
+    pad_id, width = rollout.pad_id(), config.max_tokens_to_generate
+    tokens_BC = padding.right_pad(output.tokens, width, pad_id)
+    graphdef, state = nnx.split(trainer_model)
+    prompts_BP = np.asarray(output.left_padded_prompt_tokens)
+    trainer_BC = trainer_logps(
+        graphdef,
+        state,
+        prompts_BP,
+        tokens_BC,
+        pad_id=pad_id,
+        eos_id=rollout.eos_id(),
+        temperature=config.temperature,
+        batch_size=batch_size,
+    )
+    lengths_B = np.array([len(row) for row in output.tokens])
+    is_sampled = np.arange(width)[None] < lengths_B[:, None]
+    is_compared = is_sampled & (tokens_BC != pad_id)
+    sampled = [np.asarray(row, np.float32) for row in output.logprobs]
+    return MismatchReport(
+        tokens=tokens_BC,
+        sampler=np.where(is_compared, padding.spread(sampled, is_sampled), np.float32(0)),
+        trainer=np.where(is_compared, trainer_BC, np.float32(0)),
+        is_compared=is_compared,
+        weight_versions=tuple(sorted({int(v) for row in output.weight_versions for v in row})),
+        dtype=_coarser(rollout.dtype, _computed_dtype(graphdef, state)),
+        logprobs_mode=rollout.logprobs_mode,
+        temperature=config.temperature,
+        pad_rows=tuple(row for row, ids in enumerate(output.tokens) if (ids == pad_id).any()),
+    )
+
+
+def _computed_dtype(graphdef: Any, state: Any) -> str:
+    """That of the model's logits. Tunix's models compute in another dtype than their weights'."""
+    ids = jax.ShapeDtypeStruct((1, 1), np.int32)
+
+    def logits(state: Any, prompt_ids: Any, completion_ids: Any) -> Any:
+        return compute_per_token_logps(
+            graphdef, state, prompt_ids, completion_ids, pad_id=0, eos_id=0, return_logits=True
+        )[1]
+
+    return np.dtype(jax.eval_shape(logits, state, ids, ids).dtype).name
+
+
+def _coarser(*dtypes: str) -> str:
+    return max(dtypes, key=lambda name: float(jax.numpy.finfo(name).eps))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value

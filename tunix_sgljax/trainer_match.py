@@ -1,0 +1,300 @@
+"""Log-probs of sampled tokens by Tunix's own function, on the trainer's own arrays.
+
+An engine that batches continuously and a trainer that pads run other shapes in other layouts, so
+their sums are added up in another order. Where that must not be, the trainer's program scores what
+the engine sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tunix.rl.common import compute_per_token_logps
+
+from sgljax_engine import EngineStateError, InvalidConfigError, WeightSyncError, flatten_named
+from tunix_sgljax import padding
+
+_DATA_AXIS = "fsdp"
+"""Over which Tunix's trainer spreads the rows of a batch, unless it is told otherwise."""
+
+
+def trainer_logps(
+    graphdef: Any,
+    state: Any,
+    prompts_BP: np.ndarray,
+    completions_BC: np.ndarray,
+    *,
+    pad_id: int,
+    eos_id: int,
+    temperature: float,
+    batch_size: int | None = None,
+    wanted_B: np.ndarray | None = None,
+) -> np.ndarray:
+    """What `tunix.rl.common.compute_per_token_logps` gives, batch by batch.
+
+    Args:
+        graphdef: Of the model.
+        state: Of the model; it runs where these arrays are.
+        prompts_BP: Left-padded token ids, int32.
+        completions_BC: Right-padded token ids, int32.
+        pad_id: The tokenizer's padding id.
+        eos_id: The tokenizer's end id.
+        temperature: Divides the logits, unless it is 0.
+        batch_size: Rows of a batch; None is all of them. The last batch repeats rows, so that all
+            have one shape.
+        wanted_B: Batches without a wanted row are left out; None wants all.
+
+    Returns:
+        float32 [B, C]; 0 in rows of batches that were left out. Padding has values too.
+    """
+    num_rows = len(prompts_BP)
+    size = num_rows if batch_size is None else batch_size
+    out_BC = np.zeros(completions_BC.shape, np.float32)
+    mesh = _mesh_of(state)
+    for start in range(0, num_rows, size):
+        rows = np.arange(start, start + size) % num_rows
+        kept = min(size, num_rows - start)
+        if wanted_B is not None and not wanted_B[rows[:kept]].any():
+            continue
+        with mesh or contextlib.nullcontext():
+            logps = compute_per_token_logps(
+                graphdef,
+                state,
+                _placed(prompts_BP[rows], mesh),
+                _placed(completions_BC[rows], mesh),
+                pad_id=pad_id,
+                eos_id=eos_id,
+                temperature=temperature,
+            )
+        out_BC[rows[:kept]] = np.asarray(logps)[:kept]
+    return out_BC
+
+
+def _mesh_of(state: Any) -> Mesh | None:
+    """The mesh of several devices that a state is on; Tunix enters it around its calls."""
+    for leaf in jax.tree.leaves(state):
+        sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh if sharding.mesh.size > 1 else None
+    return None
+
+
+def _placed(ids: np.ndarray, mesh: Mesh | None) -> Any:
+    """Token ids where Tunix's trainer would have them."""
+    if mesh is None:
+        return jax.numpy.asarray(ids)
+    is_spread = _DATA_AXIS in mesh.shape and len(ids) % mesh.shape[_DATA_AXIS] == 0
+    return jax.device_put(
+        ids, NamedSharding(mesh, PartitionSpec(_DATA_AXIS if is_spread else None))
+    )
+
+
+class TrainerMatch:
+    """The trainer's weights by version, held by reference, and the scores of tokens under them.
+
+    A version is held while a call that began before the next one still runs; the newest always.
+    Any thread.
+    """
+
+    def __init__(self, *, pad_id: int, eos_id: int, batch_size: int | None) -> None:
+        """Holds nothing yet.
+
+        Args:
+            pad_id: The tokenizer's padding id.
+            eos_id: The tokenizer's end id.
+            batch_size: See `trainer_logps`.
+        """
+        self._pad_id = pad_id
+        self._eos_id = eos_id
+        self._batch_size = batch_size
+        self._graphdef: Any = None
+        self._params: Any = None  # a state of the right structure, for its names
+        self._rest: Any = None  # of the actor's state, beside its parameters
+        self._states: dict[int, Any] = {}
+        self._starts: Counter[int] = Counter()  # newest versions when calls that run began
+        self._lock = threading.Lock()
+        self._updating = threading.Lock()
+        self._scoring = threading.Lock()  # logits of one batch at a time are enough
+
+    @property
+    def versions(self) -> list[int]:
+        """Those held now, ascending."""
+        with self._lock:
+            return sorted(self._states)
+
+    def state(self, version: int) -> Any:
+        """The whole state of a version.
+
+        Raises:
+            EngineStateError: if it is not held.
+        """
+        with self._lock:
+            found = self._states.get(version)
+        if found is None:
+            with self._updating:  # its weights may serve before the update has returned
+                found = self._states.get(version)
+        if found is None:
+            raise EngineStateError(
+                f"logprobs_mode='trainer_match' has no trainer's arrays for weight version "
+                f"{version}, only for {self.versions}: weights must come through update_params"
+            )
+        return found
+
+    # ------------------------------------------------------------------ weights
+
+    def start(self, actor: nnx.Module) -> None:
+        """Takes the actor's structure, and its arrays as version 0."""
+        self._graphdef, self._params, self._rest = nnx.split(actor, nnx.Param, ...)
+        self._params, self._rest = map(_frozen, (self._params, self._rest))
+        self._hold(0, self._params)
+
+    @contextlib.contextmanager
+    def update(self, params: Any) -> Iterator[list[int]]:
+        """Around an update of the engine; the block appends the version that these params became.
+
+        Raises:
+            WeightSyncError: for params that are not the actor's.
+        """
+        with self._updating:
+            ours, new = flatten_named(self._params), flatten_named(params)
+            if ours.keys() != new.keys():
+                raise WeightSyncError(
+                    "logprobs_mode='trainer_match' needs all parameters of the actor and no "
+                    f"others: missing {sorted(ours.keys() - new.keys())}, extra "
+                    f"{sorted(new.keys() - ours.keys())}"
+                )
+            structure = jax.tree.structure(self._params)
+            arrays = jax.tree.unflatten(structure, [new[name] for name in ours])
+            versions: list[int] = []
+            yield versions
+            for version in versions:
+                self._hold(version, arrays)
+
+    def refuse_offload(self) -> None:
+        """Raises InvalidConfigError; for Tunix's sign that it offloads models."""
+        raise InvalidConfigError(
+            "logprobs_mode='trainer_match' cannot be combined with "
+            "ClusterConfig(offload_to_cpu=True): it holds the trainer's arrays by reference, which "
+            "would keep their device memory"
+        )
+
+    def release(self) -> None:
+        """Lets go of all arrays."""
+        with self._lock:
+            self._states.clear()
+        self._params = self._rest = None
+
+    def _hold(self, version: int, params: Any) -> None:
+        self._params = params
+        with self._lock:
+            self._states[version] = nnx.merge_state(params, self._rest)
+            self._drop()
+
+    def _drop(self) -> None:
+        """Lets go of what no call can need any more. Under the lock."""
+        oldest = min([max(self._states, default=0), *self._starts])
+        for version in [version for version in self._states if version < oldest]:
+            del self._states[version]
+
+    # ------------------------------------------------------------------ scores
+
+    @contextlib.contextmanager
+    def call(self, version: int) -> Iterator[None]:
+        """Holds all versions from this one on inside the block."""
+        with self._lock:
+            self._starts[version] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._starts[version] -= 1
+                self._starts += Counter()  # forgets zeros
+                self._drop()
+
+    def sampled_logps(
+        self,
+        prompts_BP: np.ndarray,
+        tokens: Sequence[np.ndarray],
+        versions: Sequence[np.ndarray],
+        *,
+        width: int,
+        temperature: float,
+    ) -> list[np.ndarray]:
+        """Log-probs of sampled tokens, each under the weights that sampled it.
+
+        Args:
+            prompts_BP: Left-padded prompts.
+            tokens: Of each completion.
+            versions: Of each token.
+            width: To which completions are padded.
+            temperature: Divides the logits, unless it is 0.
+
+        Returns:
+            float32, as long as each completion.
+        """
+        completions_BC = padding.right_pad(tokens, width, self._pad_id)
+        versions_BC = padding.right_pad(versions, width, -1)
+        out_BC = np.zeros(completions_BC.shape, np.float32)
+        for version in sorted(set(versions_BC.ravel().tolist()) - {-1}):
+            sampled_BC = versions_BC == version
+            scored_BC = self._score(
+                version, prompts_BP, completions_BC, temperature, sampled_BC.any(axis=1)
+            )
+            out_BC = np.where(sampled_BC, scored_BC, out_BC)
+        return [row[: len(ids)] for row, ids in zip(out_BC, tokens, strict=True)]
+
+    def given_logps(
+        self, prompts_BP: np.ndarray, completions_BC: np.ndarray, *, temperature: float
+    ) -> np.ndarray:
+        """Log-probs of given completions under the newest weights, float32 [B, C]; 0 at padding."""
+        scored_BC = self._score(
+            max(self.versions, default=0), prompts_BP, completions_BC, temperature, None
+        )
+        return np.where(completions_BC != self._pad_id, scored_BC, np.float32(0))
+
+    def _score(
+        self,
+        version: int,
+        prompts_BP: np.ndarray,
+        completions_BC: np.ndarray,
+        temperature: float,
+        wanted_B: np.ndarray | None,
+    ) -> np.ndarray:
+        state = self.state(version)
+        deleted = [name for name, x in flatten_named(state).items() if _is_deleted(x)]
+        if deleted:
+            raise EngineStateError(
+                "logprobs_mode='trainer_match' reads the trainer's own arrays, and those of weight "
+                f"version {version} were donated or deleted ({deleted[0]!r} and "
+                f"{len(deleted) - 1} more)"
+            )
+        with self._scoring:
+            return trainer_logps(
+                self._graphdef,
+                state,
+                prompts_BP,
+                completions_BC,
+                pad_id=self._pad_id,
+                eos_id=self._eos_id,
+                temperature=temperature,
+                batch_size=self._batch_size,
+                wanted_B=wanted_B,
+            )
+
+
+def _frozen(state: Any) -> Any:
+    """The state with the arrays it has now; Tunix's variables change with the model."""
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
