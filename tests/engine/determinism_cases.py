@@ -27,12 +27,13 @@ class Asked(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """What must not differ: tokens, their log-probs as they lie in memory, and why it ended."""
+    """What must not differ: tokens, their log-probs to the last bit, and why the request ended."""
 
     tokens: tuple[int, ...]
     logprobs: bytes
     scaled_logprobs: bytes
     processed_logprobs: bytes
+    top_logprobs: str
     finish: str
 
 
@@ -52,7 +53,8 @@ def requests(count: int, vocab_size: int, max_len: int = 210, seed: int = 0) -> 
         num_new = int(rng.integers(1, min(60, max_len - len(prompt)) + 1))
         setting = _settings(index, vocab_size, num_new, rng)
         params = SamplingParams(max_new_tokens=num_new, seed=int(rng.integers(1 << 40)), **setting)
-        made.append(Asked(prompt, params, top_logprobs=4 if index % 25 == 7 else 0))
+        # Of some with penalties or biases: there are no programs then for the one without the other.
+        made.append(Asked(prompt, params, top_logprobs=4 if index % 18 in (8, 11) else 0))
     return made
 
 
@@ -80,7 +82,8 @@ def bits_of(out: RequestOutput) -> Bits:
     """Of a finished request."""
     named = out.logprobs, out.scaled_logprobs, out.processed_logprobs
     raw, scaled, processed = (np.asarray(each, np.float32).tobytes() for each in named)
-    return Bits(tuple(out.output_ids), raw, scaled, processed, str(out.finish))
+    top = repr(out.extra_logprobs)
+    return Bits(tuple(out.output_ids), raw, scaled, processed, top, str(out.finish))
 
 
 class Way(NamedTuple):
