@@ -53,7 +53,7 @@ def requests(count: int, vocab_size: int, max_len: int = 210, seed: int = 0) -> 
         num_new = int(rng.integers(1, min(60, max_len - len(prompt)) + 1))
         setting = _settings(index, vocab_size, num_new, rng)
         params = SamplingParams(max_new_tokens=num_new, seed=int(rng.integers(1 << 40)), **setting)
-        # Of some with penalties or biases: there are no programs then for the one without the other.
+        # Of some that change logits too, so that there are fewer programs.
         made.append(Asked(prompt, params, top_logprobs=4 if index % 18 in (8, 11) else 0))
     return made
 
@@ -193,5 +193,3 @@ class Disturber:
     def _update(self, engine: Engine) -> None:
         mode = "in_place" if self._rng.integers(2) else "retract"
         engine.update_weights(self._weights, mode=mode)
-
-

@@ -101,22 +101,23 @@ def alone(case: RaggedCase, row: int) -> RaggedCase:
     )
 
 
-def amid_a_block(case: RaggedCase, offset: int) -> RaggedCase:
-    """Its queries at some place of blocks of 16, among others, which see later keys too.
+def amid_requests(case: RaggedCase) -> RaggedCase:
+    """Its queries a block before the ends of their requests."""
+    kv_lens = jnp.maximum(case.tables.kv_lens - BLOCK, 0)
+    tables = case.tables._replace(kv_lens=kv_lens, positions=jnp.maximum(kv_lens - 1, 0)[:, None])
+    return case._replace(tables=tables)
 
-    The first place of a block is at a multiple of nothing in particular: a chunk of a prompt may
-    begin anywhere.
-    """
-    positions = np.asarray(case.tables.positions)
-    rng = np.random.default_rng(offset)
-    queries = rng.standard_normal((len(positions), BLOCK, *case.queries.shape[2:]))
-    queries = queries.astype(np.float32)
+
+def amid_a_block(case: RaggedCase, offset: int) -> RaggedCase:
+    """Its queries at some place of blocks of 16, among others; later ones see later keys."""
+    rng, tables = np.random.default_rng(offset), case.tables
+    queries = rng.standard_normal((len(case.queries), BLOCK, *case.queries.shape[2:]))
     queries[:, offset] = case.queries[:, 0]
+    positions = tables.positions - offset + jnp.arange(BLOCK, dtype=jnp.int32)
+    kv_lens = jnp.where(tables.kv_lens > 0, positions[:, -1] + 1, 0)
     return case._replace(
-        queries=queries,
-        tables=case.tables._replace(
-            positions=jnp.asarray(positions - offset + np.arange(BLOCK), jnp.int32)
-        ),
+        queries=queries.astype(np.float32),
+        tables=tables._replace(positions=jnp.maximum(positions, 0), kv_lens=kv_lens),
     )
 
 
@@ -128,13 +129,15 @@ def bits(out: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_rows_pages_and_blocks_have_the_same_bits(options, head_dim):
     """Decode over rows of any number; pages of any size and place; a query amid a block."""
-    case = make_case(head_dim=head_dim)
+    case = amid_requests(make_case([length + BLOCK for length in LENGTHS], head_dim=head_dim))
     used = len(LENGTHS)
     rows = jitted(over_rows(200))
     expected = bits(case.run(rows, options))[:used, 0]
 
     for row in range(used):
-        np.testing.assert_array_equal(bits(alone(case, row).run(rows, options))[0, 0], expected[row])
+        np.testing.assert_array_equal(
+            bits(alone(case, row).run(rows, options))[0, 0], expected[row]
+        )
     for backend in map(jitted, BACKENDS.values()):
         for page_size in (1, 16, 48, 128):
             paged = in_pages_of(case, page_size)

@@ -24,7 +24,7 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def bits(x: jax.Array) -> np.ndarray:
+def bits(x: jax.typing.ArrayLike) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.uint32)
 
 
@@ -91,7 +91,8 @@ class TestTiles:
     @pytest.mark.parametrize("num_tokens", [1, 3, 16, 40, 200])
     def test_bits_depend_on_neither_number_nor_place(self, num_tokens):
         """A product, a norm and a softmax: all that may round otherwise with the shape."""
-        x, weight, scale = draw(200, 48), draw(48, 64, seed=1), draw(48, seed=2)
+        x, weight = draw(200, 48), draw(48, 64, seed=1)
+        scale = jnp.asarray(draw(48, seed=2))
 
         @functools.partial(jax.jit, static_argnames="width")
         def run(x, width):
@@ -153,6 +154,6 @@ def test_narrow_linear_is_linear(layout, num_tokens):
 
 
 def test_an_ordered_norm_is_a_norm():
-    x, weight = draw(5, 48), draw(48, seed=1)
+    x, weight = jnp.asarray(draw(5, 48)), jnp.asarray(draw(48, seed=1))
     ordered, plain = (rms_norm(x, weight, 1e-6, is_ordered=each) for each in (True, False))
     np.testing.assert_allclose(ordered, plain, rtol=1e-6)

@@ -28,7 +28,7 @@ MODELS = {
     "qwen2": dataclasses.replace(TINY, architecture="Qwen2ForCausalLM"),
     "odd": dataclasses.replace(TINY, hidden_size=37, vocab_size=97, intermediate_size=71),
 }
-FLAG = {"enable_deterministic_sampling": True}
+FLAG: dict[str, Any] = {"enable_deterministic_sampling": True}
 
 
 class Model(NamedTuple):
