@@ -19,15 +19,22 @@ from tests.engine.determinism_cases import (
     Bits,
     Disturber,
     Way,
+    ask,
+    bits_of,
     differing,
     make_engine,
     requests,
     run,
 )
+from tests.engine.interrupts import wait_until
 from tests.engine.models import spread_weights
+from tests.threads import LIMIT_S, start
 
 NUM_WAYS = 20
 REQUESTS = requests(200, MODEL.vocab_size)
+PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
+"""They need fewer programs."""
+
 ALONE = {"page_size": 16, "num_kv_tokens": 1024, "max_running_requests": 1, "decode_steps": 1}
 
 
@@ -135,25 +142,45 @@ def test_a_head_dim_that_rows_do_not_take():
     """Then decode attention reads pages whatever their number."""
     model = dataclasses.replace(MODEL, head_dim=24)
     disturb = Disturber(0, spread_weights(model))
-    way = WAYS[3]._replace(order=range(39, -1, -1), disturb=disturb)
+    way = WAYS[3]._replace(order=range(len(PLAIN))[::-1], disturb=disturb)
     with make_engine(ALONE, model) as engine:
-        expected = run(engine, REQUESTS[:40], Way({}))
+        expected = run(engine, PLAIN, Way({}))
         assert engine._loop._core.runner.kv_rows == ()
     with make_engine(way.options, model) as engine:
-        assert_same(run(engine, REQUESTS[:40], way), expected)
+        assert_same(run(engine, PLAIN, way), expected)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
+    """They may come from an engine that adds up otherwise: they are computed anew."""
+    options = {**WAYS[0].options, "disable_radix_cache": False, "decode_steps": 2}
+    expected = [alone[REQUESTS.index(each)] for each in PLAIN]
+    flag = {"enable_deterministic_sampling": is_deterministic}
+    with make_engine({**options, **flag}) as saving:
+        call = start(lambda: ask(saving, PLAIN))
+        wait_until(saving, lambda state: state.counters.num_output_tokens >= 50)
+        saving.pause_generation("in_place")
+        report = saving.save_checkpoint(tmp_path, include_kv=True)
+        saving.continue_generation()
+        call.result(LIMIT_S)
+    assert report.num_bytes > 0
+    with make_engine(options) as engine:
+        restored = [f.result(LIMIT_S) for f in engine.restore_checkpoint(tmp_path).values()]
+        assert len(restored) >= 2
+        if is_deterministic:
+            assert {bits_of(out) for out in restored} <= set(expected)
+        assert_same(run(engine, PLAIN, Way({})), expected)
 
 
 class TestControl:
     """The comparison finds what is not deterministic."""
-
-    PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
 
     def differing(self, way: Way = WAYS[0], **options: Any) -> int:
         found = []
         for each in (Way(ALONE), way):
             plain = each._replace(order=None, options={**each.options, **options}, disturb=None)
             with make_engine(plain.options) as engine:
-                found.append(run(engine, self.PLAIN, plain))
+                found.append(run(engine, PLAIN, plain))
         return len(differing(*found))
 
     def test_default_mode(self):

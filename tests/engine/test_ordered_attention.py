@@ -125,8 +125,9 @@ def bits(out: np.ndarray) -> np.ndarray:
     return out.view(np.uint32)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize(
+    ("options", "head_dim"), [*((each, 16) for each in OPTIONS.values()), (OPTIONS["all"], 64)]
+)
 def test_rows_pages_and_blocks_have_the_same_bits(options, head_dim):
     """Decode over rows of any number; pages of any size and place; a query amid a block."""
     case = amid_requests(make_case([length + BLOCK for length in LENGTHS], head_dim=head_dim))
@@ -139,7 +140,7 @@ def test_rows_pages_and_blocks_have_the_same_bits(options, head_dim):
             bits(alone(case, row).run(rows, options))[0, 0], expected[row]
         )
     for backend in map(jitted, BACKENDS.values()):
-        for page_size in (1, 16, 48, 128):
+        for page_size in (1, 48):
             paged = in_pages_of(case, page_size)
             np.testing.assert_array_equal(bits(paged.run(backend, options))[:used, 0], expected)
         for offset in (0, 7, 15):
@@ -147,7 +148,7 @@ def test_rows_pages_and_blocks_have_the_same_bits(options, head_dim):
             np.testing.assert_array_equal(bits(out)[:used, offset], expected)
 
 
-@pytest.mark.parametrize("num_rows", [2, 15, 17, 40])
+@pytest.mark.parametrize("num_rows", [2, 17, 40])
 def test_bits_do_not_depend_on_how_many_rows(num_rows):
     """Nor on their lengths: tiles go as far as their longest row."""
     lengths = (40, 17, *np.random.default_rng(1).integers(1, 200, num_rows - 1))

@@ -79,7 +79,7 @@ def test_those_that_agree_do(config, dtype):
     ids = np.random.default_rng(1).integers(0, config.vocab_size, 300, dtype=np.int32)
     expected = hidden_bits(model, ids, NARROW)
     for width in found:
-        for count in (1, 16, 300):
+        for count in (1, 300):
             np.testing.assert_array_equal(hidden_bits(model, ids[:count], width), expected[:count])
 
 
