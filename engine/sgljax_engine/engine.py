@@ -666,7 +666,9 @@ class Engine:
         engine that was never interrupted, unless they went on over keys of older weights after an
         update with mode="in_place": keys are computed anew. With other weights, requests go on
         under those, and a warning is logged; token versions stay ascending. KV pages are used only
-        with the same weights and as far as there is room. Streams are answered as a whole.
+        with the same weights and as far as there is room, and not with
+        enable_deterministic_sampling, since they may come from an engine without. Streams are
+        answered as a whole.
 
         Args:
             path: The folder.

@@ -102,6 +102,12 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
 
 def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
     """Fills the prefix cache as far as there is room. Without, requests are prefilled again."""
+    if core.runner.is_deterministic:
+        logger.warning(
+            "the checkpoint's KV pages are left out: it does not say in which order their engine "
+            "added up, and enable_deterministic_sampling is set"
+        )
+        return
     saved = {name: getattr(prefix, name) for name in core.runner.kv_geometry}
     if "kv_cache" in core.sleeper.asleep or saved != core.runner.kv_geometry:
         logger.warning(

@@ -67,12 +67,12 @@ class Tiles(NamedTuple):
     def split(self, x: jax.Array) -> jax.Array:
         """[num_tokens, ...] to [tiles, width, ...]."""
         padded = jnp.pad(x, ((0, -self.num_tokens % self.width), *((0, 0),) * (x.ndim - 1)))
-        return padded.reshape(padded.shape[0] // self.width, self.width, *x.shape[1:])
+        # No -1 in either: rows may have no entries at all.
+        return padded.reshape(self._num_tiles, self.width, *x.shape[1:])
 
     def join(self, x: jax.Array) -> jax.Array:
         """[tiles, width, ...] to [num_tokens, ...]."""
-        # No -1: leaves may be empty, and then the size of the first axis is unknown.
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[: self.num_tokens]
+        return x.reshape(self._num_tiles * self.width, *x.shape[2:])[: self.num_tokens]
 
     def map(self, function: Callable[[In], Out], xs: In) -> Out:
         """Applies `function` to a tile at a time; leaves are [tiles, ...]."""
@@ -88,10 +88,13 @@ class Tiles(NamedTuple):
             return jax.tree.map(lambda all_tiles, x: put(all_tiles, x, index), out, tile)
 
         shapes = jax.eval_shape(lambda: function(take(jnp.int32(0))))
-        num_tiles = -(-self.num_tokens // self.width)
-        start = jax.tree.map(lambda x: jnp.zeros((num_tiles, *x.shape), x.dtype), shapes)
+        start = jax.tree.map(lambda x: jnp.zeros((self._num_tiles, *x.shape), x.dtype), shapes)
         num_used = (self.num_used + self.width - 1) // self.width
         return lax.fori_loop(0, num_used, body, start)
+
+    @property
+    def _num_tiles(self) -> int:
+        return -(-self.num_tokens // self.width)
 
 
 def tokens_in_tiles(widths: Sequence[int], num_tokens: int, num_used: jax.Array) -> Tokens:

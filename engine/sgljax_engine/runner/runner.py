@@ -222,6 +222,11 @@ class ModelRunner:
         return self._placement.mesh.size == 1
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether the contents of a page are to have the same bits however they were computed."""
+        return bool(self._static.context.tile_widths)
+
+    @property
     def kv_geometry(self) -> dict[str, int | str]:
         """What the contents of a page depend on, beside weights and tokens."""
         config = self.model_config

@@ -1,0 +1,206 @@
+"""Deterministic mode: the bits of tokens and log-probs, however requests are run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from sgljax_engine import Engine, builder
+from sgljax_engine.layers.attention import xla_tiles_attention
+from sgljax_engine.models import decoder
+from sgljax_engine.runner.widths import CANDIDATES
+from tests.engine.determinism_cases import (
+    MODEL,
+    Bits,
+    Disturber,
+    Way,
+    ask,
+    bits_of,
+    differing,
+    make_engine,
+    requests,
+    run,
+)
+from tests.engine.interrupts import wait_until
+from tests.engine.models import spread_weights
+from tests.threads import LIMIT_S, start
+
+NUM_WAYS = 20
+REQUESTS = requests(200, MODEL.vocab_size)
+PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
+"""They need fewer programs."""
+
+ALONE = {"page_size": 16, "num_kv_tokens": 1024, "max_running_requests": 1, "decode_steps": 1}
+
+
+class Geometry(NamedTuple):
+    """What programs are compiled for: the ways to run share a few, since compiling takes long.
+
+    The pools hold from little more than the longest request (which retracts) to all of them.
+    """
+
+    page_size: int
+    num_kv_tokens: int
+    batch_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+    decode_steps: int
+
+
+GEOMETRIES = (
+    Geometry(16, 4096, (16,), (256,), 16),
+    Geometry(1, 300, (5,), (64,), 4),
+    Geometry(4, 900, (40,), (48,), 64),
+    Geometry(48, 9600, (70,), (272,), 3),
+    Geometry(64, 1280, (20,), (512,), 7),
+)
+"""Of two the rows of decode attention take more memory than the pages, so it reads pages."""
+
+
+def draw_way(index: int) -> Way:
+    """A random way to run the requests."""
+    rng = np.random.default_rng(index)
+    geometry = GEOMETRIES[index % len(GEOMETRIES)]
+    options: dict[str, Any] = geometry._asdict() | {
+        "max_running_requests": int(rng.integers(2, geometry.batch_buckets[-1] + 1)),
+        "chunked_prefill_size": int(rng.integers(1, geometry.token_buckets[-1] + 1)),
+        "disable_radix_cache": bool(rng.random() < 0.3),
+    }
+    return Way(
+        options,
+        order=rng.permutation(len(REQUESTS)).tolist(),
+        splits=int(rng.integers(1, 5)),
+        disturb=Disturber(index, spread_weights(MODEL)) if index % 4 else None,
+    )
+
+
+WAYS = [draw_way(index) for index in range(NUM_WAYS)]
+
+
+COMPILED: dict[Geometry, dict[Any, Any]] = {}
+"""Programs of each geometry. They do not depend on what else an engine is told."""
+
+
+@contextlib.contextmanager
+def prepared(options: Mapping[str, Any]) -> Iterator[Engine]:
+    """An engine that compiles nothing which another one of its geometry has compiled."""
+    geometry = Geometry(*(options[name] for name in Geometry._fields))
+    with make_engine(options) as engine:
+        programs = engine._loop._core.runner.programs._programs
+        programs |= COMPILED.setdefault(geometry, {})
+        yield engine
+        COMPILED[geometry] |= programs
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request by itself, one token a dispatch."""
+    with make_engine(ALONE) as engine:
+        return run(engine, REQUESTS, Way({}))
+
+
+def assert_same(found: list[Bits], expected: list[Bits]):
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("index", range(NUM_WAYS))
+def test_no_bit_differs(alone, index):
+    """Of 200 requests, however they are batched, chunked, cached, retracted and interrupted."""
+    way = WAYS[index]
+    with prepared(way.options) as engine:
+        assert_same(run(engine, REQUESTS, way), alone)
+        if isinstance(way.disturb, Disturber):
+            assert sum(way.disturb.counts.values()) >= 3
+
+
+def test_the_ways_do_what_they_are_for(alone):
+    """Else they would agree for the wrong reason."""
+    kinds: dict[str, int] = {}
+    for way in WAYS:
+        for kind, count in getattr(way.disturb, "counts", {}).items():
+            kinds[kind] = kinds.get(kind, 0) + count
+    assert set(kinds) == {"retract", "in_place", "sleep", "update"}
+    assert len({bits.tokens for bits in alone}) > 100
+    assert sum(len(bits.tokens) for bits in alone) > 3000
+
+
+def test_small_pools_retract_and_read_pages():
+    """While large ones read rows."""
+    for way, has_rows in ((WAYS[0], True), (WAYS[1], False)):
+        with prepared(way.options) as engine:
+            run(engine, REQUESTS[:40], way._replace(order=range(40), disturb=None))
+            state = engine.get_internal_state()
+            assert bool(engine._loop._core.runner.kv_rows) == has_rows
+            assert bool(state.counters.num_retractions) != has_rows
+
+
+def test_a_head_dim_that_rows_do_not_take():
+    """Then decode attention reads pages whatever their number."""
+    model = dataclasses.replace(MODEL, head_dim=24)
+    disturb = Disturber(0, spread_weights(model))
+    way = WAYS[3]._replace(order=range(len(PLAIN))[::-1], disturb=disturb)
+    with make_engine(ALONE, model) as engine:
+        expected = run(engine, PLAIN, Way({}))
+        assert engine._loop._core.runner.kv_rows == ()
+    with make_engine(way.options, model) as engine:
+        assert_same(run(engine, PLAIN, way), expected)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
+    """They may come from an engine that adds up otherwise: they are computed anew."""
+    options = {**WAYS[0].options, "disable_radix_cache": False, "decode_steps": 2}
+    expected = [alone[REQUESTS.index(each)] for each in PLAIN]
+    flag = {"enable_deterministic_sampling": is_deterministic}
+    with make_engine({**options, **flag}) as saving:
+        call = start(lambda: ask(saving, PLAIN))
+        wait_until(saving, lambda state: state.counters.num_output_tokens >= 50)
+        saving.pause_generation("in_place")
+        report = saving.save_checkpoint(tmp_path, include_kv=True)
+        saving.continue_generation()
+        call.result(LIMIT_S)
+    assert report.num_bytes > 0
+    with make_engine(options) as engine:
+        restored = [f.result(LIMIT_S) for f in engine.restore_checkpoint(tmp_path).values()]
+        assert len(restored) >= 2
+        if is_deterministic:
+            assert {bits_of(out) for out in restored} <= set(expected)
+        assert_same(run(engine, PLAIN, Way({})), expected)
+
+
+class TestControl:
+    """The comparison finds what is not deterministic."""
+
+    def differing(self, way: Way = WAYS[0], **options: Any) -> int:
+        found = []
+        for each in (Way(ALONE), way):
+            plain = each._replace(order=None, options={**each.options, **options}, disturb=None)
+            with make_engine(plain.options) as engine:
+                found.append(run(engine, PLAIN, plain))
+        return len(differing(*found))
+
+    def test_default_mode(self):
+        assert self.differing(enable_deterministic_sampling=False) > 10
+
+    def test_widths_that_disagree(self, monkeypatch):
+        """Where products of all widths round alike, one is made to round otherwise."""
+        real = decoder.linear
+
+        def linear(x, weight, layout):
+            out = real(x, weight, layout)
+            is_wide = x.shape[layout.token_axis] == CANDIDATES[-1]
+            return out * np.float32(1 + 2**-23) if is_wide else out
+
+        monkeypatch.setattr(decoder, "linear", linear)
+        assert self.differing() == 0  # it is found out, and not used
+        monkeypatch.setattr(builder, "agreeing_widths", lambda *_: CANDIDATES)
+        assert self.differing() > 10
+
+    def test_attention_in_no_particular_order(self, monkeypatch):
+        """Requests that lose their pages are prefilled as far as they were decoded."""
+        monkeypatch.setattr(builder, "ordered_backend", lambda _: xla_tiles_attention)
+        assert self.differing(WAYS[1]) > 10

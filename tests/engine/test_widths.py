@@ -1,0 +1,134 @@
+"""Which widths of token tiles an engine uses, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine import Engine, EngineConfig, InvalidConfigError, ModelConfig
+from sgljax_engine.builder import identity_rules
+from sgljax_engine.layers.basic import NARROW
+from sgljax_engine.layers.tiles import tokens_in_tiles
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ModelContext, ModelDefinition
+from sgljax_engine.runner import widths
+from sgljax_engine.runner.compiled import compiler_options
+from sgljax_engine.runner.placement import place
+from sgljax_engine.runner.widths import CANDIDATES, agreeing_widths
+from sgljax_engine.weights import sync
+from tests.engine.models import TINY, spread_weights
+
+MODELS = {
+    "qwen3": TINY,
+    "qwen2": dataclasses.replace(TINY, architecture="Qwen2ForCausalLM"),
+    "odd": dataclasses.replace(TINY, hidden_size=37, vocab_size=97, intermediate_size=71),
+}
+FLAG: dict[str, Any] = {"enable_deterministic_sampling": True}
+
+
+class Model(NamedTuple):
+    """What `agreeing_widths` takes."""
+
+    definition: ModelDefinition
+    context: ModelContext
+    weights: dict[str, jax.Array]
+    platform: str
+
+
+def make_model(config: ModelConfig = TINY, dtype: str = "float32") -> Model:
+    definition, placement = get_model(config.architecture), place(config, None, dtype)
+    maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(config)))
+    weights = maker.make(spread_weights(config), identity_rules(config))
+    return Model(definition, ModelContext(config, placement.layout), weights, placement.platform)
+
+
+def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
+    """Of tokens that see themselves alone, after all layers, in tiles of one width."""
+    context = model.context._replace(tile_widths=(width,))
+
+    def attend(q, k, v, cache, options):
+        group = q.shape[1] // v.shape[1]
+        return q + jnp.repeat(v, group, axis=1), cache
+
+    def run(weights, ids):
+        positions = ids * 3 % TINY.context_length
+        tokens = tokens_in_tiles((width,), len(ids), jnp.int32(len(ids)))
+        return model.definition.forward(weights, context, ids, positions, attend, None, tokens)[0]
+
+    options = compiler_options(model.platform)
+    out = jax.jit(run, compiler_options=options)(model.weights, ids)
+    return np.asarray(out, np.float32).view(np.uint32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_those_that_agree_do(config, dtype):
+    """In batches of any size too, down to one token and to a single tile."""
+    if dtype == "bfloat16" and config is not TINY:
+        pytest.skip("slow to compile")
+    model = make_model(config, dtype)
+    found = agreeing_widths(*model)
+    assert NARROW in found
+    assert set(found) <= set(CANDIDATES)
+    assert list(found) == sorted(found)
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, 300, dtype=np.int32)
+    expected = hidden_bits(model, ids, NARROW)
+    for width in found:
+        for count in (1, 300):
+            np.testing.assert_array_equal(hidden_bits(model, ids[:count], width), expected[:count])
+
+
+def test_one_that_disagrees_is_dropped(monkeypatch):
+    real = widths._one_layer
+
+    def one_layer(model, context, *args):
+        logits = real(model, context, *args)
+        return logits + 1e-3 if context.tile_widths == (128,) else logits
+
+    model = make_model()
+    found = agreeing_widths(*model)
+    monkeypatch.setattr(widths, "_one_layer", one_layer)
+    assert agreeing_widths(*model) == tuple(width for width in found if width != 128)
+
+
+def test_a_device_on_which_place_matters_is_refused(monkeypatch):
+    real = widths._one_layer
+
+    def one_layer(*args):
+        logits = real(*args)
+        return logits + 1e-3 * jnp.arange(len(logits), dtype=jnp.float32)[:, None]
+
+    monkeypatch.setattr(widths, "_one_layer", one_layer)
+    with pytest.raises(InvalidConfigError, match="depend on its place in the batch"):
+        agreeing_widths(*make_model())
+    with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling cannot be kept"):
+        Engine(model_config=TINY, weights=spread_weights(), **FLAG)
+
+
+class TestConfig:
+    @pytest.mark.parametrize("backend", ["xla", "xla_tiles", "pallas"])
+    def test_other_attention_is_refused(self, backend):
+        message = rf"'auto' or 'xla_rows' with enable_deterministic_sampling, got '{backend}'"
+        with pytest.raises(InvalidConfigError, match=message):
+            EngineConfig.from_options(FLAG | {"attention_backend": backend})
+
+    @pytest.mark.parametrize("backend", ["auto", "xla_rows"])
+    def test_rows_may_be_asked_for(self, backend):
+        config = EngineConfig.from_options(FLAG | {"attention_backend": backend})
+        assert config.runtime.enable_deterministic_sampling
+
+    @pytest.mark.parametrize("value", [1, None, "yes"])
+    def test_is_a_bool(self, value: Any):
+        with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling must be True"):
+            EngineConfig.from_options({"enable_deterministic_sampling": value})
+
+    def test_is_off_by_default(self):
+        """And then nothing goes in tiles."""
+        with Engine(model_config=TINY, weights=spread_weights()) as engine:
+            static = engine._loop._core.runner._static
+            assert static.context.tile_widths == ()
