@@ -23,11 +23,14 @@ from sgljax_engine.runner.widths import CANDIDATES, agreeing_widths
 from sgljax_engine.weights import sync
 from tests.engine.models import TINY, spread_weights
 
-MODELS = {
-    "qwen3": TINY,
-    "qwen2": dataclasses.replace(TINY, architecture="Qwen2ForCausalLM"),
-    "odd": dataclasses.replace(TINY, hidden_size=37, vocab_size=97, intermediate_size=71),
-}
+ODD = dataclasses.replace(
+    TINY,
+    architecture="Qwen2ForCausalLM",
+    hidden_size=37,
+    vocab_size=97,
+    intermediate_size=71,
+    num_layers=1,
+)
 FLAG: dict[str, Any] = {"enable_deterministic_sampling": True}
 
 
@@ -65,12 +68,11 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
     return np.asarray(out, np.float32).view(np.uint32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("config", "dtype"), [(TINY, "float32"), (TINY, "bfloat16"), (ODD, "float32")]
+)
 def test_those_that_agree_do(config, dtype):
     """In batches of any size too, down to one token and to a single tile."""
-    if dtype == "bfloat16" and config is not TINY:
-        pytest.skip("slow to compile")
     model = make_model(config, dtype)
     found = agreeing_widths(*model)
     assert NARROW in found
@@ -79,8 +81,8 @@ def test_those_that_agree_do(config, dtype):
     ids = np.random.default_rng(1).integers(0, config.vocab_size, 300, dtype=np.int32)
     expected = hidden_bits(model, ids, NARROW)
     for width in found:
-        for count in (1, 300):
-            np.testing.assert_array_equal(hidden_bits(model, ids[:count], width), expected[:count])
+        count = 1 if width < CANDIDATES[-1] else 200
+        np.testing.assert_array_equal(hidden_bits(model, ids[:count], width), expected[:count])
 
 
 def test_one_that_disagrees_is_dropped(monkeypatch):
