@@ -127,6 +127,20 @@ for name in ("qwen2_bias_untied", "llama_scaled_untied", "gemma2_window", "gemma
         for i, output in enumerate(engine.generate_requests(given, greedy)):
             assert output.output_ids == golden[f"greedy_{i}"].tolist(), (name, i)
 
+# Deterministic sampling, of requests that share a batch and of the same ones alone.
+seeded = [SamplingParams(temperature=0.8, seed=i, max_new_tokens=24) for i in range(len(prompts))]
+bits = []
+for options in ({"page_size": 4}, {"page_size": 16, "max_running_requests": 1, "decode_steps": 3}):
+    fixed = {"mesh": mesh, "enable_deterministic_sampling": True}
+    with Engine(model_config=TINY, weights=spread_weights(), **fixed, **options) as engine:
+        made = engine.generate_requests(prompts, seeded)
+        logprobs = [np.asarray(o.scaled_logprobs, np.float32) for o in made]
+        bits.append([(o.output_ids, row.tobytes()) for o, row in zip(made, logprobs)])
+        scored = engine.score([p + o.output_ids for p, o in zip(prompts, made)], 0.8,
+                              [len(p) for p in prompts])
+        assert all(np.array_equal(a, b) for a, b in zip(scored, logprobs)), options
+assert bits[0] == bits[1], "deterministic sampling on a mesh"
+
 try:
     Engine(model_config=TINY, mesh=Mesh(devices.reshape(2, 4), ("fsdp", "tp")))
 except InvalidConfigError as error:
