@@ -245,7 +245,7 @@ class _Layers(NamedTuple):
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
-        is_narrow = self.context.tile_widths and x.shape[self.layout.token_axis] < NARROW
+        is_narrow = self.context.is_deterministic and x.shape[self.layout.token_axis] < NARROW
         multiply = narrow_linear if is_narrow else linear
         return multiply(x, self.params[f"{name}.weight"], self.layout)
 
@@ -253,7 +253,7 @@ class _Layers(NamedTuple):
         offset = 1.0 if self.traits.has_offset_norms else 0.0
         eps = self.context.config.rms_norm_eps
         weight = self.layout.per_feature(self.params[f"{name}.weight"])
-        axis, is_ordered = self.layout.feature_axis, bool(self.context.tile_widths)
+        axis, is_ordered = self.layout.feature_axis, self.context.is_deterministic
         return rms_norm(x, weight, eps, offset, axis, is_ordered=is_ordered)
 
     def rope_tables(self, rope: RopeConfig, positions: jax.Array) -> Rope:

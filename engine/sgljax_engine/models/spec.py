@@ -71,6 +71,11 @@ class ModelContext(NamedTuple):
     layout: Layout
     tile_widths: tuple[int, ...] = ()
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a token is to have the same bits in any batch."""
+        return bool(self.tile_widths)
+
 
 class ModelDefinition(NamedTuple):
     """An architecture.

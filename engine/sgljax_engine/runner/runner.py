@@ -224,7 +224,7 @@ class ModelRunner:
     @property
     def is_deterministic(self) -> bool:
         """Whether the contents of a page are to have the same bits however they were computed."""
-        return bool(self._static.context.tile_widths)
+        return self._static.context.is_deterministic
 
     @property
     def kv_geometry(self) -> dict[str, int | str]:

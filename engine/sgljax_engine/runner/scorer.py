@@ -74,23 +74,19 @@ class Scorer:
     def warm_calls(self) -> Iterator[ProgramCall]:
         """A call of every program without extra log-probs."""
         for size in self._buckets:
-            packed = pack_scores(
-                [[0]],
-                [1],
-                buckets=[size],
-                max_tokens=size,
-                block=self._block,
-                table_width=self._table_width,
-            )
-            yield self._call(next(packed), 1.0)
+            (packed,) = self._pack([[0]], [1], [size])
+            yield self._call(packed, 1.0)
 
     def _pack(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int]
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        buckets: Sequence[int] | None = None,
     ) -> Iterator[PackedScores]:
         return pack_scores(
             sequences,
             starts,
-            buckets=self._buckets,
+            buckets=self._buckets if buckets is None else buckets,
             max_tokens=self._max_tokens,
             block=self._block,
             table_width=self._table_width,

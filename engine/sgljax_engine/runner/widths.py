@@ -59,14 +59,14 @@ def agreeing_widths(
     }
     order = rng.permutation(_NUM_TOKENS)
 
+    # One for both orders of a width, so that each width is compiled once.
+    run = jax.jit(_one_layer, static_argnums=(0, 1), compiler_options=compiler_options(platform))
+
     def logits(width: int, order: np.ndarray) -> np.ndarray:
-        run = jax.jit(
-            functools.partial(_one_layer, model, context._replace(tile_widths=(width,))),
-            compiler_options=compiler_options(platform),
-        )
+        tiled = context._replace(tile_widths=(width,))
         args = (used, ids[order], positions[order], np.int32(_NUM_TOKENS))
         out = np.empty((_NUM_TOKENS, context.config.vocab_size), np.float32)
-        out[order] = jax.device_get(run(*args))
+        out[order] = jax.device_get(run(model, tiled, *args))
         return out.view(np.uint32)
 
     expected = logits(NARROW, np.arange(_NUM_TOKENS))
