@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -103,3 +104,18 @@ class ModelDefinition(NamedTuple):
         tuple[jax.Array, tuple[LayerCache, ...] | None],
     ]
     logits: Callable[[Params, ModelContext, jax.Array], jax.Array]
+
+    def token_logits(
+        self,
+        params: Params,
+        context: ModelContext,
+        input_ids: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        kv: tuple[LayerCache, ...] | None,
+        tokens: Tokens,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+        """`forward` and the logits [T, V] of all its tokens."""
+        hidden, kv = self.forward(params, context, input_ids, positions, attend, kv, tokens)
+        to_logits = functools.partial(self.logits, params, context)
+        return tokens.join(tokens.map(to_logits, tokens.split(hidden))), kv

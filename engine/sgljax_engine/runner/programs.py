@@ -6,7 +6,6 @@ the input of a decode step, so every sampled token comes from the decode program
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -311,12 +310,11 @@ def _next_logits(
         attend = _rows_attend(slots, tables, active)
     else:
         attend = _paged_attend(static, slots, tables)
-    hidden, new_caches = static.model.forward(
+    logits, new_caches = static.model.token_logits(
         params, static.context, carry.input_ids, positions, attend, carry.caches, tokens
     )
     assert new_caches is not None
-    to_logits = functools.partial(static.model.logits, params, static.context)
-    return tokens.join(tokens.map(to_logits, tokens.split(hidden))), new_caches
+    return logits, new_caches
 
 
 def _extra_logprobs(logits: jax.Array, batch: LogprobBatch, tokens: Tokens) -> ExtraLogprobs:

@@ -11,7 +11,6 @@ widths add up alike, as those of XLA's CPU library mostly do, that are all.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
 
@@ -112,6 +111,5 @@ def _one_layer(
         return jnp.repeat(v, group, axis=1) + 0.125 * q * jnp.repeat(k, group, axis=1), None
 
     tokens = tokens_in_tiles(context.tile_widths, ids.shape[0], num_tokens)
-    hidden, _ = model.forward(weights, context, ids, positions, attend, None, tokens)
-    to_logits = functools.partial(model.logits, weights, context)
-    return tokens.join(tokens.map(to_logits, tokens.split(hidden)))
+    logits, _ = model.token_logits(weights, context, ids, positions, attend, None, tokens)
+    return logits
