@@ -1,0 +1,1 @@
+"""The command `tunix-sgljax`: train, generate, bench, doctor, convert."""
