@@ -215,6 +215,7 @@ def test_exported_names():
         "FinishReason",
         "FlushCacheReqInput",
         "FlushCacheReqOutput",
+        "HfTensor",
         "InvalidConfigError",
         "InvalidRequestError",
         "Llama3Scaling",
@@ -238,6 +239,9 @@ def test_exported_names():
         "flatten_named",
         "load_model_config",
         "model_config_from_hf",
+        "read_hf_tensors",
+        "to_hf_tensors",
+        "write_hf_tensors",
     ]
     adapter = importlib.import_module("tunix_sgljax")
     assert adapter.__all__ == [
