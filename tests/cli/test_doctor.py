@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sgljax_engine import EngineConfig, model_config_from_hf, preview_engine
+from sgljax_engine import Engine, EngineConfig, model_config_from_hf, preview_engine
 from tests.engine.small_tokenizers import GOLDEN
 from tunix_sgljax.cli import doctor_checks as checks
 from tunix_sgljax.cli import doctor_facts
@@ -348,8 +348,6 @@ def test_report(facts_here, capsys):
 
 
 def test_report_is_what_the_engine_then_does(preview):
-    from sgljax_engine import Engine
-
     with Engine(MODEL) as engine:
         memory = engine.get_internal_state().memory
     assert preview.memory.weights_bytes == preview.weights_bytes == memory.weights_bytes

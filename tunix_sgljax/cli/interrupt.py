@@ -26,7 +26,14 @@ class Interrupts:
     what that was given. The second ends the process with `EXIT_INTERRUPTED`, whatever it does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stays: bool = False) -> None:
+        """Handles nothing yet.
+
+        Args:
+            stays: Once interrupted, the handler stays after the end: threads that the interpreter
+                waits for on its way out can then be left behind by another Ctrl-C.
+        """
+        self._stays = stays
         self._abort: Callable[[], Any] | None = None
         self._count = 0
         self._before: Any = None
@@ -50,9 +57,9 @@ class Interrupts:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Puts the handler back that was there before."""
+        """Puts the handler back that was there before, unless it stays."""
         global _current
-        if self._is_installed:
+        if self._is_installed and not (self._stays and self.is_interrupted):
             signal.signal(signal.SIGINT, self._before)
             _current = None
 

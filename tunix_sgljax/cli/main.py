@@ -97,11 +97,12 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns the exit code: 0, 1 failure, 2 bad input, 130 interrupted."""
+    is_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     is_debug = "--debug" in argv
     # transformers says at every import that torch is missing; only its tokenizers are used.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    with Interrupts():
+    with Interrupts(stays=is_process):
         try:
             args = make_parser(argv).parse_args(argv)
             return find_command(args.command).run(args)
