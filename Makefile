@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 
 DEMO_ARGS ?= --check
 BENCH_ARGS ?=
-PYTEST_ARGS ?=
+# Two processes: each takes up to 4 GB and keeps more than one core busy by itself.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -21,7 +22,7 @@ demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/gr
 	$(BIN)/python examples/grpo_addition.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(STAMP) ## Run the tests; pass options with PYTEST_ARGS="-k name".
+test: $(STAMP) ## Run the tests, by default in two processes; PYTEST_ARGS="-k name" instead.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench
