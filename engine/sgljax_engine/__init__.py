@@ -46,7 +46,13 @@ if TYPE_CHECKING:
         SchedulerCheckpoint,
     )
     from sgljax_engine.engine import Engine
+    from sgljax_engine.export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
+    from sgljax_engine.weights.hf_files import (
+        HfTensor,
+        read_hf_tensors,
+        write_hf_tensors,
+    )
     from sgljax_engine.weights.rules import Rule, flatten_named
 
 _LAZY = {
@@ -59,6 +65,9 @@ _LAZY = {
     "flatten_named": "sgljax_engine.weights.rules",
     "load_model_config": "sgljax_engine.models.registry",
     "model_config_from_hf": "sgljax_engine.models.registry",
+    "read_hf_tensors": "sgljax_engine.weights.hf_files",
+    "to_hf_tensors": "sgljax_engine.export",
+    "write_hf_tensors": "sgljax_engine.weights.hf_files",
 }
 
 __all__ = [
@@ -81,6 +90,7 @@ __all__ = [
     "FinishReason",
     "FlushCacheReqInput",
     "FlushCacheReqOutput",
+    "HfTensor",
     "InvalidConfigError",
     "InvalidRequestError",
     "Llama3Scaling",
@@ -104,6 +114,9 @@ __all__ = [
     "flatten_named",
     "load_model_config",
     "model_config_from_hf",
+    "read_hf_tensors",
+    "to_hf_tensors",
+    "write_hf_tensors",
 ]
 
 
