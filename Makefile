@@ -29,6 +29,10 @@ test: $(STAMP) ## Run the tests, by default in two processes; PYTEST_ARGS="-k na
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
 
+.PHONY: docs
+docs: $(STAMP) ## Build the documentation into site/, with warnings as errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 .PHONY: lint
 lint: $(STAMP) ## Check style, format and types.
 	$(BIN)/ruff check .
@@ -45,7 +49,7 @@ install: $(STAMP) ## Make .venv, or bring it up to date.
 
 .PHONY: clean
 clean: ## Remove caches, build outputs and demo outputs; keep .venv.
-	rm -rf build dist outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist outputs site .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 .PHONY: distclean
