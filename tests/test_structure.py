@@ -183,9 +183,11 @@ def test_adapter_uses_the_engines_public_names_only():
                 assert inner in public, f"tunix_sgljax.{name} imports {imported}"
 
 
-def test_no_environment_reads():
+def test_no_environment_reads_below_the_command_line():
     for package in PACKAGES:
         for name, path in modules(package).items():
+            if package == "tunix_sgljax" and is_within(name, "cli"):
+                continue
             text = path.read_text(encoding="utf-8")
             # Whole words: Tunix's agents act in environments.
             assert not re.search(r"\b(environ|getenv)\b", text), f"{package}.{name}"
