@@ -22,6 +22,7 @@ from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.training.checks import check_num_devices, engine_options, num_updates
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
+from tunix_sgljax.training.rewards import whole_numbers
 from tunix_sgljax.training.rollouts import SeededVanillaRollout
 from tunix_sgljax.training.schema import OptimizerSection, TrainConfig
 
@@ -196,7 +197,7 @@ def make_learner(
             kl_method=ppo.kl_method,
             kl_clamp_value=ppo.kl_clamp_value,
         )
-        return PPOLearner(cluster, ppo_config, reward_fns)
+        return PPOLearner(cluster, ppo_config, [whole_numbers(fn) for fn in reward_fns])
     grpo = config.algorithm.grpo
     grpo_config = GRPOConfig(
         num_generations=grpo.num_generations,

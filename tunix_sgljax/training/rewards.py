@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from sgljax_engine import InvalidConfigError
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -45,6 +48,26 @@ BUILT_IN: dict[str, Callable[..., list[float]]] = {
     "answer_tag": answer_tag,
 }
 """By the name that `task.reward_functions` takes."""
+
+
+def whole_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The reward function, but refusing fractions.
+
+    Tunix 0.1.7's PPOLearner adds rewards to an array of integers, which cuts fractions off.
+    """
+
+    @functools.wraps(function)
+    def checked(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
+        rewards = function(prompts=prompts, completions=completions, **columns)
+        for reward in rewards:
+            if reward != int(reward):
+                raise InvalidConfigError(
+                    f"the reward function {function.__name__} must return whole numbers with PPO, "
+                    f"got {reward}: Tunix 0.1.7's PPOLearner cuts fractions off; scale the rewards"
+                )
+        return rewards
+
+    return checked
 
 
 def _compare(
