@@ -2,7 +2,7 @@
 
 So a policy knows how to work the result out, but has been taught to spoil it: a start from which
 reinforcement learning has something to gain, and which a small model reaches in a few minutes on
-a CPU. The checkpoints of both tasks are made by it.
+a CPU. The checkpoints of all tasks are made by it.
 """
 
 from __future__ import annotations
@@ -149,8 +149,19 @@ def sampled_accuracy(model: qwen3.Qwen3, task: Task, num_problems: int, seed: in
     return float(np.mean(exact_match(prompts, output.text, answers)))
 
 
-def make_checkpoint(task: Task, defaults: Defaults) -> None:
-    """Trains a policy as the command line says and writes its checkpoint."""
+def make_checkpoint(
+    task: Task,
+    defaults: Defaults,
+    measure: Callable[[qwen3.Qwen3, Task, int, int], float] = sampled_accuracy,
+) -> None:
+    """Trains a policy as the command line says and writes its checkpoint.
+
+    Args:
+        task: What it is made for.
+        defaults: Of the options.
+        measure: The share of right results: of the policy, the task, a number of problems and a
+            seed.
+    """
     parser = argparse.ArgumentParser(description="Make the supervised checkpoint.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=defaults.steps)
@@ -165,7 +176,7 @@ def make_checkpoint(task: Task, defaults: Defaults) -> None:
     data = task.batches(args.batch_size, args.corrupted, args.seed)
     model = new_model(args.seed, task.config)
     loss = train(model, data, args.steps, args.learning_rate)
-    accuracy = sampled_accuracy(model, task, defaults.num_problems, args.seed + 1)
+    accuracy = measure(model, task, defaults.num_problems, args.seed + 1)
     print(f"loss {loss:.3f}, exact match at temperature 1: {accuracy:.3f}")
     metadata = {
         "task": task.name,

@@ -14,6 +14,7 @@ from tunix.rl.grpo import grpo_learner as tunix_grpo
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.sampling import WeightUpdateMode
 
@@ -30,6 +31,7 @@ def create_sgljax_rollout(
     match_batch_size: int | None = None,
     weight_update_mode: WeightUpdateMode = "retract",
     release_kv_between_steps: bool = False,
+    progress: Progress | None = None,
     **engine_options: Any,
 ) -> SglJaxRollout:
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
@@ -47,6 +49,7 @@ def create_sgljax_rollout(
         match_batch_size: See `SglJaxRollout`.
         weight_update_mode: See `SglJaxRollout`.
         release_kv_between_steps: See `SglJaxRollout`.
+        progress: See `SglJaxRollout`.
         **engine_options: Flat `EngineConfig` options.
 
     Raises:
@@ -66,6 +69,7 @@ def create_sgljax_rollout(
         match_batch_size=match_batch_size,
         weight_update_mode=weight_update_mode,
         release_kv_between_steps=release_kv_between_steps,
+        progress=progress,
         **engine_options,
     )
 

@@ -34,6 +34,8 @@ from sgljax_engine.io_struct import (
 from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.progress import EngineProgress, ProgressListener
+from sgljax_engine.recorder import RecordedEvent, RecordedSample, Recording
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import derive_seed
 from sgljax_engine.types import FinishReason
@@ -88,6 +90,7 @@ __all__ = [
     "EngineCounters",
     "EngineError",
     "EnginePreview",
+    "EngineProgress",
     "EngineShutdownError",
     "EngineState",
     "EngineStateError",
@@ -103,6 +106,10 @@ __all__ = [
     "ModelConfig",
     "OffloadError",
     "PauseGenerationReqInput",
+    "ProgressListener",
+    "RecordedEvent",
+    "RecordedSample",
+    "Recording",
     "RequestCheckpoint",
     "RequestOutput",
     "RopeConfig",

@@ -23,6 +23,7 @@ from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind
+from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.requests import Limits
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
@@ -80,12 +81,15 @@ def identity_rules(model: ModelConfig) -> list[Rule]:
     return [Rule(name, name) for name in get_model(model.architecture).param_specs(model)]
 
 
-def folder_weights(model: ModelConfig, folder: str | Path) -> WeightSource:
+def folder_weights(
+    model: ModelConfig, folder: str | Path, progress: ProgressListener | None = None
+) -> WeightSource:
     """The weights of a Hugging Face folder, still on the host."""
     specs = get_model(model.architecture).param_specs(model)
     kinds = {name: spec.kind is ParamKind.LINEAR for name, spec in specs.items()}
     rules = loader.hf_rules(kinds, tied=model.tie_word_embeddings)
-    return WeightSource(loader.read_hf_folder(folder), rules)
+    with reporting(progress, "read weights", loader.folder_bytes(folder), "B") as advance:
+        return WeightSource(loader.read_hf_folder(folder, advance), rules)
 
 
 def same_model_weights(
@@ -141,13 +145,14 @@ def pick_weights(
     weights: Any,
     rules: Sequence[Rule] | None,
     load_format: str,
+    progress: ProgressListener | None,
 ) -> WeightSource:
     """The first weights: given ones, random ones, or the folder's."""
     if weights is not None:
         return WeightSource(weights, identity_rules(model) if rules is None else rules)
     if load_format == "dummy" or folder is None:
         return dummy_weights(model, config.runtime.random_seed or 0)
-    return folder_weights(model, folder)
+    return folder_weights(model, folder, progress)
 
 
 def run_on_clean_thread(
@@ -180,6 +185,7 @@ def build_loop(
     weights: WeightSource,
     tokenizer: Tokenizer | None,
     mesh: jax.sharding.Mesh | None,
+    progress: ProgressListener | None,
 ) -> tuple[EngineLoop, Limits]:
     """Checks the configuration, takes memory, transforms the weights, starts the threads."""
     max_model_len = pick_max_model_len(model, config)
@@ -187,8 +193,11 @@ def build_loop(
     placement = place(model, mesh, dtype)
     page_size = config.cache.page_size
     definition = get_model(model.architecture)
-    maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(model)))
-    weights_made = maker.make(weights.arrays, weights.rules)
+    targets = placement.weight_targets(definition.param_specs(model))
+    maker = sync.WeightMaker(targets)
+    with reporting(progress, "place weights", len(targets), "tensor") as advance:
+        weights_made = maker.make(weights.arrays, weights.rules)
+        advance(len(targets))
     static = _program_context(config, definition, model, placement, weights_made)
     weights_bytes = sum(weight.nbytes for weight in weights_made.values())
     memory = plan_memory(model, config, placement, max_model_len, weights_bytes)

@@ -44,6 +44,8 @@ from sgljax_engine.metrics import EngineState
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import load_model_config
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.progress import EngineProgress, ProgressListener
+from sgljax_engine.recorder import MAX_EVENTS, Recording
 from sgljax_engine.requests import LogprobArgs, RequestFactory
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import SeedSource
@@ -75,6 +77,7 @@ class Engine:
         load_format: str = "auto",
         mesh: jax.sharding.Mesh | None = None,
         config: EngineConfig | None = None,
+        progress: ProgressListener | None = None,
         **options: Any,
     ) -> None:
         """Loads the model and starts the engine.
@@ -90,6 +93,7 @@ class Engine:
             load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
             mesh: Where to run, sharded over its axis "tp"; None takes JAX's first device.
             config: All options as one object.
+            progress: Told how far loading and warm-up are, on the threads that do them.
             **options: Instead of `config`: flat names of `EngineConfig`, for example
                 `page_size=16, max_running_requests=64, dtype="bfloat16"`.
 
@@ -118,11 +122,13 @@ class Engine:
             config=config,
             dtype=builder.pick_dtype(config, model_path),
             weights=builder.pick_weights(
-                model_config, config, model_path, weights, weight_rules, load_format
+                model_config, config, model_path, weights, weight_rules, load_format, progress
             ),
             tokenizer=tokenizer,
             mesh=mesh,
+            progress=progress,
         )
+        self._progress = progress
         self._tokenizer = tokenizer
         self._loop, limits = builder.run_on_clean_thread(build)
         try:
@@ -171,6 +177,32 @@ class Engine:
     async def async_get_internal_state(self) -> EngineState:
         """`get_internal_state` for asyncio."""
         return await self._client.async_ask(cmd.GetState)
+
+    def get_progress(self) -> EngineProgress:
+        """Queue sizes and totals, read without waiting for the engine and at no cost to it."""
+        return self._loop.progress
+
+    def start_recording(self, max_events: int = MAX_EVENTS) -> None:
+        """Notes from now on what the engine's threads do and when; see `stop_recording`.
+
+        Meanwhile the engine waits for each prefill before it dispatches the decode behind it, so
+        that the time of each is its own.
+
+        Args:
+            max_events: Events, and samples, to hold; older ones are forgotten.
+
+        Raises:
+            InvalidRequestError: unless `max_events` is a positive int.
+        """
+        self._loop.recorder.start(max_events)
+
+    def stop_recording(self) -> Recording:
+        """Ends the recording and hands it over; an empty one if there was none.
+
+        Times are readings of `time.perf_counter`. Events that are not over yet are left out, but
+        for a pause and a sleep, which are cut off.
+        """
+        return self._loop.recorder.stop()
 
     def check_integrity(self) -> None:
         """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
@@ -360,7 +392,9 @@ class Engine:
             include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
                 too, three or more for each batch bucket.
         """
-        return self._client.ask(functools.partial(cmd.Warmup, include_score, include_table))
+        return self._client.ask(
+            functools.partial(cmd.Warmup, include_score, include_table, self._progress)
+        )
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
         """Stops generating. Returns when the device runs nothing of this engine.
