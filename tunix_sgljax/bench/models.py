@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,13 @@ from flax import nnx
 from tunix.models.qwen3.model import ModelConfig as TunixConfig
 from tunix.models.qwen3.model import Qwen3
 
-from sgljax_engine import ModelConfig, UnsupportedModelError
+from sgljax_engine import ModelConfig
 from tunix_sgljax.bench.shapes import PAD_ID
+from tunix_sgljax.training.models import find_model, load_policy
+from tunix_sgljax.training.schema import ModelSection
 
 _PAD_LOGIT_SCALE = 0.1
 _EMBEDDING = "input_embedding"
-
-_PACKAGES = {
-    "LlamaForCausalLM": "llama3",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""Tunix's package of an architecture, of those that are loaded here."""
 
 
 def make_tunix_model(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Qwen3:
@@ -66,39 +60,12 @@ def make_tunix_model(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float3
     return model
 
 
-def load_tunix_model(folder: str | Path, config: ModelConfig, dtype: Any) -> Any:
-    """Returns the model of a Hugging Face folder, read by Tunix's own loader.
-
-    Args:
-        folder: The folder.
-        config: Its shape.
-        dtype: Of weights and activations.
+def load_tunix_model(folder: str | Path, dtype: str) -> nnx.Module:
+    """Returns the model of a Hugging Face folder, read by Tunix's own loader, on one device.
 
     Raises:
-        UnsupportedModelError: for an architecture that is not loaded here.
+        InvalidConfigError: for a model that Tunix or its loader does not have.
     """
-    package = _PACKAGES.get(config.architecture)
-    if package is None:
-        raise UnsupportedModelError(
-            f"Tunix's {config.architecture} is not loaded from a folder here, only "
-            f"{', '.join(_PACKAGES)}"
-        )
-    models = importlib.import_module(f"tunix.models.{package}.model")
-    params = importlib.import_module(f"tunix.models.{package}.params")
-    tied = "weight_tying" if package == "llama3" else "use_tied_embedding"
-    fields: dict[str, Any] = {tied: config.tie_word_embeddings}
-    if package != "llama3":  # whose layers take the dtype of their weights
-        fields |= {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(dtype)}
-    tunix_config = models.ModelConfig(
-        num_layers=config.num_layers,
-        vocab_size=config.vocab_size,
-        embed_dim=config.hidden_size,
-        hidden_dim=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rope_theta=int(config.rope.theta),
-        norm_eps=config.rms_norm_eps,
-        **fields,
-    )
-    return params.create_model_from_safe_tensors(str(folder), tunix_config, dtype=dtype)
+    section = ModelSection(path=str(folder), dtype=dtype)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    return load_policy(section, find_model(section), mesh)

@@ -246,6 +246,7 @@ def _make_ours(
 ) -> EnginePeer:
     from sgljax_engine import Engine
     from tunix_sgljax.bench.peers import EnginePeer, SglJaxPeer
+    from tunix_sgljax.progress import Progress
 
     if folder is None and model is not None:  # the weights that the other sampler has
         return SglJaxPeer(model, workload, options=read_pairs("--engine", args.engine))
@@ -255,7 +256,8 @@ def _make_ours(
     }
     options = engine_config(args, sizes)
     source: dict[str, Any] = {"model_config": config} if folder is None else {"model_path": folder}
-    return EnginePeer(Engine(**source, config=options), workload.num_rows)
+    progress = Progress(False if args.quiet else None)
+    return EnginePeer(Engine(**source, config=options, progress=progress), workload.num_rows)
 
 
 def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | None) -> Any:
@@ -265,7 +267,7 @@ def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | N
     dtype = preview_engine(config, folder=folder, config=engine_config(args)).dtype
     if folder is None:
         return make_tunix_model(config, dtype=dtype)
-    return load_tunix_model(folder, config, dtype)
+    return load_tunix_model(folder, dtype)
 
 
 def _peak_bytes() -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -94,9 +95,11 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, {"max_running_requests": min(num_samples, _MAX_RUNNING)})
 
     from sgljax_engine import Engine
+    from tunix_sgljax.progress import Progress
 
+    progress = Progress(False if args.quiet else None)
     start = time.perf_counter()
-    with Engine(folder, config=config) as engine:
+    with Engine(folder, config=config, progress=progress) as engine:
         if not args.quiet:
             say(f"loaded {folder} in {time.perf_counter() - start:.1f} s")
         job = _Job(engine, args, sampling)
@@ -104,7 +107,10 @@ def run(args: argparse.Namespace) -> int:
         if len(prompts) == 1 and num_samples == 1 and args.output is None:
             stream_one(job, prompts[0], summary)
         else:
-            with _writer(args, len(prompts)) as writer:
+            # Texts on the same terminal would tear the bar.
+            has_bar = args.output is not None
+            bar = progress.rollout(engine, num_samples) if has_bar else contextlib.nullcontext()
+            with _writer(args, len(prompts)) as writer, bar:
                 asyncio.run(generate_all(job, prompts, writer, summary))
         if not args.quiet:
             say(summary.in_words(engine.get_internal_state()))
