@@ -26,7 +26,8 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from reporting import ROOT, cpu_model
+from reporting import ROOT
+from tunix_sgljax.bench.environment import cpu_model
 
 REPORT = ROOT / "benchmarks/results/install_matrix.md"
 SMOKE = ROOT / "benchmarks/install_smoke.py"

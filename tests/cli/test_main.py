@@ -12,8 +12,6 @@ import pytest
 from sgljax_engine import EngineStepError, InvalidConfigError
 from tunix_sgljax.cli import main as cli
 
-COMMANDS = ("generate", "bench", "doctor", "convert")
-
 
 def failing(monkeypatch, error):
     """A command that raises."""
@@ -34,7 +32,7 @@ def test_help_lists_all_commands_with_examples(capsys):
         assert f"  tunix-sgljax {name} " in text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_of_a_command(name, capsys):
     assert cli.COMMANDS[name] == cli.find_command(name).SUMMARY
     assert cli.main([name, "--help"]) == 0
@@ -54,7 +52,7 @@ def test_help_imports_no_jax_and_no_tunix():
 import sys
 from tunix_sgljax.cli.main import main
 assert main(["--help"]) == 0
-for name in ("generate", "bench", "doctor", "convert"):
+for name in ("train", "generate", "bench", "doctor", "convert"):
     assert main([name, "--help"]) == 0
 assert not {"jax", "tunix", "transformers"} & set(sys.modules)
 """

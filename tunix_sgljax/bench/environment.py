@@ -35,11 +35,18 @@ def describe_environment(device: str, more_packages: Sequence[str] = ()) -> Envi
     return Environment(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         cpu=cpu_model(),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=num_cores(),
         device=device,
         python=platform.python_version(),
         versions={name: importlib.metadata.version(name) for name in (*PACKAGES, *more_packages)},
     )
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cpu_model() -> str:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
+from tunix_sgljax.bench.environment import num_cores
+
 if TYPE_CHECKING:
     from sgljax_engine import EngineConfig, EnginePreview
 
@@ -166,7 +168,7 @@ def gather(folder: Path | None, config: EngineConfig) -> Facts:
         versions=installed_versions(requirements),
         requirements=requirements,
         accelerators=find_accelerators(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        num_cores=num_cores(),
         memory_bytes=total,
         available_bytes=available,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
