@@ -40,7 +40,7 @@ class Command(Protocol):
 
 
 COMMANDS = {
-    "train": "Train a model with GRPO or PPO, as a config file says.",
+    "train": "Train with GRPO or PPO, as a config file says.",
     "generate": "Complete prompts with a model in a Hugging Face folder.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
