@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp  # seconds, and needed by no other path
 
     handler = ocp.PyTreeCheckpointHandler()
-    path = Path(folder).resolve()
+    path: Any = Path(folder).resolve()  # Orbax takes any kind of path, and declares its own
     try:
         tree = handler.metadata(path).tree
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)

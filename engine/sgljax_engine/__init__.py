@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sgljax_engine.engine import Engine
     from sgljax_engine.export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
+    from sgljax_engine.preview import EnginePreview, preview_engine
     from sgljax_engine.weights.hf_files import (
         HfTensor,
         read_hf_tensors,
@@ -61,12 +62,15 @@ _LAZY = {
     "CheckpointManager": "sgljax_engine.checkpoint.manager",
     "Engine": "sgljax_engine.engine",
     "EngineCheckpoint": "sgljax_engine.checkpoint.structures",
+    "EnginePreview": "sgljax_engine.preview",
+    "HfTensor": "sgljax_engine.weights.hf_files",
     "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
     "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
     "Rule": "sgljax_engine.weights.rules",
     "flatten_named": "sgljax_engine.weights.rules",
     "load_model_config": "sgljax_engine.models.registry",
     "model_config_from_hf": "sgljax_engine.models.registry",
+    "preview_engine": "sgljax_engine.preview",
     "read_hf_tensors": "sgljax_engine.weights.hf_files",
     "to_hf_tensors": "sgljax_engine.export",
     "write_hf_tensors": "sgljax_engine.weights.hf_files",
@@ -85,6 +89,7 @@ __all__ = [
     "EngineConfig",
     "EngineCounters",
     "EngineError",
+    "EnginePreview",
     "EngineProgress",
     "EngineShutdownError",
     "EngineState",
@@ -121,6 +126,7 @@ __all__ = [
     "flatten_named",
     "load_model_config",
     "model_config_from_hf",
+    "preview_engine",
     "read_hf_tensors",
     "to_hf_tensors",
     "write_hf_tensors",

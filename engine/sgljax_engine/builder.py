@@ -188,7 +188,7 @@ def build_loop(
     progress: ProgressListener | None,
 ) -> tuple[EngineLoop, Limits]:
     """Checks the configuration, takes memory, transforms the weights, starts the threads."""
-    max_model_len = _max_model_len(model, config)
+    max_model_len = pick_max_model_len(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     placement = place(model, mesh, dtype)
     page_size = config.cache.page_size
@@ -199,7 +199,8 @@ def build_loop(
         weights_made = maker.make(weights.arrays, weights.rules)
         advance(len(targets))
     static = _program_context(config, definition, model, placement, weights_made)
-    memory = plan_memory(model, config, placement, max_model_len, weights_made)
+    weights_bytes = sum(weight.nbytes for weight in weights_made.values())
+    memory = plan_memory(model, config, placement, max_model_len, weights_bytes)
     num_pages = memory.report.kv_tokens // page_size
 
     batch_buckets, token_buckets = _buckets(config, static.prefill_pass)
@@ -266,7 +267,8 @@ def _program_context(
     )
 
 
-def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    """The length asked for, which the model must have room for, else the model's own."""
     asked = config.max_model_len
     if asked is not None and asked > model.context_length:
         raise InvalidConfigError(
@@ -285,6 +287,16 @@ def _buckets(config: EngineConfig, per_pass: int | None) -> tuple[tuple[int, ...
     )
 
 
+def compilation_cache_path(folder: str | None) -> Path | None:
+    """Where `enable_compilation_cache` has programs kept; None for nowhere."""
+    configured = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if folder is None or folder == "auto":
+        if configured is not None:
+            return Path(configured)
+        return None if folder is None else Path.home() / ".cache" / "tunix_sgljax" / "xla"
+    return Path(folder)
+
+
 def enable_compilation_cache(folder: str | None) -> None:
     """Turns on JAX's persistent compilation cache for this process.
 
@@ -298,7 +310,7 @@ def enable_compilation_cache(folder: str | None) -> None:
     configured = getattr(jax.config, "jax_compilation_cache_dir", None)
     if folder is None or (folder == "auto" and configured is not None):
         return
-    path = Path.home() / ".cache" / "tunix_sgljax" / "xla" if folder == "auto" else Path(folder)
+    path = compilation_cache_path(folder)
     from jax.experimental.compilation_cache import compilation_cache
 
     # JAX decides once, at the first compilation, whether to use a cache: decide again.

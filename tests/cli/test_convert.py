@@ -139,7 +139,7 @@ def test_gemma_1_whose_folders_tunix_does_not_load():
         "model.embed_tokens.weight": weights["embedder.input_embedding"],
     }
     assert_same({name: tensors[name] for name in wanted}, wanted)
-    assert {name for name in read_hf_tensors(GOLDEN / "gemma_mqa")} == set(tensors)
+    assert set(read_hf_tensors(GOLDEN / "gemma_mqa")) == set(tensors)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,8 @@ def test_the_converted_model_samples_as_the_rollout_of_the_trained_one(trained, 
     prompts = [ids.tolist() for ids in ref.make_prompts(64, (3, 5, 9), seed=1)]
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     wanted = rollout.engine.generate_requests(prompts, params)
-    with Engine(output, max_model_len=32, **ENGINE_OPTIONS) as engine:
+    options: dict[str, Any] = {**ENGINE_OPTIONS, "max_model_len": 32}
+    with Engine(output, **options) as engine:
         got = engine.generate_requests(prompts, params)
     assert [out.output_ids for out in got] == [out.output_ids for out in wanted]
     logprobs = [[np.array(out.logprobs) for out in outputs] for outputs in (got, wanted)]

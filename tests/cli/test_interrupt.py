@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-import jax
 import pytest
 
 from tests.engine.small_tokenizers import GOLDEN
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = ["decode_steps=1", "stream_interval=1", "token_buckets=[64]", "chunked_prefill_size=64"]
 
 
@@ -75,7 +76,7 @@ def test_while_compiling(start, tmp_path):
 
 
 def test_while_decoding(start):
-    process = start("the quick", cache=jax.config.jax_compilation_cache_dir)
+    process = start("the quick", cache=ROOT / ".jax_cache")
     wait_for_load(process)
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`tunix-sgljax convert`: what Tunix trained, or a Hugging Face folder, as a Hugging Face folder."""
+"""`tunix-sgljax convert`: Tunix checkpoints and Hugging Face folders to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -175,7 +175,8 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]I?B|)", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
+        units = ", ".join(unit for unit in _UNITS if unit)
         raise InvalidConfigError(
-            f"--max-shard-size must be a number with one of {[u for u in _UNITS if u]}, got {text!r}"
+            f"--max-shard-size must be a number with a unit ({units}), got {text!r}"
         )
     return size
