@@ -192,3 +192,10 @@ def test_metrics_without_a_value_are_left_out():
     assert values["kv_use"] == 0.25
     assert values["tokens_per_s"] == 15.0
     assert (values["sync_s"], values["seconds"]) == (0.5, 2.0)
+
+
+def test_the_documentation_has_every_metric():
+    text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    for name, metric in METRICS.items():
+        assert f"| `{name}` | {metric.about} |" in rows
