@@ -86,7 +86,8 @@ class Engine:
             weights: A pytree of arrays to start with, instead of a checkpoint.
             weight_rules: Map `weights` onto the model; None expects the engine's own names and
                 logical shapes.
-            tokenizer: See `tokenizer`; None takes the folder's.
+            tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
+                decode, bos_id, eos_id and pad_id; None takes the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
             mesh: Where to run, sharded over its axis "tp"; None takes JAX's first device.
             config: All options as one object.
