@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if target in seen:
                 continue
             seen.add(target)
-            if not (ROOT / target).is_file():
+            if not (ROOT / target).exists():
                 log.warning("%s links to %s, which is not in the repository", source, target)
                 continue
             files.append(_as_file(target, config))
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = _target(source, match[1])
         if target is None:
             return match[0]
-        place = target.removeprefix("docs/") if target.startswith("docs/") else site_path(target)
+        place = target.removeprefix("docs/") if _is_page(target) else site_path(target)
         relative = posixpath.relpath(place, posixpath.dirname(here) or ".")
         return f"]({relative}{match[2] or ''})"
 
@@ -70,14 +70,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def site_path(target: str) -> str:
     """Where a file of the repository is in the site's sources."""
+    if (ROOT / target).is_dir():
+        return f"{AREA}/{target}/index.md"
     is_kept = target.endswith(".md") or Path(target).suffix in _IMAGES
     return f"{AREA}/{target}" if is_kept else f"{AREA}/{target}.md"
+
+
+def _is_page(target: str) -> bool:
+    """Whether a file of the repository is in the site's own sources."""
+    return target.startswith("docs/") and not target.endswith(".py")
 
 
 def _as_file(target: str, config: MkDocsConfig) -> File:
     path = ROOT / target
     if path.suffix in _IMAGES:
         return File.generated(config, site_path(target), abs_src_path=str(path))
+    if path.is_dir():
+        names = sorted(each.name for each in path.iterdir() if each.is_file())
+        listing = "\n".join(f"- `{name}`" for name in names)
+        return File.generated(config, site_path(target), content=f"# {target}\n\n{listing}\n")
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".md":
         fence = "`" * 5
@@ -89,7 +100,7 @@ def _outside(source: str) -> set[str]:
     """Files outside docs/ that a Markdown file of the repository links to."""
     text = _FENCE.sub("", (ROOT / source).read_text(encoding="utf-8"))
     targets = (_target(source, match[1]) for match in _LINK.finditer(text))
-    return {target for target in targets if target and not target.startswith("docs/")}
+    return {target for target in targets if target and not _is_page(target)}
 
 
 def _target(source: str, link: str) -> str | None:
@@ -97,8 +108,7 @@ def _target(source: str, link: str) -> str | None:
     if re.match(r"[a-z]+:", link) or link.startswith("/"):
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
-    if target.startswith("docs/") and source.startswith("docs/"):
+    if _is_page(target) and source.startswith("docs/"):
         return None
-    if (ROOT / target).is_dir():
-        target = f"{target}/README.md"
-    return target
+    has_readme = (ROOT / target / "README.md").is_file()
+    return f"{target}/README.md" if has_readme else target

@@ -93,9 +93,9 @@ def hf_tokenizer() -> PreTrainedTokenizerFast:
     characters = [Tokenizer().decode([i]) for i in range(first_id, Tokenizer.vocab_size)]
     vocab = {token: i for i, token in enumerate([*special, *characters])}
     fast = FastTokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    fast.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
-    fast.decoder = decoders.Fuse()  # type: ignore[assignment]
-    fast.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    fast.decoder = decoders.Fuse()
+    fast.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
     )
     tokenizer = PreTrainedTokenizerFast(

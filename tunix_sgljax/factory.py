@@ -89,7 +89,18 @@ class RLCluster(tunix_cluster.RLCluster):
         perf_config: Any = None,
         rollout_worker: BaseRollout | None = None,
     ) -> None:
-        """As Tunix's; `rollout_worker` takes the place of `cluster_config.rollout_engine`.
+        """As Tunix's, with one argument more.
+
+        Args:
+            actor: The policy being trained, or its path.
+            tokenizer: A tokenizer, or Tunix's adapter of one.
+            cluster_config: Tunix's ClusterConfig.
+            critic: Of PPO.
+            reference: The frozen policy of the KL penalty.
+            reward: A reward model.
+            perf_config: See Tunix.
+            rollout_worker: Takes the place of `cluster_config.rollout_engine`: what
+                `create_sgljax_rollout` returned, or any other BaseRollout.
 
         Raises:
             InvalidConfigError: when `rollout_worker` is no BaseRollout.
@@ -142,7 +153,16 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
         metric_fns: Sequence[Callable[..., Any]] | None = None,
         data_shuffle_seed: int | None = None,
     ) -> None:
-        """See `tunix.rl.grpo.grpo_learner.GRPOLearner`."""
+        """See `tunix.rl.grpo.grpo_learner.GRPOLearner`.
+
+        Args:
+            rl_cluster: The cluster that samples and trains.
+            reward_fns: One or several; each gets prompts and completions, and the other columns of
+                the dataset by name, and returns a reward for each completion.
+            grpo_config: Tunix's GRPOConfig, which it calls `algo_config`.
+            metric_fns: More metrics.
+            data_shuffle_seed: See Tunix.
+        """
         super().__init__(
             rl_cluster=rl_cluster,
             algo_config=grpo_config,

@@ -86,18 +86,20 @@ def lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
     found: list[list[Slice]] = []
     open_ends: list[list[float]] = []  # of each lane, outermost first
     for each in sorted(slices, key=lambda s: (s.begin_s, -s.end_s)):
-        for lane, ends in zip(found, open_ends, strict=True):
-            while ends and ends[-1] <= each.begin_s:
-                ends.pop()
-            if not ends or each.end_s <= ends[-1]:
-                break
-        else:
-            lane, ends = [], []
-            found.append(lane)
-            open_ends.append(ends)
-        lane.append(each)
-        ends.append(each.end_s)
+        place = next((i for i, ends in enumerate(open_ends) if _nests(each, ends)), len(found))
+        if place == len(found):
+            found.append([])
+            open_ends.append([])
+        found[place].append(each)
+        open_ends[place].append(each.end_s)
     return found
+
+
+def _nests(each: Slice, ends: list[float]) -> bool:
+    """Whether a slice fits into a lane's open ones; drops the ends of those that are over."""
+    while ends and ends[-1] <= each.begin_s:
+        ends.pop()
+    return not ends or each.end_s <= ends[-1]
 
 
 class _Trace:

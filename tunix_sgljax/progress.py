@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 REDRAW_S = 0.2
 """Seconds between two looks at an engine that generates."""
 
+LOG_S = 10.0
+"""The same where each drawing is a line more: in a log file."""
+
 
 def is_interactive() -> bool:
     """Whether stderr is a terminal, or this is IPython: then Tunix draws its own training bar."""
@@ -178,7 +181,7 @@ class _RolloutBar:
         self._bar.close()
 
     def _run(self) -> None:
-        while not self._is_over.wait(REDRAW_S):
+        while not self._is_over.wait(REDRAW_S if is_interactive() else LOG_S):
             self._draw()
 
     def _draw(self) -> None:

@@ -89,7 +89,8 @@ class Engine:
             weights: A pytree of arrays to start with, instead of a checkpoint.
             weight_rules: Map `weights` onto the model; None expects the engine's own names and
                 logical shapes.
-            tokenizer: See `tokenizer`; None takes the folder's.
+            tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
+                decode, bos_id, eos_id and pad_id; None takes the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
             mesh: Where to run, sharded over its axis "tp"; None takes JAX's first device.
             config: All options as one object.
@@ -303,6 +304,12 @@ class Engine:
             template_options: More variables of the template, `{"enable_thinking": False}` say.
             return_logprob: As in `generate`.
             stream: As in `generate`.
+
+        Returns:
+            As `generate`: for one conversation and n = 1 a dict, else a list, or a stream.
+
+        Raises:
+            InvalidRequestError: as `apply_chat_template` and `generate`.
         """
         conversations, is_single = _conversations(messages)
         ids = [
@@ -329,6 +336,11 @@ class Engine:
     ) -> list[int]:
         """Token ids of one conversation; see `chat`.
 
+        Args:
+            messages: A list of `{"role": ..., "content": ...}`.
+            add_generation_prompt: End with the beginning of the assistant's answer.
+            template_options: More variables of the template.
+
         Raises:
             InvalidRequestError: when the engine has no tokenizer, the tokenizer no template, or a
                 message no role or content.
@@ -346,7 +358,18 @@ class Engine:
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[RequestOutput]:
-        """`generate` for token ids with typed outputs, all samples of all prompts in order."""
+        """`generate` for token ids with typed outputs.
+
+        Args:
+            input_ids: Token ids of each prompt.
+            sampling_params: For all prompts, or one for each.
+
+        Returns:
+            All samples of all prompts in order, n of a prompt in a row.
+
+        Raises:
+            InvalidRequestError: names the field, its value and its limit.
+        """
         made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
         return self._client.generate(made[0])
 
@@ -373,6 +396,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: names the argument, its value and its limit.
+            EngineStateError: while the engine sleeps or has no weights.
         """
         checked, starts = self._requests.check_scored(sequences, temperature, start_lens)
         if not checked:
@@ -384,13 +408,17 @@ class Engine:
     def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
         """Compiles and runs all prefill, copy and decode programs; returns how many were new.
 
-        Programs for `top_logprobs_num` and `token_ids_logprob` are left to their first use.
+        Programs for `top_logprobs_num` and `token_ids_logprob` are left to their first use. Other
+        requests wait meanwhile, seconds to minutes.
 
         Args:
             include_score: Those of `score` and `logprob_start_len` too, one for each prefill
                 bucket, and for each power of two beyond them up to the longest sequence.
             include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
                 too, three or more for each batch bucket.
+
+        Raises:
+            EngineStateError: while the engine sleeps or has no weights.
         """
         return self._client.ask(
             functools.partial(cmd.Warmup, include_score, include_table, self._progress)
@@ -454,6 +482,9 @@ class Engine:
 
         Refused, with a reason in the answer, while requests hold KV pages: when some run, or are
         paused in place. Retracted ones hold none.
+
+        Returns:
+            Whether it was done, and how many KV tokens were cached.
         """
         return self._client.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
 
@@ -606,6 +637,9 @@ class Engine:
         """A checksum of each serving weight's bits in its logical shape: 16 hexadecimal digits.
 
         Equal for equal weights, whatever the engine's devices, sharding and physical layout.
+
+        Raises:
+            EngineStateError: while the engine sleeps or has no weights.
         """
         return self._client.ask(cmd.ChecksumWeights)
 

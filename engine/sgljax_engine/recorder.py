@@ -117,14 +117,12 @@ class Recorder:
         now = time.perf_counter()
         events, self._events = self._events, deque(maxlen=0)
         samples, self._samples = self._samples, deque(maxlen=0)
+        if not was_on:
+            return Recording(now, now, [], [], 0)
         num_dropped = next(self._count) - len(events) - len(samples)
         unfinished = [each._replace(end_s=now) for each in dict(self._open).values()]
         return Recording(
-            self._begin_s if was_on else now,
-            now,
-            [*events, *unfinished] if was_on else [],
-            list(samples),
-            max(num_dropped, 0),
+            self._begin_s, now, [*events, *unfinished], list(samples), max(num_dropped, 0)
         )
 
     def slice(self, track: str, name: str, begin_s: float, end_s: float, args: Args) -> None:

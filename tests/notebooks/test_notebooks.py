@@ -21,13 +21,14 @@ IMAGES = {
     "interruption": ["notebook_pause_modes", "notebook_weight_versions"],
     "sleep_wake": ["notebook_sleep_levels", "notebook_two_models"],
 }
-MAX_PICTURE_BYTES = 70_000
+MAX_PICTURE_BYTES = 60_000
 HARMLESS = re.compile(
     "|".join(
         [
             "TqdmWarning: IProgress not found",  # ipywidgets is not installed
             "notebook_tqdm",  # ... and the line of source below it
             "PyTorch was not found",  # of transformers
+            "Skipping non-TPU device",  # of Tunix
             r"\d+%\|",  # progress bars
             r"^$",
         ]
@@ -160,8 +161,8 @@ def test_grpo(execute):
     before, after = map(float, trained.groups())
     assert 0 < before < after <= 1
     pairs = re.findall(r"vanilla +([\d.]+) s +ours +([\d.]+) s", printed(run["pairs"]))
-    assert len(pairs) == 4
-    median = re.search(r"median of 4 pairs: ([\d.]+) times", printed(run["pairs"]))
+    assert len(pairs) == 3
+    median = re.search(r"median of 3 pairs: ([\d.]+) times", printed(run["pairs"]))
     assert median is not None
     # It is 4 to 8 on a machine that does nothing else; tests run beside others.
     assert float(median[1]) > 1

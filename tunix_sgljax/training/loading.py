@@ -169,7 +169,8 @@ def is_function(value: str) -> bool:
 def _to_config(given: DictConfig) -> TrainConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
-        missing = sorted(OmegaConf.missing_keys(merged))
+        # A ??? in the file would leave the default there when it is merged.
+        missing = sorted(OmegaConf.missing_keys(given) | OmegaConf.missing_keys(merged))
         if missing:
             raise InvalidConfigError(
                 f"{missing[0]} must be given, in the file or as {missing[0]}=..."
