@@ -73,7 +73,7 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and what follows from them."""
-        values = dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
+        values: dict[str, Any] = dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
         if self.against is not None:
             values["against"] |= {
                 "tokens_per_s": self.useful_tokens / statistics.median(self.against.runs_s),

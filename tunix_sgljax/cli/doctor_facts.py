@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 from tunix_sgljax.bench.environment import num_cores
@@ -196,7 +195,7 @@ def required_here(lines: Sequence[str]) -> Iterator[Requirement]:
     for line in lines:
         requirement = Requirement(line)
         marker = requirement.marker
-        if marker is None or marker.evaluate({**default_environment(), "extra": ""}):
+        if marker is None or marker.evaluate({"extra": ""}):
             yield requirement
 
 
