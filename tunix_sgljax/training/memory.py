@@ -77,13 +77,16 @@ def estimate_memory(
     is_ppo = algorithm.name == "ppo"
     section = algorithm.ppo if is_ppo else algorithm.grpo
     bytes_of_policy = _num_bytes(policy)
-    critic = _shards(abstract_critic(spec), mesh, dtype) if is_ppo else {}
+    of_critic = 0
+    if is_ppo:
+        critic = _shards(abstract_critic(spec), mesh, dtype)
+        of_critic = 2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic))
     return MemoryEstimate(
         policy=bytes_of_policy,
         gradients=bytes_of_policy,
         optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, policy)),
         reference=bytes_of_policy if section.beta else 0,
-        critic=2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic)),
+        critic=of_critic,
         logits=_logits_bytes(config, spec, mesh),
         **_engine_bytes(config, spec, mesh, dtype),
     )
