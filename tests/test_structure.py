@@ -270,11 +270,15 @@ def test_exported_names():
         "AgenticGrpoLearner",
         "GrpoLearner",
         "MismatchReport",
+        "Progress",
         "RLCluster",
         "SglJaxRollout",
+        "Timeline",
         "VersionedRolloutOutput",
         "create_sgljax_rollout",
+        "log_rollout_metrics",
         "mismatch_report",
+        "record_timeline",
     ]
     for module in (engine, adapter):
         assert all(getattr(module, name) is not None for name in module.__all__)
