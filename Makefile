@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 
 DEMO_ARGS ?= --check
 BENCH_ARGS ?=
-PYTEST_ARGS ?=
+# Two processes: each takes up to 4 GB and keeps more than one core busy by itself.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -21,12 +22,16 @@ demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/gr
 	$(BIN)/python examples/grpo_addition.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(STAMP) ## Run the tests; pass options with PYTEST_ARGS="-k name".
+test: $(STAMP) ## Run the tests, by default in two processes; PYTEST_ARGS="-k name" instead.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
+
+.PHONY: docs
+docs: $(STAMP) ## Build the documentation into site/, with warnings as errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 .PHONY: lint
 lint: $(STAMP) ## Check style, format and types.
@@ -44,7 +49,7 @@ install: $(STAMP) ## Make .venv, or bring it up to date.
 
 .PHONY: clean
 clean: ## Remove caches, build outputs and demo outputs; keep .venv.
-	rm -rf build dist outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist outputs site .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 .PHONY: distclean

@@ -26,9 +26,11 @@ from pathlib import Path
 import jax
 
 from batch_peers import TRANSFORMERS
-from bench_models import MODELS, make_tunix_model
-from peers import OURS, PeerFactory
-from workloads import WORKLOADS, make_workload
+from peers import PeerFactory
+from tunix_sgljax.bench.models import make_tunix_model
+from tunix_sgljax.bench.peers import OURS
+from tunix_sgljax.bench.shapes import MODELS
+from tunix_sgljax.bench.workloads import WORKLOADS, make_workload
 
 _COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_to_mlir_module_duration",

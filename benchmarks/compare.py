@@ -18,7 +18,6 @@ import dataclasses
 import gc
 import shlex
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,63 +29,29 @@ from tunix.models.qwen3.model import Qwen3
 import cold_start
 import plots
 from batch_peers import TRANSFORMERS
-from bench_models import MODELS, BenchModel, make_tunix_model
 from ceilings import Ceilings, measure_ceilings
 from comparison import PeerResult, WorkloadResult, format_comparison
-from peers import OURS, PEERS, Peer, PeerFactory, SglJaxPeer, missing_reason
-from reporting import ROOT, describe_environment, report_head, write_report
+from peers import PEERS, PeerFactory, missing_reason
+from reporting import ROOT, report_head, write_report
 from roofline import limit_by_part, useful_work, weight_bytes
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.measure import count_agreed, timed
+from tunix_sgljax.bench.models import make_tunix_model
+from tunix_sgljax.bench.peers import OURS, Peer, SglJaxPeer
+from tunix_sgljax.bench.shapes import MODELS, BenchModel
+from tunix_sgljax.bench.workloads import WORKLOADS, Workload, make_workload
 from weight_sync import WeightSync, format_weight_sync, measure_weight_sync
-from workloads import WORKLOADS, Workload, make_workload
 
 DEFAULT_MODELS = ("tiny", "small")
 SYNC_WORKLOAD = "rl_uniform"
 START_WORKLOAD = "rl_longtail"
-_NUM_GREEDY_PROMPTS, _NUM_GREEDY_TOKENS = 4, 8
 _SYNC_TOKENS = 256
-_SETTLE_S = 0.2
-
-
-def timed(peer: Peer, workload: Workload) -> float:
-    """Seconds of one run, started when other peers' threads have gone to sleep."""
-    gc.collect()
-    time.sleep(_SETTLE_S)
-    start = time.perf_counter()
-    outputs = peer.generate(workload)
-    seconds = time.perf_counter() - start
-    lengths = tuple(map(len, outputs))
-    if lengths != workload.output_lengths:
-        raise AssertionError(f"{peer.name} answered {lengths}, not {workload.output_lengths}")
-    return seconds
-
-
-def count_agreed(ours: Peer, peer: Peer, workload: Workload) -> int:
-    """How many leading greedy tokens of some prompts a peer shares with our engine.
-
-    Raises:
-        AssertionError: when a first token differs: then the work is not the same.
-    """
-    count = min(_NUM_GREEDY_TOKENS, workload.max_output_len)
-    prompts = workload.prompts[:_NUM_GREEDY_PROMPTS]
-    few = dataclasses.replace(
-        workload, prompts=prompts, num_samples=1, output_lengths=(count,) * len(prompts)
-    )
-    agreed = 0
-    outputs = ours.generate(few, is_greedy=True), peer.generate(few, is_greedy=True)
-    for our_ids, their_ids in zip(*outputs, strict=True):
-        if our_ids[0] != their_ids[0]:
-            raise AssertionError(f"first greedy tokens: ours {our_ids}, {peer.name} {their_ids}")
-        same = [a == b for a, b in zip(our_ids, their_ids, strict=True)]
-        agreed += same.index(False) if False in same else count
-    print(
-        f"  {agreed} of {count * len(prompts)} greedy tokens are those of {peer.name}", flush=True
-    )
-    return agreed
 
 
 def measure_peer(ours: Peer, peer: Peer, workload: Workload, num_pairs: int) -> PeerResult:
     """Pairs of runs; the order within a pair alternates. Both are compiled before."""
-    num_agreed = count_agreed(ours, peer, workload)
+    num_agreed, num_greedy = count_agreed(ours, peer, workload)
+    print(f"  {num_agreed} of {num_greedy} greedy tokens are those of {peer.name}", flush=True)
     timed(peer, workload)  # compiles
     peer.first_token_s(workload)
     first_token_s = peer.first_token_s(workload)

@@ -22,16 +22,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from reporting import (
-    ROOT,
-    SMALL,
-    SMALL_IN_WORDS,
-    Environment,
-    describe_environment,
-    report_head,
-    write_report,
-)
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, ModelConfig, SamplingParams
+from tunix_sgljax.bench.environment import Environment, describe_environment
+from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 TINY = dataclasses.replace(
     SMALL,

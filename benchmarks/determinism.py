@@ -19,10 +19,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench_models import MODELS
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, ModelConfig, SamplingParams
-from workloads import Workload, make_workload
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.shapes import MODELS
+from tunix_sgljax.bench.workloads import Workload, make_workload
 
 MODEL = "small"
 WORKLOADS = ("rl_longtail", "rl_uniform", "long_prompt", "single_stream")

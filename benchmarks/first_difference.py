@@ -32,8 +32,7 @@ from jax import lax
 from tunix.models.qwen3.model import K_MASK, Qwen3, apply_rope
 from tunix.rl.common import process_ids, selective_log_softmax
 
-from bench_models import MODELS, PAD_ID, hf_arrays, make_tunix_model
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from sgljax_engine.cache.kv_rows import CHUNK, LANES, LayerRows
 from sgljax_engine.layers import basic
 from sgljax_engine.layers import rope as engine_rope
@@ -42,6 +41,10 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.row_attention import row_attention
 from sgljax_engine.runner.compiled import compiler_options
 from sgljax_engine.sampling.sampler import token_logprobs
+from torch_model import hf_arrays
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.models import make_tunix_model
+from tunix_sgljax.bench.shapes import MODELS, PAD_ID
 
 LAYOUT = Layout.FEATURES_FIRST
 PREFILL = 256

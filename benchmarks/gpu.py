@@ -34,9 +34,10 @@ from gpu_kernels import (
     measure_decode,
     measure_prefill,
 )
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from sgljax_engine.layers.attention import BACKENDS, PagedAttention
 from sgljax_engine.layers.pallas_attention import PallasAttention
+from tunix_sgljax.bench.environment import describe_environment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

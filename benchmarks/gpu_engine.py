@@ -14,10 +14,10 @@ from flax import nnx
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
-from bench_models import IdTokenizer
 from gpu_kernels import Ceilings
 from sgljax_engine import SamplingParams
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
+from tunix_sgljax.bench.shapes import IdTokenizer
 
 _TINY = ModelConfig(
     num_layers=2,

@@ -20,9 +20,10 @@ import jax
 import numpy as np
 
 import plots
-from bench_models import MODELS
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, ModelConfig, SamplingParams
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.shapes import MODELS
 
 NUM_ROWS, PROMPT_LEN, OUTPUT_LEN = 8, 64, 64
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reporting import ROOT, Environment, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
+from tunix_sgljax.bench.environment import Environment, describe_environment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

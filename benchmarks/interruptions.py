@@ -20,7 +20,6 @@ from pathlib import Path
 
 import jax
 
-from bench_models import MODELS
 from interruption_cycles import Cycles, format_cycles
 from interruption_latency import (
     LATENCY_MODES,
@@ -32,8 +31,10 @@ from interruption_latency import (
     measure_idleness,
     measure_latencies,
 )
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, SchedulerConfig
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.shapes import MODELS
 
 MAX_DISPATCHES_S = (SchedulerConfig().max_dispatch_s, 0.1)
 """The default; then one that is shorter than the time between two requests that finish, which end a

@@ -25,9 +25,11 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from bench_models import MODELS, PAD_ID, IdTokenizer, make_tunix_model
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from tunix_sgljax import MismatchReport, SglJaxRollout, mismatch_report
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.models import make_tunix_model
+from tunix_sgljax.bench.shapes import MODELS, PAD_ID, IdTokenizer
 from tunix_sgljax.padding import left_pad_prompts
 from tunix_sgljax.trainer_match import trainer_logps
 

@@ -10,117 +10,23 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from tunix.models.qwen3.model import Qwen3
 
-from batch_peers import TRANSFORMERS, VANILLA, TransformersPeer, VanillaPeer, batches
-from bench_models import BenchModel, IdTokenizer, make_torch_model
-from sgljax_engine import SamplingParams
-from tunix_sgljax import create_sgljax_rollout
-from workloads import Workload
+from batch_peers import TRANSFORMERS, TransformersPeer
+from torch_model import make_torch_model
+from tunix_sgljax.bench.peers import OURS, Peer, SglJaxPeer
+from tunix_sgljax.bench.shapes import BenchModel
+from tunix_sgljax.bench.vanilla import VANILLA, VanillaPeer, batches
+from tunix_sgljax.bench.workloads import Workload
 
-OURS = "sgljax"
 PEERS = (VANILLA, TRANSFORMERS)
 """Names that `--peers` takes. Each runs as one whole batch, and in the best of some micro-batches
 if that promises to be faster."""
 
 _PROBE_STEPS = 16
 _MICRO_BATCHES = (8, 16, 32, 64)
-
-
-class Peer(Protocol):
-    """Something that answers a workload's requests.
-
-    Attributes:
-        name: What results are filed under, the same in every run.
-        batch_size: Requests that it answers together; all others wait.
-    """
-
-    name: str
-    batch_size: int
-
-    def start(self, workload: Workload) -> None:
-        """Compiles what the workload needs and produces a first token of its requests."""
-        ...
-
-    def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
-        """Answers all requests; returns the tokens that each asked for."""
-        ...
-
-    def first_token_s(self, workload: Workload) -> list[float]:
-        """Seconds from the call to the first token of each request."""
-        ...
-
-    def close(self) -> None:
-        """Gives memory and threads back."""
-        ...
-
-
-class SglJaxPeer:
-    """Our engine, with default options but the sizes of the workload."""
-
-    name = OURS
-
-    def __init__(
-        self,
-        model: Qwen3,
-        workload: Workload,
-        *,
-        decode_steps: int = 64,
-        weight_update_mode: Literal["retract", "in_place"] = "retract",
-    ) -> None:
-        """Builds the engine; its programs are compiled by `start` or on first use."""
-        self.batch_size = workload.num_rows
-        self.rollout = create_sgljax_rollout(
-            model,
-            IdTokenizer(),
-            max_model_len=workload.max_model_len,
-            max_running_requests=workload.num_rows,
-            decode_steps=decode_steps,
-            weight_update_mode=weight_update_mode,
-        )
-        self.engine = self.rollout.engine
-
-    def start(self, workload: Workload) -> None:
-        """See `Peer`."""
-        self.engine.warmup()
-        self.first_token_s(workload)
-
-    def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
-        """See `Peer`. The prefix cache is emptied before: no run helps the next one."""
-        self.engine.flush_cache()
-        params = _sampling_params(workload, temperature=0.0 if is_greedy else 1.0)
-        outputs = self.engine.generate_requests(workload.requests, params)
-        return [output.output_ids for output in outputs]
-
-    def first_token_s(self, workload: Workload) -> list[float]:
-        """See `Peer`. Measured on streams: a token counts when the caller has it."""
-        self.engine.flush_cache()
-        seconds: dict[int, float] = {}
-        start = time.perf_counter()
-        pieces = self.engine.generate(
-            input_ids=workload.requests,
-            sampling_params=_sampling_params(workload, temperature=1.0),
-            stream=True,
-        )
-        for piece in pieces:
-            seconds.setdefault(piece["index"], time.perf_counter() - start)
-            if len(seconds) == len(workload.output_lengths):
-                break
-        pieces.close()
-        return [seconds[index] for index in range(len(seconds))]
-
-    def close(self) -> None:
-        """See `Peer`."""
-        self.rollout.close()
-
-
-def _sampling_params(workload: Workload, temperature: float) -> list[SamplingParams]:
-    return [
-        SamplingParams(max_new_tokens=length, ignore_eos=True, temperature=temperature)
-        for length in workload.output_lengths
-    ]
 
 
 def missing_reason(peer: str) -> str | None:
@@ -153,7 +59,7 @@ class PeerFactory:
         if name == OURS:
             return SglJaxPeer(self._model, workload)
         if name == VANILLA:
-            return VanillaPeer(self._model, self._bench_model, workload, batch_size)
+            return VanillaPeer(self._model, self._bench_model.config, workload, batch_size)
         if name == TRANSFORMERS:
             if self._torch_model is None:
                 self._torch_model = make_torch_model(self._model, self._bench_model.config)

@@ -20,15 +20,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from reporting import (
-    ROOT,
-    SMALL,
-    SMALL_IN_WORDS,
-    describe_environment,
-    report_head,
-    write_report,
-)
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, SamplingParams
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 PROMPT_TOKENS, NUM_SAMPLES = 512, 16
 REQUIRED_RATIO = 5.0

@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
+from tunix_sgljax.bench.environment import describe_environment
 
 sys.path.insert(0, str(ROOT))
 from tests.engine.radix_model import Totals, random_operations

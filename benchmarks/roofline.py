@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from ceilings import Ceilings
 from sgljax_engine import ModelConfig
-from workloads import Workload
+from tunix_sgljax.bench.workloads import Workload
 
 ITEM_BYTES = 4
 """Of weights, keys and values: float32."""

@@ -20,16 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from reporting import (
-    ROOT,
-    SMALL,
-    SMALL_IN_WORDS,
-    Environment,
-    describe_environment,
-    report_head,
-    write_report,
-)
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, SamplingParams
+from tunix_sgljax.bench.environment import Environment, describe_environment
+from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 NUM_ROWS, NUM_PROMPT, NUM_NEW = 32, 32, 64
 PENALTIES = {"presence_penalty": 0.2, "frequency_penalty": 0.1, "repetition_penalty": 1.1}

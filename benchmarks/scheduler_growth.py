@@ -29,15 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from reporting import (
-    ROOT,
-    SMALL,
-    SMALL_IN_WORDS,
-    Environment,
-    describe_environment,
-    report_head,
-    write_report,
-)
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, SamplingParams, SchedulerConfig
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
@@ -50,6 +42,8 @@ from sgljax_engine.runner.programs import DecodeOutput, ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import Request, StepOutput
+from tunix_sgljax.bench.environment import Environment, describe_environment
+from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 ROWS, STEPS, PAGE, BLOCK, BUDGET, GROUP = 256, 16, 16, 16, 2048, 8
 WAITING = (0, 100, 1_000, 10_000)

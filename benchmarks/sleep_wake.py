@@ -27,9 +27,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench_models import MODELS
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import CheckpointManager, Engine, EngineShutdownError, SamplingParams
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.shapes import MODELS
 
 WAIT_S = 300
 """Longer than anything here takes."""

@@ -30,17 +30,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reporting import (
-    ROOT,
-    SMALL,
-    SMALL_IN_WORDS,
-    Environment,
-    describe_environment,
-    report_head,
-    write_report,
-)
+from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine
 from sgljax_engine.models.registry import get_model
+from tunix_sgljax.bench.environment import Environment, describe_environment
+from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 NUM_ROWS, NUM_PROMPT = 64, 64
 IMPORT = """

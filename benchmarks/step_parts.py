@@ -27,9 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bench_models import MODELS, BenchModel
 from ceilings import Ceilings, measure_ceilings
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from roofline import decode_work, limit_by_part, weight_bytes
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.cache.kv_pages import LayerKV
@@ -42,7 +41,9 @@ from sgljax_engine.runner import programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState, compiler_options
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch
-from workloads import Workload, make_workload
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.shapes import MODELS, BenchModel
+from tunix_sgljax.bench.workloads import Workload, make_workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import jax
 
-from bench_models import MODELS, make_tunix_model
 from ceilings import measure_ceilings
-from peers import SglJaxPeer
-from reporting import ROOT, describe_environment, report_head, write_report
+from reporting import ROOT, report_head, write_report
 from roofline import weight_bytes
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.models import make_tunix_model
+from tunix_sgljax.bench.peers import SglJaxPeer
+from tunix_sgljax.bench.shapes import MODELS
+from tunix_sgljax.bench.workloads import make_workload
 from weight_sync import format_weight_sync, measure_weight_sync
-from workloads import make_workload
 
 _NUM_TOKENS = 256
 """Of each request: several dispatches before and after an update."""

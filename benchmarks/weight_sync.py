@@ -12,9 +12,9 @@ from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
 from ceilings import Ceilings
-from peers import SglJaxPeer
 from sgljax_engine import SamplingParams
-from workloads import Workload
+from tunix_sgljax.bench.peers import SglJaxPeer
+from tunix_sgljax.bench.workloads import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -119,6 +119,13 @@ def sample_problem(rng: np.random.Generator) -> Problem:
     return Problem(left, right)
 
 
+def problem_rows(num: int, seed: int) -> list[dict[str, str]]:
+    """Returns rows for the config's `task.dataset`: a prompt and its answer in each."""
+    rng = np.random.default_rng(seed)
+    problems = [sample_problem(rng) for _ in range(num)]
+    return [{"prompts": problem.prompt, "answer": problem.answer} for problem in problems]
+
+
 def problem_batches(num_batches: int, batch_size: int, seed: int) -> grain.MapDataset:
     """Returns batches for Tunix's `GRPOLearner`: arrays of `prompts` and of each one's `answer`."""
     return batches_of(sample_problem, num_batches, batch_size, seed)

@@ -27,6 +27,7 @@ import numpy as np
 import optax
 from absl import logging as absl_logging
 from flax import nnx
+from omegaconf import OmegaConf
 from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
 from tunix.rl.agentic.environments.base_environment import EnvStepResult
 from tunix.rl.agentic.environments.task_environment import TaskEnvironment
@@ -35,9 +36,32 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import Tokenizer, load_checkpoint
 from async_steps import AsyncStep, StepClock, summarize
-from grpo_addition import ROOT, GrpoSettings, SamplingSettings, read_settings
 from multiples_task import model_config, problem_batches
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass
+class GrpoSettings:
+    """The section `grpo` of the config file."""
+
+    prompts_per_step: int = 8
+    num_generations: int = 8
+    beta: float = 0.0
+    epsilon: float = 0.2
+    learning_rate: float = 1e-4
+    max_grad_norm: float = 1.0
+
+
+@dataclasses.dataclass
+class SamplingSettings:
+    """The section `sampling` of the config file."""
+
+    max_prompt_length: int = 16
+    max_new_tokens: int = 176
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @dataclasses.dataclass
@@ -57,12 +81,8 @@ class Settings:
     steps: int = 60
     seed: int = 0
     off_policy_steps: int = 1
-    grpo: GrpoSettings = dataclasses.field(
-        default_factory=lambda: GrpoSettings(prompts_per_step=8, num_generations=8, beta=0.0)
-    )
-    sampling: SamplingSettings = dataclasses.field(
-        default_factory=lambda: SamplingSettings(max_new_tokens=176)
-    )
+    grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings)
+    sampling: SamplingSettings = dataclasses.field(default_factory=SamplingSettings)
     grader: GraderSettings = dataclasses.field(default_factory=GraderSettings)
     page_size: int = 16
 
@@ -79,7 +99,11 @@ def load_settings(path: Path) -> Settings:
     Raises:
         omegaconf.errors.OmegaConfBaseException: A key is unknown or a value has the wrong type.
     """
-    return read_settings(path, Settings)
+    settings = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(path))
+    )
+    assert isinstance(settings, Settings)
+    return settings
 
 
 class SyncedRollout(SglJaxRollout):

@@ -253,6 +253,11 @@ def _check_options(
                 "the end of a sequence"
             )
     if weight_updates == "in_flight":
+        if cluster.perf_config is not None and cluster.perf_config.custom_export_fn_v2 is not None:
+            raise InvalidConfigError(
+                "weight_updates='in_flight' goes without PerfMetricsConfig.custom_export_fn_v2: "
+                "Tunix's tracer fails episodes that are in flight when a step ends"
+            )
         if not config.use_rollout_logps:
             raise InvalidConfigError(
                 "weight_updates='in_flight' needs GRPOConfig.use_rollout_logps=True: several "

@@ -14,6 +14,7 @@ from tunix.rl.grpo import grpo_learner as tunix_grpo
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.sampling import WeightUpdateMode
 
@@ -30,6 +31,7 @@ def create_sgljax_rollout(
     match_batch_size: int | None = None,
     weight_update_mode: WeightUpdateMode = "retract",
     release_kv_between_steps: bool = False,
+    progress: Progress | None = None,
     **engine_options: Any,
 ) -> SglJaxRollout:
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
@@ -47,6 +49,7 @@ def create_sgljax_rollout(
         match_batch_size: See `SglJaxRollout`.
         weight_update_mode: See `SglJaxRollout`.
         release_kv_between_steps: See `SglJaxRollout`.
+        progress: See `SglJaxRollout`.
         **engine_options: Flat `EngineConfig` options.
 
     Raises:
@@ -66,6 +69,7 @@ def create_sgljax_rollout(
         match_batch_size=match_batch_size,
         weight_update_mode=weight_update_mode,
         release_kv_between_steps=release_kv_between_steps,
+        progress=progress,
         **engine_options,
     )
 
@@ -85,7 +89,18 @@ class RLCluster(tunix_cluster.RLCluster):
         perf_config: Any = None,
         rollout_worker: BaseRollout | None = None,
     ) -> None:
-        """As Tunix's; `rollout_worker` takes the place of `cluster_config.rollout_engine`.
+        """As Tunix's, with one argument more.
+
+        Args:
+            actor: The policy being trained, or its path.
+            tokenizer: A tokenizer, or Tunix's adapter of one.
+            cluster_config: Tunix's ClusterConfig.
+            critic: Of PPO.
+            reference: The frozen policy of the KL penalty.
+            reward: A reward model.
+            perf_config: See Tunix.
+            rollout_worker: Takes the place of `cluster_config.rollout_engine`: what
+                `create_sgljax_rollout` returned, or any other BaseRollout.
 
         Raises:
             InvalidConfigError: when `rollout_worker` is no BaseRollout.
@@ -138,7 +153,16 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
         metric_fns: Sequence[Callable[..., Any]] | None = None,
         data_shuffle_seed: int | None = None,
     ) -> None:
-        """See `tunix.rl.grpo.grpo_learner.GRPOLearner`."""
+        """See `tunix.rl.grpo.grpo_learner.GRPOLearner`.
+
+        Args:
+            rl_cluster: The cluster that samples and trains.
+            reward_fns: One or several; each gets prompts and completions, and the other columns of
+                the dataset by name, and returns a reward for each completion.
+            grpo_config: Tunix's GRPOConfig, which it calls `algo_config`.
+            metric_fns: More metrics.
+            data_shuffle_seed: See Tunix.
+        """
         super().__init__(
             rl_cluster=rl_cluster,
             algo_config=grpo_config,

@@ -166,11 +166,22 @@ class MismatchReport:
         return TOLERANCES["float32" if self.dtype in ("float32", "float64") else "bfloat16"]
 
     def is_within(self, tolerance: float | None = None) -> bool:
-        """Whether no token differs by more; None is the default of the dtype."""
+        """Whether no token differs by more than a tolerance.
+
+        Args:
+            tolerance: Of log-probs; None takes the default of the dtype, which rounding explains.
+        """
         return not self.rows_off(tolerance)
 
     def rows_off(self, tolerance: float | None = None) -> dict[int, int]:
-        """Rows with a token that differs by more, with the first such token's position."""
+        """Rows with a token that differs by more than a tolerance.
+
+        Args:
+            tolerance: As in `is_within`.
+
+        Returns:
+            The position of the first such token, by row.
+        """
         limit = self.default_tolerance if tolerance is None else tolerance
         is_off = ~(self.difference <= limit)  # NaN is off
         return {int(row): int(is_off[row].argmax()) for row in np.flatnonzero(is_off.any(axis=1))}

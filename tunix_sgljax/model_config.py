@@ -7,6 +7,7 @@ the model that is trained.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import logging
 import sys
@@ -197,8 +198,23 @@ def _sliding_layers(types: Any, num_layers: int) -> tuple[bool, ...]:
 def _default_of_apply_rope(config: Any, name: str) -> float:
     # Some of Tunix 0.1.7's models call apply_rope without their config's base, so that its default
     # is what the trainer computes with.
-    apply_rope = sys.modules[_module(config)].apply_rope
+    return _rope_default(_module(config), name)
+
+
+def _rope_default(module: str, name: str) -> float:
+    apply_rope = importlib.import_module(module).apply_rope
     return float(inspect.signature(apply_rope).parameters[name].default)
+
+
+def trained_rope_theta(architecture: str) -> float | None:
+    """The rotary base that Tunix trains an architecture with, unscaled, whatever its config says.
+
+    None where Tunix takes the config's.
+    """
+    modules = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
+    if architecture not in modules:
+        return None
+    return _rope_default(f"tunix.models.{modules[architecture]}.model", "rope_theta")
 
 
 _CONVERTERS: dict[str, Callable[[Any, int], ModelConfig]] = {

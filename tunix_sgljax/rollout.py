@@ -32,7 +32,9 @@ from sgljax_engine import (
 )
 from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.model_config import as_trained, to_model_config
+from tunix_sgljax.observers import RolloutObservers
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
+from tunix_sgljax.progress import Progress
 from tunix_sgljax.resting import EngineRest
 from tunix_sgljax.trainer_match import TrainerMatch
 
@@ -66,6 +68,7 @@ class SglJaxRollout(BaseRollout):
         match_batch_size: int | None = None,
         weight_update_mode: sampling.WeightUpdateMode = "retract",
         release_kv_between_steps: bool = False,
+        progress: Progress | None = None,
         **engine_options: Any,
     ) -> None:
         """Checks the configuration; takes no device memory yet.
@@ -94,6 +97,7 @@ class SglJaxRollout(BaseRollout):
                 until the next one. Calls that follow one another (micro-batches, few concurrent
                 episodes) release and take it each time. While other users of the same engine
                 have requests running, nothing is released.
+            progress: Draws bars of loading, warm-up and rollouts.
             **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
 
         Raises:
@@ -124,6 +128,7 @@ class SglJaxRollout(BaseRollout):
             releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
         self._recorder = OutputRecorder()
+        self._observers = RolloutObservers(progress)
         self._explicit_options = dict(engine_options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -170,7 +175,13 @@ class SglJaxRollout(BaseRollout):
                 self._engine = self._build_engine()
                 # From here on weights come through update_params; do not keep the actor alive.
                 self._actor = None
+                self._observers.built(self._engine)
             return self._engine
+
+    @property
+    def observers(self) -> RolloutObservers:
+        """Who is told of this rollout's calls; for metrics and timelines."""
+        return self._observers
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -260,7 +271,8 @@ class SglJaxRollout(BaseRollout):
         if self._temperature is None:
             self._temperature = rollout_config.temperature
         engine = self.engine
-        with self._holding_policies(engine):
+        watched = self._observers.generating(engine, len(texts))
+        with watched, self._holding_policies(engine):
             with self._rest.call(engine):
                 outputs = engine.generate_requests(prompt_ids, params)
             output = self._rollout_output(prompt_ids, outputs, rollout_config)
@@ -369,14 +381,15 @@ class SglJaxRollout(BaseRollout):
             np.concatenate(pair).tolist() for pair in zip(prompts, completions, strict=True)
         ]
         engine = self.engine
+        watched = self._observers.span("get_per_token_logps", rows=len(sequences))
         if self._match is not None:
             prompts_BP, temperature = np.asarray(prompt_tokens), self._temperature or 1.0
-            with self._holding_policies(engine):
+            with watched, self._holding_policies(engine):
                 matched = self._match.given_logps(
                     prompts_BP, completions_BC, temperature=temperature
                 )
             return jnp.asarray(matched)
-        with self._rest.call(engine):
+        with watched, self._rest.call(engine):
             logps = engine.score(
                 sequences,
                 temperature=self._temperature or 1.0,
@@ -412,6 +425,10 @@ class SglJaxRollout(BaseRollout):
                 self._match.refuse_offload()
             self._rest.offload(self._engine)
             return
+        with self._observers.updating():
+            self._update(params)
+
+    def _update(self, params: Any) -> None:
         source = self._mapper.named_source(params)
         rules = self._mapper.rules_for(source)
         engine = self.engine
@@ -466,6 +483,7 @@ class SglJaxRollout(BaseRollout):
             tokenizer=self._tokenizer,
             mesh=self._mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),
+            progress=self._observers.progress,
         )
 
     def _check_same_engine(self, config: RolloutConfig) -> None:

@@ -34,6 +34,8 @@ from sgljax_engine.io_struct import (
 from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.progress import EngineProgress, ProgressListener
+from sgljax_engine.recorder import RecordedEvent, RecordedSample, Recording
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import derive_seed
 from sgljax_engine.types import FinishReason
@@ -46,19 +48,32 @@ if TYPE_CHECKING:
         SchedulerCheckpoint,
     )
     from sgljax_engine.engine import Engine
+    from sgljax_engine.export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
+    from sgljax_engine.preview import EnginePreview, preview_engine
+    from sgljax_engine.weights.hf_files import (
+        HfTensor,
+        read_hf_tensors,
+        write_hf_tensors,
+    )
     from sgljax_engine.weights.rules import Rule, flatten_named
 
 _LAZY = {
     "CheckpointManager": "sgljax_engine.checkpoint.manager",
     "Engine": "sgljax_engine.engine",
     "EngineCheckpoint": "sgljax_engine.checkpoint.structures",
+    "EnginePreview": "sgljax_engine.preview",
+    "HfTensor": "sgljax_engine.weights.hf_files",
     "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
     "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
     "Rule": "sgljax_engine.weights.rules",
     "flatten_named": "sgljax_engine.weights.rules",
     "load_model_config": "sgljax_engine.models.registry",
     "model_config_from_hf": "sgljax_engine.models.registry",
+    "preview_engine": "sgljax_engine.preview",
+    "read_hf_tensors": "sgljax_engine.weights.hf_files",
+    "to_hf_tensors": "sgljax_engine.export",
+    "write_hf_tensors": "sgljax_engine.weights.hf_files",
 }
 
 __all__ = [
@@ -74,6 +89,8 @@ __all__ = [
     "EngineConfig",
     "EngineCounters",
     "EngineError",
+    "EnginePreview",
+    "EngineProgress",
     "EngineShutdownError",
     "EngineState",
     "EngineStateError",
@@ -81,6 +98,7 @@ __all__ = [
     "FinishReason",
     "FlushCacheReqInput",
     "FlushCacheReqOutput",
+    "HfTensor",
     "InvalidConfigError",
     "InvalidRequestError",
     "Llama3Scaling",
@@ -88,6 +106,10 @@ __all__ = [
     "ModelConfig",
     "OffloadError",
     "PauseGenerationReqInput",
+    "ProgressListener",
+    "RecordedEvent",
+    "RecordedSample",
+    "Recording",
     "RequestCheckpoint",
     "RequestOutput",
     "RopeConfig",
@@ -104,6 +126,10 @@ __all__ = [
     "flatten_named",
     "load_model_config",
     "model_config_from_hf",
+    "preview_engine",
+    "read_hf_tensors",
+    "to_hf_tensors",
+    "write_hf_tensors",
 ]
 
 

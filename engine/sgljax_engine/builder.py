@@ -23,6 +23,7 @@ from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind
+from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.requests import Limits
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
@@ -80,12 +81,15 @@ def identity_rules(model: ModelConfig) -> list[Rule]:
     return [Rule(name, name) for name in get_model(model.architecture).param_specs(model)]
 
 
-def folder_weights(model: ModelConfig, folder: str | Path) -> WeightSource:
+def folder_weights(
+    model: ModelConfig, folder: str | Path, progress: ProgressListener | None = None
+) -> WeightSource:
     """The weights of a Hugging Face folder, still on the host."""
     specs = get_model(model.architecture).param_specs(model)
     kinds = {name: spec.kind is ParamKind.LINEAR for name, spec in specs.items()}
     rules = loader.hf_rules(kinds, tied=model.tie_word_embeddings)
-    return WeightSource(loader.read_hf_folder(folder), rules)
+    with reporting(progress, "read weights", loader.folder_bytes(folder), "B") as advance:
+        return WeightSource(loader.read_hf_folder(folder, advance), rules)
 
 
 def same_model_weights(
@@ -141,13 +145,14 @@ def pick_weights(
     weights: Any,
     rules: Sequence[Rule] | None,
     load_format: str,
+    progress: ProgressListener | None,
 ) -> WeightSource:
     """The first weights: given ones, random ones, or the folder's."""
     if weights is not None:
         return WeightSource(weights, identity_rules(model) if rules is None else rules)
     if load_format == "dummy" or folder is None:
         return dummy_weights(model, config.runtime.random_seed or 0)
-    return folder_weights(model, folder)
+    return folder_weights(model, folder, progress)
 
 
 def run_on_clean_thread(
@@ -180,17 +185,22 @@ def build_loop(
     weights: WeightSource,
     tokenizer: Tokenizer | None,
     mesh: jax.sharding.Mesh | None,
+    progress: ProgressListener | None,
 ) -> tuple[EngineLoop, Limits]:
     """Checks the configuration, takes memory, transforms the weights, starts the threads."""
-    max_model_len = _max_model_len(model, config)
+    max_model_len = pick_max_model_len(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     placement = place(model, mesh, dtype)
     page_size = config.cache.page_size
     definition = get_model(model.architecture)
-    maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(model)))
-    weights_made = maker.make(weights.arrays, weights.rules)
+    targets = placement.weight_targets(definition.param_specs(model))
+    maker = sync.WeightMaker(targets)
+    with reporting(progress, "place weights", len(targets), "tensor") as advance:
+        weights_made = maker.make(weights.arrays, weights.rules)
+        advance(len(targets))
     static = _program_context(config, definition, model, placement, weights_made)
-    memory = plan_memory(model, config, placement, max_model_len, weights_made)
+    weights_bytes = sum(weight.nbytes for weight in weights_made.values())
+    memory = plan_memory(model, config, placement, max_model_len, weights_bytes)
     num_pages = memory.report.kv_tokens // page_size
 
     batch_buckets, token_buckets = _buckets(config, static.prefill_pass)
@@ -257,7 +267,8 @@ def _program_context(
     )
 
 
-def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    """The length asked for, which the model must have room for, else the model's own."""
     asked = config.max_model_len
     if asked is not None and asked > model.context_length:
         raise InvalidConfigError(
@@ -276,6 +287,16 @@ def _buckets(config: EngineConfig, per_pass: int | None) -> tuple[tuple[int, ...
     )
 
 
+def compilation_cache_path(folder: str | None) -> Path | None:
+    """Where `enable_compilation_cache` has programs kept; None for nowhere."""
+    configured = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if folder is None or folder == "auto":
+        if configured is not None:
+            return Path(configured)
+        return None if folder is None else Path.home() / ".cache" / "tunix_sgljax" / "xla"
+    return Path(folder)
+
+
 def enable_compilation_cache(folder: str | None) -> None:
     """Turns on JAX's persistent compilation cache for this process.
 
@@ -289,7 +310,7 @@ def enable_compilation_cache(folder: str | None) -> None:
     configured = getattr(jax.config, "jax_compilation_cache_dir", None)
     if folder is None or (folder == "auto" and configured is not None):
         return
-    path = Path.home() / ".cache" / "tunix_sgljax" / "xla" if folder == "auto" else Path(folder)
+    path = compilation_cache_path(folder)
     from jax.experimental.compilation_cache import compilation_cache
 
     # JAX decides once, at the first compilation, whether to use a cache: decide again.

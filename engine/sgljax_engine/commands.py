@@ -21,6 +21,7 @@ from sgljax_engine.io_struct import (
     SleepTag,
 )
 from sgljax_engine.metrics import EngineState
+from sgljax_engine.progress import ProgressListener
 from sgljax_engine.snapshot import Restoration, Snapshot
 from sgljax_engine.types import FinishReason, Request
 from sgljax_engine.weights.rules import Rule
@@ -184,6 +185,7 @@ class Warmup:
 
     include_score: bool
     include_table: bool
+    progress: ProgressListener | None
     future: Future[int]
 
 

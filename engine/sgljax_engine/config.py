@@ -192,6 +192,9 @@ class EngineConfig:
     """Everything that shapes an engine but its model, weights, tokenizer and mesh.
 
     Attributes:
+        cache: The KV pool and the prefix cache.
+        scheduler: Batches, chunks and the length of dispatches.
+        runtime: Dtype, buckets, compilation, attention, determinism and seeds.
         max_model_len: Prompt plus output tokens of one sequence at most; None takes the model's
             context length.
     """
@@ -224,12 +227,20 @@ class EngineConfig:
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """The flat option names that `from_options` accepts."""
+        """The flat option names that `from_options`, and `Engine` as keywords, accept."""
         return [*_OPTION_GROUPS, "max_model_len"]
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Builds from flat options; an unknown name raises InvalidConfigError with the nearest."""
+        """Builds from flat options.
+
+        Args:
+            options: Values by name; `option_names` has the names.
+
+        Raises:
+            InvalidConfigError: for an unknown name, with the nearest known one, and for a value out
+                of range.
+        """
         groups: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "runtime": {}}
         top: dict[str, Any] = {}
         for name, value in options.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ import jax
 
 from sgljax_engine import commands as cmd
 from sgljax_engine.answers import Answers
+from sgljax_engine.books import Books, DispatchTimes
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.calls import Calls
 from sgljax_engine.detokenizer import Answer, Detokenizer, reject
@@ -27,7 +27,8 @@ from sgljax_engine.errors import (
     forget_locals,
 )
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, PauseMode, SleepTag
-from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
+from sgljax_engine.metrics import EngineState, MemoryReport
+from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.sleep import Sleeper
@@ -50,7 +51,7 @@ class EngineCore:
         weight_version: Of the weights that serve. Any thread may read it.
         scheduler, pool, runner, sleeper, detokenizer, answers, calls: The parts. Any thread may
             read `sleeper.asleep`.
-        counters: Totals.
+        counters, books: Totals; and who keeps them.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class EngineCore:
         runner: ModelRunner,
         memory: MemoryReport,
         detokenizer: Detokenizer,
+        recorder: Recorder,
     ) -> None:
         """Starts idle.
 
@@ -70,13 +72,15 @@ class EngineCore:
             runner: Holds weights and pages.
             memory: What weights and pages take.
             detokenizer: Answers requests.
+            recorder: Notes what is done.
         """
         self.weight_version = 0
         self.scheduler = scheduler
         self.pool = pool
         self.runner = runner
         self.sleeper = Sleeper(runner, pool)
-        self.counters = EngineCounters()
+        self.books = Books(scheduler, pool, recorder)
+        self.counters = self.books.counters
         self._memory = memory
         self.detokenizer = detokenizer
         self.answers = Answers(detokenizer)
@@ -134,7 +138,7 @@ class EngineCore:
         """Sends all running requests back to the queue, without their pages."""
         for request in list(self.scheduler.running):
             self.scheduler.retract(request)
-            self.counters.num_retractions += 1
+            self.books.retracted([request])
 
     def disturb(self, mode: PauseMode) -> None:
         """Does to the requests what a pause, or an update, of this mode does."""
@@ -169,7 +173,7 @@ class EngineCore:
             num_compiles=self.runner.programs.num_compiles,
             compile_s=self.runner.programs.compile_s,
             memory=self._memory,
-            counters=copy.copy(self.counters),
+            counters=self.books.totals(),
         )
 
     def flush_cache(self) -> FlushCacheReqOutput:
@@ -215,6 +219,7 @@ class EngineCore:
         num_bytes = self.sleeper.sleep(kept, refuses_requests=command.refuse_requests)
         self.counters.num_sleeps += 1
         self.counters.sleep_s += time.perf_counter() - started
+        self.books.recorder.begin("asleep", {"level": command.level})
         return num_bytes
 
     def wake_up(self, tags: Sequence[SleepTag]) -> int:
@@ -230,6 +235,8 @@ class EngineCore:
             self._weights_problem = self._weights_problem or "sleep(level=2) gave them up"
             logger.warning("wake_up: the engine has no weights until update_weights succeeds")
         self.counters.wake_s += time.perf_counter() - started
+        if not self.sleeper.asleep:
+            self.books.recorder.end("asleep")
         return num_bytes
 
     @property
@@ -246,7 +253,9 @@ class EngineCore:
         """Compiles and runs all buckets; returns how many were new."""
         try:
             return self.runner.warmup(
-                include_score=command.include_score, include_table=command.include_table
+                include_score=command.include_score,
+                include_table=command.include_table,
+                progress=command.progress,
             )
         except BaseException:
             if self.runner.recover_kv():  # a program that failed had taken the pages
@@ -284,6 +293,8 @@ class EngineCore:
             self.fail_all(EngineStateError(self._weights_problem))
             raise
         self.sleeper.weights_came()
+        if not self.sleeper.asleep:
+            self.books.recorder.end("asleep")
         self.weight_version += 1
         self._digest = None
         self._weights_problem = None
@@ -296,7 +307,11 @@ class EngineCore:
             if not request.output_ids:  # scored when it starts again
                 request.prompt_logprobs = None
         self.counters.num_weight_updates += 1
-        self.counters.update_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        self.counters.update_s += ended - started
+        if self.books.recorder.is_on:
+            args = {"weight_version": self.weight_version, "mode": command.mode}
+            self.books.recorder.slice(ENGINE_TRACK, "swap weights", started, ended, args)
         return self.weight_version
 
     @property
@@ -346,17 +361,18 @@ class EngineCore:
     def step(self) -> None:
         """Schedules, dispatches and books one step; there must be work."""
         output = self.scheduler.schedule()
-        self.counters.num_retractions += len(output.retracted)
+        self.books.retracted(output.retracted)
         if output.is_empty:
             raise EngineStepError("the scheduler has requests but nothing to run")
         try:
-            step = self._dispatch(output)
+            step, times = self._dispatch(output)
         except Exception as error:  # fails these requests; the thread lives on
             self._fail_step(output, error)
             return
         for request in _touched(output):
             request.num_cache_misses += step.num_cache_misses
-        self._stamp_first_tokens(output, step)
+        self.books.stepped(output, step, times)
+        self._num_decodes += bool(output.decode)
         for request in self.scheduler.update(output, step):
             self._deliver(request)
         for request in output.started:
@@ -366,9 +382,8 @@ class EngineCore:
         for request in output.decode:
             if request.is_watched:
                 self.answers.has_tokens(request)
-        self._count(output, step)
 
-    def _dispatch(self, output: SchedulerOutput) -> StepOutput:
+    def _dispatch(self, output: SchedulerOutput) -> tuple[StepOutput, DispatchTimes]:
         compiles = self.runner.programs.num_compiles
         started = time.perf_counter()
         if any(request.logprob_options.start_len >= 0 for request in output.started):
@@ -379,6 +394,8 @@ class EngineCore:
             self.runner.prefill(output.prefill)
         if output.copies:
             self.runner.copy_pages(output.copies)
+        if self.books.recorder.is_on and output.decode:
+            self.runner.check_kv()  # else the prefill's time on the device would be the decode's
         prefilled = time.perf_counter()
         pending = self.runner.decode(output) if output.decode else None
         self.answers.hand_over()
@@ -387,19 +404,10 @@ class EngineCore:
             self.runner.check_kv()
         rows = [] if pending is None else pending.wait()
         decoded = time.perf_counter()
-        self.counters.prefill_s += prefilled - started
-        self.counters.decode_s += decoded - prefilled
         compiles = self.runner.programs.num_compiles - compiles
         dispatch_s = None if compiles else decoded - scored
-        return StepOutput(rows, self.weight_version, compiles, dispatch_s)
-
-    def _stamp_first_tokens(self, output: SchedulerOutput, step: StepOutput) -> None:
-        now = time.perf_counter()
-        for request, row in zip(output.decode, step.rows, strict=True):
-            if request.first_token_s is None and row.token_ids:
-                request.first_token_s = now
-                self.counters.num_first_tokens += 1
-                self.counters.time_to_first_token_s += now - request.arrival_s
+        step = StepOutput(rows, self.weight_version, compiles, dispatch_s)
+        return step, DispatchTimes(started, scored, prefilled, decoded)
 
     def _score_prompts(self, started: list[Request]) -> None:
         """Prompt log-probs for those that ask, each prompt once. A failure is theirs alone."""
@@ -418,19 +426,6 @@ class EngineCore:
                 failure = EngineStepError(f"scoring the prompt of {request.rid} failed: {error!r}")
                 failure.__cause__ = error
                 self.answers.fail(request, failure)
-
-    def _count(self, output: SchedulerOutput, step: StepOutput) -> None:
-        counters = self.counters
-        counters.num_dispatches += 1
-        counters.num_decode_rows += len(output.decode)
-        counters.max_decode_batch = max(counters.max_decode_batch, len(output.decode))
-        counters.num_prefill_tokens += sum(chunk.num_tokens for chunk in output.prefill)
-        counters.num_cached_tokens += sum(
-            request.num_cached for request in output.started if request.num_retractions == 0
-        )
-        counters.num_page_copies += len(output.copies)
-        counters.num_output_tokens += sum(len(row.token_ids) for row in step.rows)
-        self._num_decodes += bool(output.decode)
 
     def _deliver(self, request: Request) -> None:
         now_s = time.perf_counter()

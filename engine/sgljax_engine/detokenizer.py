@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, TypeVar
 
 from sgljax_engine.errors import EngineError
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.recorder import DETOKENIZER_TRACK, Recorder
 from sgljax_engine.text import TextStream
 from sgljax_engine.tokenizer import Tokenizer, decode_options
 from sgljax_engine.types import FinishReason, Request
@@ -72,6 +74,7 @@ class Detokenizer:
         tokenizer: Tokenizer | None,
         name: str,
         on_end: Callable[[Request, FinishReason], None],
+        recorder: Recorder,
     ) -> None:
         """Starts the thread.
 
@@ -80,9 +83,11 @@ class Detokenizer:
             name: Of the thread.
             on_end: Called on the thread with an unfinished request that was answered, since its
                 text has a stop string or cannot be decoded, and why it ends.
+            recorder: Notes what is done.
         """
         self._tokenizer = tokenizer
         self._on_end = on_end
+        self._recorder = recorder
         self._queue: queue.Queue[_Item | None] = queue.Queue(_MAX_QUEUED)
         self._progress: dict[str, _Progress] = {}
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -123,12 +128,17 @@ class Detokenizer:
         item = self._queue.get()
         if item is None:
             return False
+        began = time.perf_counter()
         try:
             self._handle(item)
         except BaseException as error:  # a user's tokenizer may raise anything, Rust panics too
             self._fail(item, repr(error))
         if item.finish is not None:
             self._progress.pop(item.request.rid, None)
+        if self._recorder.is_on:
+            args = {"rid": item.request.rid, "tokens": item.num_tokens}
+            ended = time.perf_counter()
+            self._recorder.slice(DETOKENIZER_TRACK, "detokenize", began, ended, args)
         return True
 
     def _fail(self, item: _Item, error: str) -> None:

@@ -44,6 +44,8 @@ from sgljax_engine.metrics import EngineState
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import load_model_config
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.progress import EngineProgress, ProgressListener
+from sgljax_engine.recorder import MAX_EVENTS, Recording
 from sgljax_engine.requests import LogprobArgs, RequestFactory
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import SeedSource
@@ -75,6 +77,7 @@ class Engine:
         load_format: str = "auto",
         mesh: jax.sharding.Mesh | None = None,
         config: EngineConfig | None = None,
+        progress: ProgressListener | None = None,
         **options: Any,
     ) -> None:
         """Loads the model and starts the engine.
@@ -86,10 +89,12 @@ class Engine:
             weights: A pytree of arrays to start with, instead of a checkpoint.
             weight_rules: Map `weights` onto the model; None expects the engine's own names and
                 logical shapes.
-            tokenizer: See `tokenizer`; None takes the folder's.
+            tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
+                decode, bos_id, eos_id and pad_id; None takes the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
             mesh: Where to run, sharded over its axis "tp"; None takes JAX's first device.
             config: All options as one object.
+            progress: Told how far loading and warm-up are, on the threads that do them.
             **options: Instead of `config`: flat names of `EngineConfig`, for example
                 `page_size=16, max_running_requests=64, dtype="bfloat16"`.
 
@@ -118,11 +123,13 @@ class Engine:
             config=config,
             dtype=builder.pick_dtype(config, model_path),
             weights=builder.pick_weights(
-                model_config, config, model_path, weights, weight_rules, load_format
+                model_config, config, model_path, weights, weight_rules, load_format, progress
             ),
             tokenizer=tokenizer,
             mesh=mesh,
+            progress=progress,
         )
+        self._progress = progress
         self._tokenizer = tokenizer
         self._loop, limits = builder.run_on_clean_thread(build)
         try:
@@ -171,6 +178,32 @@ class Engine:
     async def async_get_internal_state(self) -> EngineState:
         """`get_internal_state` for asyncio."""
         return await self._client.async_ask(cmd.GetState)
+
+    def get_progress(self) -> EngineProgress:
+        """Queue sizes and totals, read without waiting for the engine and at no cost to it."""
+        return self._loop.progress
+
+    def start_recording(self, max_events: int = MAX_EVENTS) -> None:
+        """Notes from now on what the engine's threads do and when; see `stop_recording`.
+
+        Meanwhile the engine waits for each prefill before it dispatches the decode behind it, so
+        that the time of each is its own.
+
+        Args:
+            max_events: Events, and samples, to hold; older ones are forgotten.
+
+        Raises:
+            InvalidRequestError: unless `max_events` is a positive int.
+        """
+        self._loop.recorder.start(max_events)
+
+    def stop_recording(self) -> Recording:
+        """Ends the recording and hands it over; an empty one if there was none.
+
+        Times are readings of `time.perf_counter`. Events that are not over yet are left out, but
+        for a pause and a sleep, which are cut off.
+        """
+        return self._loop.recorder.stop()
 
     def check_integrity(self) -> None:
         """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
@@ -271,6 +304,12 @@ class Engine:
             template_options: More variables of the template, `{"enable_thinking": False}` say.
             return_logprob: As in `generate`.
             stream: As in `generate`.
+
+        Returns:
+            As `generate`: for one conversation and n = 1 a dict, else a list, or a stream.
+
+        Raises:
+            InvalidRequestError: as `apply_chat_template` and `generate`.
         """
         conversations, is_single = _conversations(messages)
         ids = [
@@ -297,6 +336,11 @@ class Engine:
     ) -> list[int]:
         """Token ids of one conversation; see `chat`.
 
+        Args:
+            messages: A list of `{"role": ..., "content": ...}`.
+            add_generation_prompt: End with the beginning of the assistant's answer.
+            template_options: More variables of the template.
+
         Raises:
             InvalidRequestError: when the engine has no tokenizer, the tokenizer no template, or a
                 message no role or content.
@@ -314,7 +358,18 @@ class Engine:
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[RequestOutput]:
-        """`generate` for token ids with typed outputs, all samples of all prompts in order."""
+        """`generate` for token ids with typed outputs.
+
+        Args:
+            input_ids: Token ids of each prompt.
+            sampling_params: For all prompts, or one for each.
+
+        Returns:
+            All samples of all prompts in order, n of a prompt in a row.
+
+        Raises:
+            InvalidRequestError: names the field, its value and its limit.
+        """
         made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
         return self._client.generate(made[0])
 
@@ -341,6 +396,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: names the argument, its value and its limit.
+            EngineStateError: while the engine sleeps or has no weights.
         """
         checked, starts = self._requests.check_scored(sequences, temperature, start_lens)
         if not checked:
@@ -352,15 +408,21 @@ class Engine:
     def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
         """Compiles and runs all prefill, copy and decode programs; returns how many were new.
 
-        Programs for `top_logprobs_num` and `token_ids_logprob` are left to their first use.
+        Programs for `top_logprobs_num` and `token_ids_logprob` are left to their first use. Other
+        requests wait meanwhile, seconds to minutes.
 
         Args:
             include_score: Those of `score` and `logprob_start_len` too, one for each prefill
                 bucket, and for each power of two beyond them up to the longest sequence.
             include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
                 too, three or more for each batch bucket.
+
+        Raises:
+            EngineStateError: while the engine sleeps or has no weights.
         """
-        return self._client.ask(functools.partial(cmd.Warmup, include_score, include_table))
+        return self._client.ask(
+            functools.partial(cmd.Warmup, include_score, include_table, self._progress)
+        )
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
         """Stops generating. Returns when the device runs nothing of this engine.
@@ -420,6 +482,9 @@ class Engine:
 
         Refused, with a reason in the answer, while requests hold KV pages: when some run, or are
         paused in place. Retracted ones hold none.
+
+        Returns:
+            Whether it was done, and how many KV tokens were cached.
         """
         return self._client.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
 
@@ -572,6 +637,9 @@ class Engine:
         """A checksum of each serving weight's bits in its logical shape: 16 hexadecimal digits.
 
         Equal for equal weights, whatever the engine's devices, sharding and physical layout.
+
+        Raises:
+            EngineStateError: while the engine sleeps or has no weights.
         """
         return self._client.ask(cmd.ChecksumWeights)
 

@@ -12,23 +12,40 @@ from collections.abc import Iterable
 
 
 class EngineError(Exception):
-    """Base class of all errors raised by the engine."""
+    """Base class of all errors that the engine raises on purpose.
+
+    Raised itself only by `Engine.check_integrity`, for a bug.
+    """
 
 
 class InvalidConfigError(EngineError, ValueError):
-    """An engine or model option is unknown, out of range or inconsistent with another."""
+    """An engine or model option is unknown, out of range or inconsistent with another.
+
+    Raised when an engine, a rollout or a config is made, on the caller's thread, before anything is
+    taken; says the option, its value and the limit.
+    """
 
 
 class InvalidRequestError(EngineError, ValueError):
-    """A request cannot be served as it was written; the engine goes on serving others."""
+    """A request cannot be served as it was written; the engine goes on serving others.
+
+    Raised by the call, on its own thread; says the field, its value and the limit.
+    """
 
 
 class UnsupportedModelError(EngineError, ValueError):
-    """The model's architecture, or a setting of it, is not implemented."""
+    """The model's architecture, or a setting of it, is not implemented.
+
+    Raised when an engine or a rollout is made; names the setting and what is implemented.
+    """
 
 
 class WeightLoadError(EngineError, ValueError):
-    """A checkpoint is missing, truncated or inconsistent with the model."""
+    """A checkpoint of weights is missing, truncated or inconsistent with the model.
+
+    From making an engine, or from `Engine.update_weights` with a folder; then the old weights keep
+    serving.
+    """
 
 
 class CheckpointError(EngineError, ValueError):
@@ -47,27 +64,45 @@ class WeightSyncError(EngineError, ValueError):
 
 
 class WeightsLostError(WeightSyncError):
-    """An update with donate=True failed half-way: no weights serve until an update succeeds."""
+    """An update with donate=True failed half-way: no weights serve until an update succeeds.
+
+    All requests that the engine had fail with `EngineStateError`, and new ones are refused.
+    """
 
 
 class EngineStateError(EngineError, RuntimeError):
-    """The engine cannot do this now: it is paused, has requests running, or has no weights."""
+    """The engine cannot do this now: it is paused, has requests running, or has no weights.
+
+    The call changed nothing; the message says what to do first.
+    """
 
 
 class OffloadError(EngineError, RuntimeError):
-    """Moving weights or KV pages between device and host failed; all is as it was before."""
+    """Moving weights or KV pages between device and host failed; all is as it was before.
+
+    An engine that was to sleep is awake, one that was to wake sleeps on, with all that it kept.
+    """
 
 
 class EngineShutdownError(EngineError, RuntimeError):
-    """The engine was shut down before, or while, it handled the call."""
+    """The engine was shut down before, or while, it handled the call.
+
+    Every unfinished request gets it, so that no caller waits for ever.
+    """
 
 
 class EngineStepError(EngineError, RuntimeError):
-    """A device step failed; the requests it touched fail with this, the engine lives on."""
+    """A device step failed; the requests it touched fail with this, the engine lives on.
+
+    The step's own error is the `__cause__`.
+    """
 
 
 class CompileForbiddenError(EngineError, RuntimeError):
-    """`forbid_compile` is set and a step needed a program that warm-up did not build."""
+    """`forbid_compile` is set and a step needed a program that warm-up did not build.
+
+    Most requests that would need one are refused by the call; the message says what to warm up.
+    """
 
 
 def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:

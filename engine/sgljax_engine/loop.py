@@ -13,6 +13,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from sgljax_engine.errors import EngineShutdownError, EngineStateError, forget_l
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.metrics import MemoryReport
 from sgljax_engine.preserving import restore, take_snapshot
+from sgljax_engine.progress import EngineProgress
+from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
@@ -49,8 +52,8 @@ class _Answered(Protocol):
 class EngineLoop:
     """Commands in, answers out.
 
-    Only `submit`, `update`, `save`, `request_stop`, `stop`, `weight_version` and `is_sleeping` may
-    be used from other threads.
+    Only `submit`, `update`, `save`, `request_stop`, `stop`, `weight_version`, `is_sleeping`,
+    `progress` and `recorder` may be used from other threads.
     """
 
     def __init__(
@@ -75,14 +78,18 @@ class EngineLoop:
             tokenizer: For output text.
             name: Of the threads.
         """
+        self.recorder = Recorder()
         self._core = EngineCore(
             scheduler=scheduler,
             pool=pool,
             runner=runner,
             memory=memory,
-            detokenizer=Detokenizer(tokenizer, f"{name}-detokenizer", self._end_answered),
+            detokenizer=Detokenizer(
+                tokenizer, f"{name}-detokenizer", self._end_answered, self.recorder
+            ),
+            recorder=self.recorder,
         )
-        updater = Updater(weight_maker, self.submit, self._check_open)
+        updater = Updater(weight_maker, self.submit, self._check_open, self.recorder)
         self._updates = Worker(updater.update, f"{name}-updates")
         saver = Saver(runner.model_config, self.submit)
         self._saves = Worker(saver.save, f"{name}-checkpoints")
@@ -112,6 +119,20 @@ class EngineLoop:
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache sleep."""
         return bool(self._core.sleeper.asleep)
+
+    @property
+    def progress(self) -> EngineProgress:
+        """Reads what the engine thread writes, without waiting for it."""
+        core = self._core
+        return EngineProgress(
+            num_running=len(core.scheduler.running),
+            num_waiting=len(core.scheduler.waiting),
+            num_finished=core.counters.num_finished,
+            num_output_tokens=core.counters.num_output_tokens,
+            num_prefill_tokens=core.counters.num_prefill_tokens,
+            num_cached_tokens=core.counters.num_cached_tokens,
+            weight_version=core.weight_version,
+        )
 
     def submit(self, command: cmd.Command) -> None:
         """Queues a command, or raises EngineShutdownError when nobody would answer it."""
@@ -193,6 +214,7 @@ class EngineLoop:
 
     def _handle(self, command: cmd.Command) -> bool:
         """Answers a command, or has it wait; False when it was the last."""
+        name, began = type(command).__name__, time.perf_counter()
         try:
             self._core.answers.hand_over()
             if isinstance(command, cmd.Shutdown):
@@ -211,6 +233,8 @@ class EngineLoop:
             raise
         finally:
             del command  # see `_answer`
+            if self.recorder.is_on:
+                self.recorder.slice(ENGINE_TRACK, name, began, time.perf_counter(), {})
         return True
 
     def _result(self, command: cmd.Command) -> Any:
@@ -258,7 +282,7 @@ class EngineLoop:
     def _pause_generation(self, mode: PauseMode, future: Future[None]) -> None:
         """Pauses; the last call's mode holds. "wait" is answered by `_settle`."""
         core = self._core
-        core.counters.num_pauses += self._pause is None
+        core.books.paused(mode)
         self._pause = mode
         if mode == "wait":
             self._quiet_futures.append(future)
@@ -291,6 +315,7 @@ class EngineLoop:
 
     def _continue_generation(self) -> None:
         self._pause = None
+        self._core.books.continued()
         self._refuse_quiet("continue_generation ended the pause")
         self._set_admission()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,9 +33,19 @@ def plan_memory(
     config: EngineConfig,
     placement: Placement,
     max_model_len: int,
-    weights: Mapping[str, jax.Array],
+    weights_bytes: int,
+    *,
+    are_loaded: bool = True,
 ) -> MemoryPlan:
-    """Decides on the size of the KV cache. The weights are there, so free memory excludes them.
+    """Decides on the size of the KV cache.
+
+    Args:
+        model: What the engine runs.
+        config: What the user asks for.
+        placement: Where it runs.
+        max_model_len: Tokens of a sequence at most.
+        weights_bytes: Of the weights.
+        are_loaded: Whether they are there, so that free memory excludes them already.
 
     Raises:
         InvalidConfigError: when the configuration does not fit; says what would.
@@ -46,6 +55,8 @@ def plan_memory(
         model.num_layers, model.num_kv_heads, model.head_dim, placement.dtype
     )
     free = free_bytes(placement)
+    if free is not None and not are_loaded:
+        free = max(free - weights_bytes, 0)
     fitting = None if free is None else free // per_page
     if cache.num_kv_tokens is not None:
         rule, num_pages = "num_kv_tokens", cache.num_kv_tokens // cache.page_size
@@ -71,7 +82,7 @@ def plan_memory(
         model, config, placement, max_model_len, free_bytes=free, kv_bytes=num_pages * per_page
     )
     report = MemoryReport(
-        weights_bytes=sum(weight.nbytes for weight in weights.values()),
+        weights_bytes=weights_bytes,
         kv_bytes=num_pages * per_page,
         kv_rows_bytes=rows_bytes,
         kv_tokens=num_pages * cache.page_size,

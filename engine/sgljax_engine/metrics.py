@@ -19,11 +19,14 @@ class EngineCounters:
         num_page_copies: Shared pages that were copied for a request to write behind.
         num_output_tokens: Tokens generated.
         num_dispatches: Scheduler steps that ran something on the device.
+        used_kv_tokens: Tokens that pages in use held at each dispatch, added up: over
+            `num_dispatches` and `EngineState.total_kv_tokens` it is the mean use of the KV cache.
         num_decode_rows: Rows of all decode dispatches together.
         max_decode_batch: Rows of the largest one.
         num_retractions: Times a running request lost its pages.
         num_aborted: Requests that ended with finish reason `abort`.
         num_pauses: Times that generation was paused.
+        pause_s: Seconds that it was, from the call on; in an `EngineState` the pause of now too.
         num_weight_updates: Weight swaps.
         num_sleeps: Times that the engine went to sleep.
         num_failed_steps: Steps that raised.
@@ -43,11 +46,13 @@ class EngineCounters:
     num_page_copies: int = 0
     num_output_tokens: int = 0
     num_dispatches: int = 0
+    used_kv_tokens: int = 0
     num_decode_rows: int = 0
     max_decode_batch: int = 0
     num_retractions: int = 0
     num_aborted: int = 0
     num_pauses: int = 0
+    pause_s: float = 0.0
     num_weight_updates: int = 0
     num_sleeps: int = 0
     num_failed_steps: int = 0

@@ -91,9 +91,19 @@ class ModelConfig:
 
     Attributes:
         architecture: HF class name, a key of `models.registry.MODELS`.
+        vocab_size: Rows of the embedding table.
+        hidden_size: Channels between layers.
+        intermediate_size: Channels inside an MLP.
+        num_layers: Decoder layers.
+        num_heads: Query heads; a multiple of `num_kv_heads`.
+        num_kv_heads: Key and value heads.
+        head_dim: Channels of a head; even.
+        rope: Rotary position embedding.
+        rms_norm_eps: Added to the mean square in every norm.
         tie_word_embeddings: The output projection is the embedding table.
         context_length: Tokens in one sequence at most (HF's max_position_embeddings).
         eos_token_ids: End-of-sequence ids; generation stops after one unless `ignore_eos`.
+        attention: Scales, sliding windows and soft caps.
         final_logit_softcap: Logits x become cap * tanh(x / cap); None for no cap.
     """
 

@@ -28,6 +28,13 @@ def derive_seed(seed: int, index: int) -> int:
     """The seed of sample `index` of a request; sample 0 keeps the request's own.
 
     Mixes with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+
+    Args:
+        seed: The request's, in [0, 2**63 - 1].
+        index: Of the sample, >= 0.
+
+    Returns:
+        A seed in [0, 2**63 - 1].
     """
     if index == 0:
         return seed

@@ -5,6 +5,7 @@ A `Worker` does them one after another in the order of their calls.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import jax
 
 from sgljax_engine import commands as cmd
 from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.recorder import UPDATES_TRACK, Recorder
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.rules import Rule
 from sgljax_engine.weights.sync import SyncPlan, WeightMaker
@@ -53,6 +55,7 @@ class Updater:
         maker: WeightMaker,
         submit: Callable[[cmd.Command], None],
         check_open: Callable[[], None],
+        recorder: Recorder,
     ) -> None:
         """Does nothing yet.
 
@@ -60,14 +63,17 @@ class Updater:
             maker: Plans; from now on used by this object alone.
             submit: Queues a command for the engine thread.
             check_open: Raises once the engine is shut down.
+            recorder: Notes what is done.
         """
         self._maker = maker
         self._submit = submit
         self._check_open = check_open
+        self._recorder = recorder
 
     def update(self, job: UpdateJob) -> int:
         """Makes the new weights and has them swapped in; returns their version."""
         self._check_open()
+        began = time.perf_counter()
         source = job.load()
         plan, arrays = self._maker.plan(source.arrays, source.rules)
         del source
@@ -76,7 +82,13 @@ class Updater:
         future: Future[int] = Future()
         self._submit(cmd.SwapWeights(build, job.mode, job.flush_cache, future))
         del build
-        return future.result()
+        submitted = time.perf_counter()
+        version = future.result()
+        if self._recorder.is_on:
+            ended, args = time.perf_counter(), {"weight_version": version}
+            self._recorder.slice(UPDATES_TRACK, "make weights", began, submitted, args)
+            self._recorder.slice(UPDATES_TRACK, "wait for the swap", submitted, ended, args)
+        return version
 
     def _prepare(
         self, plan: SyncPlan, arrays: Mapping[str, Any], job: UpdateJob

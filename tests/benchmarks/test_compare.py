@@ -7,13 +7,13 @@ import pytest
 import cold_start
 import compare
 import peers
-from batch_peers import VanillaPeer
-from bench_models import MODELS
 from ceilings import Ceilings
 from comparison import PeerResult, WorkloadResult, format_comparison
 from roofline import weight_bytes
+from tunix_sgljax.bench.shapes import MODELS
+from tunix_sgljax.bench.vanilla import VanillaPeer
+from tunix_sgljax.bench.workloads import make_workload
 from weight_sync import format_weight_sync, measure_weight_sync
-from workloads import make_workload
 
 CEILINGS = Ceilings(flops_per_s=1e11, read_bytes_per_s=1e10, copy_bytes_per_s=1e10, probes={})
 
@@ -135,7 +135,7 @@ def test_different_outputs_stop_the_comparison():
         def generate(self, workload, *, is_greedy=False) -> list[list[int]]:
             return [[self.token] * length for length in workload.output_lengths]
 
-    assert compare.count_agreed(Constant(1), Constant(1), workload) == 8
+    assert compare.count_agreed(Constant(1), Constant(1), workload) == (8, 8)
     with pytest.raises(AssertionError, match="first greedy tokens"):
         compare.count_agreed(Constant(1), Constant(2), workload)
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 import roofline
-from bench_models import MODELS
 from ceilings import Ceilings, measure_ceilings
 from sgljax_engine import ModelConfig, RopeConfig
-from workloads import Workload
+from tunix_sgljax.bench.shapes import MODELS
+from tunix_sgljax.bench.workloads import Workload
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",

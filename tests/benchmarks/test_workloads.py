@@ -2,7 +2,7 @@
 
 import pytest
 
-from workloads import WORKLOADS, make_workload
+from tunix_sgljax.bench.workloads import WORKLOADS, make_workload
 
 VOCAB_SIZE = 4096
 

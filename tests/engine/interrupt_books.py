@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from sgljax_engine import Engine, EngineStateError
 from sgljax_engine import commands as cmd
-from sgljax_engine.io_struct import SLEEP_TAGS, AbortReq, FlushCacheReqInput
+from sgljax_engine.io_struct import SLEEP_TAGS, AbortReq, FlushCacheReqInput, SleepTag
 from sgljax_engine.metrics import EngineState
 from tests.engine.interrupt_calls import Call, Result
 from tests.engine.interrupt_model import History, References, Swap
@@ -53,6 +53,8 @@ class Books:
         is_drained: A "wait" is over, so nothing runs until generation continues.
         not_begun: Ids of requests that came in this pause.
         over: Ids of requests that must not be in the engine any more.
+        is_put_to_sleep: It was asked to sleep, and not yet to wake up wholly; what is drawn next
+            may depend on this, since it does not follow from how far the engine got.
         may_sleep: Weights or KV cache may be away: it sleeps, or gave its weights up.
         refuses: Whether it refuses requests while it sleeps; None if that cannot be told.
     """
@@ -66,6 +68,7 @@ class Books:
         self.is_drained = False
         self.not_begun: set[str] = set()
         self.over: set[str] = set()
+        self.is_put_to_sleep = False
         self.may_sleep = False
         self.refuses: bool | None = False
         self._is_weightless = False
@@ -122,13 +125,15 @@ class Books:
         elif not self.state().is_sleeping:
             self.refuses = refuse
         self._is_weightless |= level == 2 and not preserve
-        self.may_sleep, self._still = True, None
+        self.is_put_to_sleep = self.may_sleep = True
+        self._still = None
         for update in self.updates:
             update.may_fail |= update.swap.mode == "wait"
         for pause in self.pauses:
             pause.may_fail = True
 
-    def note_wake_up(self) -> None:
+    def note_wake_up(self, tags: Sequence[SleepTag]) -> None:
+        self.is_put_to_sleep &= set(tags) != set(SLEEP_TAGS)
         self._still = None
 
     def refusal(self, *, is_settled: bool) -> tuple[bool, bool]:
@@ -219,7 +224,7 @@ class Books:
 
     def wake(self) -> None:
         """Wakes all; weights may be lacking still."""
-        self.note_wake_up()
+        self.note_wake_up(SLEEP_TAGS)
         self.send(functools.partial(cmd.WakeUp, SLEEP_TAGS)).result(LIMIT_S)
 
     def lacks_weights(self) -> bool:

@@ -43,9 +43,19 @@ def wait_until(engine: Engine, holds: Callable[[EngineState], bool]) -> EngineSt
 def start_all(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = LONG
 ) -> list[Future[RequestOutput]]:
-    """One caller a prompt; returns when all requests have begun and have tokens."""
+    """One caller a prompt; returns when all requests have begun and have tokens.
+
+    They come between the same two dispatches, so that none is finished before the last has begun.
+    """
     before = engine.get_internal_state().counters
-    calls = [start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts]
+    with held(engine):
+        calls = [
+            start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts
+        ]
+        deadline = time.monotonic() + LIMIT_S
+        while engine._loop._commands.qsize() < len(prompts):
+            assert time.monotonic() < deadline, "the callers never called"
+            time.sleep(0.001)
     num = before.num_first_tokens + len(prompts)
     wait_until(engine, lambda state: state.counters.num_first_tokens >= num)
     return calls

@@ -214,7 +214,7 @@ class InterruptMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ sleep
 
     @rule(level=st.integers(1, 2), preserve=st.booleans(), refuse=st.booleans())
-    @precondition(lambda self: self.hold is not None or not self.books.may_sleep)
+    @precondition(lambda self: self.hold is not None or not self.books.is_put_to_sleep)
     def sleep(self, level, preserve, refuse):
         self.books.note_sleep(
             level=level, preserve=preserve, refuse=refuse, is_settled=self.hold is None
@@ -222,9 +222,9 @@ class InterruptMachine(RuleBasedStateMachine):
         self.ask(functools.partial(cmd.Sleep, level, preserve, refuse), _is_bytes)
 
     @rule(tags=st.sampled_from([SLEEP_TAGS, SLEEP_TAGS, SLEEP_TAGS[:1], SLEEP_TAGS[1:]]))
-    @precondition(lambda self: self.books.may_sleep)
+    @precondition(lambda self: self.books.is_put_to_sleep)
     def wake_up(self, tags):
-        self.books.note_wake_up()
+        self.books.note_wake_up(tags)
         self.ask(functools.partial(cmd.WakeUp, tags), _is_bytes)
 
     # ------------------------------------------------------------------ weights

@@ -1,18 +1,30 @@
-"""Parses the command line of `tunix-sgljax` and runs one of its commands."""
+"""Tunix rollouts and Hugging Face models on the embedded JAX engine, from the command line.
+
+A run of one command imports no other; `--help` imports no JAX.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
+import os
 import sys
+import traceback
 from typing import Protocol, cast
+
+from tunix_sgljax.cli.interrupt import EXIT_INTERRUPTED, Interrupts
+from tunix_sgljax.cli.output import say
+
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
 
 
 class Command(Protocol):
     """A module of this package that holds one command."""
 
     SUMMARY: str
-    """One line, for the list of commands."""
+    """One line, as in `COMMANDS`."""
     EXAMPLES: str
     """Command lines to copy, shown at the end of its `--help`."""
 
@@ -27,7 +39,24 @@ class Command(Protocol):
         ...
 
 
-COMMANDS = ("train", "generate", "bench", "doctor", "convert")
+COMMANDS = {
+    "train": "Train a model with GRPO or PPO, as a config file says.",
+    "generate": "Complete prompts with a model in a Hugging Face folder.",
+    "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
+    "doctor": "Say what is installed, what will be used, and what is wrong.",
+    "convert": "Write a Tunix checkpoint, or a Hugging Face folder, as a Hugging Face folder.",
+}
+"""By name; each is a module of this package."""
+
+_EXAMPLES = """examples:
+  tunix-sgljax doctor --model path/to/Qwen3-0.6B
+  tunix-sgljax generate --model path/to/Qwen3-0.6B "The capital of France is"
+  tunix-sgljax train --config configs/grpo_addition.yaml
+  tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
+  tunix-sgljax bench --random small --against vanilla
+
+`tunix-sgljax COMMAND --help` has the options of a command, and more examples.
+Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted."""
 
 
 def find_command(name: str) -> Command:
@@ -35,23 +64,83 @@ def find_command(name: str) -> Command:
     return cast(Command, importlib.import_module(f"tunix_sgljax.cli.{name}"))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tunix-sgljax", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name in COMMANDS:
+def make_parser(argv: list[str]) -> argparse.ArgumentParser:
+    """The parser for these arguments: of all commands, but with the options of theirs only."""
+    parser = argparse.ArgumentParser(
+        prog="tunix-sgljax",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = importlib.metadata.version("tunix-sgljax")
+    parser.add_argument("--version", action="version", version=f"tunix-sgljax {version}")
+    _add_debug(parser, default=False)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    named = next((word for word in argv if word in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        if name != named:
+            subparsers.add_parser(name, help=summary)
+            continue
         command = find_command(name)
-        command.add_arguments(
-            commands.add_parser(
-                name,
-                help=command.SUMMARY,
-                description=command.SUMMARY,
-                epilog=command.EXAMPLES,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+        subparser = subparsers.add_parser(
+            name,
+            help=summary,
+            description=command.SUMMARY,
+            epilog=command.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
-    args = parser.parse_args(argv)
-    return find_command(args.command).run(args)
+        command.add_arguments(subparser)
+        _add_debug(subparser, default=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns the exit code: 0, 1 failure, 2 bad input, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    is_debug = "--debug" in argv
+    # transformers says at every import that torch is missing; only its tokenizers are used.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    with Interrupts():
+        try:
+            args = make_parser(argv).parse_args(argv)
+            return find_command(args.command).run(args)
+        except SystemExit as exit_:  # argparse: help and version, or a message and code 2
+            return exit_.code if isinstance(exit_.code, int) else EXIT_FAILURE
+        except KeyboardInterrupt:
+            say("interrupted")
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:  # whoever read the output is gone, as with `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_FAILURE
+        except Exception as error:
+            if is_debug:
+                traceback.print_exc()
+            say(f"error: {describe(error)}")
+            return EXIT_BAD_INPUT if is_bad_input(error) else EXIT_FAILURE
+
+
+def is_bad_input(error: Exception) -> bool:
+    """Whether the one who typed the command can put it right: wrong values, missing files."""
+    missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+    return isinstance(error, (ValueError, FileExistsError, *missing))
+
+
+def describe(error: Exception) -> str:
+    """An error in words for the terminal; of one that nobody meant to raise, its class too."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {str(error.filename)!r}"
+    # By name: importing the engine's errors costs every command that needs no engine.
+    is_ours = any(base.__name__ == "EngineError" for base in type(error).__mro__)
+    if is_ours or type(error) is ValueError:
+        return str(error)
+    return f"{type(error).__name__}: {error} (--debug shows where)"
+
+
+def _add_debug(parser: argparse.ArgumentParser, default: object) -> None:
+    parser.add_argument(
+        "--debug", action="store_true", default=default, help="show the traceback of an error"
+    )
 
 
 if __name__ == "__main__":

@@ -250,13 +250,19 @@ def get_backend(
     Raises:
         InvalidConfigError: when "pallas" cannot run the model there.
     """
+    name = resolve_backend(name, platform)
     if name == "pallas":
         # Imported here: Pallas takes a tenth of a second to import, and may go from JAX.
         from sgljax_engine.layers.pallas_attention import gpu_backend
 
         return gpu_backend(platform, head_dim=head_dim, num_tensor_shards=num_tensor_shards)
+    return BACKENDS[name]
+
+
+def resolve_backend(name: str, platform: str) -> str:
+    """The name of the backend that reads pages: "auto" is one by platform."""
     if name == "auto":
         name = "xla_tiles" if platform == "cpu" else "xla"
     if name == "xla_rows":  # what decode reads instead of pages; see layers.row_attention
         name = "xla_tiles"
-    return BACKENDS[name]
+    return name

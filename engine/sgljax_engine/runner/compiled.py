@@ -127,10 +127,24 @@ class ProgramCache:
         result = made.pop("result", None)
         return state._replace(**made), result
 
-    def compile(self, calls: Sequence[ProgramCall], state: ProgramState) -> None:
+    def count_new(self, calls: Sequence[ProgramCall]) -> int:
+        """How many programs of the calls are not there yet."""
+        return len({call.key for call in calls} - set(self._programs))
+
+    def compile(
+        self,
+        calls: Sequence[ProgramCall],
+        state: ProgramState,
+        on_compiled: Callable[[], None] = lambda: None,
+    ) -> None:
         """Compiles the programs of the calls that are not there yet, several at a time.
 
         An error carries a note that names its program.
+
+        Args:
+            calls: One of each program.
+            state: What they will work on.
+            on_compiled: Called for each program, on the thread that compiled it.
         """
         options = compiler_options(self._placement.platform)
         new = {key: call for call in calls if (key := call.key) not in self._programs}
@@ -142,7 +156,7 @@ class ProgramCache:
             for key, call in new.items():
                 with _named(key):
                     lowered = self._lower(call, state)
-                made[key] = pool.submit(_compile, key, lowered, options)
+                made[key] = pool.submit(_compile, key, lowered, options, on_compiled)
             for key, future in made.items():
                 self._programs[key] = future.result()
                 self.num_compiles += 1
@@ -188,7 +202,10 @@ def compiler_options(platform: str) -> dict[str, str | bool] | None:
 
 
 def _compile(
-    key: tuple[Any, ...], lowered: jax.stages.Lowered, options: dict[str, str | bool] | None
+    key: tuple[Any, ...],
+    lowered: jax.stages.Lowered,
+    options: dict[str, str | bool] | None,
+    on_compiled: Callable[[], None],
 ) -> Callable[..., Any]:
     """Any thread: all that a program is compiled for was settled when it was lowered."""
     started = time.perf_counter()
@@ -196,6 +213,7 @@ def _compile(
         compiled = lowered.compile(compiler_options=options)
     name, _, *shapes = key
     logger.info("compiled %s for %s in %.2f s", name, shapes, time.perf_counter() - started)
+    on_compiled()
     return compiled
 
 

@@ -16,6 +16,7 @@ from sgljax_engine.cache.kv_rows import KVRows, RowShapes, allocate_kv_rows
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.offload import HostArray, HostMemory, host_memory, to_device, to_host
+from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
     ForwardBatch,
@@ -373,19 +374,28 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ programs
 
-    def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
+    def warmup(
+        self,
+        *,
+        include_score: bool = False,
+        include_table: bool = False,
+        progress: ProgressListener | None = None,
+    ) -> int:
         """Compiles and runs every program but those below; returns how many were new.
 
         Args:
             include_score: Those of `score` too.
             include_table: The decode buckets for rows that change logits too, in every width.
+            progress: Told of every program.
         """
         self.take_kv()
         before, was_sealed = self.programs.num_compiles, self.programs.is_sealed
         self.programs.is_sealed = False
         try:
             calls = list(self._warm_calls(include_score, include_table))
-            self.programs.compile(calls, self._state)
+            num_new = self.programs.count_new(calls)
+            with reporting(progress, "compile programs", num_new, "program") as advance:
+                self.programs.compile(calls, self._state, lambda: advance(1))
             for call in calls:
                 jax.block_until_ready(self._run(call.name, *call.args))
             self.load_pages(self.save_pages([0]), [0])

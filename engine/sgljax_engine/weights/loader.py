@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,28 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
 
-def read_hf_folder(folder: str | Path) -> dict[str, np.ndarray]:
+def folder_bytes(folder: str | Path) -> int:
+    """Bytes of a folder's weights files, as far as they are there."""
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+
+
+def read_hf_folder(
+    folder: str | Path, on_read: Callable[[int], None] = lambda num_bytes: None
+) -> dict[str, np.ndarray]:
     """All tensors of a folder's safetensors files, by name.
 
     Reads `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+
+    Args:
+        folder: Of the model.
+        on_read: Told the bytes of each tensor once it is read.
 
     Raises:
         WeightLoadError: names the file that is missing, truncated or contradicts the index.
     """
     folder = Path(folder)
     if not (folder / _INDEX_FILE).exists():
-        return dict(_read_file(folder / _SINGLE_FILE))
+        return dict(_read_file(folder / _SINGLE_FILE, on_read))
     try:
         index = read_json(folder / _INDEX_FILE)
     except InvalidConfigError as error:
@@ -35,7 +46,7 @@ def read_hf_folder(folder: str | Path) -> dict[str, np.ndarray]:
     weight_map: dict[str, str] = index.get("weight_map") or {}
     tensors: dict[str, np.ndarray] = {}
     for file_name in sorted(set(weight_map.values())):
-        for name, tensor in _read_file(folder / file_name):
+        for name, tensor in _read_file(folder / file_name, on_read):
             if weight_map.get(name) != file_name:
                 raise WeightLoadError(f"{folder / file_name} holds {name!r}, the index says not")
             tensors[name] = tensor
@@ -45,13 +56,15 @@ def read_hf_folder(folder: str | Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _read_file(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[str, np.ndarray]]:
     if not path.is_file():
         raise WeightLoadError(f"no such weights file: {path}")
     try:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name)
+                tensor = file.get_tensor(name)
+                on_read(tensor.nbytes)
+                yield name, tensor
     except (SafetensorError, OSError) as error:
         raise WeightLoadError(f"cannot read {path}: {error} (truncated download?)") from error
 

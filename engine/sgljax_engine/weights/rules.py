@@ -76,9 +76,15 @@ def _fill(target: str | None, groups: Sequence[str]) -> str | None:
 def flatten_named(tree: Any) -> dict[str, Any]:
     """Flattens a pytree of arrays into `{"layers.0.attn.q_proj.w": array, ...}`.
 
-    Works for nested dicts and lists and for `flax.nnx.State`, whose `Variable` wrappers leave no
-    trace in the names. A flat dict with dotted keys stays as it is. Ambiguous or missing names
-    raise WeightSyncError.
+    Args:
+        tree: Nested dicts and lists, or a `flax.nnx.State`, whose `Variable` wrappers leave no
+            trace in the names. A flat dict with dotted keys stays as it is.
+
+    Returns:
+        The leaves, not copied, by their dotted names.
+
+    Raises:
+        WeightSyncError: for a leaf without a name, and for two with the same.
     """
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

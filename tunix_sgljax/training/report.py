@@ -1,4 +1,7 @@
-"""What a training run tells: a line a step, a table, a JSON file, and a picture."""
+"""What a training run tells: a line a step, a table, a JSON file, and a picture.
+
+Drawing needs matplotlib, which is imported when it is called for.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from tqdm import tqdm
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 WINDOW = 10  # steps over which rewards are averaged
 
@@ -46,6 +45,19 @@ class StepRecord:
         return self.num_tokens / self.rollout_s
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation on held-out prompts.
+
+    Attributes:
+        num_steps: Steps that the policy had been trained for.
+        reward: The mean reward of its completions.
+    """
+
+    num_steps: int
+    reward: float
+
+
 class ProgressReporter:
     """One moving line on a terminal, and a plain line a step elsewhere."""
 
@@ -66,7 +78,8 @@ class ProgressReporter:
             f"{record.tokens_per_s:.0f} tokens/s  weights {weights}"
         )
         if self._bar.disable:
-            print(f"step {record.step:>{len(str(self._num_steps))}}/{self._num_steps}  {line}")
+            step = f"{record.step:>{len(str(self._num_steps))}}/{self._num_steps}"
+            sys.stdout.write(f"step {step}  {line}\n")
             sys.stdout.flush()
         else:
             self._bar.set_postfix_str(line, refresh=False)
@@ -142,19 +155,34 @@ def format_summary(records: Sequence[StepRecord]) -> str:
     )
 
 
-def write_json(path: Path, settings: dict[str, Any], records: Sequence[StepRecord]) -> None:
-    """Writes the settings of the run, its summary, and every step."""
+def write_json(
+    path: Path,
+    settings: dict[str, Any],
+    records: Sequence[StepRecord],
+    evals: Sequence[EvalRecord] = (),
+) -> None:
+    """Writes the settings of the run, its summary, every step and every evaluation."""
     summary = summarize(records)
     content = {
         "settings": settings,
         "summary": {**dataclasses.asdict(summary), "gain": summary.gain},
         "steps": [dataclasses.asdict(record) for record in records],
+        "evaluations": [dataclasses.asdict(record) for record in evals],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def write_plot(path: Path, title: str, records: Sequence[StepRecord]) -> None:
-    """Draws the reward and the rollout time of every step."""
+def write_plot(
+    path: Path, title: str, records: Sequence[StepRecord], evals: Sequence[EvalRecord] = ()
+) -> None:
+    """Draws the reward and the rollout time of every step, and the reward of evaluations.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     steps = np.array([record.step for record in records])
     rewards = np.array([record.reward for record in records])
     seconds = np.array([record.rollout_s for record in records])
@@ -162,15 +190,19 @@ def write_plot(path: Path, title: str, records: Sequence[StepRecord]) -> None:
     mean = [rewards[max(0, end - window) : end].mean() for end in range(1, len(rewards) + 1)]
     median = summarize(records).rollout_s
 
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)  # whatever the process draws on otherwise
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(title, fontsize=13)
     top.plot(steps, rewards, "o-", color="tab:blue", alpha=0.35, markersize=3, label="each step")
     label = f"mean of the last {window} steps"
     top.plot(steps, mean, color="tab:blue", linewidth=2.5, label=label)
-    top.set_ylim(0, 1)
-    top.set_ylabel("exact-match reward")
+    if evals:
+        at = [record.num_steps + 0.5 for record in evals]
+        top.plot(at, [record.reward for record in evals], "D-", color="tab:green", label="held out")
+    if rewards.min() >= 0 and rewards.max() <= 1:
+        top.set_ylim(0, 1)
+    top.set_ylabel("reward")
     top.legend(loc="lower right", frameon=False)
     bottom.bar(steps, seconds, color="tab:orange", width=0.8)
     bottom.axhline(median, color="black", linewidth=1, linestyle="--")
@@ -183,4 +215,3 @@ def write_plot(path: Path, title: str, records: Sequence[StepRecord]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -69,8 +69,8 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """What `quick` shrinks: a smoke test runs every line of the harness in seconds."""
+class Sizes:
+    """How large the workloads are. All are counts of tokens, but for prompts, samples and rows."""
 
     num_prompts: int = 16
     num_samples: int = 8
@@ -83,9 +83,29 @@ class _Sizes:
     long_prompt: int = 2048
     long_output: int = 64
 
+    def scaled(
+        self, length: float, num_prompts: int | None = None, num_samples: int | None = None
+    ) -> Sizes:
+        """With all lengths times `length`, at least 1; and with other counts, unless None."""
+        changes = {name: max(round(getattr(self, name) * length), 1) for name in _LENGTHS}
+        counts = {"num_prompts": num_prompts, "num_samples": num_samples}
+        changes |= {name: count for name, count in counts.items() if count is not None}
+        return dataclasses.replace(self, **changes)
 
-_FULL = _Sizes()
-_QUICK = _Sizes(
+
+_LENGTHS = (
+    "prompt_low",
+    "prompt_high",
+    "output_low",
+    "output_high",
+    "uniform_output",
+    "long_prompt",
+    "long_output",
+)
+FULL = Sizes()
+"""What the tables report."""
+
+QUICK = Sizes(
     num_prompts=2,
     num_samples=4,
     prompt_low=8,
@@ -97,13 +117,14 @@ _QUICK = _Sizes(
     long_prompt=64,
     long_output=8,
 )
+"""A smoke test: every line of the harness in seconds."""
 
 
 def _prompts(rng: np.random.Generator, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
     return [rng.integers(FIRST_TOKEN_ID, vocab_size, length).tolist() for length in lengths]
 
 
-def _grpo_prompts(rng: np.random.Generator, vocab_size: int, sizes: _Sizes) -> list[list[int]]:
+def _grpo_prompts(rng: np.random.Generator, vocab_size: int, sizes: Sizes) -> list[list[int]]:
     lengths = rng.integers(sizes.prompt_low, sizes.prompt_high + 1, sizes.num_prompts)
     return _prompts(rng, vocab_size, lengths.tolist())
 
@@ -120,7 +141,7 @@ def _make(
     )
 
 
-def _rl_longtail(vocab_size: int, sizes: _Sizes) -> Workload:
+def _rl_longtail(vocab_size: int, sizes: Sizes) -> Workload:
     rng = np.random.default_rng(0)
     prompts = _grpo_prompts(rng, vocab_size, sizes)
     count = sizes.num_prompts * sizes.num_samples
@@ -130,29 +151,30 @@ def _rl_longtail(vocab_size: int, sizes: _Sizes) -> Workload:
     return _make("rl_longtail", prompts, sizes.num_samples, lengths.tolist(), count)
 
 
-def _rl_uniform(vocab_size: int, sizes: _Sizes) -> Workload:
+def _rl_uniform(vocab_size: int, sizes: Sizes) -> Workload:
     prompts = _grpo_prompts(np.random.default_rng(1), vocab_size, sizes)
     lengths = [sizes.uniform_output] * (sizes.num_prompts * sizes.num_samples)
-    return _make("rl_uniform", prompts, sizes.num_samples, lengths, sizes.uniform_rows)
+    num_rows = min(sizes.uniform_rows, len(lengths))
+    return _make("rl_uniform", prompts, sizes.num_samples, lengths, num_rows)
 
 
-def _long_prompt(vocab_size: int, sizes: _Sizes) -> Workload:
+def _long_prompt(vocab_size: int, sizes: Sizes) -> Workload:
     prompts = _prompts(np.random.default_rng(2), vocab_size, [sizes.long_prompt])
     count = sizes.num_samples
     return _make("long_prompt", prompts, count, [sizes.long_output] * count, count)
 
 
-def _long_prompt_single(vocab_size: int, sizes: _Sizes) -> Workload:
+def _long_prompt_single(vocab_size: int, sizes: Sizes) -> Workload:
     prompts = _prompts(np.random.default_rng(2), vocab_size, [sizes.long_prompt])
     return _make("long_prompt_single", prompts, 1, [sizes.long_output], 1)
 
 
-def _single_stream(vocab_size: int, sizes: _Sizes) -> Workload:
+def _single_stream(vocab_size: int, sizes: Sizes) -> Workload:
     prompts = _prompts(np.random.default_rng(3), vocab_size, [sizes.prompt_high])
     return _make("single_stream", prompts, 1, [sizes.uniform_output], 1)
 
 
-_BUILDERS: dict[str, Callable[[int, _Sizes], Workload]] = {
+_BUILDERS: dict[str, Callable[[int, Sizes], Workload]] = {
     "rl_longtail": _rl_longtail,
     "rl_uniform": _rl_uniform,
     "long_prompt": _long_prompt,
@@ -172,17 +194,20 @@ WORKLOADS = tuple(_BUILDERS)
 """
 
 
-def make_workload(name: str, vocab_size: int, *, is_quick: bool = False) -> Workload:
+def make_workload(
+    name: str, vocab_size: int, *, is_quick: bool = False, sizes: Sizes | None = None
+) -> Workload:
     """Builds a workload; equal arguments give equal requests.
 
     Args:
         name: One of `WORKLOADS`.
         vocab_size: Prompt tokens are below it.
         is_quick: The same shape with few and short requests.
+        sizes: Others than those.
 
     Raises:
         ValueError: for an unknown name.
     """
     if name not in _BUILDERS:
         raise ValueError(f"workload must be one of {list(WORKLOADS)}, got {name!r}")
-    return _BUILDERS[name](vocab_size, _QUICK if is_quick else _FULL)
+    return _BUILDERS[name](vocab_size, sizes or (QUICK if is_quick else FULL))

@@ -1,4 +1,4 @@
-"""Two small rollout workers for experiments: one that measures, one that seeds Tunix's own.
+"""Two small rollout workers: one that measures another, one that seeds Tunix's own.
 
 Tunix's `RLCluster` builds its rollout worker from `ClusterConfig.rollout_engine`, a `BaseRollout`
 subclass or a `functools.partial` of one, so both are used through `functools.partial`.
@@ -17,6 +17,8 @@ from jaxtyping import PyTree
 from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
+from tunix_sgljax.rollout import SglJaxRollout
+
 
 class RolloutTiming(NamedTuple):
     """One call of `generate`."""
@@ -27,6 +29,11 @@ class RolloutTiming(NamedTuple):
     """Generated tokens without those that end a completion, which only some engines return."""
     weight_version: int | None
     """The weights that answered, where the engine counts them."""
+
+
+def weight_version_of(rollout: BaseRollout) -> int | None:
+    """The weights of a rollout that counts them."""
+    return rollout.weight_version if isinstance(rollout, SglJaxRollout) else None
 
 
 class TimedRollout(BaseRollout):

@@ -1,0 +1,196 @@
+"""What watching costs: throughput while something watches over throughput while nothing does.
+
+    python benchmarks/observability.py                # a few minutes
+    python benchmarks/observability.py --pairs 1
+
+An engine answers the same requests again and again, in pairs of runs, with and without; the order
+within a pair alternates. The prefix cache is emptied before each run. The tiny model, one token a
+dispatch, is the worst case: its dispatches are as short as they get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from reporting import (
+    ROOT,
+    SMALL,
+    SMALL_IN_WORDS,
+    describe_environment,
+    report_head,
+    write_report,
+)
+from sgljax_engine import Engine, ModelConfig, SamplingParams
+from sgljax_engine.recorder import Recorder
+from tunix_sgljax.progress import Progress
+
+NUM_REQUESTS, NUM_TOKENS = 16, 96
+
+
+class Case(NamedTuple):
+    """A model, and how it decodes."""
+
+    name: str
+    model: ModelConfig
+    in_words: str
+    decode_steps: int
+
+
+CASES = (
+    Case("small", SMALL, f"{SMALL_IN_WORDS}, float32, 8 tokens a dispatch", 8),
+    Case(
+        "tiny",
+        dataclasses.replace(SMALL, num_layers=1, hidden_size=64, intermediate_size=128),
+        "1 layer, hidden 64, 1 token a dispatch",
+        1,
+    ),
+)
+
+
+class Terminal(io.StringIO):
+    """Takes what is drawn as a terminal would."""
+
+    def isatty(self) -> bool:
+        """Says that it is one."""
+        return True
+
+
+@contextlib.contextmanager
+def drawing(engine: Engine, num_requests: int) -> Iterator[None]:
+    """A progress bar, five times a second."""
+    with contextlib.redirect_stderr(Terminal()), Progress(True).rollout(engine, num_requests):
+        yield
+
+
+@contextlib.contextmanager
+def recording(engine: Engine, num_requests: int) -> Iterator[None]:
+    """A recording for a timeline."""
+    del num_requests
+    engine.start_recording()
+    try:
+        yield
+    finally:
+        engine.stop_recording()
+
+
+@contextlib.contextmanager
+def asking(engine: Engine, num_requests: int) -> Iterator[None]:
+    """What `log_rollout_metrics` does once a step."""
+    del num_requests
+    yield
+    engine.get_internal_state()
+
+
+WATCHERS: dict[str, Callable[[Engine, int], contextlib.AbstractContextManager[None]]] = {
+    "progress bar": drawing,
+    "recording a timeline": recording,
+    "metrics of a step": asking,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Seconds of the runs with and without a watcher, pair by pair."""
+
+    name: str
+    without_s: list[float]
+    with_s: list[float]
+
+    def row(self) -> str:
+        """A line of the table."""
+        ratios = [a / b for a, b in zip(self.without_s, self.with_s, strict=True)]
+        middle = f"{np.median(self.without_s):.2f} | {np.median(self.with_s):.2f}"
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        return f"| {self.name} | {middle} | {np.median(ratios):.3f} | {spread} | {len(ratios)} |"
+
+
+def measure(name: str, engine: Engine, run: Callable[[], None], num_pairs: int) -> Pairs:
+    """Times both in turns."""
+    pairs = Pairs(name=name, without_s=[], with_s=[])
+    for pair in range(num_pairs):
+        for is_watched in (False, True)[:: 1 if pair % 2 else -1]:
+            engine.flush_cache()
+            watcher = WATCHERS[name](engine, NUM_REQUESTS)
+            start = time.perf_counter()
+            with watcher if is_watched else contextlib.nullcontext():
+                run()
+            (pairs.with_s if is_watched else pairs.without_s).append(time.perf_counter() - start)
+    return pairs
+
+
+def measure_case(case: Case, num_pairs: int) -> list[Pairs]:
+    """All watchers over one engine."""
+    rng = np.random.default_rng(0)
+    vocab_size = case.model.vocab_size
+    prompts = [rng.integers(0, vocab_size, 64).tolist() for _ in range(NUM_REQUESTS)]
+    params = SamplingParams(temperature=1.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    with Engine(
+        model_config=case.model,
+        load_format="dummy",
+        max_model_len=256,
+        max_running_requests=NUM_REQUESTS,
+        decode_steps=case.decode_steps,
+    ) as engine:
+
+        def run() -> None:
+            engine.generate_requests(prompts, params)
+
+        run()
+        measured = []
+        for name in WATCHERS:
+            pairs = measure(name, engine, run, num_pairs)
+            measured.append(dataclasses.replace(pairs, name=f"{case.name}: {name}"))
+            print(measured[-1].row(), flush=True)
+    return measured
+
+
+def event_ns() -> float:
+    """CPU time of noting one event, in ns."""
+    recorder, num = Recorder(), 100_000
+    recorder.start()
+    start = time.thread_time_ns()
+    for _ in range(num):
+        recorder.slice("engine", "decode", 0.0, 1.0, {"rows": 1})
+    return (time.thread_time_ns() - start) / num
+
+
+def main() -> None:
+    """Measures and writes the report."""
+    parser = argparse.ArgumentParser(description="The cost of progress, metrics and timelines.")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/observability.md")
+    args = parser.parse_args()
+    results = [pairs for case in CASES for pairs in measure_case(case, args.pairs)]
+    environment = describe_environment(jax.devices()[0].device_kind)
+    noted_ns = event_ns()
+    lines = [
+        *report_head(
+            "What watching costs",
+            "benchmarks/observability.py",
+            environment,
+            f"{NUM_REQUESTS} requests, 64 prompt tokens and {NUM_TOKENS} output tokens each; "
+            + "; ".join(f"{case.name}: {case.in_words}" for case in CASES),
+            f"Noting one event takes {noted_ns / 1000:.1f} us of the thread that does it; there "
+            "are three or four in a dispatch, and none in a token",
+        ),
+        "| model: what watches | without, s | with, s | speed, median pair | smallest to largest "
+        "| pairs |",
+        "|---|---:|---:|---:|---|---:|",
+        *(pairs.row() for pairs in results),
+    ]
+    content = {"results": [dataclasses.asdict(pairs) for pairs in results], "event_ns": noted_ns}
+    write_report(args.output, lines, environment, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Counts and, while a recording is on, notes what the engine thread does. Engine thread only."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.metrics import EngineCounters
+from sgljax_engine.recorder import ENGINE_TRACK, RecordedSample, Recorder
+from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.types import Request, SchedulerOutput, StepOutput
+
+
+class DispatchTimes(NamedTuple):
+    """Readings of `time.perf_counter` in one dispatch: its begin, and the end of each part."""
+
+    started_s: float
+    scored_s: float
+    prefilled_s: float
+    decoded_s: float
+
+
+class Books:
+    """The totals and the recorder.
+
+    Attributes:
+        counters: Totals, but for a pause that lasts; see `totals`.
+        recorder: See `recorder.Recorder`.
+    """
+
+    def __init__(self, scheduler: Scheduler, pool: PagePool, recorder: Recorder) -> None:
+        """All zero.
+
+        Args:
+            scheduler: Has the queues.
+            pool: Has the pages.
+            recorder: Off or on.
+        """
+        self.counters = EngineCounters()
+        self.recorder = recorder
+        self._scheduler = scheduler
+        self._pool = pool
+        self._paused_s: float | None = None
+
+    def totals(self) -> EngineCounters:
+        """A copy of the counters, with the pause of now."""
+        totals = copy.copy(self.counters)
+        if self._paused_s is not None:
+            totals.pause_s += time.perf_counter() - self._paused_s
+        return totals
+
+    def stepped(self, output: SchedulerOutput, step: StepOutput, times: DispatchTimes) -> None:
+        """Books a dispatch that succeeded, before the scheduler does."""
+        counters = self.counters
+        self._stamp_first_tokens(output, step)
+        num_prefilled = sum(chunk.num_tokens for chunk in output.prefill)
+        num_tokens = sum(len(row.token_ids) for row in step.rows)
+        counters.prefill_s += times.prefilled_s - times.started_s
+        counters.decode_s += times.decoded_s - times.prefilled_s
+        counters.num_dispatches += 1
+        counters.num_decode_rows += len(output.decode)
+        counters.max_decode_batch = max(counters.max_decode_batch, len(output.decode))
+        counters.num_prefill_tokens += num_prefilled
+        counters.num_cached_tokens += sum(
+            request.num_cached for request in output.started if request.num_retractions == 0
+        )
+        counters.num_page_copies += len(output.copies)
+        counters.num_output_tokens += num_tokens
+        pool = self._pool
+        counters.used_kv_tokens += (pool.num_pages - pool.num_available) * pool.page_size
+        if self.recorder.is_on:
+            self._record(output, step, times, num_prefilled, num_tokens)
+
+    def retracted(self, requests: Iterable[Request]) -> None:
+        """Requests lost their pages."""
+        for request in requests:
+            self.counters.num_retractions += 1
+            if self.recorder.is_on:
+                args = {"rid": request.rid, "tokens": request.num_tokens}
+                self.recorder.instant(ENGINE_TRACK, "retract", args)
+
+    def paused(self, mode: PauseMode) -> None:
+        """Generation is paused; another mode only changes the pause."""
+        if self._paused_s is None:
+            self.counters.num_pauses += 1
+            self._paused_s = time.perf_counter()
+            self.recorder.begin("pause", {"mode": mode})
+
+    def continued(self) -> None:
+        """A pause is over, if there was one."""
+        if self._paused_s is not None:
+            self.counters.pause_s += time.perf_counter() - self._paused_s
+            self._paused_s = None
+            self.recorder.end("pause")
+
+    def _stamp_first_tokens(self, output: SchedulerOutput, step: StepOutput) -> None:
+        now = time.perf_counter()
+        for request, row in zip(output.decode, step.rows, strict=True):
+            if request.first_token_s is None and row.token_ids:
+                request.first_token_s = now
+                self.counters.num_first_tokens += 1
+                self.counters.time_to_first_token_s += now - request.arrival_s
+
+    def _record(
+        self,
+        output: SchedulerOutput,
+        step: StepOutput,
+        times: DispatchTimes,
+        num_prefilled: int,
+        num_tokens: int,
+    ) -> None:
+        slice_, scheduler = self.recorder.slice, self._scheduler
+        if times.scored_s - times.started_s > 1e-5:  # else nobody asked for prompt log-probs
+            slice_(ENGINE_TRACK, "score prompts", times.started_s, times.scored_s, {})
+        prefilled_s = times.prefilled_s if output.decode else times.decoded_s
+        if output.prefill or output.copies:
+            args = {"rows": len(output.prefill), "tokens": num_prefilled}
+            args["page_copies"] = len(output.copies)
+            slice_(ENGINE_TRACK, "prefill", times.scored_s, prefilled_s, args)
+        if output.decode:
+            args = {"rows": len(output.decode), "steps": output.num_steps, "tokens": num_tokens}
+            args["weight_version"] = step.weight_version
+            slice_(ENGINE_TRACK, "decode", prefilled_s, times.decoded_s, args)
+        self.recorder.sample(
+            RecordedSample(
+                times.decoded_s,
+                len(scheduler.running),
+                len(scheduler.waiting),
+                self._pool.num_available * self._pool.page_size,
+                step.weight_version,
+                self.counters.num_output_tokens,
+            )
+        )

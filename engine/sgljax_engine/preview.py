@@ -1,0 +1,114 @@
+"""What an engine would use, without loading a weight or compiling a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+
+from sgljax_engine.builder import compilation_cache_path, pick_dtype, pick_max_model_len
+from sgljax_engine.config import EngineConfig
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.attention import resolve_backend
+from sgljax_engine.memory import free_bytes, plan_memory
+from sgljax_engine.metrics import MemoryReport
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.runner.placement import place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnginePreview:
+    """What an engine would use.
+
+    Attributes:
+        platform: JAX's name for the kind of device.
+        device_kind: The device's own name.
+        dtype: Of weights, activations and KV cache.
+        layout: Of activations and projection weights, see `layers.basic.Layout`.
+        prefill_attention: The backend of prefill, see `ATTENTION_BACKENDS`.
+        decode_attention: That of decode.
+        max_model_len: Prompt plus output tokens of one request at most.
+        num_parameters: Numbers in the weights.
+        weights_bytes: Bytes of them, in that dtype.
+        free_bytes: Of memory, before the weights; None when the devices do not say.
+        memory: What the KV cache would take; None if it would not fit.
+        problem: Why it would not fit; None if it would.
+        compilation_cache: Where compiled programs are kept; None for nowhere.
+    """
+
+    platform: str
+    device_kind: str
+    dtype: str
+    layout: str
+    prefill_attention: str
+    decode_attention: str
+    max_model_len: int
+    num_parameters: int
+    weights_bytes: int
+    free_bytes: int | None
+    memory: MemoryReport | None
+    problem: str | None
+    compilation_cache: Path | None
+
+
+def preview_engine(
+    model: ModelConfig,
+    *,
+    folder: str | Path | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    config: EngineConfig | None = None,
+) -> EnginePreview:
+    """Says what an engine for a model would use.
+
+    Args:
+        model: Its shape.
+        folder: Its Hugging Face folder, whose config.json may name the dtype.
+        mesh: As for `Engine`.
+        config: As for `Engine`.
+
+    Raises:
+        InvalidConfigError: names an option that the engine would refuse.
+        UnsupportedModelError: for an architecture that is not implemented.
+    """
+    config = config or EngineConfig()
+    dtype = pick_dtype(config, folder)
+    placement = place(model, mesh, dtype)
+    specs = get_model(model.architecture).param_specs(model)
+    num_parameters = sum(math.prod(spec.shape) for spec in specs.values())
+    weights_bytes = num_parameters * placement.dtype.itemsize
+    max_model_len = pick_max_model_len(model, config)
+    free = free_bytes(placement)
+    plan, problem = None, None
+    if free is not None and free < weights_bytes:
+        problem = f"the weights take {weights_bytes} bytes; {free} are free"
+    else:
+        try:
+            plan = plan_memory(
+                model, config, placement, max_model_len, weights_bytes, are_loaded=False
+            )
+        except InvalidConfigError as error:
+            problem = str(error)
+    prefill = resolve_backend(config.runtime.attention_backend, placement.platform)
+    has_rows = plan is not None and plan.row_shapes is not None
+    if config.runtime.enable_deterministic_sampling:
+        prefill = decode = "ordered"
+    else:
+        decode = "xla_rows" if has_rows else prefill
+    return EnginePreview(
+        platform=placement.platform,
+        device_kind=placement.mesh.devices.flat[0].device_kind,
+        dtype=placement.dtype.name,
+        layout=placement.layout.value,
+        prefill_attention=prefill,
+        decode_attention=decode,
+        max_model_len=max_model_len,
+        num_parameters=num_parameters,
+        weights_bytes=weights_bytes,
+        free_bytes=free,
+        memory=None if plan is None else plan.report,
+        problem=problem,
+        compilation_cache=compilation_cache_path(config.runtime.compilation_cache_dir),
+    )

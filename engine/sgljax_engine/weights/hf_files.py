@@ -1,0 +1,170 @@
+"""Weights as Hugging Face stores them: read and written tensor by tensor, in shards."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from sgljax_engine.errors import InvalidConfigError, WeightLoadError
+from sgljax_engine.files import read_json
+from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.sync import Step, TargetSpec, plan_sync, source_spec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": jnp.dtype(jnp.bfloat16),
+}
+"""By safetensors' names; those of weights."""
+
+
+class HfTensor(NamedTuple):
+    """A tensor that is loaded when it is needed.
+
+    Attributes:
+        shape: As Hugging Face stores it; a projection's is [out, in].
+        dtype: Of what `load` returns.
+        load: Returns the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    load: Callable[[], np.ndarray]
+
+
+def read_hf_tensors(folder: str | Path) -> dict[str, HfTensor]:
+    """All tensors of a folder's safetensors files by name, none of them loaded.
+
+    Raises:
+        WeightLoadError: names the file that is missing or truncated.
+    """
+    folder = Path(folder)
+    files = [SINGLE_FILE]
+    if (folder / INDEX_FILE).exists():
+        try:
+            files = sorted(set(read_json(folder / INDEX_FILE).get("weight_map", {}).values()))
+        except InvalidConfigError as error:
+            raise WeightLoadError(str(error)) from error
+    return {name: tensor for file in files for name, tensor in _tensors_of(folder / file)}
+
+
+def _tensors_of(path: Path) -> Iterator[tuple[str, HfTensor]]:
+    if not path.is_file():
+        raise WeightLoadError(f"no such weights file: {path}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                header = file.get_slice(name)
+                dtype = _DTYPES.get(header.get_dtype())
+                if dtype is None:
+                    raise WeightLoadError(f"{path}: {name!r} is {header.get_dtype()}, no float")
+                yield name, HfTensor(tuple(header.get_shape()), dtype, _loader(path, name))
+    except (SafetensorError, OSError) as error:
+        raise WeightLoadError(f"cannot read {path}: {error} (truncated download?)") from error
+
+
+def _loader(path: Path, name: str) -> Callable[[], np.ndarray]:
+    def load() -> np.ndarray:
+        with safe_open(path, framework="numpy") as file:
+            return file.get_tensor(name)
+
+    return load
+
+
+def mapped_tensors(
+    weights: Mapping[str, np.ndarray], rules: Sequence[Rule], targets: Mapping[str, TargetSpec]
+) -> dict[str, HfTensor]:
+    """A trainer's weights, on the host, as a model stores them; each keeps its dtype.
+
+    Args:
+        weights: By the trainer's names.
+        rules: Map them onto the model's parameters.
+        targets: All parameters; projections are to be transposed.
+
+    Raises:
+        WeightSyncError: names every parameter that is missing, unused or of the wrong shape.
+    """
+
+    def tensor(step: Step) -> HfTensor:
+        source, target = weights[step.source], targets[step.target]
+
+        def load() -> np.ndarray:
+            x = source if step.part is None else source[step.part]
+            x = x if step.transpose is None else x.transpose(step.transpose)
+            y = x if step.hook is None else np.asarray(step.hook(jnp.asarray(x)))
+            y = y.reshape(target.shape)
+            return y.T if target.is_transposed else y
+
+        shape = target.shape[::-1] if target.is_transposed else target.shape
+        return HfTensor(shape, np.dtype(source.dtype), load)
+
+    steps = plan_sync(source_spec(weights), rules, targets).steps
+    return {step.target: tensor(step) for step in steps}
+
+
+def write_hf_tensors(
+    tensors: Mapping[str, HfTensor],
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int,
+    on_tensor: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Writes safetensors files, and an index if there are several; returns their paths.
+
+    Holds one shard in memory at a time.
+
+    Args:
+        tensors: What to write, in this order.
+        folder: Where; must exist.
+        dtype: Of all tensors; None keeps each one's.
+        max_shard_bytes: A shard grows no larger, unless it is a single tensor.
+        on_tensor: Called with each name when it is loaded.
+    """
+    folder = Path(folder)
+    target = None if dtype is None else jnp.dtype(dtype)
+    shards = _split(tensors, target, max_shard_bytes)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    paths = [folder / name for name in (names if len(shards) > 1 else [SINGLE_FILE])]
+    total = 0
+    for path, shard in zip(paths, shards, strict=True):
+        arrays = {}
+        for name in shard:
+            array = tensors[name].load()
+            arrays[name] = np.ascontiguousarray(array if target is None else array.astype(target))
+            total += arrays[name].nbytes
+            if on_tensor is not None:
+                on_tensor(name)
+        save_file(arrays, path, metadata={"format": "pt"})  # which transformers insists on
+    if len(shards) > 1:
+        weight_map = {n: path.name for path, s in zip(paths, shards, strict=True) for n in s}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return paths
+
+
+def _split(
+    tensors: Mapping[str, HfTensor], target: np.dtype | None, max_bytes: int
+) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = math.prod(tensor.shape) * (target or tensor.dtype).itemsize
+        if shards[-1] and size + num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes
+    return shards

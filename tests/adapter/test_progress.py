@@ -1,0 +1,176 @@
+"""Progress bars: what they say, when they are drawn, and that they end."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+from tunix.sft.hooks import TrainingHooks
+
+from sgljax_engine import EngineProgress
+from tunix_sgljax.progress import Progress, describe, is_interactive
+from tunix_sgljax.training_hooks import QuietHooks, add_training_hooks
+
+RUNNING = EngineProgress(
+    num_running=3,
+    num_waiting=2,
+    num_finished=5,
+    num_output_tokens=150,
+    num_prefill_tokens=30,
+    num_cached_tokens=70,
+    weight_version=4,
+)
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def bar_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "sgljax-progress"]
+
+
+def test_rollouts_and_loading_are_drawn(make_rollout, capsys):
+    rollout = make_rollout(progress=Progress(True))
+    for _ in range(2):
+        rollout.generate(["1 2 3", "4 5 6"], rollout.rollout_config)
+    drawn = capsys.readouterr().err
+    assert "Place weights: 100%" in drawn
+    assert drawn.count("Rollout: 100%") == 2
+    assert "2/2" in drawn
+    assert "tokens/s, 0 running, 0 waiting" in drawn
+    assert "weights v0" in drawn
+    assert bar_threads() == []
+
+
+def test_nothing_is_drawn_where_nobody_looks(make_rollout, capsys, monkeypatch):
+    """By option; where stderr is no terminal; without a Progress."""
+    assert not Progress(False).is_enabled
+    assert not is_interactive()  # pytest's stderr is none
+    assert not Progress().is_enabled
+    for arguments in ({}, {"progress": Progress()}, {"progress": Progress(False)}):
+        rollout = make_rollout(**arguments)
+        rollout.generate(["1 2 3"], rollout.rollout_config)
+        assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert Progress().is_enabled
+    assert not Progress(False).is_enabled
+
+
+def test_a_notebook_is_recognised(monkeypatch):
+    shell = types.SimpleNamespace()
+    ipython = types.ModuleType("IPython")
+    monkeypatch.setattr(ipython, "get_ipython", lambda: shell, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert Progress().is_enabled
+    monkeypatch.setattr(ipython, "get_ipython", lambda: None)
+    assert not Progress().is_enabled
+
+
+def test_bars_are_closed_when_the_call_fails(rollout, capsys):
+    progress = Progress(True)
+
+    def fail():
+        with progress.rollout(rollout.engine, 3):
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert bar_threads() == []
+    progress.started("read weights", 100, "B")
+    with progress:
+        progress.advanced("read weights", 50)
+    progress.advanced("read weights", 50)  # of a bar that is closed
+    assert "50.0/100" in capsys.readouterr().err
+
+
+def test_concurrent_calls_share_a_bar(rollout, capsys):
+    progress = Progress(True)
+    with progress.rollout(rollout.engine, 3):
+        with progress.rollout(rollout.engine, 5):
+            assert bar_threads() == ["sgljax-progress"]
+        assert bar_threads() == ["sgljax-progress"]
+    assert bar_threads() == []
+    assert "0/8" in capsys.readouterr().err
+
+
+def test_what_the_rollout_bar_says():
+    first = EngineProgress(
+        num_running=0,
+        num_waiting=0,
+        num_finished=5,
+        num_output_tokens=50,
+        num_prefill_tokens=0,
+        num_cached_tokens=0,
+        weight_version=3,
+    )
+    assert describe(first, RUNNING, 2.0) == (
+        "50 tokens/s, 3 running, 2 waiting, 70% cached, weights v4"
+    )
+    assert "0% cached" in describe(RUNNING, RUNNING, 0.0)
+
+
+# ------------------------------------------------------------------ training
+
+
+def trainer(max_steps: int | None) -> Any:
+    """The part of Tunix's trainer that hooks see."""
+    made = types.SimpleNamespace(
+        config=types.SimpleNamespace(max_steps=max_steps), train_steps=0, training_hooks=None
+    )
+    made.with_training_hooks = lambda hooks: setattr(made, "training_hooks", hooks)
+    return made
+
+
+def test_the_training_bar_follows_the_steps(capsys):
+    made = trainer(max_steps=2)
+    with Progress(True) as progress:
+        hooks = progress.training(2)
+        for step in (1, 2):
+            hooks.on_train_start(made)
+            made.train_steps = step
+            hooks.on_train_end(made)
+    drawn = capsys.readouterr().err
+    assert "Training: 100%" in drawn
+    assert "2/2" in drawn
+
+
+def test_the_training_bar_leaves_the_terminal_to_tunix(monkeypatch):
+    """Tunix draws one in a terminal if max_steps is set."""
+    for max_steps, is_drawn in ((2, False), (None, True)):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with Progress() as progress:
+            hooks = progress.training(2)
+            hooks.on_train_start(trainer(max_steps))
+        assert ("Training" in terminal.getvalue()) == is_drawn
+
+
+def test_hooks_are_added_behind_those_that_are_there():
+    calls = []
+
+    class Noting(QuietHooks):
+        def __init__(self, name: str):
+            self._name = name
+
+        def on_train_start(self, train_ctx: Any) -> None:
+            calls.append(self._name)
+
+    made = trainer(None)
+    for name in "abc":
+        add_training_hooks(made, Noting(name))
+    assert isinstance(made.training_hooks, TrainingHooks)
+    made.training_hooks.on_train_start(made)
+    made.training_hooks.on_train_step_start(made)
+    made.training_hooks.on_train_step_end(made, 1, 0.5)
+    made.training_hooks.on_eval_step_start(made)
+    made.training_hooks.on_eval_step_end(made, 0.5)
+    made.training_hooks.on_train_end(made)
+    assert calls == ["a", "b", "c"]

@@ -1,0 +1,201 @@
+"""Rollout metrics beside the learner's own, read back from TensorBoard's event files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tunix.rl.grpo.grpo_learner import GRPOLearner
+from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rl_cluster import RLCluster, Role
+from tunix.rl.utils import create_critic_model
+from tunix.sft.metrics_logger import MetricsLoggerOptions
+
+from sgljax_engine import EngineCounters, InvalidConfigError
+from tests import tunix_reference as ref
+from tests.adapter import agentic_parts
+from tests.adapter.grpo_parts import (
+    MODEL,
+    NUM_GENERATIONS,
+    NUM_STEPS,
+    PROMPTS_PER_STEP,
+    grpo_config,
+    list_batches,
+    make_parts,
+    one_device_mesh,
+    reward,
+)
+from tunix_sgljax import SglJaxRollout
+from tunix_sgljax.observers import RolloutTotals
+from tunix_sgljax.rollout_metrics import METRICS, log_rollout_metrics, step_metrics
+
+ENGINE = functools.partial(SglJaxRollout, page_size=4, max_running_requests=8)
+
+# Warnings of Tunix itself and of what it uses, while it trains.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of every tag in the event files of a folder."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data, start = path.read_bytes(), 0
+        while start < len(data):
+            (size,) = struct.unpack_from("<Q", data, start)  # then 4 bytes of its checksum
+            event = Event.FromString(data[start + 12 : start + 12 + size])
+            start += 12 + size + 4
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def log_to(parts: Any, folder: Path) -> None:
+    """Has Tunix log to TensorBoard."""
+    options = MetricsLoggerOptions(log_dir=str(folder), flush_every_n_steps=1)
+    parts.arguments["cluster_config"].training_config.metrics_logging_options = options
+
+
+def check_steps(scalars, counters, *, names=tuple(METRICS)):
+    """Every metric is there for every step, beside the learner's, and adds up to the totals."""
+    steps = [step for step, _ in scalars["rewards/train/score/mean"]]
+    assert steps == list(range(NUM_STEPS))
+    for name in names:
+        assert [step for step, _ in scalars[f"rollout/train/{name}"]] == steps, name
+
+    def values(name):
+        return [value for _, value in scalars[f"rollout/train/{name}"]]
+
+    assert sum(values("requests")) == counters.num_finished
+    assert sum(values("output_tokens")) == counters.num_output_tokens
+    assert sum(values("prefill_tokens")) == counters.num_prefill_tokens
+    assert sum(values("decode_s")) == pytest.approx(counters.decode_s, rel=1e-5)
+    assert sum(values("update_s")) == pytest.approx(counters.update_s, rel=1e-5)
+    assert values("weight_version") == list(range(1, NUM_STEPS + 1))
+    for tokens, seconds, rate in zip(
+        values("output_tokens"), values("seconds"), values("tokens_per_s"), strict=True
+    ):
+        assert rate == pytest.approx(tokens / seconds, rel=1e-5)
+    assert all(0 < value <= 1 for value in values("kv_use"))
+    assert all(
+        sync > update for sync, update in zip(values("sync_s"), values("update_s"), strict=True)
+    )
+
+
+def test_grpo(tmp_path):
+    """With a pause in each step; prompts are shared by groups, so three of four are cache hits."""
+    parts = make_parts(rollout_engine=ENGINE)
+    log_to(parts, tmp_path)
+    cluster: Any = RLCluster(**parts.arguments)
+    log_rollout_metrics(cluster)
+
+    def pausing_reward(prompts, completions, **more):
+        cluster.rollout.engine.pause_generation("retract")
+        cluster.rollout.engine.continue_generation()
+        return reward(prompts, completions, **more)
+
+    GRPOLearner(cluster, grpo_config(), pausing_reward).train(list_batches())
+    counters = cluster.rollout.engine.get_internal_state().counters
+    cluster.rollout.close()
+    scalars = read_scalars(tmp_path)
+    check_steps(scalars, counters)
+    of = {name: [v for _, v in scalars[f"rollout/train/{name}"]] for name in METRICS}
+    assert of["requests"] == [PROMPTS_PER_STEP * NUM_GENERATIONS] * NUM_STEPS
+    assert of["cache_hit_rate"] == [0.75] * NUM_STEPS
+    assert of["pauses"] == [1.0] * NUM_STEPS
+    assert sum(of["pause_s"]) == pytest.approx(counters.pause_s, rel=1e-5)
+    assert counters.pause_s > 0
+    assert of["aborted"] == of["failed_steps"] == of["retractions"] == [0.0] * NUM_STEPS
+    assert "actor/train/loss" in scalars
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs:FutureWarning")  # of Tunix's trainer
+def test_ppo(tmp_path):
+    model = ref.make_tunix_qwen3(MODEL | {"use_tied_embedding": False})
+    mesh = one_device_mesh()
+    roles = (Role.ACTOR, Role.REFERENCE, Role.ROLLOUT, Role.CRITIC)
+    parts = make_parts(rollout_engine=ENGINE, meshes=dict.fromkeys(roles, mesh))
+    parts.arguments["actor"] = model
+    parts.arguments["reference"] = ref.make_tunix_qwen3(MODEL | {"use_tied_embedding": False})
+    parts.arguments["critic"] = create_critic_model(model)
+    training = parts.arguments["cluster_config"].training_config
+    training.critic_optimizer = optax.adam(1e-2)
+    log_to(parts, tmp_path)
+    cluster: Any = RLCluster(**parts.arguments)
+    log_rollout_metrics(cluster)
+
+    def even_tokens(prompts, completions, **_):
+        assert len(prompts) == len(completions)
+        return [float(len(text) % 2) for text in completions]
+
+    PPOLearner(cluster, PPOConfig(), even_tokens).train(list_batches())
+    counters = cluster.rollout.engine.get_internal_state().counters
+    cluster.rollout.close()
+    scalars = read_scalars(tmp_path)
+    check_steps(scalars, counters)
+    assert {"critic/train/loss", "actor/train/loss"} <= set(scalars)
+
+
+def test_agentic(tmp_path):
+    """Through our learner, whose episodes are in flight at each sync."""
+    options = MetricsLoggerOptions(log_dir=str(tmp_path), flush_every_n_steps=1)
+    cluster = agentic_parts.make_cluster(
+        num_steps=NUM_STEPS, training={"metrics_logging_options": options}
+    )
+    log_rollout_metrics(cluster)
+    agentic_parts.train(agentic_parts.make_learner(cluster), NUM_STEPS)
+    cluster.rollout.close()
+    scalars = read_scalars(tmp_path)
+    for name in METRICS:
+        # The next step's episodes may be over at a sync, so that a step has none, and no rates.
+        steps = [step for step, _ in scalars[f"rollout/train/{name}"]]
+        assert steps in ([0], [0, 1]), name
+    for name in ("requests", "output_tokens", "sync_s", "decode_s", "weight_version"):
+        assert [step for step, _ in scalars[f"rollout/train/{name}"]] == [0, 1], name
+    requests = sum(value for _, value in scalars["rollout/train/requests"])
+    assert requests == NUM_STEPS * agentic_parts.PER_STEP * agentic_parts.GROUP
+    assert [value for _, value in scalars["rollout/train/weight_version"]] == [1.0, 2.0]
+    assert cluster.metrics["rollout/requests"]  # external loggers have them too
+    assert [step for step, _ in scalars["weight_lag/train/mean"]] == [0, 1]
+
+
+def test_stop_and_other_rollouts():
+    cluster: Any = RLCluster(**make_parts(rollout_engine=ENGINE).arguments)
+    metrics = log_rollout_metrics(cluster)
+    assert len(cluster.rollout.observers.on_updated) == 1
+    metrics.stop()
+    metrics.stop()
+    assert cluster.rollout.observers.on_updated == []
+    cluster.rollout.close()
+    vanilla: Any = RLCluster(**make_parts(rollout_engine="vanilla").arguments)
+    with pytest.raises(InvalidConfigError, match="needs a cluster whose rollout is a SglJaxRollo"):
+        log_rollout_metrics(vanilla)
+
+
+def test_metrics_without_a_value_are_left_out():
+    """Rates of a step in which nothing was generated, which are no zeros."""
+    nothing = RolloutTotals(0.0, 0.0, EngineCounters(), 1000, 3)
+    values = step_metrics(nothing, nothing)
+    rates = {"tokens_per_s", "cache_hit_rate", "kv_use", "time_to_first_token_s", "latency_s"}
+    assert set(METRICS) - set(values) == rates
+    assert values.pop("weight_version") == 3
+    assert set(values.values()) == {0.0}
+    counters = dataclasses.replace(
+        EngineCounters(), num_dispatches=2, used_kv_tokens=500, num_output_tokens=30
+    )
+    values = step_metrics(nothing, RolloutTotals(2.0, 0.5, counters, 1000, 4))
+    assert values["kv_use"] == 0.25
+    assert values["tokens_per_s"] == 15.0
+    assert (values["sync_s"], values["seconds"]) == (0.5, 2.0)
+
+
+def test_the_documentation_has_every_metric():
+    text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    for name, metric in METRICS.items():
+        assert f"| `{name}` | {metric.about} |" in rows

@@ -1,0 +1,297 @@
+"""`convert`: Tunix's checkpoints and Hugging Face folders, written as Hugging Face folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from tunix.models.gemma.model import AttentionType
+from tunix.models.gemma3.model import QueryPreAttentionNormalisation
+from tunix.rl.grpo.grpo_learner import GRPOLearner
+from tunix.rl.rl_cluster import RLCluster
+from tunix.sft.checkpoint_manager import CheckpointManager
+
+from sgljax_engine import (
+    Engine,
+    SamplingParams,
+    load_model_config,
+    read_hf_tensors,
+    to_hf_tensors,
+    write_hf_tensors,
+)
+from tests import tunix_families as families
+from tests import tunix_reference as ref
+from tests.adapter.grpo_parts import MODEL, grpo_config, list_batches, make_parts, reward
+from tests.adapter.helpers import ENGINE_OPTIONS, max_difference, named_params
+from tests.engine.small_tokenizers import GOLDEN
+from tunix_sgljax import SglJaxRollout
+from tunix_sgljax.cli.convert import parse_size
+from tunix_sgljax.cli.main import main
+from tunix_sgljax.mappings import to_rules
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+
+BASE = GOLDEN / "qwen3_gqa_tied"
+GEMMA2: dict[str, Any] = {
+    "final_logit_softcap": 16.0,
+    "use_post_attn_norm": True,
+    "use_post_ffw_norm": True,
+    "sliding_window_size": 13,
+    "attention_types": (AttentionType.LOCAL_SLIDING, AttentionType.GLOBAL) * 2,
+}
+GEMMA3: dict[str, Any] = {
+    "sliding_window_size": 13,
+    "local_base_frequency": 10_000,
+    "global_base_frequency": 100_000,
+    "query_pre_attn_norm": QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_HEAD_DIM,
+}
+FAMILIES = {
+    "gemma2_window": ("gemma", "params_safetensors", GEMMA2),
+    "gemma3_window": ("gemma3", "params_safetensors", GEMMA3),
+    "llama_tied": ("llama3", "params", {"rope_theta": 500_000, "weight_tying": True}),
+    "qwen2_bias_untied": ("qwen2", "params", {"rope_theta": 1_000_000}),
+    "qwen3_gqa_tied": ("qwen3", "params", {"rope_theta": 1_000_000, "use_tied_embedding": True}),
+    "qwen3_mha_sharded": ("qwen3", "params", {"rope_theta": 1_000_000}),
+}
+"""Goldens: Tunix's package, the module of its loader, and what its config needs."""
+
+
+def load_into_tunix(name: str) -> nnx.Module:
+    """The model of a golden folder, read by Tunix's own loader."""
+    package, loader, more = FAMILIES[name]
+    config = load_model_config(GOLDEN / name)
+    fields = {
+        "num_layers": config.num_layers,
+        "embed_dim": config.hidden_size,
+        "hidden_dim": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        **more,
+    }
+    if package.startswith("gemma"):
+        fields["num_embed"] = config.vocab_size
+    else:
+        fields |= {"vocab_size": config.vocab_size, "norm_eps": config.rms_norm_eps}
+    if "attention_types" in fields:
+        fields["attention_types"] = fields["attention_types"][: config.num_layers]
+    model_module = importlib.import_module(f"tunix.models.{package}.model")
+    params_module = importlib.import_module(f"tunix.models.{package}.{loader}")
+    return params_module.create_model_from_safe_tensors(
+        str(GOLDEN / name), model_module.ModelConfig(**fields)
+    )
+
+
+def save(model: nnx.Module, folder: Path, step: int) -> None:
+    """Writes a checkpoint as Tunix's trainers do."""
+    manager = CheckpointManager(str(folder))
+    assert manager.save(step, model, force=True)
+    manager.close()
+
+
+def convert(*argv: Any) -> int:
+    return main(["convert", *map(str, argv)])
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return {name: tensor.load() for name, tensor in read_hf_tensors(folder).items()}
+
+
+def assert_same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert set(got) == set(wanted)
+    for name, tensor in wanted.items():
+        np.testing.assert_array_equal(got[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_tunix_loaded_and_saved_is_what_the_folder_had(name, tmp_path, capsys):
+    save(load_into_tunix(name), tmp_path / "root" / "actor", 3)
+    output = tmp_path / "out"
+    assert convert(tmp_path / "root", "--base", GOLDEN / name, "--output", output) == 0
+    assert_same(tensors_of(output), tensors_of(GOLDEN / name))
+    assert ("edit the output's config.json" in capsys.readouterr().err) == (
+        name in ("llama_tied", "qwen3_mha_sharded")  # Tunix trains them with another theta
+    )
+
+
+def test_gemma_1_whose_folders_tunix_does_not_load():
+    model = families.make("gemma_mqa")
+    weights = {name: np.asarray(value) for name, value in named_params(model).items()}
+    config = load_model_config(GOLDEN / "gemma_mqa")
+    config = dataclasses.replace(config, vocab_size=96)
+    rules = to_rules(None, weights, config.architecture)
+    tensors = {k: v.load() for k, v in to_hf_tensors(config, weights, rules).items()}
+    prefix, attn = "model.layers.1.self_attn.", "layers.1.attn."
+    q, kv = weights[attn + "q_einsum.w"], weights[attn + "kv_einsum.w"]
+    wanted = {
+        prefix + "q_proj.weight": np.concatenate([head.T for head in q]),
+        prefix + "k_proj.weight": np.concatenate([head.T for head in kv[0]]),
+        prefix + "v_proj.weight": np.concatenate([head.T for head in kv[1]]),
+        prefix + "o_proj.weight": np.concatenate(list(weights[attn + "attn_vec_einsum.w"])).T,
+        "model.layers.1.mlp.up_proj.weight": weights["layers.1.mlp.up_proj.kernel"].T,
+        "model.embed_tokens.weight": weights["embedder.input_embedding"],
+    }
+    assert_same({name: tensors[name] for name in wanted}, wanted)
+    assert set(read_hf_tensors(GOLDEN / "gemma_mqa")) == set(tensors)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two GRPO steps with checkpoints; the rollout and the folders."""
+    root = tmp_path_factory.mktemp("grpo")
+    parts = make_parts(rollout_engine=SglJaxRollout)
+    training_config = parts.arguments["cluster_config"].training_config
+    training_config.checkpoint_root_directory = str(root / "checkpoints")
+    cluster: Any = RLCluster(**parts.arguments)
+    learner = GRPOLearner(rl_cluster=cluster, algo_config=grpo_config(), reward_fns=reward)
+    with parts.mesh:
+        learner.train(list_batches())
+    base = root / "base"
+    base.mkdir()
+    hf_config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": MODEL["vocab_size"],
+        "hidden_size": MODEL["embed_dim"],
+        "intermediate_size": MODEL["hidden_dim"],
+        "num_hidden_layers": MODEL["num_layers"],
+        "num_attention_heads": MODEL["num_heads"],
+        "num_key_value_heads": MODEL["num_kv_heads"],
+        "head_dim": MODEL["head_dim"],
+        "rms_norm_eps": MODEL["norm_eps"],
+        "rope_theta": MODEL["rope_theta"],
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 128,
+        "torch_dtype": "float32",
+    }
+    (base / "config.json").write_text(json.dumps(hf_config))
+    weights = {k: np.asarray(v) for k, v in named_params(ref.make_tunix_qwen3(MODEL)).items()}
+    rules = to_rules(None, weights, "Qwen3ForCausalLM")
+    tensors = to_hf_tensors(load_model_config(base), weights, rules)
+    # As some folders do, with a copy of the embeddings that the head is tied to.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write_hf_tensors(tensors, base, max_shard_bytes=10**9)
+    yield cluster.rollout, root
+    cluster.rollout.close()
+
+
+def test_the_converted_model_samples_as_the_rollout_of_the_trained_one(trained, tmp_path):
+    rollout, root = trained
+    output = tmp_path / "out"
+    assert convert(root / "checkpoints", "--base", root / "base", "--output", output) == 0
+    assert not np.array_equal(
+        tensors_of(output)["model.norm.weight"], tensors_of(root / "base")["model.norm.weight"]
+    )
+    prompts = [ids.tolist() for ids in ref.make_prompts(64, (3, 5, 9), seed=1)]
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    wanted = rollout.engine.generate_requests(prompts, params)
+    options: dict[str, Any] = {**ENGINE_OPTIONS, "max_model_len": 32}
+    with Engine(output, **options) as engine:
+        got = engine.generate_requests(prompts, params)
+    assert [out.output_ids for out in got] == [out.output_ids for out in wanted]
+    logprobs = [[np.array(out.logprobs) for out in outputs] for outputs in (got, wanted)]
+    assert max_difference(*logprobs) < 1e-5
+
+
+def test_steps(trained, tmp_path, capsys):
+    _, root = trained
+    actor = root / "checkpoints" / "actor"
+    steps = sorted(int(entry.name) for entry in actor.iterdir())
+    base = ["--base", root / "base", "--quiet"]
+    assert convert(actor, *base, "--step", steps[-1], "--output", tmp_path / "a") == 0
+    one = actor / str(steps[-1])
+    assert convert(one, *base, "--output", tmp_path / "b") == 0
+    assert convert(one / "model_params", *base, "--output", tmp_path / "c") == 0
+    assert_same(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+    assert_same(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
+    assert capsys.readouterr().err == ""
+    assert convert(actor, *base, "--step", 999, "--output", tmp_path / "d") == 2
+    assert f"has no step 999; it has {steps}" in capsys.readouterr().err
+    assert convert(one, *base, "--step", 999, "--output", tmp_path / "d") == 2
+    assert "is one checkpoint, but step 999 is asked for" in capsys.readouterr().err
+
+
+def test_dtype_and_shards(tmp_path):
+    output, again = tmp_path / "out", tmp_path / "again"
+    argv = ["--dtype", "bfloat16", "--max-shard-size", "60KB"]
+    assert convert(BASE, "--output", output, *argv) == 0
+    shards = sorted(output.glob("*.safetensors"))
+    assert len(shards) > 1
+    assert shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    original = tensors_of(BASE)
+    assert set(index["weight_map"]) == set(original)
+    assert index["metadata"]["total_size"] == sum(2 * x.size for x in original.values())
+    for shard in shards:
+        assert shard.stat().st_size < 62_000
+        with safe_open(shard, framework="numpy") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (output / name).read_bytes() == (BASE / name).read_bytes()
+    assert convert(output, "--output", again, "--dtype", "float32") == 0
+    assert [path.name for path in again.glob("model*")] == ["model.safetensors"]
+    for name, tensor in tensors_of(again).items():
+        assert tensor.dtype == np.float32
+        np.testing.assert_allclose(tensor, original[name], rtol=2**-8)
+    assert load_model_config(again) == load_model_config(BASE)
+
+
+def test_names_that_do_not_fit_are_all_listed(trained, tmp_path, capsys):
+    _, root = trained
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text((root / "base" / "config.json").read_text())
+    tensors = read_hf_tensors(root / "base")
+    tensors["extra.weight"] = tensors.pop("model.norm.weight")
+    write_hf_tensors(tensors, base, max_shard_bytes=10**9)
+    argv = [root / "checkpoints", "--base", base, "--output", tmp_path / "out"]
+    assert convert(*argv) == 2
+    message = capsys.readouterr().err
+    assert "'extra.weight' of" in message
+    assert "'model.norm.weight' is not in" in message
+    assert convert(root / "checkpoints", "--base", BASE, "--output", tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert "weights do not fit the model (" in message
+    assert "'embedder.input_embedding' [64, 32] for 'model.embed_tokens.weight'" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([BASE, "--output", BASE], "--output must not exist"),
+        ([BASE, "--output", "x", "--base", BASE], "--base and --step go with a Tunix checkpoint"),
+        ([BASE, "--output", "x", "--dtype", "int8"], "invalid choice: 'int8'"),
+        ([BASE, "--output", "x", "--max-shard-size", "5XB"], "got '5XB'"),
+        (["nowhere", "--output", "x"], "--base must name a Hugging Face folder"),
+        (["nowhere", "--output", "x", "--base", BASE], "no such checkpoint folder: 'nowhere'"),
+        ([GOLDEN, "--output", "x", "--base", BASE], "holds no checkpoint: expected a folder"),
+    ],
+)
+def test_bad_input(argv, message, capsys):
+    assert convert(*argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes():
+    sizes = {"500MB": 500_000_000, "2GiB": 2 << 30, "1.5 kb": 1500, "7": 7}
+    for text, size in sizes.items():
+        assert parse_size(text) == size
+
+
+def test_adapters_are_refused(tmp_path, capsys):
+    class Adapter(nnx.Module):
+        def __init__(self):
+            self.w_lora_a = nnx.LoRAParam(np.ones((2, 2), np.float32))
+
+    save(Adapter(), tmp_path / "root", 1)
+    argv = [tmp_path / "root", "--base", BASE, "--output", tmp_path / "out"]
+    assert convert(*argv) == 2
+    assert "holds LoRA adapters ('w_lora_a' and 0 more)" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""Ctrl-C in a process of its own: exit code 130, no traceback, and what was made is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.small_tokenizers import GOLDEN
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["decode_steps=1", "stream_interval=1", "token_buckets=[64]", "chunked_prefill_size=64"]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts `generate`, with no program in its cache; what goes on at the end is killed."""
+    started: list[subprocess.Popen] = []
+
+    def begin(*argv, cache=tmp_path):
+        options = [f"compilation_cache_dir={cache}", *OPTIONS]
+        words = [word for option in options for word in ("--engine", option)]
+        command = [sys.executable, "-m", "tunix_sgljax.cli.main", "generate", *words]
+        command += ["--model", str(GOLDEN / "qwen3_gqa_tied"), "--ignore-eos", *argv]
+        process = subprocess.Popen(
+            [*command, "--max-new-tokens", "500"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def assert_clean(process, out, err):
+    assert process.returncode == 130
+    assert "stopping; Ctrl-C again ends at once" in err
+    assert "Traceback" not in err
+    return out
+
+
+def wait_for_load(process):
+    for line in process.stderr:
+        if line.startswith("loaded"):
+            return
+    raise AssertionError("the process ended")
+
+
+def test_while_compiling(start, tmp_path):
+    output, source = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
+    source.write_text('{"input_ids": [7, 8]}\n{"input_ids": [5, 6]}\n')
+    process = start("--input", str(source), "--output", str(output))
+    wait_for_load(process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert_clean(process, out, err)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    if len(rows) < 2:
+        assert f"{2 - len(rows)} not begun" in err
+    assert [row["index"] for row in rows] in ([0], [0, 1], [1, 0], [])
+    for row in rows:
+        assert row["finish_reason"]["type"] == "abort"
+        assert row["completion_tokens"] == len(row["output_ids"]) < 100
+
+
+def test_while_decoding(start):
+    process = start("the quick", cache=ROOT / ".jax_cache")
+    wait_for_load(process)
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert first
+    assert len(assert_clean(process, out, err)) < 2000
+    assert "1 cut short" in err
+
+
+def test_a_second_one_ends_at_once(start):
+    process = start("the quick")
+    wait_for_load(process)
+    process.send_signal(signal.SIGINT)
+    for line in process.stderr:
+        if line.startswith("stopping"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err == ""

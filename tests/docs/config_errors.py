@@ -1,0 +1,234 @@
+"""Producers of errors that come when an engine or a rollout is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from sgljax_engine import Engine, EngineConfig
+from tests.adapter.helpers import EndingTokenizer, new_rollout, params_of, rollout_config
+from tests.docs.error_cases import Parts, Producers, new_engine
+from tests.engine.models import TINY, spread_weights
+from tunix_sgljax import RLCluster, SglJaxRollout
+from tunix_sgljax.model_config import to_model_config
+
+PRODUCERS = Producers()
+produces = PRODUCERS.named
+
+
+@produces("unknown_option")
+def _(_: Parts):
+    new_engine(max_running_request=64)
+
+
+@produces("config_and_options")
+def _(_: Parts):
+    Engine(model_config=TINY, config=EngineConfig(), page_size=16)
+
+
+@produces("not_a_folder")
+def _(_: Parts):
+    Engine("Qwen/Qwen3-0.6B")
+
+
+@produces("no_config_json")
+def _(parts: Parts):
+    folder = parts.folder("no_config")
+    (folder / "config.json").unlink()
+    Engine(folder)
+
+
+@produces("architecture")
+def _(parts: Parts):
+    Engine(parts.folder("mixtral", architectures=["MixtralForCausalLM"]))
+
+
+@produces("model_setting")
+def _(parts: Parts):
+    Engine(parts.folder("quantized", quantization_config={"quant_method": "awq"}))
+
+
+@produces("rope_type")
+def _(parts: Parts):
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    Engine(parts.folder("yarn", rope_parameters=rope))
+
+
+@produces("context_length")
+def _(_: Parts):
+    new_engine(max_model_len=1024)
+
+
+@produces("batch_buckets")
+def _(_: Parts):
+    new_engine(max_running_requests=64, batch_buckets=(1, 4))
+
+
+@produces("token_buckets")
+def _(_: Parts):
+    new_engine(token_buckets=(100,))
+
+
+@produces("dtype")
+def _(_: Parts):
+    new_engine(dtype="fp16")
+
+
+@produces("num_kv_tokens")
+def _(_: Parts):
+    new_engine(num_kv_tokens=10**12)
+
+
+@produces("mem_fraction")
+def _(_: Parts):
+    new_engine(num_kv_tokens=None, mem_fraction_static=1e-12)
+
+
+@produces("pallas")
+def _(_: Parts):
+    new_engine(attention_backend="pallas")
+
+
+@produces("deterministic_backend")
+def _(_: Parts):
+    new_engine(enable_deterministic_sampling=True, attention_backend="xla")
+
+
+@produces("mesh_heads")
+def _(_: Parts):
+    # The check reads the mesh's shape alone, so one device may stand there three times.
+    devices = np.array(jax.devices()[:1] * 3)
+    Engine(model_config=TINY, load_format="dummy", mesh=Mesh(devices, ("tp",)))
+
+
+@produces("tokenizer_type")
+def _(_: Parts):
+    new_engine(tokenizer=SimpleNamespace(encode=list))
+
+
+@produces("pad_is_eos")
+def _(parts: Parts):
+    new_rollout(parts.model, tokenizer=EndingTokenizer(eos=0, pad=0))
+
+
+@produces("meaningless_field")
+def _(parts: Parts):
+    new_rollout(parts.model, rollout_config=rollout_config(rollout_vllm_hbm_utilization=0.5))
+
+
+@produces("lora_field")
+def _(parts: Parts):
+    config = rollout_config(rollout_sglang_jax_enable_static_lora=True)
+    new_rollout(parts.model, rollout_config=config)
+
+
+@produces("lora_parameters")
+def _(parts: Parts):
+    parts.rollout.update_params(
+        nnx.merge_state(
+            params_of(parts.model),
+            nnx.State({"layers": {0: {"w_lora_a": nnx.LoRAParam(np.ones((64, 2), np.float32))}}}),
+        )
+    )
+
+
+@produces("tensor_parallel_size")
+def _(parts: Parts):
+    new_rollout(parts.model, rollout_config=rollout_config(tensor_parallel_size=4))
+
+
+@produces("data_parallel_size")
+def _(parts: Parts):
+    new_rollout(parts.model, rollout_config=rollout_config(data_parallel_size=2))
+
+
+@produces("engine_options_fixed")
+def _(parts: Parts):
+    config = rollout_config(rollout_sglang_jax_chunked_prefill_size=512)
+    SglJaxRollout(
+        rollout_actor=parts.model, tokenizer=EndingTokenizer(eos=1), rollout_config=rollout_config()
+    ).generate(["2 3"], config)
+
+
+@produces("log_level")
+def _(parts: Parts):
+    new_rollout(parts.model, rollout_config=rollout_config(rollout_sglang_jax_log_level="loud"))
+
+
+@produces("sampling_params_of_a_rollout")
+def _(parts: Parts):
+    new_rollout(parts.model, sampling_params={"temperature": 0.7})
+
+
+@produces("logprobs_mode")
+def _(parts: Parts):
+    new_rollout(parts.model, logprobs_mode="processed")
+
+
+@produces("incomparable_logprobs")
+def _(parts: Parts):
+    rollout = new_rollout(parts.model, logprobs_mode="processed_logprobs")
+    rollout.check_comparable(rollout_config(temperature=1.0, top_p=0.9))
+
+
+@produces("trainer_match_offload")
+def _(parts: Parts):
+    new_rollout(parts.model, logprobs_mode="trainer_match").update_params(nnx.State({}))
+
+
+@produces("unknown_model")
+def _(_: Parts):
+    to_model_config(SimpleNamespace(num_layers=2), context_length=64)
+
+
+@produces("mixture_of_experts")
+def _(parts: Parts):
+    config = dataclasses.replace(parts.model.config, num_experts=8)
+    to_model_config(config, context_length=64)
+
+
+@produces("rollout_worker")
+def _(parts: Parts):
+    worker: object = parts.rollout.engine
+    RLCluster(actor=parts.model, tokenizer=None, cluster_config=None, rollout_worker=worker)  # type: ignore[arg-type]
+
+
+@produces("weights_of_another_model")
+def _(parts: Parts):
+    parts.engine.update_weights(parts.folder("other_model"))
+
+
+@produces("shards_missing")
+def _(parts: Parts):
+    folder = parts.folder("no_weights")
+    (folder / "model.safetensors").unlink()
+    Engine(folder)
+
+
+@produces("truncated_weights")
+def _(parts: Parts):
+    folder = parts.folder("truncated")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    Engine(folder)
+
+
+@produces("weights_do_not_fit")
+def _(parts: Parts):
+    weights = spread_weights()
+    weights["model.norm.weight"] = np.ones(16, np.float32)
+    del weights["lm_head.weight"]
+    parts.engine.update_weights(weights)
+
+
+@produces("deleted_source")
+def _(parts: Parts):
+    weights = {name: jnp.asarray(array) for name, array in spread_weights().items()}
+    weights["model.norm.weight"].delete()
+    parts.engine.update_weights(weights)

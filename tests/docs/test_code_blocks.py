@@ -1,0 +1,46 @@
+"""The Python of the tutorial runs, and prints what the page says."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+
+import pytest
+
+import hf_folder
+from tests.docs import doc_blocks
+
+
+def test_tutorial(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shell = [block.code for block in doc_blocks.blocks("tutorial.md") if block.kind == "bash"]
+    (command,) = [line for code in shell for line in code.splitlines() if "hf_folder" in line]
+    program, script, *arguments = shlex.split(command)
+    assert (program, script) == ("python", "examples/hf_folder.py")
+    assert hf_folder.main(arguments) == 0
+    assert doc_blocks.run("tutorial.md", {}) >= 5
+
+
+def test_installation():
+    assert doc_blocks.run("installation.md", {}) == 1
+
+
+def test_blocks_of_other_pages_are_python():
+    """Those that are not run are at least compiled."""
+    num_compiled = 0
+    for path in sorted(doc_blocks.DOCS.rglob("*.md")):
+        page = path.relative_to(doc_blocks.DOCS).as_posix()
+        for block in doc_blocks.blocks(page):
+            if block.kind == "python":
+                flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                compile(block.code, f"docs/{page}:{block.line}", "exec", flags)
+                num_compiled += 1
+    assert num_compiled > 20
+
+
+def test_a_page_that_says_something_else_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(doc_blocks, "DOCS", tmp_path)
+    page = "```python\nprint(1)\n```\n\n```text\n2\n```\n"
+    (tmp_path / "page.md").write_text(page, encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"docs/page\.md:2 printed\n1"):
+        doc_blocks.run("page.md", {})

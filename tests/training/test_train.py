@@ -1,0 +1,166 @@
+"""The command `train`, from a config file to its files: GRPO, PPO, both engines, resuming."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.training.tiny import write_config
+from tunix_sgljax.cli.main import main
+from tunix_sgljax.training import load_config, to_yaml
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
+
+
+def train(path, *arguments):
+    return main(["train", "--config", str(path), *arguments])
+
+
+def read_records(tmp_path):
+    return json.loads((tmp_path / "out/records.json").read_text())
+
+
+def check_steps(content, steps, versions):
+    assert [step["step"] for step in content["steps"]] == steps
+    assert [step["weight_version"] for step in content["steps"]] == versions
+    for step in content["steps"]:
+        assert 0 < step["rollout_s"] < step["step_s"]
+        assert 0 < step["num_tokens"] <= 2 * 4 * 8
+        assert 0 <= step["reward"] <= 1
+
+
+def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
+    path = write_config(
+        tmp_path,
+        task__eval_dataset="tiny_task:rows",
+        task__eval_dataset_args={"num": 2, "start": 30},
+        training__eval_every_n_steps=1,
+        rollout__eval={"temperature": 0.0},
+    )
+    assert train(path) == 0
+    content = read_records(tmp_path)
+    check_steps(content, [1, 2], [0, 1])
+    assert [record["num_steps"] for record in content["evaluations"]] == [0, 1, 2]
+    assert content["settings"]["training"]["steps"] == 2
+    assert (tmp_path / "out/training.png").read_bytes().startswith(b"\x89PNG")
+    output = capsys.readouterr()
+    assert "held out, after 2 steps" in output.out
+    assert f"wrote {tmp_path / 'out/records.json'}" in output.out
+    assert "Traceback" not in output.err
+
+
+def test_one_override_switches_the_engine(tmp_path, capsys):
+    assert train(write_config(tmp_path), "rollout_engine=vanilla") == 0
+    check_steps(read_records(tmp_path), [1, 2], [None, None])
+    assert "rollout by vanilla" in capsys.readouterr().out
+
+
+def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
+    checkpoints = tmp_path / "checkpoints"
+    path = write_config(
+        tmp_path,
+        training__checkpoint_root_directory=str(checkpoints),
+        training__mini_batch_size=1,
+        training__save_interval_steps=100,
+        algorithm__grpo={"num_generations": 4, "beta": 0.0},
+    )
+    assert train(path, "training.steps=1") == 0
+    check_steps(read_records(tmp_path), [1], [0])
+    assert (checkpoints / "actor/2").is_dir()
+    assert train(path) == 0
+    check_steps(read_records(tmp_path), [2], [0])
+    assert (checkpoints / "actor/4").is_dir()
+    capsys.readouterr()
+    assert train(path) == 0
+    assert "nothing to train: the checkpoint holds 2 steps of 2" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
+def test_ppo_trains_policy_and_critic(tmp_path):
+    path = write_config(
+        tmp_path,
+        algorithm={"name": "ppo", "ppo": {"beta": 0.04}},
+        task__reward_functions=["tiny_task:first_is_even"],
+        training__batch_size=8,
+        training__checkpoint_root_directory=str(tmp_path / "checkpoints"),
+        training__save_interval_steps=1,
+    )
+    assert train(path) == 0
+    check_steps(read_records(tmp_path), [1, 2], [0, 1])
+    heads = {step: value_head(tmp_path / "checkpoints/critic", step) for step in (1, 2)}
+    assert heads[1].shape == (32, 1)
+    assert np.abs(heads[1] - heads[2]).max() > 0
+
+
+def value_head(folder, step):
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        params = checkpointer.restore(folder / str(step) / "model_params")
+    head = params["lm_head"]["kernel"]
+    return np.asarray(head["value"] if isinstance(head, dict) else head)
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
+def test_ppo_refuses_fractions_of_rewards(tmp_path, capsys):
+    path = write_config(tmp_path, algorithm={"name": "ppo", "ppo": {"beta": 0.0}})
+    assert train(path, "training.batch_size=8") == 2
+    assert "share_of_even must return whole numbers with PPO, got 0." in capsys.readouterr().err
+
+
+def test_interrupt_finishes_the_step(tmp_path, capsys):
+    path = write_config(tmp_path, task__reward_functions=["tiny_task:interrupting"])
+    assert train(path, "training.steps=50", "algorithm.grpo.beta=0") == 130
+    content = read_records(tmp_path)
+    assert 1 <= len(content["steps"]) <= 2
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err
+    assert "wrote" in output.out
+
+
+def test_dry_run_stops_before_the_weights(tmp_path, capsys):
+    path = write_config(tmp_path)
+    assert train(path, "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert "Qwen3 on a mesh of [1, 1]; 4 training rows, 0 held out; first prompt: '2'" in output
+    assert "total" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_print_config_prints_what_loads_again(tmp_path, capsys):
+    path = write_config(tmp_path)
+    assert train(path, "--print-config", "seed=9") == 0
+    text = capsys.readouterr().out
+    assert text == to_yaml(load_config(path, ["seed=9"]))
+    (tmp_path / "again.yaml").write_text(text)
+    assert load_config(tmp_path / "again.yaml").seed == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=2", "unknown key training.stepz; did you mean training.steps?"),
+        ("mesh.shape=[1,4096]", "mesh.shape [1, 4096] take 4096 devices, but there are"),
+        ("task.dataset=rows.csv", "task.dataset must be a .jsonl or .parquet file"),
+        ("task.dataset_args={num: 4}", None),
+        ("task.dataset=tiny_task:rosw", "task.dataset of tiny_task must not be 'rosw'"),
+        ("task.dataset=no_task:rows", "there is no module 'no_task'"),
+        ("task.dataset_args={nun: 4}", "task.dataset_args {'nun': 4}"),
+        ("task.dataset_args={num: 0}", "holds no rows"),
+        ("task.reward_functions=[exactmatch]", "did you mean 'exact_match'?"),
+        ("task.columns=[answr]", "task.columns must not be 'answr'; did you mean 'answer'?"),
+        ("task.prompt_column=question", "task.prompt_column must not be 'question'"),
+        ("task.prompt_template='{prompt}'", "must not be 'prompt'; did you mean 'prompts'?"),
+        ("model.checkpoint=missing.safetensors", "model.checkpoint"),
+    ],
+)
+def test_dry_run_says_what_is_wrong(tmp_path, capsys, override, message):
+    path = write_config(tmp_path)
+    code = train(path, "--dry-run", override)
+    error = capsys.readouterr().err
+    if message is None:
+        assert (code, error) == (0, "")
+    else:
+        assert code == 2
+        assert message in error
+        assert "Traceback" not in error

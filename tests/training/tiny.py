@@ -1,0 +1,51 @@
+"""A config of a tiny run, as a mapping to change and write."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_CONFIG: dict[str, Any] = {
+    "title": "tiny",
+    "model": {
+        "family": "qwen3",
+        "shape": {
+            "num_layers": 2,
+            "vocab_size": 64,
+            "embed_dim": 32,
+            "hidden_dim": 48,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+        },
+    },
+    "tokenizer": {"function": "tiny_task:Tokenizer"},
+    "task": {
+        "code_dir": str(Path(__file__).parent),
+        "dataset": "tiny_task:rows",
+        "dataset_args": {"num": 4},
+        "reward_functions": ["tiny_task:share_of_even"],
+    },
+    "algorithm": {"name": "grpo", "grpo": {"num_generations": 4}},
+    "training": {"steps": 2, "batch_size": 2, "optimizer": {"learning_rate": 1e-2}},
+    "rollout": {"max_prompt_length": 8, "max_tokens_to_generate": 8},
+    "engine": {"options": {"page_size": 4, "max_running_requests": 8, "max_model_len": 32}},
+}
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """Writes the tiny config with some values changed, `section__name=value`; returns its path."""
+    config = copy.deepcopy(_CONFIG)
+    config["training"]["output_dir"] = str(folder / "out")
+    for key, value in changes.items():
+        section: dict[str, Any] = config
+        *path, name = key.split("__")
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

@@ -1,0 +1,1 @@
+"""Measuring rollout speed: request lists, models of random weights, what is compared."""

@@ -1,0 +1,122 @@
+"""What a user's own measurement found, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from sgljax_engine import MemoryReport
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Another sampler on the same requests, in pairs of runs with ours.
+
+    Attributes:
+        name: Of the sampler.
+        runs_s: Seconds of its runs.
+        our_runs_s: Seconds of our run of each pair.
+        num_agreed: Leading greedy tokens of some prompts that are the same with both.
+        num_greedy: Of how many.
+    """
+
+    name: str
+    runs_s: Sequence[float]
+    our_runs_s: Sequence[float]
+    num_agreed: int
+    num_greedy: int
+
+    @property
+    def ratios(self) -> list[float]:
+        """For each pair, how many times as long it took as ours."""
+        return [theirs / ours for theirs, ours in zip(self.runs_s, self.our_runs_s, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One workload.
+
+    Attributes:
+        workload: Its name.
+        num_requests: Its requests.
+        useful_tokens: Tokens that they ask for.
+        runs_s: Seconds of our runs.
+        first_token_s: Of each request of our last run, from the call.
+        latency_s: The same, to its last token.
+        start_s: Seconds from making the engine to the first tokens, with what it compiled.
+        compile_s: Seconds of it spent compiling, or reading compiled programs from the cache.
+        num_compiles: Programs.
+        memory: What the engine took.
+        peak_bytes: Most memory that the process had had by the end; None where nothing tells.
+        against: Another sampler.
+    """
+
+    workload: str
+    num_requests: int
+    useful_tokens: int
+    runs_s: Sequence[float]
+    first_token_s: Sequence[float]
+    latency_s: Sequence[float]
+    start_s: float
+    compile_s: float
+    num_compiles: int
+    memory: MemoryReport
+    peak_bytes: int | None
+    against: Comparison | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Useful tokens a second, of the median run."""
+        return self.useful_tokens / statistics.median(self.runs_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, and what follows from them."""
+        values = dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
+        if self.against is not None:
+            values["against"] |= {
+                "tokens_per_s": self.useful_tokens / statistics.median(self.against.runs_s),
+                "ratios": self.against.ratios,
+                "median_ratio": statistics.median(self.against.ratios),
+            }
+        return values
+
+
+def format_table(measurements: Sequence[Measurement]) -> list[str]:
+    """A Markdown table, a line for each workload."""
+    against = next((m.against for m in measurements if m.against is not None), None)
+    columns = ["workload", "requests", "useful tokens/s", "first token s (median, longest)"]
+    columns += ["latency s (median, longest)", "start s", "compile s", "KV cache MB"]
+    if against is not None:
+        columns += [f"{against.name} tokens/s", f"times {against.name} (pairs)"]
+    rows = [_row(measurement) for measurement in measurements]
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _row(measurement: Measurement) -> list[str]:
+    memory = measurement.memory
+    cells = [
+        measurement.workload,
+        str(measurement.num_requests),
+        f"{measurement.tokens_per_s:.1f}",
+        _spread(measurement.first_token_s),
+        _spread(measurement.latency_s),
+        f"{measurement.start_s:.1f}",
+        f"{measurement.compile_s:.1f}",
+        f"{(memory.kv_bytes + memory.kv_rows_bytes) / 1e6:.1f}",
+    ]
+    against = measurement.against
+    if against is not None:
+        median = statistics.median(against.runs_s)
+        pairs = ", ".join(f"{ratio:.2f}" for ratio in against.ratios)
+        cells += [
+            f"{measurement.useful_tokens / median:.1f}",
+            f"{statistics.median(against.ratios):.2f} ({pairs})",
+        ]
+    return cells
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.3f}, {max(seconds):.3f}"

@@ -1,0 +1,128 @@
+"""Tunix's vanilla sampler, measured; and what all samplers that take fixed batches share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tunix.generate.sampler import CacheConfig, Sampler
+
+from sgljax_engine import ModelConfig
+from tunix_sgljax.bench.shapes import IdTokenizer
+from tunix_sgljax.bench.workloads import Workload
+
+VANILLA = "vanilla"
+
+
+class BatchPeer:
+    """A peer that takes fixed batches, one after the other.
+
+    A subclass says how one batch is run.
+    """
+
+    def __init__(self, kind: str, workload: Workload, batch_size: int | None) -> None:
+        total = len(workload.output_lengths)
+        self.batch_size = total if batch_size is None else batch_size
+        self.name = kind if batch_size is None else f"{kind}, micro-batch"
+
+    def run_batch(self, prompts: list[list[int]], num_steps: int, is_greedy: bool) -> list[Any]:
+        """Returns `num_steps` tokens for each prompt."""
+        raise NotImplementedError
+
+    def start(self, workload: Workload) -> None:
+        """See `Peer`. By default nothing is compiled."""
+        self.first_token_s(workload)
+
+    def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
+        """See `Peer`."""
+        outputs: list[list[int]] = []
+        for prompts, lengths in batches(workload, self.batch_size):
+            rows = self.run_batch(prompts, max(lengths), is_greedy)
+            outputs += [
+                np.asarray(row)[:length].tolist() for row, length in zip(rows, lengths, strict=True)
+            ]
+        return outputs
+
+    def first_token_s(self, workload: Workload) -> list[float]:
+        """See `Peer`. Time of a run with one step, which favours micro-batches."""
+        seconds: list[float] = []
+        start = time.perf_counter()
+        for prompts, _ in batches(workload, self.batch_size):
+            self.run_batch(prompts, 1, False)
+            seconds += [time.perf_counter() - start] * len(prompts)
+        return seconds
+
+    def close(self) -> None:
+        """See `Peer`."""
+
+
+class VanillaPeer(BatchPeer):
+    """Tunix's vanilla sampler: compiled, left-padded to the longest prompt of the workload."""
+
+    def __init__(
+        self, model: Any, config: ModelConfig, workload: Workload, batch_size: int | None
+    ) -> None:
+        """Makes the sampler.
+
+        Args:
+            model: Tunix's.
+            config: Its shape.
+            workload: The largest that it will run.
+            batch_size: Requests in a batch; None for all.
+        """
+        super().__init__(VANILLA, workload, batch_size)
+        self._model = model
+        self._max_prompt_len = workload.max_prompt_len
+        self._cache_config = CacheConfig(
+            cache_size=workload.max_model_len,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        self._vocab_size = config.vocab_size
+        self._sampler = self._make_sampler()
+
+    def _make_sampler(self) -> Sampler:
+        return Sampler(self._model, IdTokenizer(), self._cache_config)
+
+    def start(self, workload: Workload) -> None:
+        """See `Peer`. Every token ends a row here, so the compiled loop stops at once.
+
+        On a sampler of its own: compiled programs hold the end tokens.
+        """
+        sampler = self._make_sampler()
+        end_tokens = list(range(self._vocab_size))
+        for prompts, lengths in batches(workload, self.batch_size):
+            self._call(sampler, prompts, max(lengths), False, end_tokens)
+
+    def run_batch(self, prompts: list[list[int]], num_steps: int, is_greedy: bool) -> list[Any]:
+        """See `BatchPeer`."""
+        return self._call(self._sampler, prompts, num_steps, is_greedy, None)
+
+    def _call(
+        self,
+        sampler: Sampler,
+        prompts: list[list[int]],
+        num_steps: int,
+        is_greedy: bool,
+        end_tokens: list[int] | None,
+    ) -> list[Any]:
+        output = sampler(
+            [IdTokenizer().decode(prompt) for prompt in prompts],
+            max_generation_steps=num_steps,
+            max_prompt_length=self._max_prompt_len,
+            temperature=0.0 if is_greedy else 1.0,
+            top_p=None if is_greedy else 1.0,
+            eos_tokens=end_tokens,
+            seed=time.perf_counter_ns() % 2**31,
+        )
+        return list(output.tokens)
+
+
+def batches(workload: Workload, size: int) -> Iterator[tuple[list[list[int]], Sequence[int]]]:
+    """Prompts and output lengths of each batch, in order."""
+    requests, lengths = workload.requests, workload.output_lengths
+    for start in range(0, len(requests), size):
+        yield requests[start : start + size], lengths[start : start + size]

@@ -1,0 +1,282 @@
+"""`tunix-sgljax bench`: speed on this machine, alone or against Tunix's vanilla sampler."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgljax_engine import InvalidConfigError, ModelConfig, UnsupportedModelError
+from tunix_sgljax.cli.engine_options import (
+    add_engine_options,
+    engine_config,
+    model_folder,
+    read_pairs,
+)
+from tunix_sgljax.cli.interrupt import EXIT_INTERRUPTED
+from tunix_sgljax.cli.output import emit, say
+
+if TYPE_CHECKING:
+    from tunix_sgljax.bench.peers import EnginePeer, Peer
+    from tunix_sgljax.bench.report import Comparison, Measurement
+    from tunix_sgljax.bench.workloads import Workload
+
+SUMMARY = "Measure speed on this machine, alone or against Tunix's vanilla sampler."
+
+EXAMPLES = """examples:
+  tunix-sgljax bench --random small
+  tunix-sgljax bench --random small --against vanilla --workloads rl_longtail
+  tunix-sgljax bench --model Qwen3-0.6B --length-scale 4 --json bench.json
+  tunix-sgljax bench --random path/to/config.json --num-prompts 4 --repeats 1
+
+Workloads, whose lengths --length-scale multiplies:
+  rl_longtail    a GRPO step: 16 prompts of 64 to 128 tokens, 8 samples each of 16 to 256
+  rl_uniform     the same, every sample of 128 tokens, 64 at a time
+  long_prompt    8 samples of 64 tokens of one prompt of 2048
+  single_stream  one request of 128 tokens after a prompt of 128
+
+Useful tokens are those that requests ask for. Programs are compiled before the runs; --against
+takes turns with the other sampler, on the same weights and requests."""
+
+DEFAULT_WORKLOADS = ("rl_longtail", "rl_uniform", "long_prompt", "single_stream")
+VANILLA = "vanilla"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `bench`."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder")
+    source.add_argument(
+        "--random",
+        metavar="SHAPE",
+        help="random weights: tiny, small, qwen3-0.6b, or the path of a config.json",
+    )
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=DEFAULT_WORKLOADS,
+        default=DEFAULT_WORKLOADS,
+        metavar="NAME",
+        help=f"some of {', '.join(DEFAULT_WORKLOADS)} (all)",
+    )
+    parser.add_argument("--quick", action="store_true", help="few and short requests, to try it")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="times all lengths (1)")
+    parser.add_argument("--num-prompts", type=int, help="of the rl workloads (16)")
+    parser.add_argument("--num-samples", type=int, help="of each prompt (8)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs, or pairs of them (3)")
+    parser.add_argument("--against", choices=(VANILLA,), help="compare with this sampler")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers there")
+    parser.add_argument("--quiet", action="store_true", help="write the table only")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures; writes what it has when interrupted, and returns 130 then."""
+    for name in ("repeats", "num_prompts", "num_samples", "length_scale"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise InvalidConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+    for name in ("max_model_len", "max_running_requests"):
+        if name in read_pairs("--engine", args.engine):
+            raise InvalidConfigError(f"--engine {name} is set by the workload")
+    config, folder = find_model(args)
+    engine_config(args)
+    if args.json is not None:
+        Path(args.json).open("a").close()  # refused now, not after the measurement
+
+    from tunix_sgljax.bench.environment import describe_environment
+    from tunix_sgljax.bench.report import format_table
+
+    measurements: list[Measurement] = []
+    is_interrupted = False
+    try:
+        for measurement in measure(args, config, folder):
+            measurements.append(measurement)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        say("interrupted: what was measured follows")
+    if measurements:
+        emit("\n".join(format_table(measurements)))
+    if args.json is not None:
+        import jax
+
+        report = {
+            "environment": dataclasses.asdict(describe_environment(jax.devices()[0].device_kind)),
+            "arguments": {k: v for k, v in vars(args).items() if k not in ("command", "debug")},
+            "model": dataclasses.asdict(config),
+            "is_complete": not is_interrupted,
+            "workloads": [measurement.to_dict() for measurement in measurements],
+        }
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return EXIT_INTERRUPTED if is_interrupted else 0
+
+
+def find_model(args: argparse.Namespace) -> tuple[ModelConfig, Path | None]:
+    """The model's shape, and its folder unless its weights are to be random.
+
+    Raises:
+        InvalidConfigError: for something that is neither.
+        UnsupportedModelError: for an architecture that is not implemented, or that the other
+            sampler cannot run.
+    """
+    from sgljax_engine import load_model_config, model_config_from_hf
+    from tunix_sgljax.bench.shapes import MODELS
+
+    folder = None
+    if args.model is not None:
+        folder = model_folder(args.model)
+        config = load_model_config(folder)
+    elif args.random in MODELS:
+        config = MODELS[args.random].config
+    elif Path(args.random).is_file():
+        config = model_config_from_hf(json.loads(Path(args.random).read_text(encoding="utf-8")))
+    else:
+        raise InvalidConfigError(
+            f"--random must be one of {', '.join(MODELS)}, or a config.json, got {args.random!r}"
+        )
+    if args.against and args.random and config.architecture != "Qwen3ForCausalLM":
+        raise UnsupportedModelError(
+            f"--against with --random takes a Qwen3ForCausalLM, got {config.architecture}"
+        )
+    return config, folder
+
+
+def measure(
+    args: argparse.Namespace, config: ModelConfig, folder: Path | None
+) -> Iterator[Measurement]:
+    """Runs the workloads one after the other."""
+    from tunix_sgljax.bench.workloads import FULL, QUICK, make_workload
+
+    sizes = (QUICK if args.quick else FULL).scaled(
+        args.length_scale, args.num_prompts, args.num_samples
+    )
+    for name in args.workloads:
+        workload = make_workload(name, config.vocab_size, sizes=sizes)
+        if workload.max_model_len > config.context_length:
+            raise InvalidConfigError(
+                f"{name} needs {workload.max_model_len} positions, the model has "
+                f"{config.context_length}: lower --length-scale"
+            )
+    model = _tunix_model(args, config, folder) if args.against else None
+    for name in args.workloads:
+        workload = make_workload(name, config.vocab_size, sizes=sizes)
+        start = time.perf_counter()
+        with contextlib.closing(_make_ours(args, config, folder, model, workload)) as ours:
+            ours.start(workload)
+            start_s = time.perf_counter() - start
+            _tell(args, f"{name}: {workload.useful_tokens} tokens, started in {start_s:.1f} s")
+            yield _measure_one(args, config, model, workload, ours, start_s)
+
+
+def _measure_one(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    model: Any,
+    workload: Workload,
+    ours: EnginePeer,
+    start_s: float,
+) -> Measurement:
+    from tunix_sgljax.bench.measure import timed
+    from tunix_sgljax.bench.report import Measurement
+
+    against = None
+    if model is not None:
+        from tunix_sgljax.bench.vanilla import VanillaPeer
+
+        with contextlib.closing(VanillaPeer(model, config, workload, None)) as peer:
+            against = _compare(args, ours, peer, workload)
+    runs_s = [timed(ours, workload) for _ in range(args.repeats)] if against is None else []
+    state = ours.engine.get_internal_state()
+    return Measurement(
+        workload=workload.name,
+        num_requests=len(workload.output_lengths),
+        useful_tokens=workload.useful_tokens,
+        runs_s=runs_s if against is None else against.our_runs_s,
+        first_token_s=[output.time_to_first_token_s or 0.0 for output in ours.outputs],
+        latency_s=[output.e2e_latency_s for output in ours.outputs],
+        start_s=start_s,
+        compile_s=state.compile_s,
+        num_compiles=state.num_compiles,
+        memory=state.memory,
+        peak_bytes=_peak_bytes(),
+        against=against,
+    )
+
+
+def _compare(
+    args: argparse.Namespace, ours: EnginePeer, peer: Peer, workload: Workload
+) -> Comparison:
+    from tunix_sgljax.bench.measure import agreed_tokens, timed
+    from tunix_sgljax.bench.report import Comparison
+
+    agreed, count = agreed_tokens(ours, peer, workload)
+    if 0 in agreed:
+        say(
+            f"warning: {peer.name} has other first tokens ({agreed} of {count} leading greedy "
+            "tokens agree): it computes another model, or a logit is nearly tied"
+        )
+    timed(peer, workload)  # compiles
+    runs: dict[str, list[float]] = {ours.name: [], peer.name: []}
+    for pair in range(args.repeats):
+        for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
+            runs[runner.name].append(timed(runner, workload))
+        ratio = runs[peer.name][-1] / runs[ours.name][-1]
+        _tell(args, f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratio:.2f} times ours")
+    return Comparison(
+        name=peer.name,
+        runs_s=runs[peer.name],
+        our_runs_s=runs[ours.name],
+        num_agreed=sum(agreed),
+        num_greedy=count * len(agreed),
+    )
+
+
+def _make_ours(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    folder: Path | None,
+    model: Any,
+    workload: Workload,
+) -> EnginePeer:
+    from sgljax_engine import Engine
+    from tunix_sgljax.bench.peers import EnginePeer, SglJaxPeer
+
+    if folder is None and model is not None:  # the weights that the other sampler has
+        return SglJaxPeer(model, workload, options=read_pairs("--engine", args.engine))
+    sizes = {
+        "max_model_len": workload.max_model_len,
+        "max_running_requests": workload.num_rows,
+    }
+    options = engine_config(args, sizes)
+    source: dict[str, Any] = {"model_config": config} if folder is None else {"model_path": folder}
+    return EnginePeer(Engine(**source, config=options), workload.num_rows)
+
+
+def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | None) -> Any:
+    from sgljax_engine import preview_engine
+    from tunix_sgljax.bench.models import load_tunix_model, make_tunix_model
+
+    dtype = preview_engine(config, folder=folder, config=engine_config(args)).dtype
+    if folder is None:
+        return make_tunix_model(config, dtype=dtype)
+    return load_tunix_model(folder, config, dtype)
+
+
+def _peak_bytes() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _tell(args: argparse.Namespace, text: str) -> None:
+    if not args.quiet:
+        say(text)

@@ -1,0 +1,123 @@
+"""`tunix-sgljax doctor`: what is installed, what will be used, and what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from tunix_sgljax.cli.engine_options import add_engine_options, engine_config, model_folder
+from tunix_sgljax.cli.output import emit
+
+if TYPE_CHECKING:
+    from tunix_sgljax.cli.doctor_checks import Finding
+    from tunix_sgljax.cli.doctor_facts import Facts
+
+SUMMARY = "Say what is installed, what will be used, and what is wrong."
+
+EXAMPLES = """examples:
+  tunix-sgljax doctor
+  tunix-sgljax doctor --model path/to/Qwen3-0.6B --engine dtype=bfloat16
+  tunix-sgljax doctor --json > report.json
+
+The exit code is 1 if there is a problem. No weight is loaded, and nothing is compiled."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `doctor`."""
+    parser.add_argument("--model", metavar="FOLDER", help="look at this Hugging Face folder too")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the report; returns 1 if there is a problem."""
+    from tunix_sgljax.cli.doctor_checks import find_all
+    from tunix_sgljax.cli.doctor_facts import gather
+
+    config = engine_config(args)
+    facts = gather(None if args.model is None else model_folder(args.model), config)
+    findings = find_all(facts)
+    if args.json:
+        emit(json.dumps(to_json(facts, findings), indent=2))
+    else:
+        emit("\n".join([*describe(facts), "", *list_findings(findings)]))
+    return 1 if any(finding.level == "problem" for finding in findings) else 0
+
+
+def to_json(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
+    """Facts and findings as JSON has them."""
+    values = dataclasses.asdict(facts)
+    values["accelerators"] = sorted(facts.accelerators)
+    if facts.preview is not None:
+        path = facts.preview.compilation_cache
+        values["preview"]["compilation_cache"] = None if path is None else str(path)
+    return {**values, "findings": [dataclasses.asdict(finding) for finding in findings]}
+
+
+def describe(facts: Facts) -> list[str]:
+    """The report's lines before the findings."""
+    lines = ["Versions", f"  python {facts.python}, {facts.system}"]
+    lines += [f"  {name} {version}" for name, version in facts.versions.items()]
+    memory = "unknown"
+    if facts.memory_bytes is not None and facts.available_bytes is not None:
+        memory = f"{_gb(facts.available_bytes)} of {_gb(facts.memory_bytes)} available"
+    lines += ["", "Machine", f"  {facts.num_cores} core(s), host memory: {memory}"]
+    for device in facts.devices:
+        lines.append(f"  {device.platform} device: {device.kind}{_memory_of(device)}")
+    lines += [f"  {name}={value}" for name, value in facts.variables.items()]
+    if facts.cache is not None:
+        cache = facts.cache
+        lines.append(
+            f"  compilation cache: {cache.path} ({cache.num_files} files, "
+            f"{cache.num_bytes / 1e6:.1f} MB{'' if cache.is_writable else ', not writable'})"
+        )
+    return lines + _describe_preview(facts)
+
+
+def _describe_preview(facts: Facts) -> list[str]:
+    preview, model = facts.preview, facts.model
+    if preview is None:
+        return []
+    of = "a model of Qwen3-0.6B's shape" if model is None else model.path
+    lines = [
+        "",
+        f"An engine for {of} would use",
+        f"  {preview.platform} ({preview.device_kind}), {preview.dtype}, layout {preview.layout}",
+        f"  attention: {preview.prefill_attention} for prefill, {preview.decode_attention} for "
+        "decode",
+        f"  weights: {preview.num_parameters / 1e6:.1f} million, {_gb(preview.weights_bytes)}",
+    ]
+    memory = preview.memory
+    if memory is not None:
+        lines += [
+            f"  KV cache: {_gb(memory.kv_bytes)} for {memory.kv_tokens} tokens, as {memory.rule} "
+            "says",
+            f"  max_model_len: {preview.max_model_len} tokens",
+        ]
+        if memory.kv_rows_bytes:
+            lines.append(f"  copies of rows for decode: {_gb(memory.kv_rows_bytes)}")
+    elif preview.problem is not None:
+        lines.append(f"  but it does not fit: {preview.problem}")
+    return lines
+
+
+def list_findings(findings: list[Finding]) -> list[str]:
+    """One line for each finding, and one for its fix."""
+    if not findings:
+        return ["No problems found."]
+    lines = []
+    for finding in findings:
+        lines += [f"{finding.level}: {finding.message}", f"  fix: {finding.fix}"]
+    return lines
+
+
+def _memory_of(device: Any) -> str:
+    if device.bytes_limit is None:
+        return ""
+    return f", {_gb(device.bytes_in_use or 0)} of {_gb(device.bytes_limit)} in use"
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"

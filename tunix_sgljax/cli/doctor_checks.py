@@ -1,0 +1,255 @@
+"""What may be wrong with an installation, a machine or a model's folder, and the likely fix.
+
+Every check is a function of `Facts` that yields findings; `CHECKS` lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from packaging.version import Version
+
+from tunix_sgljax.cli.doctor_facts import Facts, required_here
+
+_GB = 1e9
+_MIN_AVAILABLE_BYTES = 2e9
+_LOW_MEMORY_SHARE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that a check found.
+
+    Attributes:
+        level: A "problem" keeps something from working; a "note" is worth knowing.
+        message: What is so.
+        fix: What to do about it.
+    """
+
+    level: Literal["problem", "note"]
+    message: str
+    fix: str
+
+
+def check_requirements(facts: Facts) -> Iterator[Finding]:
+    """Every package that ours requires is there, in a version within its range."""
+    for requirement in required_here(facts.requirements):
+        version = facts.versions.get(requirement.name)
+        wanted = str(requirement.specifier) or "any version"
+        fix = f'pip install "{requirement.name}{requirement.specifier}"'
+        if version is None:
+            yield Finding("problem", f"{requirement.name} ({wanted}) is not installed", fix)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield Finding("problem", f"{requirement.name} {version} is not {wanted}", fix)
+
+
+def check_jaxlib(facts: Facts) -> Iterator[Finding]:
+    """Jaxlib and the plugins are of JAX's own version, or as close as JAX asks for."""
+    jax = facts.versions.get("jax")
+    if jax is None:
+        return
+    for name in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+        version = facts.versions.get(name)
+        if version is None:
+            continue
+        ours, theirs = Version(jax).release[:2], Version(version).release[:2]
+        if theirs != ours:
+            extra = "" if name == "jaxlib" else f"[{name.split('-')[1]}]"
+            yield Finding(
+                "problem",
+                f"{name} {version} does not go with jax {jax}",
+                f'pip install --upgrade "jax{extra}=={jax}"',
+            )
+
+
+def check_jax_starts(facts: Facts) -> Iterator[Finding]:
+    """JAX can be imported and finds a device."""
+    if facts.jax_problem is not None:
+        wanted = facts.variables.get("JAX_PLATFORMS")
+        fix = "see https://docs.jax.dev/en/latest/installation.html"
+        if wanted is not None:
+            fix = f"unset JAX_PLATFORMS (it is {wanted!r}), or install JAX for that platform"
+        yield Finding("problem", f"JAX does not start: {facts.jax_problem}", fix)
+
+
+def check_accelerator_is_used(facts: Facts) -> Iterator[Finding]:
+    """A GPU or TPU that the machine has is one that JAX uses."""
+    if facts.jax_problem is not None:
+        return
+    platforms = {device.platform for device in facts.devices}
+    names = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
+    extras = {"gpu": "cuda12", "tpu": "tpu"}
+    used = {"cuda": "gpu", "rocm": "gpu"}
+    for kind in sorted(facts.accelerators - {used.get(name, name) for name in platforms}):
+        wanted = facts.variables.get("JAX_PLATFORMS")
+        if wanted is not None:
+            fix = f"unset JAX_PLATFORMS (it is {wanted!r})"
+        elif kind == "gpu" and facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            fix = "unset CUDA_VISIBLE_DEVICES, which hides all GPUs"
+        else:
+            fix = f'pip install --upgrade "jax[{extras[kind]}]"'
+        yield Finding(
+            "problem", f"the machine has {names[kind]}, but JAX uses {sorted(platforms)}", fix
+        )
+
+
+def check_variables(facts: Facts) -> Iterator[Finding]:
+    """No environment variable changes results or speed by surprise."""
+    given = facts.variables
+    flags = given.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" in flags:
+        yield Finding(
+            "note",
+            "XLA_FLAGS splits the host's cores into several devices, for tests of meshes",
+            "take --xla_force_host_platform_device_count out of XLA_FLAGS to use all cores as one",
+        )
+    if "xla_dump_to" in flags:
+        yield Finding("note", "XLA_FLAGS dumps every program", "take --xla_dump_to out: it is slow")
+    advice = {
+        "JAX_ENABLE_X64": "64-bit numbers by default, as Tunix and this engine do not expect",
+        "JAX_DISABLE_JIT": "nothing is compiled: a hundred times slower",
+        "JAX_DEBUG_NANS": "every result is checked on the host: slow",
+    }
+    for name, meaning in advice.items():
+        if given.get(name, "").lower() in ("1", "true", "yes", "on"):
+            yield Finding("note", f"{name} is set: {meaning}", f"unset {name}")
+    if given.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+        yield Finding(
+            "note",
+            "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates each array by itself: slow",
+            "unset XLA_PYTHON_CLIENT_ALLOCATOR",
+        )
+
+
+def check_cache(facts: Facts) -> Iterator[Finding]:
+    """Compiled programs can be kept for the next start."""
+    if facts.cache is not None and not facts.cache.is_writable:
+        yield Finding(
+            "problem",
+            f"the compilation cache {facts.cache.path} cannot be written: every start compiles "
+            "all programs anew",
+            "make it writable, or name another folder: compilation_cache_dir=FOLDER, or "
+            "JAX_COMPILATION_CACHE_DIR",
+        )
+
+
+def check_host(facts: Facts) -> Iterator[Finding]:
+    """There is memory left on the host, and on the devices."""
+    available = facts.available_bytes
+    if available is not None and available < _MIN_AVAILABLE_BYTES:
+        yield Finding(
+            "note",
+            f"only {available / _GB:.1f} GB of the host's memory are available",
+            "end other programs: loading a model needs room for its weights on the host",
+        )
+    for i, device in enumerate(facts.devices):
+        limit, used = device.bytes_limit, device.bytes_in_use
+        if limit and used is not None and limit - used < _LOW_MEMORY_SHARE * limit:
+            yield Finding(
+                "note",
+                f"device {i} ({device.kind}) has {(limit - used) / _GB:.1f} of "
+                f"{limit / _GB:.1f} GB free",
+                "end the other program that uses it (nvidia-smi lists them)",
+            )
+
+
+def check_model(facts: Facts) -> Iterator[Finding]:
+    """The engine supports the model, its weights are there, and it fits."""
+    model = facts.model
+    if model is not None and model.problem is not None:
+        fixes = {
+            "UnsupportedModelError": "take a supported model, or see docs/add_a_model.md",
+            "WeightLoadError": "download the folder again: all *.safetensors files and their index",
+        }
+        fix = fixes.get(model.problem_kind or "", "compare config.json with the original")
+        yield Finding("problem", f"{model.path}: {model.problem}", fix)
+    preview = facts.preview
+    if facts.preview_problem is not None:
+        yield Finding("problem", facts.preview_problem, "change that --engine option")
+    elif preview is not None and preview.problem is not None and not facts.is_example:
+        yield Finding(
+            "problem",
+            f"the model does not fit: {preview.problem}",
+            "free memory, take a smaller dtype (--engine dtype=bfloat16), fewer requests "
+            "(--engine max_running_requests=16), a shorter max_model_len, or shard over several "
+            "devices with a mesh axis 'tp'",
+        )
+
+
+def check_dtype(facts: Facts) -> Iterator[Finding]:
+    """The dtype is one that the device computes fast in."""
+    preview = facts.preview
+    if preview is not None and preview.platform == "cpu" and preview.dtype != "float32":
+        yield Finding(
+            "note",
+            f"{preview.dtype} is slow on CPUs without hardware for it",
+            "--engine dtype=float32, if memory allows",
+        )
+
+
+def check_tokenizer(facts: Facts) -> Iterator[Finding]:
+    """The model has a tokenizer that goes with it."""
+    model = facts.model
+    if model is None or model.problem is not None:
+        return
+    if not model.has_tokenizer:
+        yield Finding(
+            "problem",
+            f"{model.path} has no tokenizer: only token ids can be completed",
+            "copy tokenizer.json and tokenizer_config.json from the original model",
+        )
+        return
+    if model.tokenizer_problem is not None:
+        yield Finding(
+            "problem",
+            f"the tokenizer cannot be loaded: {model.tokenizer_problem}",
+            "copy the tokenizer's files from the original model again",
+        )
+        return
+    if model.tokenizer_size > model.vocab_size:
+        yield Finding(
+            "problem",
+            f"the tokenizer has {model.tokenizer_size} tokens, the model {model.vocab_size}",
+            "use the tokenizer that the model was trained with",
+        )
+    if model.pad_id is None or model.pad_id in model.eos_ids:
+        what = "none" if model.pad_id is None else f"{model.pad_id}, an end token"
+        yield Finding(
+            "note",
+            f"the pad token is {what}: Tunix masks all pad tokens, so end tokens are not learned",
+            "give the tokenizer a pad token of its own before training",
+        )
+    if not model.eos_ids:
+        yield Finding(
+            "note",
+            "no end token is known: every completion runs to max_new_tokens",
+            'set "eos_token_id" in generation_config.json',
+        )
+    if not model.has_chat_template:
+        yield Finding(
+            "note",
+            "there is no chat template: --chat and messages are refused",
+            "copy chat_template.jinja from the instruct model, if this is one",
+        )
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    check_requirements,
+    check_jaxlib,
+    check_jax_starts,
+    check_accelerator_is_used,
+    check_variables,
+    check_cache,
+    check_host,
+    check_model,
+    check_dtype,
+    check_tokenizer,
+)
+
+
+def find_all(facts: Facts) -> list[Finding]:
+    """What all checks found, problems first."""
+    findings = [finding for check in CHECKS for finding in check(facts)]
+    return sorted(findings, key=lambda finding: finding.level != "problem")

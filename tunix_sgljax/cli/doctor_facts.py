@@ -1,0 +1,323 @@
+"""What `doctor` looks at. Gathering it is all that touches the machine; checks take the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+if TYPE_CHECKING:
+    from sgljax_engine import EngineConfig, EnginePreview
+
+DISTRIBUTION = "tunix-sgljax"
+
+PACKAGES = (
+    DISTRIBUTION,
+    "google-tunix",
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "optax",
+    "orbax-checkpoint",
+    "qwix",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "libtpu",
+    "torch",
+)
+"""Shown if installed."""
+
+_GOOGLE = "0x1ae0"
+_TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+"""PCI ids of TPUs v2 to 7x, as JAX knows them; Google's network cards have its vendor id too."""
+
+VARIABLES = (
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "CUDA_VISIBLE_DEVICES",
+    "TPU_VISIBLE_DEVICES",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_ENABLE_X64",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DISABLE_JIT",
+    "JAX_DEBUG_NANS",
+    "OMP_NUM_THREADS",
+)
+"""Environment variables that change what JAX does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device as JAX sees it; memory in bytes, None where it does not say."""
+
+    platform: str
+    kind: str
+    bytes_limit: int | None = None
+    bytes_in_use: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The compilation cache's folder."""
+
+    path: str
+    num_files: int
+    num_bytes: int
+    is_writable: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is known of a model's folder.
+
+    Attributes:
+        path: The folder.
+        problem: Why the engine would refuse it; None if it would not.
+        problem_kind: The class of that error.
+        num_tensors: Tensors in its safetensors files.
+        has_tokenizer: Whether the folder has one.
+        tokenizer_problem: Why it cannot be loaded.
+        has_chat_template: Whether it can be used for conversations.
+        pad_id: The tokenizer's pad token.
+        eos_ids: End tokens: the tokenizer's, and the config's.
+        vocab_size: Of the model.
+        tokenizer_size: Of the tokenizer.
+    """
+
+    path: str
+    problem: str | None = None
+    problem_kind: str | None = None
+    num_tensors: int = 0
+    has_tokenizer: bool = False
+    tokenizer_problem: str | None = None
+    has_chat_template: bool = False
+    pad_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
+    tokenizer_size: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything that checks look at.
+
+    Attributes:
+        python: Its version.
+        system: Operating system and architecture.
+        versions: Installed packages, see `installed_versions`.
+        requirements: What the installed distribution requires, as in its metadata.
+        devices: As JAX lists them; empty if it fails to.
+        jax_problem: Why JAX could not be imported or found no device.
+        num_processes: JAX processes.
+        accelerators: Kinds of accelerators that the machine has, whether JAX uses them or not.
+        num_cores: That this process may use.
+        memory_bytes: Of the host.
+        available_bytes: Of it, what is available.
+        variables: Those of `VARIABLES` that are set.
+        cache: The compilation cache; None if there is to be none.
+        preview: What an engine would use; None if it would not start.
+        preview_problem: Why not.
+        is_example: Whether the preview is of no model of the user's, but of Qwen3-0.6B's shape.
+        model: The folder that was asked about.
+    """
+
+    python: str
+    system: str
+    versions: Mapping[str, str]
+    requirements: tuple[str, ...]
+    devices: tuple[Device, ...] = ()
+    jax_problem: str | None = None
+    num_processes: int = 1
+    accelerators: frozenset[str] = frozenset()
+    num_cores: int = 1
+    memory_bytes: int | None = None
+    available_bytes: int | None = None
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cache: Cache | None = None
+    preview: EnginePreview | None = None
+    preview_problem: str | None = None
+    is_example: bool = True
+    model: Model | None = None
+
+
+def gather(folder: Path | None, config: EngineConfig) -> Facts:
+    """Looks at this machine, and at a model's folder if one is given."""
+    requirements = tuple(importlib.metadata.requires(DISTRIBUTION) or ())
+    total, available = host_memory()
+    facts = Facts(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        versions=installed_versions(requirements),
+        requirements=requirements,
+        accelerators=find_accelerators(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        memory_bytes=total,
+        available_bytes=available,
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )
+    try:
+        devices, num_processes = find_devices()
+    except Exception as error:  # whatever JAX, a plugin or a driver raises
+        return dataclasses.replace(facts, jax_problem=f"{type(error).__name__}: {error}")
+    facts = dataclasses.replace(facts, devices=devices, num_processes=num_processes)
+    model = None if folder is None else look_at_model(folder)
+    facts = dataclasses.replace(facts, model=model, is_example=folder is None)
+    if model is not None and model.problem is not None:
+        return facts
+    try:
+        preview = preview_of(folder, config)
+    except ValueError as error:
+        return dataclasses.replace(facts, preview_problem=str(error))
+    path = preview.compilation_cache
+    cache = None if path is None else look_at_cache(path)
+    return dataclasses.replace(facts, preview=preview, cache=cache)
+
+
+def required_here(lines: Sequence[str]) -> Iterator[Requirement]:
+    """Requirements as in a distribution's metadata, without those of extras and other systems."""
+    for line in lines:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or marker.evaluate({**default_environment(), "extra": ""}):
+            yield requirement
+
+
+def installed_versions(requirements: Sequence[str]) -> dict[str, str]:
+    """Of `PACKAGES` and what is required, as far as installed."""
+    required = {requirement.name for requirement in required_here(requirements)}
+    versions = {}
+    for name in (*PACKAGES, *sorted(required - set(PACKAGES))):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def find_devices() -> tuple[tuple[Device, ...], int]:
+    """JAX's devices, and how many processes share them."""
+    import jax
+
+    return tuple(map(_describe, jax.devices())), jax.process_count()
+
+
+def _describe(device: Any) -> Device:
+    try:
+        stats = device.memory_stats() or {}
+    except Exception:  # not implemented on this platform
+        stats = {}
+    return Device(
+        platform=device.platform,
+        kind=device.device_kind,
+        bytes_limit=stats.get("bytes_limit"),
+        bytes_in_use=stats.get("bytes_in_use"),
+    )
+
+
+def find_accelerators(root: Path = Path("/")) -> frozenset[str]:
+    """Kinds of accelerators: "gpu" for NVIDIA's, "tpu"; found by their device files."""
+    found = set()
+    if (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia/version").exists():
+        found.add("gpu")
+    for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
+        is_google = _reads(vendor) == _GOOGLE
+        if is_google and _reads(vendor.with_name("device")) in _TPU_DEVICES:
+            found.add("tpu")
+    return frozenset(found)
+
+
+def _reads(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def host_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
+    """Bytes of the host's memory, all of it and what is available; None where nothing tells."""
+    if not meminfo.exists():
+        return None, None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    total, available = (int(fields[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    return total * 1024, available * 1024
+
+
+def look_at_cache(path: Path) -> Cache:
+    """The folder, which need not exist yet."""
+    files = [entry for entry in path.rglob("*") if entry.is_file()] if path.is_dir() else []
+    return Cache(
+        path=str(path),
+        num_files=len(files),
+        num_bytes=sum(entry.stat().st_size for entry in files),
+        is_writable=_is_writable(path),
+    )
+
+
+def _is_writable(path: Path) -> bool:
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return True
+    except OSError:
+        return False
+
+
+def look_at_model(folder: Path) -> Model:
+    """Reads a folder's config, the names of its weights, and its tokenizer."""
+    from sgljax_engine import EngineError, load_model_config, read_hf_tensors
+
+    try:
+        config = load_model_config(folder)
+        num_tensors = len(read_hf_tensors(folder))
+    except EngineError as error:
+        return Model(path=str(folder), problem=str(error), problem_kind=type(error).__name__)
+    model = Model(
+        path=str(folder),
+        num_tensors=num_tensors,
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_token_ids,
+    )
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((folder / name).exists() for name in names):
+        return model
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # whatever transformers raises for a broken file
+        problem = f"{type(error).__name__}: {error}"
+        return dataclasses.replace(model, has_tokenizer=True, tokenizer_problem=problem)
+    eos = {*config.eos_token_ids} | {tokenizer.eos_token_id} - {None}
+    return dataclasses.replace(
+        model,
+        has_tokenizer=True,
+        has_chat_template=tokenizer.chat_template is not None,
+        pad_id=tokenizer.pad_token_id,
+        eos_ids=tuple(sorted(eos)),
+        tokenizer_size=len(tokenizer),
+    )
+
+
+def preview_of(folder: Path | None, config: EngineConfig) -> EnginePreview:
+    """What an engine for a folder's model would use; without one, for Qwen3-0.6B's shape."""
+    from sgljax_engine import load_model_config, preview_engine
+    from tunix_sgljax.bench.shapes import QWEN3_0P6B
+
+    model = QWEN3_0P6B if folder is None else load_model_config(folder)
+    return preview_engine(model, folder=folder, config=config)

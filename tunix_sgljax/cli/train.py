@@ -1,0 +1,110 @@
+"""`tunix-sgljax train`: GRPO or PPO with Tunix, from a config file."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunix_sgljax.cli import interrupt
+from tunix_sgljax.cli.output import emit
+
+if TYPE_CHECKING:
+    from tunix_sgljax.training.loop import RunResult
+    from tunix_sgljax.training.schema import TrainConfig
+
+SUMMARY = "Train with GRPO or PPO, as a config file says."
+EXAMPLES = """\
+examples:
+  tunix-sgljax train --config configs/grpo_addition.yaml
+  tunix-sgljax train --config configs/grpo_addition.yaml training.steps=5 rollout_engine=vanilla
+  tunix-sgljax train --config configs/qwen3_0p6b_gpu.yaml model.path=Qwen3-0.6B --dry-run
+  tunix-sgljax train --config configs/ppo_addition.yaml --print-config
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's options."""
+    parser.add_argument("--config", type=Path, required=True, help="a YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values that win over the file's"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the whole config and stop"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and estimate the memory; stop before the weights",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
+    from tunix_sgljax.training.loading import load_config, to_yaml
+
+    config = load_config(args.config, args.overrides)
+    if args.print_config:
+        emit(to_yaml(config), end="")
+        return 0
+    return _dry_run(config) if args.dry_run else _train(config)
+
+
+def _dry_run(config: TrainConfig) -> int:
+    from tunix_sgljax.training.loop import prepare
+
+    prepared = prepare(config)
+    task = prepared.task
+    emit(
+        f"{prepared.spec.model_class.__name__} on a mesh of {config.mesh.shape}; "
+        f"{len(task.rows)} training rows, {len(task.eval_rows)} held out; first prompt: "
+        f"{task.rows[0]['prompts']!r}\n"
+        f"memory of a device, activations but for the logits left out:\n{prepared.memory}"
+    )
+    return 0
+
+
+def _train(config: TrainConfig) -> int:
+    import jax
+    from absl import logging as absl_logging
+
+    from tunix_sgljax.training import report
+    from tunix_sgljax.training.loop import run as run_training
+
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    training, device = config.training, jax.devices()[0].device_kind
+    emit(
+        f"{config.title}: {config.algorithm.name.upper()}, rollout by {config.rollout_engine}, "
+        f"{training.steps} steps of {training.batch_size} prompts, on {device}. The first step "
+        "compiles."
+    )
+    progress = report.ProgressReporter(training.steps)
+    stop = threading.Event()
+    try:
+        with warnings.catch_warnings(), interrupt.current().on_interrupt(stop.set):
+            # Of Tunix's PPOLearner; `whole_numbers` sees to it that nothing is lost.
+            warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
+            result = run_training(config, on_step=progress.show, should_stop=stop.is_set)
+    finally:
+        progress.close()
+    _tell(config, result)
+    return interrupt.EXIT_INTERRUPTED if stop.is_set() else 0
+
+
+def _tell(config: TrainConfig, result: RunResult) -> None:
+    from tunix_sgljax.training import report
+
+    if result.records:
+        table, summary = report.format_table(result.records), report.format_summary(result.records)
+        emit(f"\n{table}\n\n{summary}")
+    elif not result.was_stopped:
+        emit(
+            f"nothing to train: the checkpoint holds {result.resumed_from} steps of "
+            f"{config.training.steps}"
+        )
+    for record in result.evals:
+        emit(f"held out, after {record.num_steps} steps: {record.reward:.3f}")
+    for path in result.files:
+        emit(f"wrote {path}")

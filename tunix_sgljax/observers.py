@@ -1,0 +1,142 @@
+"""Who watches a rollout: progress bars, metrics, timelines. None of them, unless asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from sgljax_engine import Engine, EngineCounters
+
+if TYPE_CHECKING:
+    from tunix_sgljax.progress import Progress
+
+
+class HostSpan(NamedTuple):
+    """Something that a thread of the trainer's side spent time on.
+
+    Attributes:
+        thread_id: Of `threading.get_ident`.
+        thread_name: Its name.
+        name: What.
+        begin_s, end_s: Readings of `time.perf_counter`.
+        args: More about it.
+    """
+
+    thread_id: int
+    thread_name: str
+    name: str
+    begin_s: float
+    end_s: float
+    args: Mapping[str, int | float | str]
+
+
+class RolloutTotals(NamedTuple):
+    """What a rollout did since it was made.
+
+    Attributes:
+        busy_s: Seconds in which at least one `generate` call was under way.
+        sync_s: Seconds that `update_params` took, on its callers' threads.
+        counters: The engine's.
+        total_kv_tokens: Tokens that the engine's pages hold; 0 without an engine.
+        weight_version: Of the weights that serve.
+    """
+
+    busy_s: float
+    sync_s: float
+    counters: EngineCounters
+    total_kv_tokens: int
+    weight_version: int
+
+
+class RolloutObservers:
+    """What `SglJaxRollout` tells of its calls, and whom. Any thread.
+
+    Attributes:
+        progress: Draws bars; None draws none.
+        engine: Once it is built.
+        on_built: Called with the engine as soon as it is built.
+        on_updated: Called after each weight update that succeeded, on the thread of its caller.
+        on_span: Called with each span of the rollout's calls, on the thread that they ran on.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        """Nobody watches but the bars."""
+        self.progress = progress
+        self.engine: Engine | None = None
+        self.on_built: list[Callable[[Engine], None]] = []
+        self.on_updated: list[Callable[[], None]] = []
+        self.on_span: list[Callable[[HostSpan], None]] = []
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+        self._sync_s = 0.0
+
+    def built(self, engine: Engine) -> None:
+        """The engine is there."""
+        self.engine = engine
+        for tell in list(self.on_built):
+            tell(engine)
+
+    def totals(self) -> RolloutTotals:
+        """What was done so far, by calls that last too."""
+        engine, now = self.engine, time.perf_counter()
+        with self._lock:
+            busy_s = self._busy_s + (now - self._busy_since if self._num_calls else 0.0)
+            sync_s = self._sync_s
+        if engine is None:
+            return RolloutTotals(busy_s, sync_s, EngineCounters(), 0, 0)
+        state = engine.get_internal_state()
+        return RolloutTotals(
+            busy_s, sync_s, state.counters, state.total_kv_tokens, state.weight_version
+        )
+
+    @contextlib.contextmanager
+    def generating(self, engine: Engine, num_requests: int) -> Iterator[None]:
+        """Around a `generate` call."""
+        with self._lock:
+            if not self._num_calls:
+                self._busy_since = time.perf_counter()
+            self._num_calls += 1
+        try:
+            bar = contextlib.nullcontext()
+            if self.progress is not None:
+                bar = self.progress.rollout(engine, num_requests)
+            with self.span("generate", requests=num_requests), bar:
+                yield
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    self._busy_s += time.perf_counter() - self._busy_since
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around a weight update."""
+        began = time.perf_counter()
+        try:
+            with self.span("update_params"):
+                yield
+        finally:
+            with self._lock:
+                self._sync_s += time.perf_counter() - began
+        for tell in list(self.on_updated):
+            tell()
+
+    @contextlib.contextmanager
+    def span(self, name: str, **args: int) -> Iterator[None]:
+        """Around anything else."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.on_span:
+                thread = threading.current_thread()
+                span = HostSpan(
+                    threading.get_ident(), thread.name, name, began, time.perf_counter(), args
+                )
+                for tell in list(self.on_span):
+                    tell(span)

@@ -1,0 +1,201 @@
+"""What the rollout did in each step, through Tunix's metrics logger, beside the learner's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from tunix.rl import rl_cluster as tunix_cluster
+
+from sgljax_engine import EngineCounters, InvalidConfigError
+from tunix_sgljax.observers import RolloutObservers, RolloutTotals
+from tunix_sgljax.rollout import SglJaxRollout
+
+PREFIX = "rollout"
+
+
+class StepTotals(NamedTuple):
+    """What was done in one step.
+
+    Attributes:
+        busy_s, sync_s, counters: See `RolloutTotals`; differences.
+        total_kv_tokens, weight_version: At its end.
+    """
+
+    busy_s: float
+    sync_s: float
+    counters: EngineCounters
+    total_kv_tokens: int
+    weight_version: int
+
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        about: What it is; one line, for the documentation.
+        value: Of a step; None if the step has none.
+        reduce: How Tunix puts several of one step together.
+    """
+
+    about: str
+    value: Callable[[StepTotals], float | None]
+    reduce: Callable[[Any], Any]
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+METRICS: Mapping[str, Metric] = {
+    "tokens_per_s": Metric(
+        "output tokens over `seconds`",
+        lambda t: _ratio(t.counters.num_output_tokens, t.busy_s),
+        np.mean,
+    ),
+    "seconds": Metric(
+        "seconds in which a `generate` call was under way", lambda t: t.busy_s, np.sum
+    ),
+    "requests": Metric(
+        "requests that ended, whatever the reason", lambda t: t.counters.num_finished, np.sum
+    ),
+    "output_tokens": Metric("tokens generated", lambda t: t.counters.num_output_tokens, np.sum),
+    "prefill_tokens": Metric(
+        "tokens prefilled, again after retractions included",
+        lambda t: t.counters.num_prefill_tokens,
+        np.sum,
+    ),
+    "cache_hit_rate": Metric(
+        "tokens taken from the prefix cache, of those and the ones prefilled",
+        lambda t: _ratio(
+            t.counters.num_cached_tokens,
+            t.counters.num_cached_tokens + t.counters.num_prefill_tokens,
+        ),
+        np.mean,
+    ),
+    "kv_use": Metric(
+        "KV pages in use, of all, mean over the dispatches",
+        lambda t: _ratio(t.counters.used_kv_tokens, t.counters.num_dispatches * t.total_kv_tokens),
+        np.mean,
+    ),
+    "retractions": Metric(
+        "times that a running request lost its pages", lambda t: t.counters.num_retractions, np.sum
+    ),
+    "aborted": Metric("requests that were aborted", lambda t: t.counters.num_aborted, np.sum),
+    "failed_steps": Metric(
+        "device steps that failed", lambda t: t.counters.num_failed_steps, np.sum
+    ),
+    "time_to_first_token_s": Metric(
+        "seconds from the call to a request's first token, mean",
+        lambda t: _ratio(t.counters.time_to_first_token_s, t.counters.num_first_tokens),
+        np.mean,
+    ),
+    "latency_s": Metric(
+        "seconds from the call to a request's end, mean",
+        lambda t: _ratio(t.counters.e2e_latency_s, t.counters.num_finished),
+        np.mean,
+    ),
+    "prefill_s": Metric(
+        "seconds that the engine thread spent dispatching prefill",
+        lambda t: t.counters.prefill_s,
+        np.sum,
+    ),
+    "decode_s": Metric(
+        "seconds that it spent in decode, waiting for the prefill before it included",
+        lambda t: t.counters.decode_s,
+        np.sum,
+    ),
+    "pauses": Metric("times that generation was paused", lambda t: t.counters.num_pauses, np.sum),
+    "pause_s": Metric("seconds that it was paused", lambda t: t.counters.pause_s, np.sum),
+    "sync_s": Metric(
+        "seconds that the weight sync took, on the trainer's thread", lambda t: t.sync_s, np.sum
+    ),
+    "update_s": Metric(
+        "seconds of it that the engine could not generate", lambda t: t.counters.update_s, np.sum
+    ),
+    "weight_version": Metric(
+        "weight version after the step's sync", lambda t: t.weight_version, np.max
+    ),
+}
+"""By their names behind "rollout/"."""
+
+
+def log_rollout_metrics(cluster: tunix_cluster.RLCluster) -> RolloutMetrics:
+    """Logs the rollout's metrics with each step of a cluster's learner, from now on.
+
+    They go into the cluster's own buffer, and so to all that Tunix logs to: TensorBoard, Weights &
+    Biases, an external logger. Each step's are those from the end of the weight sync before it to
+    the end of its own; rollouts of evaluations in between count too.
+
+    Args:
+        cluster: Its rollout must be a SglJaxRollout.
+
+    Returns:
+        The object that does it; `stop` ends it.
+
+    Raises:
+        InvalidConfigError: for another rollout.
+    """
+    rollout = cluster.rollout
+    if not isinstance(rollout, SglJaxRollout):
+        raise InvalidConfigError(
+            "log_rollout_metrics needs a cluster whose rollout is a SglJaxRollout, got "
+            f"{type(rollout).__name__}"
+        )
+    return RolloutMetrics(rollout.observers, cluster)
+
+
+class RolloutMetrics:
+    """Made by `log_rollout_metrics`."""
+
+    def __init__(self, observers: RolloutObservers, cluster: tunix_cluster.RLCluster) -> None:
+        """Begins with what was done so far.
+
+        Args:
+            observers: Of the rollout.
+            cluster: Takes the metrics.
+        """
+        self._observers = observers
+        self._cluster = cluster
+        self._before = observers.totals()
+        observers.on_updated.append(self._log)
+
+    def stop(self) -> None:
+        """Logs no more. Idempotent."""
+        if self._log in self._observers.on_updated:
+            self._observers.on_updated.remove(self._log)
+
+    def _log(self) -> None:
+        """A weight sync has ended, and with it a step; Tunix counts it after this."""
+        before, self._before = self._before, self._observers.totals()
+        # Not `buffer_metrics`, which puts them into the newest step's buffer: agentic learners
+        # have begun the next step by now.
+        self._cluster.buffer_metrics_async(
+            {
+                f"{PREFIX}/{name}": (value, METRICS[name].reduce)
+                for name, value in step_metrics(before, self._before).items()
+            },
+            mode=tunix_cluster.Mode.TRAIN,
+            step=self._cluster.global_steps,
+        )
+
+
+def step_metrics(before: RolloutTotals, now: RolloutTotals) -> dict[str, float]:
+    """The metrics of what was done between two looks, but for those that have no value."""
+    counters = EngineCounters(
+        **{
+            field.name: getattr(now.counters, field.name) - getattr(before.counters, field.name)
+            for field in dataclasses.fields(EngineCounters)
+        }
+    )
+    step = StepTotals(
+        now.busy_s - before.busy_s,
+        now.sync_s - before.sync_s,
+        counters,
+        now.total_kv_tokens,
+        now.weight_version,
+    )
+    values = {name: metric.value(step) for name, metric in METRICS.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}

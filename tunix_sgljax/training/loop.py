@@ -1,0 +1,194 @@
+"""A training run from its config: load, train, evaluate, write."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tunix.rl.rl_cluster import Mode, RLCluster
+from tunix.rl.rl_learner import TrainingInputT
+
+from tunix_sgljax.training.checks import updates_per_step
+from tunix_sgljax.training.cluster import (
+    close_rollout,
+    make_cluster,
+    make_learner,
+    make_meshes,
+    make_optimizers,
+    rollout_engine,
+)
+from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
+from tunix_sgljax.training.models import ModelSpec, find_model
+from tunix_sgljax.training.records import StepRecorder, settings_of
+from tunix_sgljax.training.report import EvalRecord, StepRecord, write_json, write_plot
+from tunix_sgljax.training.rollouts import TimedRollout, weight_version_of
+from tunix_sgljax.training.schema import TrainConfig
+from tunix_sgljax.training.task import Task, batches, load_task, to_batch
+from tunix_sgljax.training.tokenizers import load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        records: Of its steps; none where a checkpoint held all of them already.
+        evals: Evaluations between the steps, and a last one at the end.
+        resumed_from: Steps that a checkpoint held.
+        was_stopped: `should_stop` ended it early.
+        files: What it wrote.
+    """
+
+    records: list[StepRecord]
+    evals: list[EvalRecord]
+    resumed_from: int
+    was_stopped: bool
+    files: list[Path]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run up to its weights.
+
+    Attributes:
+        spec: The model.
+        tokenizer: Tunix's adapter.
+        task: Data and rewards.
+        memory: On each device.
+    """
+
+    spec: ModelSpec
+    tokenizer: Any
+    task: Task
+    memory: MemoryEstimate
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Does everything that comes before the weights: what `--dry-run` checks.
+
+    Raises:
+        InvalidConfigError: names the key and what is wrong with it.
+    """
+    mesh, _ = make_meshes(config)
+    spec = find_model(config.model)
+    memory = estimate_memory(config, spec, mesh, make_optimizers(config))
+    tokenizer = load_tokenizer(config)
+    return Prepared(
+        spec=spec, tokenizer=tokenizer, task=load_task(config.task, tokenizer), memory=memory
+    )
+
+
+def run(
+    config: TrainConfig,
+    *,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Trains as the config says, with Tunix's learner.
+
+    Resumes from the newest checkpoint of `training.checkpoint_root_directory`, if there is one.
+    Writes records.json and, where matplotlib is installed, training.png.
+
+    Args:
+        config: From `load_config`.
+        on_step: Called after each step, on the thread that logs Tunix's metrics.
+        should_stop: Asked before each step; True ends the run as if it had no more data, last
+            checkpoint included.
+
+    Raises:
+        InvalidConfigError: names the key and what is wrong with it.
+    """
+    prepared = prepare(config)
+    recorder = StepRecorder(on_step)
+    timed = functools.partial(
+        TimedRollout,
+        engine=rollout_engine(config),
+        weight_version=weight_version_of,
+        on_generate=recorder.add_rollout,
+    )
+    cluster = make_cluster(config, prepared.spec, prepared.tokenizer, timed)
+    worker = cluster.rollout
+    assert isinstance(worker, TimedRollout)
+    try:
+        learner = make_learner(config, cluster, prepared.task.reward_fns)
+        done = cluster.actor_trainer.train_steps // updates_per_step(config)
+        cluster.global_steps = done  # Tunix's last checkpoint of a run does not say
+        cluster.with_external_metrics_logger(recorder.add_metrics)
+        recorder.start(done + 1)
+        if done < config.training.steps:
+            learner.train(
+                _TrainingData(config, prepared.task, should_stop),
+                _eval_batches(config, prepared.task),
+            )
+        was_stopped = done + len(recorder.records) < config.training.steps
+        if prepared.task.eval_rows and not was_stopped:
+            reward = evaluate(cluster, prepared.task)
+            recorder.evals.append(EvalRecord(num_steps=config.training.steps, reward=reward))
+    finally:
+        close_rollout(worker.inner)
+    return RunResult(
+        records=recorder.records,
+        evals=recorder.evals,
+        resumed_from=done,
+        was_stopped=was_stopped,
+        files=_write(config, recorder),
+    )
+
+
+def evaluate(cluster: RLCluster, task: Task) -> float:
+    """The mean reward of one completion for each held-out row, as `rollout.eval` samples."""
+    batch = to_batch(task.eval_rows)
+    prompts = [str(prompt) for prompt in batch.pop("prompts")]
+    completions = cluster.generate(prompts, mode=Mode.EVAL).text
+    columns = {name: list(values) for name, values in batch.items()}
+    rewards = [
+        np.asarray(function(prompts=prompts, completions=completions, **columns), np.float64)
+        for function in task.reward_fns
+    ]
+    return float(np.sum(rewards, axis=0).mean())
+
+
+class _TrainingData:
+    """Batches for ever: Tunix stops at its number of steps, or where a user wants it to."""
+
+    def __init__(self, config: TrainConfig, task: Task, should_stop: Callable[[], bool]) -> None:
+        self._config = config
+        self._task = task
+        self._should_stop = should_stop
+
+    def __iter__(self) -> Iterator[TrainingInputT]:
+        config = self._config
+        seed = config.seed if config.task.shuffle else None
+        drawn = batches(
+            self._task.rows, config.training.batch_size, shuffle_seed=seed, num_batches=None
+        )
+        yield next(drawn)  # Tunix looks at its size before it trains
+        for batch in drawn:
+            if self._should_stop():
+                return
+            yield batch
+
+
+def _eval_batches(config: TrainConfig, task: Task) -> list[TrainingInputT] | None:
+    rows, size = task.eval_rows, config.training.batch_size
+    return [to_batch(rows[i : i + size]) for i in range(0, len(rows), size)] or None
+
+
+def _write(config: TrainConfig, recorder: StepRecorder) -> list[Path]:
+    if not recorder.records:
+        return []
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    device = jax.devices()[0].device_kind
+    files = [folder / "records.json"]
+    write_json(files[0], settings_of(config, device), recorder.records, recorder.evals)
+    with contextlib.suppress(ImportError):
+        write_plot(folder / "training.png", config.title, recorder.records, recorder.evals)
+        files.append(folder / "training.png")
+    return files

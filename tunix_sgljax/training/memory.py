@@ -1,0 +1,144 @@
+"""How much memory of a device a run will take, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from sgljax_engine import EngineConfig, InvalidConfigError
+from tunix_sgljax.training.checks import engine_options
+from tunix_sgljax.training.models import ModelSpec, abstract_critic
+from tunix_sgljax.training.schema import TrainConfig
+
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one device of the trainer's mesh; activations but for the logits are not counted.
+
+    Attributes:
+        policy: The policy's parameters.
+        gradients: Of the policy.
+        optimizer: Its state.
+        reference: Parameters of the frozen reference.
+        critic: PPO's critic with its gradients and optimizer state.
+        logits: Of a micro batch in the trainer, in float32, with their gradients.
+        engine_weights: The engine's copy, on its own devices.
+        kv_cache: The engine's cache at its largest; `mem_fraction_static` may make it smaller.
+    """
+
+    policy: int
+    gradients: int
+    optimizer: int
+    reference: int
+    critic: int
+    logits: int
+    engine_weights: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        """Everything, as if all of it were there at once."""
+        return sum(dataclasses.asdict(self).values())
+
+    def __str__(self) -> str:
+        """A line for each part, in GB."""
+        rows = [*dataclasses.asdict(self).items(), ("total", self.total)]
+        return "\n".join(f"  {name:<15}{size / 1e9:9.3f} GB" for name, size in rows)
+
+
+def estimate_memory(
+    config: TrainConfig,
+    spec: ModelSpec,
+    mesh: jax.sharding.Mesh,
+    optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
+) -> MemoryEstimate:
+    """Adds up what a run holds, without making any of it.
+
+    Args:
+        config: The run.
+        spec: Its model.
+        mesh: The trainer's.
+        optimizers: Of the policy and of the critic.
+
+    Raises:
+        InvalidConfigError: a parameter cannot be split over the mesh.
+    """
+    dtype = None if config.model.dtype is None else np.dtype(config.model.dtype)
+    policy = _shards(spec.abstract(), mesh, dtype)
+    algorithm = config.algorithm
+    is_ppo = algorithm.name == "ppo"
+    section = algorithm.ppo if is_ppo else algorithm.grpo
+    bytes_of_policy = _num_bytes(policy)
+    critic = _shards(abstract_critic(spec), mesh, dtype) if is_ppo else {}
+    return MemoryEstimate(
+        policy=bytes_of_policy,
+        gradients=bytes_of_policy,
+        optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, policy)),
+        reference=bytes_of_policy if section.beta else 0,
+        critic=2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic)),
+        logits=_logits_bytes(config, spec, mesh),
+        **_engine_bytes(config, spec, mesh, dtype),
+    )
+
+
+def _shards(model: nnx.Module, mesh: jax.sharding.Mesh, dtype: np.dtype | None) -> dict[str, Any]:
+    """What one device holds of each parameter."""
+    state = nnx.state(model, nnx.Param)
+    shardings = nnx.to_flat_state(nnx.get_named_sharding(state, mesh))
+    shards = {}
+    for (key, param), (_, sharding) in zip(nnx.to_flat_state(state), shardings, strict=True):
+        name = ".".join(map(str, key))
+        try:
+            shape = sharding.get_value().shard_shape(param.shape)
+        except ValueError:
+            raise InvalidConfigError(
+                f"mesh.shape {dict(mesh.shape)} cannot split {name} of shape {param.shape}, which "
+                f"Tunix shards by {sharding.get_value().spec}"
+            ) from None
+        shards[name] = jax.ShapeDtypeStruct(shape, dtype or param.dtype)
+    return shards
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _logits_bytes(config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh) -> int:
+    training, rollout = config.training, config.rollout
+    rows = training.train_micro_batch_size or training.mini_batch_size or training.batch_size
+    if config.algorithm.name == "grpo":
+        rows *= config.algorithm.grpo.num_generations
+    tokens = rows * (rollout.max_prompt_length + rollout.max_tokens_to_generate)
+    return 2 * tokens * spec.config.vocab_size * _FLOAT32 // mesh.size
+
+
+def _engine_bytes(
+    config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh, dtype: np.dtype | None
+) -> dict[str, int]:
+    if config.rollout_engine == "vanilla":
+        return {"engine_weights": 0, "kv_cache": 0}
+    rollout, model = config.rollout, spec.config
+    shape = config.mesh.rollout_shape or list(mesh.devices.shape)
+    num_shards = dict(zip(config.mesh.axis_names, shape, strict=True))["tp"]
+    leaves = jax.tree.leaves(nnx.state(spec.abstract(), nnx.Param))
+    options = EngineConfig.from_options(engine_options(config))
+    own = options.runtime.dtype or dtype or leaves[0].dtype
+    itemsize = jax.numpy.dtype(own).itemsize
+    length = options.max_model_len or rollout.max_prompt_length + rollout.max_tokens_to_generate
+    cache = options.cache
+    num_tokens = cache.num_kv_tokens or options.scheduler.max_running_requests * (
+        -(-length // cache.page_size) * cache.page_size
+    )
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    return {
+        "engine_weights": sum(math.prod(leaf.shape) for leaf in leaves) * itemsize // num_shards,
+        "kv_cache": num_tokens * per_token // num_shards,
+    }

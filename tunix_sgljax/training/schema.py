@@ -1,0 +1,372 @@
+"""The config of a training run: nested dataclasses, read by `loading.load_config`.
+
+Names are Tunix's where the meaning is the same. What a field means stands in the docstring of its
+class; docs/training.md is tested against these classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapeConfig:
+    """The shape of a model, by the names of Tunix's `ModelConfig`.
+
+    Attributes:
+        num_layers: Decoder layers.
+        vocab_size: Rows of the embedding table.
+        embed_dim: Width of the residual stream.
+        hidden_dim: Width of the MLP.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        norm_eps: Added under the root of RMSNorm.
+        rope_theta: Base of the rotary embedding; Tunix 0.1.7 ignores it for Qwen3 and Llama 3.
+        use_tied_embedding: The output projection is the embedding table.
+    """
+
+    num_layers: int
+    vocab_size: int
+    embed_dim: int
+    hidden_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-6
+    rope_theta: int = 1_000_000
+    use_tied_embedding: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The policy, which is also the reference and what the critic is made of.
+
+    Attributes:
+        path: A Hugging Face folder: config.json and safetensors.
+        name: A model that Tunix knows, for its shape: "qwen3-0.6b", "llama-3.2-3b". With `path`
+            the two must agree.
+        family: "qwen2", "qwen3" or "llama3", with `shape`, for a model that has no name.
+        shape: See `family`.
+        checkpoint: A safetensors file of parameters by their Tunix names, for a `name` or a
+            `family`; without it and `path` the model starts with random weights.
+        init_seed: Of random weights.
+        dtype: "float32", "bfloat16" or "float16"; null takes what Tunix makes of the model.
+        remat: What the trainer computes again in its backward pass: "none", "block", "decoder".
+    """
+
+    path: str | None = None
+    name: str | None = None
+    family: str | None = None
+    shape: ShapeConfig | None = None
+    checkpoint: str | None = None
+    init_seed: int = 0
+    dtype: str | None = None
+    remat: str = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerSection:
+    """The tokenizer.
+
+    Attributes:
+        path: A Hugging Face folder; null takes `model.path`.
+        function: "module:function" instead: called without arguments, returns what Tunix's
+            `TokenizerAdapter` takes.
+        pad_token: For a tokenizer that has none, or has its end token there: Tunix masks
+            completions by the pad token.
+    """
+
+    path: str | None = None
+    function: str | None = None
+    pad_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSection:
+    """What is asked, and what is rewarded.
+
+    Attributes:
+        dataset: A .jsonl or .parquet file, or "module:function" which returns a sequence of rows.
+        dataset_args: Keywords of that function.
+        eval_dataset: Held-out rows, likewise.
+        eval_dataset_args: Likewise.
+        prompt_column: The column that is the prompt.
+        prompt_template: Makes the prompt of a row instead: "Q: {question} A:".
+        chat: Put the prompt as a user's message through the tokenizer's chat template.
+        system_prompt: The message before it.
+        columns: Columns that reward functions get; null takes all but the prompt's.
+        reward_functions: "module:function" or the name of a built-in one; rewards are added.
+        shuffle: Draw the rows in another order each epoch.
+        code_dir: A folder to import modules from, such as the task's.
+    """
+
+    dataset: str
+    dataset_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    eval_dataset: str | None = None
+    eval_dataset_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prompt_column: str = "prompts"
+    prompt_template: str | None = None
+    chat: bool = False
+    system_prompt: str | None = None
+    columns: list[str] | None = None
+    reward_functions: list[str] = dataclasses.field(default_factory=lambda: ["exact_match"])
+    shuffle: bool = False
+    code_dir: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoSection:
+    """Fields of Tunix's `GRPOConfig`.
+
+    Attributes:
+        num_generations: Completions of a prompt.
+        num_iterations: Updates with the same completions.
+        beta: Weight of the KL divergence from the reference; 0 needs no reference.
+        epsilon: Clip range of the policy ratio.
+        kl_loss_mode: Which estimate of the divergence: "kl", "low_var_kl", "mse_kl".
+        kl_clamp_value: Bound of a token's divergence.
+        loss_algo: "grpo" or "gspo-token".
+        loss_agg_mode: How token losses are averaged.
+    """
+
+    num_generations: int = 8
+    num_iterations: int = 1
+    beta: float = 0.04
+    epsilon: float = 0.2
+    kl_loss_mode: str = "kl"
+    kl_clamp_value: float | None = None
+    loss_algo: str = "grpo"
+    loss_agg_mode: str = "sequence-mean-token-mean"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PpoSection:
+    """Fields of Tunix's `PPOConfig`.
+
+    Attributes:
+        num_iterations: Updates with the same completions.
+        gamma: Discount of later rewards.
+        gae_lambda: Of generalised advantage estimation.
+        beta: Weight of the KL divergence from the reference; 0 needs no reference.
+        epsilon: Clip range of the policy ratio.
+        epsilon_low: Lower clip range; null takes `epsilon`.
+        epsilon_high: Upper clip range; null takes `epsilon`.
+        epsilon_c: Bound of dual-clip PPO, above 1; null clips once.
+        entropy_coef: Weight of the entropy in the loss.
+        clip_range_value: Clip range of the critic's values.
+        kl_method: Which estimate of the divergence: "low_var_kl", "kl", "mse_kl".
+        kl_clamp_value: Bound of a token's divergence.
+    """
+
+    num_iterations: int = 1
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    beta: float = 0.04
+    epsilon: float = 0.2
+    epsilon_low: float | None = None
+    epsilon_high: float | None = None
+    epsilon_c: float | None = None
+    entropy_coef: float | None = None
+    clip_range_value: float = 0.2
+    kl_method: str = "low_var_kl"
+    kl_clamp_value: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlgorithmSection:
+    """The learner.
+
+    Attributes:
+        name: "grpo" or "ppo".
+        grpo: Of GRPO alone.
+        ppo: Of PPO alone.
+    """
+
+    name: str = "grpo"
+    grpo: GrpoSection = GrpoSection()
+    ppo: PpoSection = PpoSection()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """An optax optimizer.
+
+    Attributes:
+        opt_type: "adam", "adamw" or "sgd".
+        learning_rate: The highest one.
+        schedule_type: "constant", "linear" (from `learning_rate` to `end_value`) or
+            "warmup_cosine_decay".
+        warmup_steps: Updates in which it rises from `init_value`.
+        decay_steps: Updates until it reaches `end_value`, warm-up included; null takes all.
+        init_value: Where warm-up begins.
+        end_value: Where decay ends.
+        b1: Of Adam.
+        b2: Of Adam.
+        weight_decay: Of AdamW.
+        max_grad_norm: Gradients are scaled down to this norm; null leaves them.
+    """
+
+    opt_type: str = "adam"
+    learning_rate: float = 1e-6
+    schedule_type: str = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    init_value: float = 0.0
+    end_value: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """The loop. Batch sizes count prompts.
+
+    Attributes:
+        steps: Batches of prompts to train on, each followed by one weight sync.
+        batch_size: Prompts of a step.
+        mini_batch_size: Prompts of an update of the weights; null takes all.
+        train_micro_batch_size: Prompts that are in the trainer at once; null takes the mini batch.
+        rollout_micro_batch_size: Prompts that the engine is given at once; null takes all, which
+            is what continuous batching needs.
+        compute_logps_micro_batch_size: Prompts that are scored at once; null takes
+            `train_micro_batch_size`.
+        optimizer: Of the policy.
+        critic_optimizer: Of PPO's critic; null takes `optimizer`.
+        eval_every_n_steps: Updates between evaluations on `task.eval_dataset`.
+        checkpoint_root_directory: Where Tunix keeps checkpoints; a run resumes from the newest.
+        save_interval_steps: Updates between checkpoints.
+        max_to_keep: Checkpoints.
+        metrics_log_dir: Where Tunix's metrics logger writes.
+        output_dir: Where records.json and training.png are written.
+    """
+
+    steps: int = 100
+    batch_size: int = 16
+    mini_batch_size: int | None = None
+    train_micro_batch_size: int | None = None
+    rollout_micro_batch_size: int | None = None
+    compute_logps_micro_batch_size: int | None = None
+    optimizer: OptimizerSection = OptimizerSection()
+    critic_optimizer: OptimizerSection | None = None
+    eval_every_n_steps: int | None = None
+    checkpoint_root_directory: str | None = None
+    save_interval_steps: int = 50
+    max_to_keep: int = 3
+    metrics_log_dir: str | None = None
+    output_dir: str = "outputs/train"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSampling:
+    """How evaluation samples.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: See `RolloutSection`.
+        top_k: See `RolloutSection`.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = 1.0
+    top_k: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    """Sampling: fields of Tunix's `RolloutConfig`.
+
+    Attributes:
+        max_prompt_length: Tokens that prompts are padded to.
+        max_tokens_to_generate: Tokens of a completion at most.
+        temperature: 0 is greedy, and of no use for training.
+        top_p: Share of probability that is kept.
+        top_k: Tokens that are kept; null keeps all.
+        eos_tokens: Ids that end a completion; null takes the tokenizer's.
+        return_logprobs: Have log-probs of the sampled tokens.
+        kv_cache_size: Tokens of a row in vanilla's cache; null takes what a row can need.
+        eval: Of evaluation; null samples as in training.
+    """
+
+    max_prompt_length: int = 64
+    max_tokens_to_generate: int = 64
+    temperature: float = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = None
+    eos_tokens: list[int] | None = None
+    return_logprobs: bool = False
+    kv_cache_size: int | None = None
+    eval: EvalSampling | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSection:
+    """Options of `SglJaxRollout`.
+
+    Attributes:
+        options: Engine options by their flat names: `page_size`, `max_running_requests`.
+        sampling_params: Sampling fields that `rollout` does not have: `min_p`, `stop`.
+        logprobs_mode: Which log-probs a rollout returns.
+        match_batch_size: Rows that "trainer_match" scores together.
+        weight_update_mode: What an update does to completions in flight.
+        release_kv_between_steps: Give the KV cache's memory back while the trainer works.
+    """
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sampling_params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    logprobs_mode: str = "trainer_logprobs"
+    match_batch_size: int | None = None
+    weight_update_mode: str = "retract"
+    release_kv_between_steps: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSection:
+    """Devices.
+
+    Attributes:
+        shape: Devices along each axis.
+        axis_names: Tunix shards parameters over "fsdp" and "tp"; the engine over "tp" alone.
+        rollout_shape: A mesh of its own for the rollout, on the devices that follow the trainer's;
+            null shares the trainer's.
+    """
+
+    shape: list[int] = dataclasses.field(default_factory=lambda: [1, 1])
+    axis_names: list[str] = dataclasses.field(default_factory=lambda: ["fsdp", "tp"])
+    rollout_shape: list[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        title: For the plot.
+        seed: Of data order, sampling and the critic's head.
+        rollout_engine: Who samples: "sgljax", or "vanilla", Tunix's own sampler.
+        offload_to_cpu: Keep models in host memory while they are not used.
+        model: The policy.
+        tokenizer: Its tokenizer.
+        task: Data and rewards.
+        algorithm: GRPO or PPO.
+        training: The loop.
+        rollout: Sampling.
+        engine: Options of our engine.
+        mesh: Devices.
+    """
+
+    title: str = "training"
+    seed: int = 0
+    rollout_engine: str = "sgljax"
+    offload_to_cpu: bool = False
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    task: TaskSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    training: TrainingSection = TrainingSection()
+    rollout: RolloutSection = RolloutSection()
+    engine: EngineSection = EngineSection()
+    mesh: MeshSection = MeshSection()

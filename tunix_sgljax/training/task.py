@@ -1,0 +1,215 @@
+"""The task of a run: rows of data, prompts, reward functions, and the batches of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.training.checks import unknown_choice
+from tunix_sgljax.training.loading import is_function
+from tunix_sgljax.training.rewards import BUILT_IN
+from tunix_sgljax.training.schema import TaskSection
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a run asks and rewards.
+
+    Attributes:
+        rows: Training rows: the prompt as `prompts`, and the columns of the reward functions.
+        eval_rows: Held-out rows; empty without evaluation.
+        reward_fns: As Tunix's learners take them.
+    """
+
+    rows: list[Row]
+    eval_rows: list[Row]
+    reward_fns: list[Callable[..., Any]]
+
+
+def load_task(section: TaskSection, tokenizer: Any) -> Task:
+    """Reads the data and finds the reward functions.
+
+    Args:
+        section: The config's section `task`.
+        tokenizer: Tunix's `TokenizerAdapter`, for chat templates.
+
+    Raises:
+        InvalidConfigError: names the key and what is wrong with it.
+    """
+    rows = _read_rows("task.dataset", section.dataset, section.dataset_args)
+    eval_rows = []
+    if section.eval_dataset is not None:
+        eval_rows = _read_rows("task.eval_dataset", section.eval_dataset, section.eval_dataset_args)
+    return Task(
+        rows=[_to_row(section, row, tokenizer) for row in rows],
+        eval_rows=[_to_row(section, row, tokenizer) for row in eval_rows],
+        reward_fns=find_reward_functions(section),
+    )
+
+
+def find_reward_functions(section: TaskSection) -> list[Callable[..., Any]]:
+    """The functions that `task.reward_functions` names, with `task.code_dir` on the path."""
+    add_code_dir(section.code_dir)
+    return [_find_reward(name) for name in section.reward_functions]
+
+
+def add_code_dir(code_dir: str | None) -> None:
+    """Lets modules be imported from a folder."""
+    if code_dir is None:
+        return
+    if not Path(code_dir).is_dir():
+        raise InvalidConfigError(f"task.code_dir {code_dir} is no folder")
+    if code_dir not in sys.path:
+        sys.path.insert(0, code_dir)
+
+
+def import_function(key: str, name: str) -> Callable[..., Any]:
+    """The function that "module:function" names.
+
+    Raises:
+        InvalidConfigError: names the key, and what could not be found.
+    """
+    module_name, _, function_name = name.rpartition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # an import inside the module
+        raise InvalidConfigError(
+            f"{key} {name!r}: there is no module {error.name!r} (task.code_dir is searched too)"
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value)]
+        raise InvalidConfigError(unknown_choice(f"{key} of {module_name}", function_name, names))
+    return function
+
+
+def batches(
+    rows: Sequence[Row], batch_size: int, *, shuffle_seed: int | None, num_batches: int | None
+) -> Iterator[dict[str, Any]]:
+    """Batches as Tunix's learners take them: an array for each column.
+
+    Args:
+        rows: Each used once an epoch; what does not fill a batch opens the next epoch.
+        batch_size: Rows of a batch.
+        shuffle_seed: Draws the order of each epoch; None keeps it.
+        num_batches: None goes on for ever.
+    """
+    rng = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
+    order: list[int] = []
+    made = 0
+    while num_batches is None or made < num_batches:
+        while len(order) < batch_size:
+            epoch = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
+            order.extend(epoch.tolist())
+        picked, order = order[:batch_size], order[batch_size:]
+        yield to_batch([rows[i] for i in picked])
+        made += 1
+
+
+def to_batch(rows: Sequence[Row]) -> dict[str, Any]:
+    """The columns of rows."""
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+
+
+def _find_reward(name: str) -> Callable[..., Any]:
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not is_function(name):
+        raise InvalidConfigError(
+            unknown_choice("task.reward_functions", name, [*BUILT_IN, "module:function"])
+        )
+    return import_function("task.reward_functions", name)
+
+
+def _read_rows(key: str, source: str, arguments: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if is_function(source):
+        function = import_function(key, source)
+        try:
+            rows = list(function(**arguments))
+        except TypeError as error:
+            raise InvalidConfigError(f"{key}_args {dict(arguments)}: {error}") from error
+    elif arguments:
+        raise InvalidConfigError(f"{key}_args needs a function as {key}, got the file {source}")
+    else:
+        rows = _read_file(key, Path(source))
+    if not rows:
+        raise InvalidConfigError(f"{key} {source} holds no rows")
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise InvalidConfigError(f"{key} {source} must hold mappings, got {row!r}")
+    return rows
+
+
+def _read_file(key: str, path: Path) -> list[Any]:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise InvalidConfigError(
+            f"{key} must be a .jsonl or .parquet file or module:function, got {path}"
+        )
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            return parquet.read_table(path).to_pylist()
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InvalidConfigError(f"{key} {path} cannot be read: {error.strerror}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        with contextlib.suppress(json.JSONDecodeError):
+            if line.strip():
+                rows.append(json.loads(line))
+            continue
+        raise InvalidConfigError(f"{key} {path}: line {number} is no JSON: {line[:60]!r}")
+    return rows
+
+
+def _to_row(section: TaskSection, row: Mapping[str, Any], tokenizer: Any) -> Row:
+    if section.prompt_template is not None:
+        try:
+            prompt = section.prompt_template.format_map(row)
+        except KeyError as error:
+            raise InvalidConfigError(
+                unknown_choice("a column of task.prompt_template", error.args[0], row)
+            ) from None
+    else:
+        prompt = _column(row, section.prompt_column, "task.prompt_column")
+    if section.chat:
+        prompt = _chat_prompt(section, prompt, tokenizer)
+    if section.columns is None:
+        names = [name for name in row if name != section.prompt_column]
+    else:
+        names = section.columns
+    columns = {name: _column(row, name, "task.columns") for name in names}
+    for name, value in columns.items():
+        if not isinstance(value, (str, int, float, np.generic)):
+            raise InvalidConfigError(
+                f"column {name} must hold strings or numbers, got {value!r}; choose others with "
+                "task.columns"
+            )
+    return {"prompts": str(prompt), **columns}
+
+
+def _column(row: Mapping[str, Any], name: str, key: str) -> Any:
+    if name not in row:
+        raise InvalidConfigError(unknown_choice(key, name, row))
+    return row[name]
+
+
+def _chat_prompt(section: TaskSection, prompt: str, tokenizer: Any) -> str:
+    messages = [{"role": "user", "content": str(prompt)}]
+    if section.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": section.system_prompt})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -1,0 +1,98 @@
+"""Hooks of Tunix's trainer: several at once, and one that draws a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tunix.sft.hooks import TrainingHooks
+
+from tunix_sgljax.progress import Progress, is_interactive
+
+
+class QuietHooks(TrainingHooks):
+    """Hooks that do nothing; subclasses do something at some of them."""
+
+    def on_train_start(self, train_ctx: Any) -> None:
+        """A call of `train` begins: in RL, of each step."""
+
+    def on_train_end(self, train_ctx: Any) -> None:
+        """A call of `train` ends, and so do its computations."""
+
+    def on_train_step_start(self, train_ctx: Any) -> None:
+        """A micro-batch is about to be trained on."""
+
+    def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
+        """The metrics of a step are written, one step late."""
+
+    def on_eval_step_start(self, train_ctx: Any) -> None:
+        """An evaluation step begins."""
+
+    def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
+        """An evaluation ends."""
+
+
+class HooksChain(TrainingHooks):
+    """Several hooks, called in order."""
+
+    def __init__(self, hooks: Sequence[TrainingHooks]) -> None:
+        """Takes the hooks."""
+        self._hooks = tuple(hooks)
+
+    def on_train_start(self, train_ctx: Any) -> None:
+        """See `TrainingHooks`, as for the methods below."""
+        for each in self._hooks:
+            each.on_train_start(train_ctx)
+
+    def on_train_end(self, train_ctx: Any) -> None:  # noqa: D102
+        for each in self._hooks:
+            each.on_train_end(train_ctx)
+
+    def on_train_step_start(self, train_ctx: Any) -> None:  # noqa: D102
+        for each in self._hooks:
+            each.on_train_step_start(train_ctx)
+
+    def on_train_step_end(  # noqa: D102
+        self, train_ctx: Any, train_step: int, train_loss: float
+    ) -> None:
+        for each in self._hooks:
+            each.on_train_step_end(train_ctx, train_step, train_loss)
+
+    def on_eval_step_start(self, train_ctx: Any) -> None:  # noqa: D102
+        for each in self._hooks:
+            each.on_eval_step_start(train_ctx)
+
+    def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:  # noqa: D102
+        for each in self._hooks:
+            each.on_eval_step_end(train_ctx, eval_loss)
+
+
+def add_training_hooks(trainer: Any, hooks: TrainingHooks) -> None:
+    """Adds hooks to a Tunix trainer (`cluster.actor_trainer`), behind those that it has."""
+    before = trainer.training_hooks
+    trainer.with_training_hooks(hooks if before is None else HooksChain([before, hooks]))
+
+
+class TrainingBar(QuietHooks):
+    """Draws the optimizer steps of a trainer, unless Tunix does. Made by `Progress.training`."""
+
+    _TASK = "training"
+
+    def __init__(self, progress: Progress, num_steps: int) -> None:
+        """Draws nothing before training begins."""
+        self._progress = progress
+        self._num_steps = num_steps
+        self._is_drawn = False
+
+    def on_train_start(self, train_ctx: Any) -> None:
+        """Draws the bar when training begins."""
+        is_tunix_drawing = train_ctx.config.max_steps is not None and is_interactive()
+        if not self._is_drawn and not is_tunix_drawing:
+            self._is_drawn = True
+            self._progress.started(self._TASK, self._num_steps, "step")
+
+    def on_train_end(self, train_ctx: Any) -> None:
+        """Moves the bar; closes it after the last step."""
+        self._progress.advanced_to(self._TASK, train_ctx.train_steps)
+        if train_ctx.train_steps >= self._num_steps:
+            self._progress.finished(self._TASK)

@@ -1,0 +1,89 @@
+"""Reading the checkpoints that Tunix's trainers write with Orbax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sgljax_engine import WeightLoadError, flatten_named
+
+_ITEM = "model_params"
+_ACTOR = "actor"
+_MARKER = "_METADATA"
+
+
+def find_step(path: str | Path, step: int | None = None) -> Path:
+    """The folder of a model's parameters within a checkpoint folder.
+
+    Args:
+        path: The folder given to Tunix (which has `actor` below it), one with steps, one step, or
+            its `model_params`.
+        step: Which step; None takes the latest.
+
+    Raises:
+        WeightLoadError: when there is no checkpoint, or not that step; lists those that are.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise WeightLoadError(f"no such checkpoint folder: {str(folder)!r}")
+    if (folder / _ITEM).is_dir() or (folder / _MARKER).exists():
+        if step is not None and folder.name != str(step):
+            raise WeightLoadError(f"{folder} is one checkpoint, but step {step} is asked for")
+        return folder / _ITEM if (folder / _ITEM).is_dir() else folder
+    steps = _steps(folder)
+    if not steps and (folder / _ACTOR).is_dir():
+        folder = folder / _ACTOR
+        steps = _steps(folder)
+    if not steps:
+        raise WeightLoadError(
+            f"{path} holds no checkpoint: expected a folder named by a step number, with "
+            f"{_ITEM!r} in it, here or below {_ACTOR!r}"
+        )
+    if step is not None and step not in steps:
+        raise WeightLoadError(f"{folder} has no step {step}; it has {sorted(steps)}")
+    return folder / str(max(steps) if step is None else step) / _ITEM
+
+
+def _steps(folder: Path) -> list[int]:
+    return [
+        int(entry.name)
+        for entry in folder.iterdir()
+        if entry.name.isdecimal() and (entry / _ITEM).is_dir()
+    ]
+
+
+def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
+    """The parameters in a `model_params` folder, on the host, by the trainer's dotted names.
+
+    Raises:
+        WeightLoadError: when Orbax cannot read it, and for a checkpoint of LoRA adapters.
+    """
+    import jax
+    import orbax.checkpoint as ocp  # seconds, and needed by no other path
+
+    handler = ocp.PyTreeCheckpointHandler()
+    path: Any = Path(folder).resolve()  # Orbax takes any kind of path, and declares its own
+    try:
+        tree = handler.metadata(path).tree
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        args = ocp.args.PyTreeRestore(restore_args=restore_args)
+        arrays = handler.restore(path, args=args)
+    except Exception as error:  # whatever Orbax and its storage raise
+        raise WeightLoadError(f"cannot read the checkpoint {folder}: {error}") from error
+    finally:
+        handler.close()
+    weights = {_without_value(name): array for name, array in flatten_named(arrays).items()}
+    lora = [name for name in weights if "lora" in name.rsplit(".", 1)[-1]]
+    if lora:
+        raise WeightLoadError(
+            f"{folder} holds LoRA adapters ({lora[0]!r} and {len(lora) - 1} more), which cannot be "
+            "converted; merge them first, with Tunix's save_lora_merged_model_as_safetensors"
+        )
+    return weights
+
+
+def _without_value(name: str) -> str:
+    """Orbax writes what is inside an nnx.Variable under the name "value"."""
+    return name.removesuffix(".value").removesuffix(".raw_value")
