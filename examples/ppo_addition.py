@@ -3,8 +3,8 @@
     python examples/ppo_addition.py                  # our engine samples
     python examples/ppo_addition.py --steps 5 --rollout vanilla
 
-The program is `tunix_sgljax.training.run`: Tunix's `PPOLearner`, with the policy's own network as the
-critic, one output in place of its logits. `configs/ppo_addition.yaml` has all settings.
+The program is `tunix_sgljax.training.run`: Tunix's `PPOLearner`, with the policy's own network as
+the critic, one output in place of its logits. `configs/ppo_addition.yaml` has all settings.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_built_in_rewards(name, completion, answer, reward):
 def test_whole_numbers_keeps_the_name_and_refuses_fractions():
     checked = whole_numbers(lambda prompts, completions: [len(text) / 2 for text in completions])
     assert checked(prompts=[], completions=["ab", "abcd"]) == [1.0, 2.0]
-    with pytest.raises(InvalidConfigError, match="whole numbers with PPO, got 0.5"):
+    with pytest.raises(InvalidConfigError, match=r"whole numbers with PPO, got 0\.5"):
         checked(prompts=[], completions=["a"])
     assert whole_numbers(BUILT_IN["exact_match"]).__name__ == "exact_match"
 

@@ -72,7 +72,8 @@ def estimate_memory(
         InvalidConfigError: a parameter cannot be split over the mesh.
     """
     dtype = None if config.model.dtype is None else np.dtype(config.model.dtype)
-    policy = _shards(spec.abstract(), mesh, dtype)
+    model = spec.abstract()
+    policy = _shards(model, mesh, dtype)
     algorithm = config.algorithm
     is_ppo = algorithm.name == "ppo"
     section = algorithm.ppo if is_ppo else algorithm.grpo
@@ -88,7 +89,7 @@ def estimate_memory(
         reference=bytes_of_policy if section.beta else 0,
         critic=of_critic,
         logits=_logits_bytes(config, spec, mesh),
-        **_engine_bytes(config, spec, mesh, dtype),
+        **_engine_bytes(config, spec.config, nnx.state(model, nnx.Param), dtype),
     )
 
 
@@ -124,14 +125,14 @@ def _logits_bytes(config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh)
 
 
 def _engine_bytes(
-    config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh, dtype: np.dtype | None
+    config: TrainConfig, model: Any, params: nnx.State, dtype: np.dtype | None
 ) -> dict[str, int]:
     if config.rollout_engine == "vanilla":
         return {"engine_weights": 0, "kv_cache": 0}
-    rollout, model = config.rollout, spec.config
-    shape = config.mesh.rollout_shape or list(mesh.devices.shape)
+    rollout = config.rollout
+    shape = config.mesh.rollout_shape or config.mesh.shape
     num_shards = dict(zip(config.mesh.axis_names, shape, strict=True))["tp"]
-    leaves = jax.tree.leaves(nnx.state(spec.abstract(), nnx.Param))
+    leaves = jax.tree.leaves(params)
     options = EngineConfig.from_options(engine_options(config))
     own = options.runtime.dtype or dtype or leaves[0].dtype
     itemsize = jax.numpy.dtype(own).itemsize
