@@ -186,7 +186,7 @@ def run_case(case: Case, wheel: Path, folder: Path) -> Result:
     pip = (environment.bin / "python", "-m", "pip")
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{line}\n" for line in case.constraints))
-    environment.run("install", *pip, "install", "--quiet", "-c", constraints, wheel)
+    environment.run("install", *pip, "install", "--quiet", "--no-compile", "-c", constraints, wheel)
     report = {"python": case.python, "versions": {}}
     if environment.steps["install"] == "ok":
         environment.run("pip check", *pip, "check")

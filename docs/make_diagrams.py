@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -249,7 +250,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    settings = {"svg.fonttype": "path", "svg.hashsalt": "docs", "font.family": "DejaVu Sans"}
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "path",
+        "svg.hashsalt": "docs",
+        "font.family": "DejaVu Sans",
+    }
     with mpl.rc_context(settings):
         for name, draw in PICTURES.items():
             metadata = {"Date": None, "Creator": None} if args.format == "svg" else None

@@ -126,6 +126,13 @@ def problem_rows(num: int, seed: int) -> list[dict[str, str]]:
     return [{"prompts": problem.prompt, "answer": problem.answer} for problem in problems]
 
 
+def held_out_rows(num: int, seed: int, num_train: int, train_seed: int) -> list[dict[str, str]]:
+    """`problem_rows` of which none is among those of a training set; at most `num` of them."""
+    seen = {row["prompts"] for row in problem_rows(num_train, train_seed)}
+    rows = {row["prompts"]: row for row in problem_rows(2 * num, seed)}
+    return [row for prompt, row in rows.items() if prompt not in seen][:num]
+
+
 def problem_batches(num_batches: int, batch_size: int, seed: int) -> grain.MapDataset:
     """Returns batches for Tunix's `GRPOLearner`: arrays of `prompts` and of each one's `answer`."""
     return batches_of(sample_problem, num_batches, batch_size, seed)

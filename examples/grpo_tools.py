@@ -97,15 +97,11 @@ class StepCounter:
         with self._lock:
             self._prompt_tokens.append(num_prompt_tokens)
 
-    def score(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        """The reward function: what the environments gave.
-
-        Tunix hands the first turn of each episode over as `completions`, so that only
-        `trajectory_rewards` tells how it ended.
-        """
-        del prompts, completions
-        self._rewards += columns["trajectory_rewards"]
-        return columns["trajectory_rewards"]
+    def add_rewards(self, rewards: np.ndarray, **columns: Any) -> dict[str, Any]:
+        """Tunix metric function that adds no metric: Tunix logs these rewards itself."""
+        del columns
+        self._rewards += rewards.tolist()
+        return {}
 
     def end_step(self, num_cached_tokens: int) -> None:
         """Ends a step, given the tokens that came from the prefix cache since the start."""
@@ -253,7 +249,8 @@ def train(settings: Settings, counter: StepCounter, use_cache: bool = True) -> s
                 max_concurrency=settings.max_concurrency,
                 off_policy_steps=settings.off_policy_steps,
             ),
-            [counter.score],
+            # The rewards are those that the environments give.
+            metric_fns=[counter.add_rewards],
             chat_parser=ChatParser(),
             agent_class=CalculatorAgent,
             env_class=CalculatorEnvironment,

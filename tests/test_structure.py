@@ -270,13 +270,27 @@ def test_exported_names():
         "AgenticGrpoLearner",
         "GrpoLearner",
         "MismatchReport",
+        "Progress",
         "RLCluster",
         "SglJaxRollout",
+        "Timeline",
         "VersionedRolloutOutput",
         "create_sgljax_rollout",
+        "log_rollout_metrics",
         "mismatch_report",
+        "record_timeline",
     ]
-    for module in (engine, adapter):
+    training = importlib.import_module("tunix_sgljax.training")
+    assert training.__all__ == [
+        "RunResult",
+        "TrainConfig",
+        "evaluate",
+        "load_config",
+        "prepare",
+        "run",
+        "to_yaml",
+    ]
+    for module in (engine, adapter, training):
         assert all(getattr(module, name) is not None for name in module.__all__)
 
 
@@ -291,7 +305,7 @@ class Watched(type(os.environ)):
     def get(self, key, default=None):
         reads.append(key); return super().get(key, default)
 os.environ.__class__ = Watched
-import sgljax_engine, tunix_sgljax
+import sgljax_engine, tunix_sgljax, tunix_sgljax.training
 assert threading.active_count() == 1, threading.enumerate()
 assert "jax" not in sys.modules and "tunix" not in sys.modules
 assert reads == [], reads

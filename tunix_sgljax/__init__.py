@@ -15,28 +15,39 @@ if TYPE_CHECKING:
     from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
     from tunix_sgljax.mismatch import MismatchReport, mismatch_report
     from tunix_sgljax.outputs import VersionedRolloutOutput
+    from tunix_sgljax.progress import Progress
     from tunix_sgljax.rollout import SglJaxRollout
+    from tunix_sgljax.rollout_metrics import log_rollout_metrics
+    from tunix_sgljax.timeline import Timeline, record_timeline
 
 _LAZY = {
     "AgenticGrpoLearner": "tunix_sgljax.agentic",
     "GrpoLearner": "tunix_sgljax.factory",
     "MismatchReport": "tunix_sgljax.mismatch",
+    "Progress": "tunix_sgljax.progress",
     "RLCluster": "tunix_sgljax.factory",
     "SglJaxRollout": "tunix_sgljax.rollout",
+    "Timeline": "tunix_sgljax.timeline",
     "VersionedRolloutOutput": "tunix_sgljax.outputs",
     "create_sgljax_rollout": "tunix_sgljax.factory",
+    "log_rollout_metrics": "tunix_sgljax.rollout_metrics",
     "mismatch_report": "tunix_sgljax.mismatch",
+    "record_timeline": "tunix_sgljax.timeline",
 }
 
 __all__ = [
     "AgenticGrpoLearner",
     "GrpoLearner",
     "MismatchReport",
+    "Progress",
     "RLCluster",
     "SglJaxRollout",
+    "Timeline",
     "VersionedRolloutOutput",
     "create_sgljax_rollout",
+    "log_rollout_metrics",
     "mismatch_report",
+    "record_timeline",
 ]
 
 

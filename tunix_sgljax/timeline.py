@@ -59,7 +59,7 @@ class Timeline:
         self._observers: RolloutObservers | None = None
         self._hooked: list[Any] = []
         self._recording: Recording | None = None
-        self._on_export: Callable[[], None] | None = None
+        self._on_export: Callable[[], Any] | None = None
 
     @property
     def perf_config(self) -> PerfMetricsConfig:
@@ -171,7 +171,8 @@ class Timeline:
             return
         observers.on_updated.remove(watch)
         self.stop()
-        if self._tunix_timelines or cluster.perf_config is not None:
+        config = cluster.perf_config
+        if config is not None and config.custom_export_fn_v2 == self._take_tunix:
             self._on_export = functools.partial(self.save, path)  # Tunix commits its spans then
         else:
             self.save(path)
@@ -243,9 +244,13 @@ def record_timeline(
     timeline.start(target)
     try:
         yield timeline
-    finally:
+    except BaseException:
         timeline.stop()
-        timeline.save(path)
+        with contextlib.suppress(InvalidConfigError):  # the block's own error goes first
+            timeline.save(path)
+        raise
+    timeline.stop()
+    timeline.save(path)
 
 
 # ---------------------------------------------------------------------- the engine's side

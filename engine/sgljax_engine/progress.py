@@ -12,7 +12,8 @@ class ProgressListener(Protocol):
     """Is told how far loading and warm-up are.
 
     `started` and `finished` come in pairs, also when the task fails. `advanced` may come from
-    several threads at once, and is never called for a token or a dispatch. Tasks: "read weights"
+    several threads at once, and is never called for a token or a dispatch. What a listener raises
+    fails the task. Tasks: "read weights"
     (bytes of a folder), "place weights" (tensors), "compile programs".
     """
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import struct
 from pathlib import Path
 from typing import Any
 
 import optax
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import RLCluster, Role
@@ -35,6 +35,7 @@ from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.observers import RolloutTotals
 from tunix_sgljax.rollout_metrics import METRICS, log_rollout_metrics, step_metrics
 
+EVENTS: Any = importlib.import_module("tensorboardX.proto.event_pb2")
 ENGINE = functools.partial(SglJaxRollout, page_size=4, max_running_requests=8)
 
 # Warnings of Tunix itself and of what it uses, while it trains.
@@ -48,7 +49,7 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
         data, start = path.read_bytes(), 0
         while start < len(data):
             (size,) = struct.unpack_from("<Q", data, start)  # then 4 bytes of its checksum
-            event = Event.FromString(data[start + 12 : start + 12 + size])
+            event = EVENTS.Event.FromString(data[start + 12 : start + 12 + size])
             start += 12 + size + 4
             for value in event.summary.value:
                 found.setdefault(value.tag, []).append((event.step, value.simple_value))

@@ -71,7 +71,7 @@ def test_one_clock(trained):
     """What happens within something else on another thread, or after it, does so in the file."""
     trace = read_trace(trained.path)
 
-    def spans(name, track=None):
+    def spans(name, track=None) -> list[Any]:
         return [(s.begin_ns, s.end_ns) for s in trace.named(name, track)]
 
     def within(inner, outer):
@@ -153,12 +153,14 @@ def test_perfettos_trace_processor_reads_it(trained):
 # ------------------------------------------------------------------ other ways to record
 
 
-def test_chosen_steps_without_tunixs_tracer(tmp_path):
+@pytest.mark.parametrize("has_tracer", [False, True])
+def test_chosen_steps(tmp_path, has_tracer):
     """The second step alone: one rollout, one training, one sync."""
     path = tmp_path / "step.pftrace"
     parts = make_parts(rollout_engine=functools.partial(SglJaxRollout, **OPTIONS))
-    cluster: Any = RLCluster(**parts.arguments)
     timeline = Timeline()
+    perf_config = timeline.perf_config if has_tracer else None
+    cluster: Any = RLCluster(**parts.arguments, perf_config=perf_config)
     timeline.record_steps(cluster, path, first_step=1)
     GRPOLearner(cluster, grpo_config(), reward).train(list_batches())
     assert not timeline.is_recording
@@ -167,6 +169,8 @@ def test_chosen_steps_without_tunixs_tracer(tmp_path):
     for name in ("generate", "train", "update_params", "swap weights"):
         assert len(trace.named(name)) == 1, name
     assert {s.args["weight_version"] for s in trace.named("decode")} == {1}
+    threads = [s for s in trace.named("reference_inference") if s.track in trace.threads]
+    assert len(threads) == has_tracer
     with pytest.raises(InvalidConfigError, match="first_step must be >= 2, the step of now"):
         timeline.record_steps(cluster, path, first_step=1)
 
@@ -182,6 +186,15 @@ def test_agentic_steps_while_episodes_are_in_flight(tmp_path):
     num_episodes = 2 * agentic_parts.PER_STEP * agentic_parts.GROUP
     assert len(trace.named("generate")) >= num_episodes
     assert all(s.end_ns is not None for s in trace.named("decode"))
+
+
+def test_the_agentic_learner_refuses_tunixs_tracer():
+    cluster = agentic_parts.make_cluster(num_steps=1)
+    cluster.perf_config = Timeline().perf_config
+    with pytest.raises(InvalidConfigError, match="tracer fails episodes that are in flight"):
+        agentic_parts.make_learner(cluster)
+    agentic_parts.make_learner(cluster, weight_updates="drain")
+    cluster.rollout.close()
 
 
 def test_an_engine_alone(tmp_path, rollout):
@@ -203,10 +216,21 @@ def test_an_engine_that_is_not_built_yet(tmp_path, make_rollout):
     assert trace.named("decode")
 
 
+def test_a_block_that_fails(tmp_path, rollout, make_rollout):
+    """Its file is written, and its error goes first."""
+    assert rollout.engine
+    for target, is_written in ((rollout, True), (make_rollout(), False)):
+        path = tmp_path / f"{is_written}.pftrace"
+        with pytest.raises(KeyError), record_timeline(path, target):
+            raise KeyError("x")
+        assert path.exists() == is_written
+
+
 def test_misuse_is_refused(tmp_path, rollout):
     timeline = Timeline()
     with pytest.raises(InvalidConfigError, match="nothing to save"):
         timeline.save(tmp_path / "none.pftrace")
+    assert rollout.engine
     timeline.start(rollout)
     with pytest.raises(InvalidConfigError, match="records already"):
         timeline.start(rollout)

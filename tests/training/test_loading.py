@@ -49,7 +49,7 @@ def test_shipped_config_loads_and_prints_itself(path, tmp_path):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_config_refuses_a_wrong_name(path):
-    with pytest.raises(InvalidConfigError, match="did you mean training.batch_size"):
+    with pytest.raises(InvalidConfigError, match=r"did you mean training\.batch_size\?"):
         load_config(path, [*overrides_for(path), "training.batchsize=4"])
 
 

@@ -32,7 +32,15 @@ _CONFIG: dict[str, Any] = {
     "algorithm": {"name": "grpo", "grpo": {"num_generations": 4}},
     "training": {"steps": 2, "batch_size": 2, "optimizer": {"learning_rate": 1e-2}},
     "rollout": {"max_prompt_length": 8, "max_tokens_to_generate": 8},
-    "engine": {"options": {"page_size": 4, "max_running_requests": 8, "max_model_len": 32}},
+    "engine": {
+        "options": {
+            "page_size": 4,
+            "max_running_requests": 8,
+            "batch_buckets": [8],  # few programs to compile
+            "chunked_prefill_size": 64,
+            "token_buckets": [64],
+        }
+    },
 }
 
 

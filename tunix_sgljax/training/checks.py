@@ -12,7 +12,10 @@ from sgljax_engine import EngineConfig, InvalidConfigError, SamplingParams
 from tunix_sgljax.training.schema import OptimizerSection, TrainConfig
 
 FAMILIES = ("qwen2", "qwen3", "llama3")
-"""Tunix models that `model.family` and `model.path` make, and that a critic can be made of."""
+"""Tunix models that `model.family` and `model.path` make."""
+
+CRITIC_FAMILIES = ("qwen2", "qwen3")
+"""Those that a critic can be made of: Tunix 0.1.7 cannot ask its Llama 3 for values."""
 
 _CHOICES = {
     "rollout_engine": ("sgljax", "vanilla"),

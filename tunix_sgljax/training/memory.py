@@ -72,20 +72,24 @@ def estimate_memory(
         InvalidConfigError: a parameter cannot be split over the mesh.
     """
     dtype = None if config.model.dtype is None else np.dtype(config.model.dtype)
-    policy = _shards(spec.abstract(), mesh, dtype)
+    model = spec.abstract()
+    policy = _shards(model, mesh, dtype)
     algorithm = config.algorithm
     is_ppo = algorithm.name == "ppo"
     section = algorithm.ppo if is_ppo else algorithm.grpo
     bytes_of_policy = _num_bytes(policy)
-    critic = _shards(abstract_critic(spec), mesh, dtype) if is_ppo else {}
+    of_critic = 0
+    if is_ppo:
+        critic = _shards(abstract_critic(spec), mesh, dtype)
+        of_critic = 2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic))
     return MemoryEstimate(
         policy=bytes_of_policy,
         gradients=bytes_of_policy,
         optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, policy)),
         reference=bytes_of_policy if section.beta else 0,
-        critic=2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic)),
+        critic=of_critic,
         logits=_logits_bytes(config, spec, mesh),
-        **_engine_bytes(config, spec, mesh, dtype),
+        **_engine_bytes(config, spec.config, nnx.state(model, nnx.Param), dtype),
     )
 
 
@@ -121,14 +125,14 @@ def _logits_bytes(config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh)
 
 
 def _engine_bytes(
-    config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh, dtype: np.dtype | None
+    config: TrainConfig, model: Any, params: nnx.State, dtype: np.dtype | None
 ) -> dict[str, int]:
     if config.rollout_engine == "vanilla":
         return {"engine_weights": 0, "kv_cache": 0}
-    rollout, model = config.rollout, spec.config
-    shape = config.mesh.rollout_shape or list(mesh.devices.shape)
+    rollout = config.rollout
+    shape = config.mesh.rollout_shape or config.mesh.shape
     num_shards = dict(zip(config.mesh.axis_names, shape, strict=True))["tp"]
-    leaves = jax.tree.leaves(nnx.state(spec.abstract(), nnx.Param))
+    leaves = jax.tree.leaves(params)
     options = EngineConfig.from_options(engine_options(config))
     own = options.runtime.dtype or dtype or leaves[0].dtype
     itemsize = jax.numpy.dtype(own).itemsize

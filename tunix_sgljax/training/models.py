@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from sgljax_engine import InvalidConfigError, ModelConfig, WeightLoadError, load_model_config
 from tunix_sgljax.model_config import as_trained
-from tunix_sgljax.training.checks import FAMILIES
+from tunix_sgljax.training.checks import CRITIC_FAMILIES, FAMILIES
 from tunix_sgljax.training.schema import ModelSection, ShapeConfig
 
 _ARCHITECTURES = {
@@ -68,6 +68,8 @@ def find_model(section: ModelSection) -> ModelSpec:
         assert section.shape is not None
         family = section.family
         config = _make_config(family, section.shape)
+    if section.checkpoint is not None and not Path(section.checkpoint).is_file():
+        raise InvalidConfigError(f"model.checkpoint {section.checkpoint} is no file")
     module = importlib.import_module(f"tunix.models.{family}.model")
     changes: dict[str, Any] = {"remat_config": module.RematConfig[section.remat.upper()]}
     names = {field.name for field in dataclasses.fields(config)}
@@ -132,7 +134,16 @@ def make_critic(
 
 
 def abstract_critic(spec: ModelSpec) -> nnx.Module:
-    """The critic without weights."""
+    """The critic without weights.
+
+    Raises:
+        InvalidConfigError: Tunix cannot train a critic of this family.
+    """
+    if spec.family not in CRITIC_FAMILIES:
+        raise InvalidConfigError(
+            f"algorithm.name ppo needs a model of {' or '.join(CRITIC_FAMILIES)}, got "
+            f"{spec.family}: Tunix 0.1.7 asks a critic with arguments that it does not take"
+        )
     untied = dataclasses.replace(spec.config, **{_TIED[spec.family]: False})
 
     def make() -> Any:

@@ -1,0 +1,225 @@
+"""Parts of a training run: rewards, rows, batches, optimizers, models, the critic, memory."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.common import compute_score
+
+from sgljax_engine import InvalidConfigError, WeightLoadError
+from tests.training.tiny import write_config
+from tunix_sgljax.training import load_config
+from tunix_sgljax.training.cluster import make_meshes, make_optimizer, make_optimizers
+from tunix_sgljax.training.memory import estimate_memory
+from tunix_sgljax.training.models import abstract_critic, find_model, load_policy, make_critic
+from tunix_sgljax.training.rewards import BUILT_IN, whole_numbers
+from tunix_sgljax.training.schema import ModelSection, OptimizerSection, TaskSection
+from tunix_sgljax.training.task import batches, load_task
+from tunix_sgljax.training.tokenizers import load_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+
+HF_FOLDER = Path(__file__).parents[1] / "golden/qwen3_gqa_tied"
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load_config(write_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "answer", "reward"),
+    [
+        ("exact_match", " 42\n", "42", 1.0),
+        ("exact_match", "It is 42", "42", 0.0),
+        ("last_number", "6 times 7 makes 42.", "#### 42", 1.0),
+        ("last_number", "1,234.5", "1234.50", 1.0),
+        ("last_number", "-3", "3", 0.0),
+        ("last_number", "none", "none", 0.0),
+        ("answer_tag", "<answer>1</answer> <answer> 42 </answer>", 42, 1.0),
+        ("answer_tag", "42", "42", 0.0),
+    ],
+)
+def test_built_in_rewards(name, completion, answer, reward):
+    assert BUILT_IN[name](prompts=["q"], completions=[completion], answer=[answer]) == [reward]
+
+
+def test_whole_numbers_keeps_the_name_and_refuses_fractions():
+    checked = whole_numbers(lambda prompts, completions: [len(text) / 2 for text in completions])
+    assert checked(prompts=[], completions=["ab", "abcd"]) == [1.0, 2.0]
+    with pytest.raises(InvalidConfigError, match=r"whole numbers with PPO, got 0\.5"):
+        checked(prompts=[], completions=["a"])
+    assert whole_numbers(BUILT_IN["exact_match"]).__name__ == "exact_match"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_of_a_file(tmp_path, suffix):
+    rows = [{"q": f"{i} + {i}", "answer": 2 * i, "why": ["nested"]} for i in range(3)]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    section = TaskSection(dataset=str(path), prompt_template="Q: {q} A:", columns=["answer"])
+    task = load_task(section, None)
+    assert task.rows == [{"prompts": f"Q: {i} + {i} A:", "answer": 2 * i} for i in range(3)]
+    with pytest.raises(InvalidConfigError, match="column why must hold strings or numbers"):
+        load_task(TaskSection(dataset=str(path), prompt_column="q"), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.csv", "a", "must be a .jsonl or .parquet file or module:function"),
+        ("rows.jsonl", '{"a": 1}\n{', "line 2 is no JSON"),
+        ("rows.jsonl", "\n", "holds no rows"),
+        ("rows.jsonl", "[1]\n", "must hold mappings"),
+        ("rows.jsonl", None, "cannot be read: No such file"),
+    ],
+)
+def test_files_without_rows_are_refused(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidConfigError, match=message):
+        load_task(TaskSection(dataset=str(tmp_path / name)), None)
+
+
+def test_chat_prompts_come_from_the_tokenizers_template(tmp_path):
+    path = write_config(
+        tmp_path,
+        model={"path": str(HF_FOLDER)},
+        tokenizer={"pad_token": None},
+        task={"dataset": "x.jsonl", "chat": True, "system_prompt": "Be brief."},
+    )
+    (tmp_path / "x.jsonl").write_text('{"prompts": "Hi", "answer": "x"}\n')
+    config = load_config(path)
+    tokenizer = load_tokenizer(config)
+    prompt = load_task(config.task, tokenizer).rows[0]["prompts"]
+    assert isinstance(tokenizer, TokenizerAdapter)
+    assert "Hi" in prompt
+    assert "Be brief." in prompt
+    assert prompt != "Hi"
+
+
+def test_batches_use_each_row_once_an_epoch():
+    rows = [{"prompts": str(i)} for i in range(5)]
+
+    def epochs(seed):
+        made = batches(rows, 2, shuffle_seed=seed, num_batches=5)
+        flat = [str(prompt) for batch in made for prompt in batch["prompts"]]
+        return flat[:5], flat[5:]
+
+    assert epochs(None) == (list("01234"), list("01234"))
+    first, second = epochs(7)
+    assert sorted(first) == sorted(second) == list("01234")
+    assert first != second
+    assert epochs(7) == (first, second)
+
+
+@pytest.mark.parametrize("opt_type", ["adam", "adamw", "sgd"])
+def test_optimizer_moves_against_the_gradient(opt_type):
+    optimizer = make_optimizer(OptimizerSection(opt_type=opt_type, learning_rate=0.1), 10)
+    params = {"w": np.ones(2, np.float32)}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert (np.asarray(updates["w"]) < 0).all()
+
+
+def test_schedules_rise_and_fall():
+    for kind in ("linear", "warmup_cosine_decay"):
+        section = OptimizerSection(
+            opt_type="sgd",
+            learning_rate=1.0,
+            schedule_type=kind,
+            warmup_steps=2,
+            max_grad_norm=None,
+        )
+        optimizer, params = make_optimizer(section, 6), {"w": np.ones((), np.float32)}
+        state, sizes = optimizer.init(params), []
+        for _ in range(7):
+            updates, state = optimizer.update(params, state, params)
+            sizes.append(-float(updates["w"]))
+        assert sizes[:3] == [0.0, 0.5, 1.0]
+        assert sizes[2:] == sorted(sizes[2:], reverse=True)
+        assert sizes[-1] == 0.0
+
+
+def test_model_of_an_hf_folder_has_its_weights(config):
+    section = ModelSection(path=str(HF_FOLDER), dtype="float32")
+    spec = find_model(section)
+    assert spec.family == "qwen3"
+    model = load_policy(section, spec, make_meshes(config)[0])
+    stored = load_file(HF_FOLDER / "model.safetensors")
+    np.testing.assert_array_equal(
+        np.asarray(model.embedder.input_embedding[...]), stored["model.embed_tokens.weight"]
+    )
+    np.testing.assert_array_equal(
+        np.asarray(model.layers[0].mlp.gate_proj.kernel[...]),
+        stored["model.layers.0.mlp.gate_proj.weight"].T,
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (ModelSection(path="nowhere"), "model.path nowhere has no config.json"),
+        (ModelSection(path=str(HF_FOLDER), name="qwen3-0.6b"), "is no qwen3-0.6b: its num_layers"),
+        (ModelSection(path=str(HF_FOLDER), name="llama-3.2-3b"), "is no llama-3.2-3b: it holds"),
+        (ModelSection(path=str(HF_FOLDER.with_name("gemma_mqa"))), "holds a GemmaForCausalLM"),
+        (ModelSection(name="qwen9"), "is no model that Tunix knows"),
+        (ModelSection(name="gemma-2b"), "'gemma-2b' is a gemma; training reads qwen2, qwen3"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(section, message):
+    with pytest.raises(InvalidConfigError, match=message):
+        find_model(section)
+
+
+def test_checkpoint_of_another_model_is_refused(config, tmp_path):
+    path = tmp_path / "other.safetensors"
+    save_file({"embedder.input_embedding": np.zeros((2, 2), np.float16)}, path)
+    section = ModelSection(family="qwen3", shape=config.model.shape, checkpoint=str(path))
+    with pytest.raises(WeightLoadError, match=r"embedding has shape \(2, 2\) there and \(64, 32\)"):
+        load_policy(section, find_model(section), make_meshes(config)[0])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_critic_gives_a_value_to_each_token(config, family):
+    section = ModelSection(family=family, shape=config.model.shape)
+    mesh = make_meshes(config)[0]
+    spec = find_model(section)
+    policy = load_policy(section, spec, mesh)
+    critic = make_critic(spec, policy, mesh, seed=3)
+    prompts, completions = np.array([[0, 5, 6]]), np.array([[7, 8, 0, 0]])
+    values = compute_score(critic, prompts, completions, 0, 1)
+    assert values.shape == (1, 7)
+    assert np.isfinite(values).all()
+    assert np.asarray(values)[0, 1] != np.asarray(values)[0, 2]
+
+
+def test_critic_of_llama3_is_refused(config):
+    spec = find_model(ModelSection(family="llama3", shape=config.model.shape))
+    with pytest.raises(InvalidConfigError, match="ppo needs a model of qwen2 or qwen3, got llama3"):
+        abstract_critic(spec)
+
+
+def test_memory_is_that_of_the_arrays(config):
+    mesh, _ = make_meshes(config)
+    spec = find_model(config.model)
+    memory = estimate_memory(config, spec, mesh, make_optimizers(config))
+    policy = load_policy(config.model, spec, mesh)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(policy, nnx.Param)))
+    assert memory.policy == memory.gradients == memory.reference == memory.engine_weights == size
+    assert 2 * size <= memory.optimizer <= 2 * size + 16  # Adam's moments and its count
+    assert memory.critic == 0
+    # Keys and values of 2 layers, 2 heads of 8 channels, float32; 8 rows of 16 tokens.
+    assert memory.kv_cache == 2 * 2 * 2 * 8 * 4 * 8 * 16
+    parts = (memory.optimizer, memory.logits, memory.kv_cache)
+    assert memory.total == 4 * size + sum(parts)
