@@ -43,9 +43,14 @@ def test_chat_template_asks_the_task(folder):
 def test_engine_has_the_weights_of_the_policy(folder):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     actor = load_checkpoint(hf_folder.CHECKPOINT, mesh)
-    options = {"max_running_requests": 1, "max_model_len": 64}
-    rollout = SglJaxRollout(rollout_actor=actor, tokenizer=Tokenizer(), mesh=mesh, **options)
-    with Engine(folder, **options) as engine:
+    rollout = SglJaxRollout(
+        rollout_actor=actor,
+        tokenizer=Tokenizer(),
+        mesh=mesh,
+        max_running_requests=1,
+        max_model_len=64,
+    )
+    with Engine(folder, max_running_requests=1, max_model_len=64) as engine:
         assert engine.get_weights_checksum() == rollout.engine.get_weights_checksum()
         greedy = {"temperature": 0, "max_new_tokens": 4}
         assert engine.generate(Problem(37, 58).prompt, greedy)["text"] == "7+8="
