@@ -27,6 +27,7 @@ import numpy as np
 import optax
 from absl import logging as absl_logging
 from flax import nnx
+from omegaconf import OmegaConf
 from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -43,9 +44,22 @@ from calculator_task import (
     model_config,
     problem_batches,
 )
-from grpo_addition import ROOT, GrpoSettings, read_settings
 from tools_report import ToolStep, format_table, summarize, write_plot
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout, VersionedRolloutOutput
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass
+class GrpoSettings:
+    """The section `grpo` of the config file."""
+
+    prompts_per_step: int = 8
+    num_generations: int = 8
+    beta: float = 0.0
+    epsilon: float = 0.2
+    learning_rate: float = 1e-3
+    max_grad_norm: float = 1.0
 
 
 @dataclasses.dataclass
@@ -56,11 +70,7 @@ class Settings:
     steps: int = 60
     seed: int = 0
     off_policy_steps: int = 0
-    grpo: GrpoSettings = dataclasses.field(
-        default_factory=lambda: GrpoSettings(
-            prompts_per_step=8, num_generations=8, beta=0.0, learning_rate=3e-4
-        )
-    )
+    grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings)
     temperature: float = 1.0
     page_size: int = 4
 
@@ -77,7 +87,11 @@ def load_settings(path: Path) -> Settings:
     Raises:
         omegaconf.errors.OmegaConfBaseException: A key is unknown or a value has the wrong type.
     """
-    return read_settings(path, Settings)
+    settings = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(path))
+    )
+    assert isinstance(settings, Settings)
+    return settings
 
 
 class StepCounter:

@@ -33,10 +33,7 @@ from calculator_task import (
 from supervised import Batch, Defaults, Task, make_checkpoint, spoil
 from tunix_sgljax import SglJaxRollout
 
-POOL = 8  # batches that are sorted by length together
-WIDTH_STEP = 32  # widths of batches are multiples of it, so that few programs are compiled
-
-Row = tuple[list[int], list[bool]]
+LENGTH = 80  # of an episode with its prompt and begin token
 
 
 def demonstration(
@@ -52,16 +49,19 @@ def demonstration(
 
 
 def batches(batch_size: int, corrupted: float, seed: int) -> Iterator[Batch]:
-    """Yields batches of demonstrations, for ever; those of a batch have similar lengths."""
+    """Yields batches of demonstrations, for ever."""
     rng = np.random.default_rng(seed)
     while True:
-        rows = sorted((_row(corrupted, rng) for _ in range(POOL * batch_size)), key=_length)
-        groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-        for index in rng.permutation(POOL):
-            yield _pad(groups[index])
+        tokens = np.full((batch_size, LENGTH), Tokenizer().pad_id(), np.int32)
+        is_target = np.zeros(tokens.shape, np.bool_)
+        for row in range(batch_size):
+            ids, mask = _row(corrupted, rng)
+            tokens[row, : len(ids)] = ids
+            is_target[row, : len(ids)] = mask
+        yield Batch(tokens, is_target)
 
 
-def _row(corrupted: float, rng: np.random.Generator) -> Row:
+def _row(corrupted: float, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
     """An episode's tokens, and which are the policy's: the tool's replies are no targets."""
     tokenizer = Tokenizer()
     problem = sample_problem(rng)
@@ -71,20 +71,6 @@ def _row(corrupted: float, rng: np.random.Generator) -> Row:
         ids += tokenizer.encode(turn + reply)
         is_target += [True] * len(turn) + [False] * len(reply)
     return ids, is_target
-
-
-def _length(row: Row) -> int:
-    return len(row[0])
-
-
-def _pad(rows: list[Row]) -> Batch:
-    width = -(-max(map(_length, rows)) // WIDTH_STEP) * WIDTH_STEP
-    tokens = np.full((len(rows), width), Tokenizer().pad_id(), np.int32)
-    is_target = np.zeros(tokens.shape, np.bool_)
-    for row, (ids, mask) in enumerate(rows):
-        tokens[row, : len(ids)] = ids
-        is_target[row, : len(ids)] = mask
-    return Batch(tokens, is_target)
 
 
 def sampled_accuracy(model: qwen3.Qwen3, task: Task, num_problems: int, seed: int) -> float:
@@ -156,6 +142,6 @@ if __name__ == "__main__":
             max_prompt_length=MAX_PROMPT_LENGTH,
             max_new_tokens=MAX_RESPONSE_LENGTH,
         ),
-        Defaults(steps=700, batch_size=32, corrupted=0.35, num_problems=256),
+        Defaults(steps=300, batch_size=64, corrupted=0.35, num_problems=256),
         sampled_accuracy,
     )
