@@ -29,6 +29,10 @@ test: $(STAMP) ## Run the tests, by default in two processes; PYTEST_ARGS="-k na
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
 
+.PHONY: notebooks
+notebooks: $(STAMP) ## Run the notebooks and write them with their outputs.
+	$(BIN)/python notebooks/execute.py
+
 .PHONY: docs
 docs: $(STAMP) ## Build the documentation into site/, with warnings as errors.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
