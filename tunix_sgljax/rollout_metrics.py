@@ -11,7 +11,7 @@ from tunix.rl import rl_cluster as tunix_cluster
 
 from sgljax_engine import EngineCounters, InvalidConfigError
 from tunix_sgljax.observers import RolloutObservers, RolloutTotals
-from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.wrapping import find_sgljax_rollout
 
 PREFIX = "rollout"
 
@@ -138,11 +138,11 @@ def log_rollout_metrics(cluster: tunix_cluster.RLCluster) -> RolloutMetrics:
     Raises:
         InvalidConfigError: for another rollout.
     """
-    rollout = cluster.rollout
-    if not isinstance(rollout, SglJaxRollout):
+    rollout = find_sgljax_rollout(cluster.rollout)
+    if rollout is None:
         raise InvalidConfigError(
             "log_rollout_metrics needs a cluster whose rollout is a SglJaxRollout, got "
-            f"{type(rollout).__name__}"
+            f"{type(cluster.rollout).__name__}"
         )
     return RolloutMetrics(rollout.observers, cluster)
 

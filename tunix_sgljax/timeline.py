@@ -26,6 +26,7 @@ from tunix_sgljax.observers import HostSpan, RolloutObservers
 from tunix_sgljax.perfetto_file import Counter, Slice, Track, write_trace
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.training_hooks import QuietHooks, add_training_hooks
+from tunix_sgljax.wrapping import find_sgljax_rollout
 
 Target = Engine | SglJaxRollout | tunix_cluster.RLCluster
 """What can be recorded: with a rollout its calls too, with a cluster the training too."""
@@ -364,10 +365,10 @@ class _StepWatch:
 
 
 def _rollout_of(cluster: tunix_cluster.RLCluster) -> SglJaxRollout:
-    rollout = cluster.rollout
-    if not isinstance(rollout, SglJaxRollout):
+    rollout = find_sgljax_rollout(cluster.rollout)
+    if rollout is None:
         raise InvalidConfigError(
             f"a timeline needs a cluster whose rollout is a SglJaxRollout, got "
-            f"{type(rollout).__name__}"
+            f"{type(cluster.rollout).__name__}"
         )
     return rollout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +29,15 @@ from tests.adapter.grpo_parts import (
     one_device_mesh,
     reward,
 )
+from tests.event_files import read_scalars
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.observers import RolloutTotals
 from tunix_sgljax.rollout_metrics import METRICS, log_rollout_metrics, step_metrics
 
-EVENTS: Any = importlib.import_module("tensorboardX.proto.event_pb2")
 ENGINE = functools.partial(SglJaxRollout, page_size=4, max_running_requests=8)
 
 # Warnings of Tunix itself and of what it uses, while it trains.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values of every tag in the event files of a folder."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        data, start = path.read_bytes(), 0
-        while start < len(data):
-            (size,) = struct.unpack_from("<Q", data, start)  # then 4 bytes of its checksum
-            event = EVENTS.Event.FromString(data[start + 12 : start + 12 + size])
-            start += 12 + size + 4
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return found
 
 
 def log_to(parts: Any, folder: Path) -> None:

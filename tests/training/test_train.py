@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from tests.event_files import read_scalars
+from tests.perfetto_reader import read_trace
 from tests.training.tiny import write_config
 from tunix_sgljax.cli.main import main
 from tunix_sgljax.training import load_config, to_yaml
@@ -36,8 +38,10 @@ def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
         task__eval_dataset_args={"num": 2, "start": 30},
         training__eval_every_n_steps=1,
         rollout__eval={"temperature": 0.0},
+        training__metrics_log_dir=str(tmp_path / "metrics"),
     )
-    assert train(path) == 0
+    timeline = tmp_path / "step.pftrace"
+    assert train(path, "--timeline", str(timeline)) == 0
     content = read_records(tmp_path)
     check_steps(content, [1, 2], [0, 1])
     assert [record["num_steps"] for record in content["evaluations"]] == [0, 1, 2]
@@ -46,7 +50,36 @@ def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
     output = capsys.readouterr()
     assert "held out, after 2 steps" in output.out
     assert f"wrote {tmp_path / 'out/records.json'}" in output.out
+    assert f"wrote {timeline}" in output.out
     assert "Traceback" not in output.err
+    scalars = read_scalars(tmp_path / "metrics")
+    for name in ("rewards/train/score/mean", "rollout/train/tokens_per_s", "rollout/train/sync_s"):
+        assert [step for step, _ in scalars[name]] == [0, 1], name
+    trace = read_trace(timeline)
+    for name in ("generate", "prefill", "decode", "train", "update_params", "swap weights"):
+        assert trace.named(name), name
+    assert len(trace.named("update_params")) == 1, "one step was asked for"
+
+
+def test_quiet(tmp_path, capsys):
+    path = write_config(tmp_path)
+    assert train(path, "--quiet", "training.steps=1") == 0
+    output = capsys.readouterr()
+    assert "step 1/1" not in output.out
+    assert not output.err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout_engine=vanilla", "a timeline is of the engine 'sgljax'"),
+        ("training.steps=1", "needs training.steps >= 2, got 1"),
+    ],
+)
+def test_steps_that_no_timeline_can_have(tmp_path, capsys, override, message):
+    path = write_config(tmp_path)
+    assert train(path, override, "--timeline", str(tmp_path / "step.pftrace")) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_one_override_switches_the_engine(tmp_path, capsys):

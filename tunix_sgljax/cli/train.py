@@ -22,6 +22,7 @@ examples:
   tunix-sgljax train --config configs/grpo_addition.yaml training.steps=5 rollout_engine=vanilla
   tunix-sgljax train --config configs/qwen3_0p6b_gpu.yaml model.path=Qwen3-0.6B --dry-run
   tunix-sgljax train --config configs/ppo_addition.yaml --print-config
+  tunix-sgljax train --config configs/grpo_addition.yaml training.steps=3 --timeline step.pftrace
 """
 
 
@@ -39,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check everything and estimate the memory; stop before the weights",
     )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="record the second step of this run for the Perfetto UI",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no bars and no line for each step")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         emit(to_yaml(config), end="")
         return 0
-    return _dry_run(config) if args.dry_run else _train(config)
+    return _dry_run(config) if args.dry_run else _train(config, args.timeline, is_quiet=args.quiet)
 
 
 def _dry_run(config: TrainConfig) -> int:
@@ -66,11 +74,13 @@ def _dry_run(config: TrainConfig) -> int:
     return 0
 
 
-def _train(config: TrainConfig) -> int:
+def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int:
     import jax
     from absl import logging as absl_logging
 
+    from tunix_sgljax.progress import Progress
     from tunix_sgljax.training import report
+    from tunix_sgljax.training.loop import TimelineSteps
     from tunix_sgljax.training.loop import run as run_training
 
     absl_logging.set_verbosity(absl_logging.ERROR)
@@ -80,16 +90,28 @@ def _train(config: TrainConfig) -> int:
         f"{training.steps} steps of {training.batch_size} prompts, on {device}. The first step "
         "compiles."
     )
-    progress = report.ProgressReporter(training.steps)
+    steps = report.ProgressReporter(training.steps, is_quiet=is_quiet)
     stop = threading.Event()
     try:
-        with warnings.catch_warnings(), interrupt.current().on_interrupt(stop.set):
+        with (
+            Progress(enabled=False if is_quiet else None) as progress,
+            warnings.catch_warnings(),
+            interrupt.current().on_interrupt(stop.set),
+        ):
             # Of Tunix's PPOLearner; `whole_numbers` sees to it that nothing is lost.
             warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
-            result = run_training(config, on_step=progress.show, should_stop=stop.is_set)
+            result = run_training(
+                config,
+                on_step=steps.show,
+                should_stop=stop.is_set,
+                progress=progress,
+                timeline=None if timeline is None else TimelineSteps(path=timeline),
+            )
     finally:
-        progress.close()
+        steps.close()
     _tell(config, result)
+    if timeline is not None and timeline.is_file():
+        emit(f"wrote {timeline}; open it in https://ui.perfetto.dev")
     return interrupt.EXIT_INTERRUPTED if stop.is_set() else 0
 
 

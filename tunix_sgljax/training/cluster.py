@@ -13,12 +13,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 
+from tunix_sgljax.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.training.checks import check_num_devices, engine_options, num_updates
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
@@ -47,7 +49,7 @@ def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Me
     return trainer, _make_mesh(section.rollout_shape, section.axis_names, rest)
 
 
-def rollout_engine(config: TrainConfig) -> RolloutEngine:
+def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> RolloutEngine:
     """Who samples: this is the line that a user changes in a program of their own."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
@@ -59,6 +61,7 @@ def rollout_engine(config: TrainConfig) -> RolloutEngine:
         match_batch_size=engine.match_batch_size,
         weight_update_mode=engine.weight_update_mode,
         release_kv_between_steps=engine.release_kv_between_steps,
+        progress=progress,
         **engine_options(config),
     )
 
@@ -153,9 +156,13 @@ def cluster_config(
 
 
 def make_cluster(
-    config: TrainConfig, spec: ModelSpec, tokenizer: Any, engine: RolloutEngine
+    config: TrainConfig,
+    spec: ModelSpec,
+    tokenizer: Any,
+    engine: RolloutEngine,
+    perf_config: PerfMetricsConfig | None = None,
 ) -> RLCluster:
-    """The cluster, with its models' weights loaded."""
+    """The cluster, with its models' weights loaded; `perf_config` has Tunix trace its steps."""
     meshes = make_meshes(config)
     policy = load_policy(config.model, spec, meshes[0])
     is_ppo = config.algorithm.name == "ppo"
@@ -169,6 +176,7 @@ def make_cluster(
         critic=critic,
         tokenizer=tokenizer,
         cluster_config=cluster_config(config, meshes, engine),
+        perf_config=perf_config,
     )
     # Tunix's learner counts the steps; a limit of its own makes each trainer draw a bar.
     cluster.actor_trainer.config.max_steps = None

@@ -14,6 +14,10 @@ import numpy as np
 from tunix.rl.rl_cluster import Mode, RLCluster
 from tunix.rl.rl_learner import TrainingInputT
 
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.progress import Progress
+from tunix_sgljax.rollout_metrics import log_rollout_metrics
+from tunix_sgljax.timeline import Timeline
 from tunix_sgljax.training.checks import updates_per_step
 from tunix_sgljax.training.cluster import (
     close_rollout,
@@ -53,6 +57,21 @@ class RunResult:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TimelineSteps:
+    """Steps to record.
+
+    Attributes:
+        path: Of the file, for the Perfetto UI.
+        skipped_steps: Of this run, before the first one to record; the first steps compile.
+        num_steps: So many.
+    """
+
+    path: Path
+    skipped_steps: int = 1
+    num_steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A run up to its weights.
 
@@ -89,30 +108,38 @@ def run(
     *,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     should_stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    timeline: TimelineSteps | None = None,
 ) -> RunResult:
     """Trains as the config says, with Tunix's learner.
 
     Resumes from the newest checkpoint of `training.checkpoint_root_directory`, if there is one.
-    Writes records.json and, where matplotlib is installed, training.png.
+    Writes records.json and, where matplotlib is installed, training.png. The metrics of this
+    engine's rollouts go where Tunix's go.
 
     Args:
         config: From `load_config`.
         on_step: Called after each step, on the thread that logs Tunix's metrics.
         should_stop: Asked before each step; True ends the run as if it had no more data, last
             checkpoint included.
+        progress: Draws the rollouts of this engine.
+        timeline: Steps of this engine to record for Perfetto.
 
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
     """
+    _check_timeline(config, timeline)
     prepared = prepare(config)
     recorder = StepRecorder(on_step)
+    tracer = None if timeline is None else Timeline()
     timed = functools.partial(
         TimedRollout,
-        engine=rollout_engine(config),
+        engine=rollout_engine(config, progress),
         weight_version=weight_version_of,
         on_generate=recorder.add_rollout,
     )
-    cluster = make_cluster(config, prepared.spec, prepared.tokenizer, timed)
+    perf_config = None if tracer is None else tracer.perf_config
+    cluster = make_cluster(config, prepared.spec, prepared.tokenizer, timed, perf_config)
     worker = cluster.rollout
     assert isinstance(worker, TimedRollout)
     try:
@@ -120,6 +147,13 @@ def run(
         done = cluster.actor_trainer.train_steps // updates_per_step(config)
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not say
         cluster.with_external_metrics_logger(recorder.add_metrics)
+        if config.rollout_engine == "sgljax":
+            log_rollout_metrics(cluster)
+        if tracer is not None and timeline is not None:
+            first_step = done + timeline.skipped_steps
+            tracer.record_steps(
+                cluster, timeline.path, first_step=first_step, num_steps=timeline.num_steps
+            )
         recorder.start(done + 1)
         if done < config.training.steps:
             learner.train(
@@ -139,6 +173,21 @@ def run(
         was_stopped=was_stopped,
         files=_write(config, recorder),
     )
+
+
+def _check_timeline(config: TrainConfig, timeline: TimelineSteps | None) -> None:
+    if timeline is None:
+        return
+    if config.rollout_engine != "sgljax":
+        raise InvalidConfigError(
+            f"a timeline is of the engine 'sgljax'; rollout_engine is {config.rollout_engine!r}"
+        )
+    needed = timeline.skipped_steps + timeline.num_steps
+    if needed > config.training.steps:
+        raise InvalidConfigError(
+            f"a timeline of {timeline.num_steps} step(s) after {timeline.skipped_steps} needs "
+            f"training.steps >= {needed}, got {config.training.steps}"
+        )
 
 
 def evaluate(cluster: RLCluster, task: Task) -> float:

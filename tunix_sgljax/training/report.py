@@ -59,19 +59,22 @@ class EvalRecord:
 
 
 class ProgressReporter:
-    """One moving line on a terminal, and a plain line a step elsewhere."""
+    """One moving line on a terminal, and a plain line a step elsewhere; nothing when quiet."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, *, is_quiet: bool = False) -> None:
         self._num_steps = num_steps
+        self._is_quiet = is_quiet
         self._bar = tqdm(
             total=num_steps,
-            disable=not sys.stderr.isatty(),
+            disable=is_quiet or not sys.stderr.isatty(),
             ncols=shutil.get_terminal_size().columns,
             bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}] |{bar:5}|{postfix}",
         )
 
     def show(self, record: StepRecord) -> None:
         """Reports a finished step."""
+        if self._is_quiet:
+            return
         weights = "-" if record.weight_version is None else record.weight_version
         line = (
             f"reward {record.reward:.3f}  {record.rollout_s:.2f} s  "

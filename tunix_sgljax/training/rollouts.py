@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jaxtyping import PyTree
 from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.wrapping import RolloutWrapper
 
 
 class RolloutTiming(NamedTuple):
@@ -36,13 +36,8 @@ def weight_version_of(rollout: BaseRollout) -> int | None:
     return rollout.weight_version if isinstance(rollout, SglJaxRollout) else None
 
 
-class TimedRollout(BaseRollout):
-    """Another rollout worker, with a stopwatch around `generate`.
-
-    Attributes:
-        inner: The worker that does everything.
-        mesh: The worker's mesh, which Tunix adopts unless it is None.
-    """
+class TimedRollout(RolloutWrapper):
+    """Another rollout worker, with a stopwatch around `generate`."""
 
     def __init__(
         self,
@@ -55,13 +50,14 @@ class TimedRollout(BaseRollout):
         mesh: jax.sharding.Mesh,
         rollout_config: RolloutConfig,
     ) -> None:
-        self.inner = engine(
-            rollout_actor=rollout_actor,
-            tokenizer=tokenizer,
-            mesh=mesh,
-            rollout_config=rollout_config,
+        super().__init__(
+            engine(
+                rollout_actor=rollout_actor,
+                tokenizer=tokenizer,
+                mesh=mesh,
+                rollout_config=rollout_config,
+            )
         )
-        self.mesh = getattr(self.inner, "mesh", None)
         self._weight_version = weight_version
         self._on_generate = on_generate
 
@@ -77,28 +73,6 @@ class TimedRollout(BaseRollout):
         num_tokens = sum(len(ids) - (len(ids) > 0 and int(ids[-1]) in end) for ids in output.tokens)
         self._on_generate(RolloutTiming(seconds, num_tokens, weight_version))
         return output
-
-    def get_per_token_logps(
-        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
-    ) -> jax.Array:
-        """See `BaseRollout`."""
-        return self.inner.get_per_token_logps(prompt_tokens, completion_tokens)
-
-    def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
-        """See `BaseRollout`."""
-        self.inner.update_params(params, filter_types)
-
-    def pad_id(self) -> int:
-        """See `BaseRollout`."""
-        return self.inner.pad_id()
-
-    def eos_id(self) -> int:
-        """See `BaseRollout`."""
-        return self.inner.eos_id()
-
-    def model(self) -> Any:
-        """See `BaseRollout`."""
-        return self.inner.model()
 
 
 class SeededVanillaRollout(VanillaRollout):

@@ -1,0 +1,57 @@
+"""Rollout workers around another one, and how to find the engine's behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+from tunix_sgljax.rollout import SglJaxRollout
+
+
+class RolloutWrapper(BaseRollout):
+    """Hands everything on to another worker; subclasses add something to it.
+
+    Attributes:
+        inner: The worker that does everything.
+        mesh: The worker's mesh, which Tunix adopts unless it is None.
+    """
+
+    def __init__(self, inner: BaseRollout) -> None:
+        """Takes the worker."""
+        self.inner = inner
+        self.mesh: jax.sharding.Mesh | None = getattr(inner, "mesh", None)
+
+    def generate(
+        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
+        """See `BaseRollout`, as for the methods below."""
+        return self.inner.generate(prompts, rollout_config, **kwargs)
+
+    def get_per_token_logps(  # noqa: D102
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        return self.inner.get_per_token_logps(prompt_tokens, completion_tokens)
+
+    def update_params(  # noqa: D102
+        self, params: PyTree, filter_types: tuple[Any, ...] | None = None
+    ) -> None:
+        self.inner.update_params(params, filter_types)
+
+    def pad_id(self) -> int:  # noqa: D102
+        return self.inner.pad_id()
+
+    def eos_id(self) -> int:  # noqa: D102
+        return self.inner.eos_id()
+
+    def model(self) -> Any:  # noqa: D102
+        return self.inner.model()
+
+
+def find_sgljax_rollout(worker: BaseRollout) -> SglJaxRollout | None:
+    """The worker, or the one that it wraps; None if that is another engine's."""
+    while isinstance(worker, RolloutWrapper):
+        worker = worker.inner
+    return worker if isinstance(worker, SglJaxRollout) else None
