@@ -142,6 +142,6 @@ if __name__ == "__main__":
             max_prompt_length=MAX_PROMPT_LENGTH,
             max_new_tokens=MAX_RESPONSE_LENGTH,
         ),
-        Defaults(steps=300, batch_size=64, corrupted=0.35, num_problems=256),
+        Defaults(600, 64, corrupted=0.35, num_problems=256, learning_rate=5e-3),
         sampled_accuracy,
     )

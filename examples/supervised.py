@@ -83,6 +83,7 @@ class Defaults(NamedTuple):
     batch_size: int
     corrupted: float
     num_problems: int
+    learning_rate: float = 2e-3
 
 
 def spoil(answer: str, rng: np.random.Generator) -> str:
@@ -166,7 +167,7 @@ def make_checkpoint(
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument(
         "--corrupted", type=float, default=defaults.corrupted, help="share of wrong results"
     )
