@@ -33,6 +33,10 @@ bench: $(STAMP) ## Measure against every peer, in two hours; pass options with B
 notebooks: $(STAMP) ## Run the notebooks and write them with their outputs.
 	$(BIN)/python notebooks/execute.py
 
+.PHONY: install-matrix
+install-matrix: $(STAMP) ## Try the wheel beside other versions; needs the package index, an hour.
+	$(BIN)/python benchmarks/install_matrix.py
+
 .PHONY: docs
 docs: $(STAMP) ## Build the documentation into site/, with warnings as errors.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
