@@ -24,34 +24,21 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from absl import logging as absl_logging
 from flax import nnx
-from omegaconf import OmegaConf
 from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
 from tunix.rl.agentic.environments.base_environment import EnvStepResult
 from tunix.rl.agentic.environments.task_environment import TaskEnvironment
-from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rl_cluster import ClusterConfig, RLCluster, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import Tokenizer, load_checkpoint
+from agentic_parts import GrpoSettings, RolloutWithOptions, read_settings, training_config
 from async_steps import AsyncStep, StepClock, summarize
 from multiples_task import model_config, problem_batches
-from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
+from tunix_sgljax import AgenticGrpoLearner
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclasses.dataclass
-class GrpoSettings:
-    """The section `grpo` of the config file."""
-
-    prompts_per_step: int = 8
-    num_generations: int = 8
-    beta: float = 0.0
-    epsilon: float = 0.2
-    learning_rate: float = 1e-4
-    max_grad_norm: float = 1.0
 
 
 @dataclasses.dataclass
@@ -89,24 +76,15 @@ class Settings:
     @property
     def max_concurrency(self) -> int:
         """All episodes that Tunix may have in flight, so that its lock cannot deadlock."""
-        per_step = self.grpo.prompts_per_step * self.grpo.num_generations
-        return (self.off_policy_steps + 1) * per_step
+        return self.grpo.max_concurrency(self.off_policy_steps)
 
 
 def load_settings(path: Path) -> Settings:
-    """Returns the settings in a YAML file.
-
-    Raises:
-        omegaconf.errors.OmegaConfBaseException: A key is unknown or a value has the wrong type.
-    """
-    settings = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(path))
-    )
-    assert isinstance(settings, Settings)
-    return settings
+    """Returns the settings in a YAML file; see `read_settings`."""
+    return read_settings(path, Settings)
 
 
-class SyncedRollout(SglJaxRollout):
+class SyncedRollout(RolloutWithOptions):
     """Tells a clock when it has new weights."""
 
     def __init__(
@@ -120,11 +98,11 @@ class SyncedRollout(SglJaxRollout):
         rollout_config: RolloutConfig,
     ) -> None:
         super().__init__(
+            options=options,
             rollout_actor=rollout_actor,
             tokenizer=tokenizer,
             mesh=mesh,
             rollout_config=rollout_config,
-            **options,
         )
         self._clock = clock
 
@@ -198,17 +176,7 @@ def make_cluster(settings: Settings, clock: StepClock) -> RLCluster:
             top_p=sampling.top_p,
             return_logprobs=True,
         ),
-        training_config=RLTrainingConfig(
-            actor_optimizer=optax.chain(
-                optax.clip_by_global_norm(grpo.max_grad_norm), optax.adam(grpo.learning_rate)
-            ),
-            eval_every_n_steps=settings.steps + 1,
-            max_steps=settings.steps,
-            # The whole batch at once, on the training thread: the loop's thread stays free.
-            mini_batch_size=grpo.prompts_per_step,
-            train_micro_batch_size=grpo.prompts_per_step,
-            compute_logps_micro_batch_size=grpo.prompts_per_step,
-        ),
+        training_config=training_config(grpo, settings.steps),
     )
     return RLCluster(
         actor=load_checkpoint(checkpoint, mesh, model_config()),

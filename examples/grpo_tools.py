@@ -24,15 +24,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from absl import logging as absl_logging
 from flax import nnx
-from omegaconf import OmegaConf
 from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
-from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rl_cluster import ClusterConfig, RLCluster, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import load_checkpoint
+from agentic_parts import GrpoSettings, RolloutWithOptions, read_settings, training_config
 from calculator_task import (
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
@@ -45,21 +44,9 @@ from calculator_task import (
     problem_batches,
 )
 from tools_report import ToolStep, format_table, summarize, write_plot
-from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout, VersionedRolloutOutput
+from tunix_sgljax import AgenticGrpoLearner, VersionedRolloutOutput
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclasses.dataclass
-class GrpoSettings:
-    """The section `grpo` of the config file."""
-
-    prompts_per_step: int = 8
-    num_generations: int = 8
-    beta: float = 0.0
-    epsilon: float = 0.2
-    learning_rate: float = 1e-3
-    max_grad_norm: float = 1.0
 
 
 @dataclasses.dataclass
@@ -70,28 +57,19 @@ class Settings:
     steps: int = 60
     seed: int = 0
     off_policy_steps: int = 0
-    grpo: GrpoSettings = dataclasses.field(default_factory=GrpoSettings)
+    grpo: GrpoSettings = dataclasses.field(default_factory=lambda: GrpoSettings(learning_rate=1e-3))
     temperature: float = 1.0
     page_size: int = 4
 
     @property
     def max_concurrency(self) -> int:
         """All episodes that Tunix may have in flight."""
-        per_step = self.grpo.prompts_per_step * self.grpo.num_generations
-        return (self.off_policy_steps + 1) * per_step
+        return self.grpo.max_concurrency(self.off_policy_steps)
 
 
 def load_settings(path: Path) -> Settings:
-    """Returns the settings in a YAML file.
-
-    Raises:
-        omegaconf.errors.OmegaConfBaseException: A key is unknown or a value has the wrong type.
-    """
-    settings = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(path))
-    )
-    assert isinstance(settings, Settings)
-    return settings
+    """Returns the settings in a YAML file; see `read_settings`."""
+    return read_settings(path, Settings)
 
 
 class StepCounter:
@@ -136,7 +114,7 @@ class StepCounter:
         self._on_step(step)
 
 
-class CountingRollout(SglJaxRollout):
+class CountingRollout(RolloutWithOptions):
     """Tells a counter about every turn and every weight sync."""
 
     def __init__(
@@ -150,11 +128,11 @@ class CountingRollout(SglJaxRollout):
         rollout_config: RolloutConfig,
     ) -> None:
         super().__init__(
+            options=options,
             rollout_actor=rollout_actor,
             tokenizer=tokenizer,
             mesh=mesh,
             rollout_config=rollout_config,
-            **options,
         )
         self._counter = counter
 
@@ -164,7 +142,7 @@ class CountingRollout(SglJaxRollout):
         """See `SglJaxRollout`. The agentic learner asks for one prompt at a time."""
         output = super().generate(prompts, rollout_config, **kwargs)
         num_begin_tokens = 1
-        self._counter.add_turn(sum(map(len, [prompts])) + num_begin_tokens)
+        self._counter.add_turn(len(prompts) + num_begin_tokens)
         return output
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
@@ -227,16 +205,7 @@ def make_cluster(settings: Settings, counter: StepCounter, use_cache: bool) -> S
             temperature=settings.temperature,
             return_logprobs=True,
         ),
-        training_config=RLTrainingConfig(
-            actor_optimizer=optax.chain(
-                optax.clip_by_global_norm(grpo.max_grad_norm), optax.adam(grpo.learning_rate)
-            ),
-            eval_every_n_steps=settings.steps + 1,
-            max_steps=settings.steps,
-            mini_batch_size=grpo.prompts_per_step,
-            train_micro_batch_size=grpo.prompts_per_step,
-            compute_logps_micro_batch_size=grpo.prompts_per_step,
-        ),
+        training_config=training_config(grpo, settings.steps),
     )
     return ShowingCluster(
         actor=load_checkpoint(ROOT / settings.checkpoint, mesh, model_config()),

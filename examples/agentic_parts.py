@@ -1,0 +1,83 @@
+"""What the agentic examples share: sections of their config files, and how to read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import optax
+from flax import nnx
+from omegaconf import OmegaConf
+from tunix.rl.rl_cluster import RLTrainingConfig
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from tunix_sgljax import SglJaxRollout
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass
+class GrpoSettings:
+    """The section `grpo` of a config file."""
+
+    prompts_per_step: int = 8
+    num_generations: int = 8
+    beta: float = 0.0
+    epsilon: float = 0.2
+    learning_rate: float = 1e-4
+    max_grad_norm: float = 1.0
+
+    def max_concurrency(self, off_policy_steps: int) -> int:
+        """All episodes that Tunix may have in flight, so that its lock cannot deadlock."""
+        return (off_policy_steps + 1) * self.prompts_per_step * self.num_generations
+
+
+def read_settings(path: Path, kind: type[_T]) -> _T:
+    """Returns the settings in a YAML file; `kind` is a dataclass.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: A key is unknown or a value has the wrong type.
+    """
+    settings = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.load(path))
+    )
+    assert isinstance(settings, kind)
+    return settings
+
+
+def training_config(grpo: GrpoSettings, steps: int) -> RLTrainingConfig:
+    """Returns how Tunix trains."""
+    return RLTrainingConfig(
+        actor_optimizer=optax.chain(
+            optax.clip_by_global_norm(grpo.max_grad_norm), optax.adam(grpo.learning_rate)
+        ),
+        eval_every_n_steps=steps + 1,
+        max_steps=steps,
+        # The whole batch at once, on the training thread: the loop's thread stays free.
+        mini_batch_size=grpo.prompts_per_step,
+        train_micro_batch_size=grpo.prompts_per_step,
+        compute_logps_micro_batch_size=grpo.prompts_per_step,
+    )
+
+
+class RolloutWithOptions(SglJaxRollout):
+    """Takes the engine's options as one mapping, beside what subclasses take."""
+
+    def __init__(
+        self,
+        *,
+        options: dict[str, Any],
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh,
+        rollout_config: RolloutConfig,
+    ) -> None:
+        super().__init__(
+            rollout_actor=rollout_actor,
+            tokenizer=tokenizer,
+            mesh=mesh,
+            rollout_config=rollout_config,
+            **options,
+        )
