@@ -311,4 +311,4 @@ assert "jax" not in sys.modules and "tunix" not in sys.modules
 assert reads == [], reads
 assert os.environ["HOME"] and reads == ["HOME"]  # the watch works
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={"HOME": str(ROOT)}, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env={"HOME": str(ROOT)}, timeout=600)

@@ -41,11 +41,11 @@ def at_once(call, arguments):
     barrier = threading.Barrier(len(arguments))
 
     def run(argument):
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=600)
         return call(argument)
 
     with ThreadPoolExecutor(len(arguments)) as pool:
-        return list(pool.map(run, arguments, timeout=300))
+        return list(pool.map(run, arguments, timeout=600))
 
 
 def num_dispatches(rollout):
@@ -125,7 +125,7 @@ def test_updates_during_generation(busy, model, sequential):
         finally:
             stop.set()
     assert tokens == sequential[0]
-    assert busy.weight_version == version + updates.result(timeout=60) > version
+    assert busy.weight_version == version + updates.result(timeout=600) > version
 
 
 def test_close_ends_calls_in_flight(model):
@@ -136,7 +136,7 @@ def test_close_ends_calls_in_flight(model):
 
     def call(number):
         if number == 0:
-            started.wait(timeout=60)
+            started.wait(timeout=600)
             rollout.close()
             return "closed"
         started.set()
@@ -270,5 +270,5 @@ def test_threads_end_with_the_rollout(model):
             rollout.close()
         del rollout
         for thread in started:
-            thread.join(timeout=30)
+            thread.join(timeout=600)
             assert not thread.is_alive()

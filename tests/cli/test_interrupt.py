@@ -67,7 +67,7 @@ def test_while_compiling(start, tmp_path):
     process = start("--input", str(source), "--output", str(output))
     wait_for(process, "loaded", "Compiling")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert_clean(process, out, err)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     if len(rows) < 2:
@@ -83,7 +83,7 @@ def test_while_decoding(start):
     wait_for(process, "loaded")
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert first
     assert len(assert_clean(process, out, err)) < 2000
     assert "1 cut short" in err
@@ -95,7 +95,7 @@ def test_a_second_one_ends_at_once(start):
     process.send_signal(signal.SIGINT)
     wait_for(process, "stopping")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "answer(s)" not in err

@@ -21,7 +21,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stderr
     return folder
 
@@ -96,7 +96,7 @@ def test_a_dead_link_to_the_repository_fails_the_build(tmp_path):
     config = "site_name: one\nhooks: [docs/site_hooks.py]\nexclude_docs: '*.py'\n"
     (tmp_path / "mkdocs.yml").write_text(config, encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", "site"]
-    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert built.returncode != 0
     assert "docs/index.md links to benchmarks/gone.md, which is not in the repository" in (
         built.stderr

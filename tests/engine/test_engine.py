@@ -615,7 +615,7 @@ class TestLife:
         del other
         gc.collect()
         assert alive() is None
-        loop_thread.join(timeout=30)
+        loop_thread.join(timeout=600)
         gc.collect()
         assert len(self.engine_threads()) == threads
         assert len(jax.live_arrays()) <= arrays

@@ -41,7 +41,7 @@ def test_under_unusual_jax_settings(tmp_path):
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.startswith("[[")
@@ -98,7 +98,7 @@ def test_collections_and_the_end_of_the_interpreter(tmp_path):
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout == "ok\n"

@@ -274,9 +274,9 @@ class TestLengths:
         thread = threading.Thread(target=follow, args=(stream,))
         thread.start()
         try:
-            assert started.wait(60)
+            assert started.wait(600)
             update_in_flight(engine, new)
-            thread.join(60)
+            thread.join(600)
         finally:
             engine.update_weights(WEIGHTS)
         out = self.join(pieces, has_input=False)
@@ -374,7 +374,7 @@ class TestScoring:
 
             monkeypatch.setattr(runner, "prefill", prefill)
             out = generate(chunked, prompt, return_logprob=True, logprob_start_len=0)
-            updates[0].join(timeout=30)
+            updates[0].join(timeout=600)
         expected = log_softmax(forward(other, TINY, prompt))
         got = [entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]]
         wanted = [expected[place, token] for place, token in enumerate(prompt[1:])]

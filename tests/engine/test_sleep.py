@@ -87,7 +87,7 @@ class TestPreservedState:
             assert asleep.host_bytes > 0
             engine.check_integrity()
             engine.wake_up()
-            found = call.result(60)
+            found = call.result(600)
             after = engine.get_internal_state()
             settle(engine)
         for a, b in zip(found, expected, strict=True):

@@ -206,7 +206,7 @@ def test_install_cell_clones_what_it_is_given(tmp_path):
         folder = tmp_path / "elsewhere"
         folder.mkdir(exist_ok=True)
         return subprocess.run(
-            [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=600
         )
 
     result = run(script)
