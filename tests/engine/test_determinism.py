@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, builder
+from sgljax_engine import builder
 from sgljax_engine.layers.attention import xla_tiles_attention
 from sgljax_engine.models import decoder
+from sgljax_engine.runner import compiled
 from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
     MODEL,
@@ -81,21 +80,6 @@ def draw_way(index: int) -> Way:
 WAYS = [draw_way(index) for index in range(NUM_WAYS)]
 
 
-COMPILED: dict[Geometry, dict[Any, Any]] = {}
-"""Programs of each geometry. They do not depend on what else an engine is told."""
-
-
-@contextlib.contextmanager
-def prepared(options: Mapping[str, Any]) -> Iterator[Engine]:
-    """An engine that compiles nothing which another one of its geometry has compiled."""
-    geometry = Geometry(*(options[name] for name in Geometry._fields))
-    with make_engine(options) as engine:
-        programs = engine._loop._core.runner.programs._programs
-        programs |= COMPILED.setdefault(geometry, {})
-        yield engine
-        COMPILED[geometry] |= programs
-
-
 @pytest.fixture(scope="module")
 def alone():
     """Each request by itself, one token a dispatch."""
@@ -111,7 +95,7 @@ def assert_same(found: list[Bits], expected: list[Bits]):
 def test_no_bit_differs(alone, index):
     """Of 200 requests, however they are batched, chunked, cached, retracted and interrupted."""
     way = WAYS[index]
-    with prepared(way.options) as engine:
+    with make_engine(way.options) as engine:
         assert_same(run(engine, REQUESTS, way), alone)
         if isinstance(way.disturb, Disturber):
             assert sum(way.disturb.counts.values()) >= 3
@@ -131,7 +115,7 @@ def test_the_ways_do_what_they_are_for(alone):
 def test_small_pools_retract_and_read_pages():
     """While large ones read rows."""
     for way, has_rows in ((WAYS[0], True), (WAYS[1], False)):
-        with prepared(way.options) as engine:
+        with make_engine(way.options) as engine:
             run(engine, REQUESTS[:40], way._replace(order=range(40), disturb=None))
             state = engine.get_internal_state()
             assert bool(engine._loop._core.runner.kv_rows) == has_rows
@@ -197,7 +181,9 @@ class TestControl:
 
         monkeypatch.setattr(decoder, "linear", linear)
         monkeypatch.setattr(builder, "agreeing_widths", lambda *_: CANDIDATES)
+        compiled._jitted.cache_clear()  # else it would run those of equal engines without it
         assert self.differing() > 10
+        compiled._jitted.cache_clear()
 
     def test_attention_in_no_particular_order(self, monkeypatch):
         """Requests that lose their pages are prefilled as far as they were decoded."""

@@ -13,6 +13,7 @@ import scipy.stats
 
 from sgljax_engine import SamplingParams
 from sgljax_engine.runner.sampling_batch import build_sampling_batch, build_table, table_buckets
+from sgljax_engine.sampling import sampler
 from sgljax_engine.sampling.sampler import filter_weights, sample
 from sgljax_engine.sampling.table import adjust_logits, record
 from sgljax_engine.types import LogitEdits, Request
@@ -441,8 +442,22 @@ class TestLogprobs:
 
     def test_the_smallest_uniform_number_draws_no_negligible_token(self, monkeypatch):
         """A generator's 0 would draw the first token of any weight, here one of e**-60."""
-        monkeypatch.setattr(jax.random, "uniform", lambda *args, **kwargs: jnp.zeros(()))
+        monkeypatch.setattr(sampler, "_threefry", lambda _, count: count)
         logits = np.full((1, 300), -60.0, np.float32)
         logits[0, 200] = 0.0
         rows = build_sampling_batch([request(SamplingParams())], 1, 300)
         assert int(sample(jnp.asarray(logits), rows, jnp.int32(0)).token[0]) == 200
+
+
+def test_uniform_numbers_are_those_of_jax():
+    """Of keys that fold the steps in, in the middles of the intervals that it draws."""
+
+    def one(seed: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, step), dtype=jnp.float32)
+
+    rng = np.random.default_rng(0)
+    seeds = jnp.asarray(rng.integers(0, 2**32, (200, 2), np.uint32))
+    steps = jnp.asarray(rng.integers(0, 2**31, 200, np.int32))
+    expected = jax.vmap(one)(seeds, steps) + 2.0**-24
+    np.testing.assert_array_equal(sampler._uniform(seeds, steps), expected)

@@ -17,6 +17,7 @@ from sgljax_engine.runner.batch import (
     default_token_buckets,
     prefill_sizes,
 )
+from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
 
 CPU_ONLY = {"JAX_PLATFORMS": "cpu"}
@@ -76,6 +77,29 @@ class TestWarmup:
         with make_engine() as engine:
             assert engine.warmup() > 1
             assert engine.warmup() == 0
+
+
+class TestSeveralEngines:
+    """Programs belong to the process: an engine made anew finds those of its predecessor."""
+
+    def outputs(self, **options: Any) -> list[Any]:
+        with make_engine(**options) as engine:
+            engine.warmup()
+            made = engine.generate(None, {"seed": 3, "max_new_tokens": 12}, [[1, 2], [3]])
+            assert engine.get_internal_state().num_compiles > 0
+            return [out["output_ids"] for out in made]
+
+    def test_the_second_lowers_nothing(self):
+        first = self.outputs()
+        with recorded_programs() as lowered:
+            assert self.outputs() == first
+        assert lowered == []
+
+    def test_one_of_other_steps_does(self):
+        self.outputs()
+        with recorded_programs() as lowered:
+            self.outputs(decode_steps=9)
+        assert len(lowered) > 0
 
 
 class TestBuckets:

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _MAX_COMPILE_THREADS = 8
 """XLA uses several threads for one program already, and each program takes memory meanwhile."""
 
+_MAX_FUNCTIONS = 64
+"""Each keeps its programs, of all shapes; an engine has up to six."""
+
 
 class ProgramCall(NamedTuple):
     """A program's name, and its arguments after the state that it takes."""
@@ -169,9 +172,7 @@ class ProgramCache:
         self._programs.clear()
 
     def _lower(self, call: ProgramCall, state: ProgramState) -> jax.stages.Lowered:
-        function, takes, gives = _PROGRAMS[call.name]
-        if "weights" in takes:
-            function = functools.partial(function, static=self._static)
+        program = _PROGRAMS[call.name]
         everywhere = self._placement.replicated
         placed = {
             "weights": jax.tree.map(lambda x: x.sharding, state.weights),
@@ -180,17 +181,44 @@ class ProgramCache:
             "moved": jax.tree.map(lambda x: x.sharding, state.kv),
             "result": everywhere,
         }
-        out_shardings = tuple(placed[part] for part in gives)
-        jitted = jax.jit(
-            function,
-            in_shardings=(
-                *(placed[part] for part in takes),
-                *jax.tree.map(lambda _: everywhere, call.args),
-            ),
-            out_shardings=out_shardings if len(gives) > 1 else out_shardings[0],
-            donate_argnums=tuple(i for i, part in enumerate(takes) if part in gives),
+        outputs = [placed[part] for part in program.gives]
+        inputs = (
+            *(placed[part] for part in program.takes),
+            *jax.tree.map(lambda _: everywhere, call.args),
         )
-        return jitted.lower(*(getattr(state, part) for part in takes), *call.args)
+        both = inputs, tuple(outputs) if len(outputs) > 1 else outputs[0]
+        leaves, structure = jax.tree.flatten(both)
+        jitted = _jitted(call.name, self._static, tuple(leaves), structure)
+        return jitted.lower(*(getattr(state, part) for part in program.takes), *call.args)
+
+
+@functools.lru_cache(maxsize=_MAX_FUNCTIONS)
+def _jitted(
+    name: str,
+    static: programs.ProgramContext,
+    shardings: tuple[jax.sharding.Sharding, ...],
+    structure: Any,
+) -> Any:
+    """A program before it is compiled: the same object for the same arguments.
+
+    JAX then finds what it traced, lowered and compiled of it for another engine of this process.
+
+    Args:
+        name: Of `_PROGRAMS`.
+        static: What it is compiled for.
+        shardings: Those of its inputs and outputs, the leaves of a tree.
+        structure: That tree's.
+    """
+    function, takes, gives = _PROGRAMS[name]
+    if "weights" in takes:
+        function = functools.partial(function, static=static)
+    in_shardings, out_shardings = jax.tree.unflatten(structure, shardings)
+    return jax.jit(
+        function,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=tuple(i for i, part in enumerate(takes) if part in gives),
+    )
 
 
 def compiler_options(platform: str) -> dict[str, str | bool] | None:

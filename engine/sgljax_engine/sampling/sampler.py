@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sgljax_engine.layers.tiles import Together, Tokens
@@ -289,12 +290,31 @@ def _uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
 
     Never 0, which would draw the first token that has any weight at all, however small.
     """
+    zero_B = jnp.zeros_like(seed_B2[:, 0])
+    # As `jax.random` folds a step into a key and draws one number of 32 bits.
+    key = _threefry((seed_B2[:, 0], seed_B2[:, 1]), (zero_B, step_B.astype(jnp.uint32)))
+    low, high = _threefry(key, (zero_B, zero_B))
+    bits_B = (low ^ high) >> 9
+    return bits_B.astype(jnp.float32) * 2.0**-23 + 2.0**-24
 
-    def one(seed: jax.Array, step: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, step), dtype=jnp.float32)
 
-    return jax.vmap(one)(seed_B2, step_B) + 2.0**-24
+_Words = tuple[jax.Array, jax.Array]
+
+
+def _threefry(key: _Words, count: _Words) -> _Words:
+    """Threefry-2x32 with 20 rounds, of two uint32 words each (Salmon et al., 2011).
+
+    `jax.random` has it as a loop on CPUs, of which every step of a decode would start two.
+    """
+    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    x, y = count[0] + keys[0], count[1] + keys[1]
+    for group in range(5):
+        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x = x + y
+            y = x ^ ((y << distance) | (y >> (32 - distance)))
+        x = x + keys[(group + 1) % 3]
+        y = y + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x, y
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:

@@ -155,7 +155,10 @@ def plan_sync(
             + "\n  ".join(problems)
         )
     ordered = tuple(steps[name] for name in targets)
-    return SyncPlan(dict(source), ordered, targets, _build_program(ordered, targets))
+    # A hook belongs to whoever gave it, and may hold on to much: it is not kept longer than a plan.
+    has_hooks = any(step.hook is not None for step in ordered)
+    build = _build_program.__wrapped__ if has_hooks else _build_program
+    return SyncPlan(dict(source), ordered, targets, build(ordered, tuple(targets.items())))
 
 
 def _coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) -> list[str]:
@@ -224,7 +227,13 @@ def _stored(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
     return jnp.copy(y.T if target.is_transposed else y)
 
 
-def _build_program(steps: Sequence[Step], targets: Mapping[str, TargetSpec]) -> Program:
+@functools.lru_cache(maxsize=16)
+def _build_program(
+    steps: tuple[Step, ...], named_targets: tuple[tuple[str, TargetSpec], ...]
+) -> Program:
+    """The same object for equal plans, so that an engine made anew compiles nothing again."""
+    targets = dict(named_targets)
+
     def run(sources: list[jax.Array]) -> dict[str, jax.Array]:
         return {
             step.target: _stored(x, step, targets[step.target])
