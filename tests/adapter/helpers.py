@@ -19,8 +19,16 @@ MODEL = "gqa2_tied"
 
 VOCAB_SIZE = ref.CONFIGS[MODEL]["vocab_size"]
 
-ENGINE_OPTIONS = {"page_size": 4, "max_running_requests": 8}
-"""The same everywhere, so that JAX's compilation cache serves most engines."""
+ENGINE_OPTIONS: dict[str, Any] = {
+    "page_size": 4,
+    "max_running_requests": 8,
+    "batch_buckets": (8,),
+    "chunked_prefill_size": 256,
+    "token_buckets": (256,),
+}
+"""The same everywhere, so that one program of each kind serves most engines."""
+
+_BUCKETS = {"max_running_requests": "batch_buckets", "chunked_prefill_size": "token_buckets"}
 
 
 class EndingTokenizer(ref.IntegerTokenizer):
@@ -57,11 +65,12 @@ def rollout_config(**changes: Any) -> RolloutConfig:
 
 
 def new_rollout(model: nnx.Module, **arguments: Any) -> SglJaxRollout:
-    """A rollout of the model; the caller closes it."""
+    """A rollout of the model; the caller closes it. Other sizes come with buckets of their own."""
+    replaced = {_BUCKETS[name] for name in arguments if name in _BUCKETS}
     merged: dict[str, Any] = {
         "tokenizer": ref.IntegerTokenizer(),
         "rollout_config": rollout_config(),
-        **ENGINE_OPTIONS,
+        **{name: value for name, value in ENGINE_OPTIONS.items() if name not in replaced},
         **arguments,
     }
     return SglJaxRollout(rollout_actor=model, **merged)

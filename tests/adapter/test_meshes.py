@@ -23,6 +23,7 @@ from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster, Role
 from sgljax_engine import InvalidConfigError
 from tests.adapter import grpo_parts as parts
+from tests.adapter.helpers import ENGINE_OPTIONS
 from tunix_sgljax import SglJaxRollout
 
 devices = np.array(jax.devices())
@@ -30,7 +31,7 @@ assert len(devices) == 4
 trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
 sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
 meshes = {Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: sampler}
-engine = functools.partial(SglJaxRollout, page_size=4, max_running_requests=8)
+engine = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
 config = parts.rollout_config(tensor_parallel_size=2)
 made = parts.make_parts(meshes=meshes, rollout_engine=engine, rollout_config=config)
 cluster = RLCluster(**made.arguments)

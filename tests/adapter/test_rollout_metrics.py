@@ -29,12 +29,13 @@ from tests.adapter.grpo_parts import (
     one_device_mesh,
     reward,
 )
+from tests.adapter.helpers import ENGINE_OPTIONS
 from tests.event_files import read_scalars
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.observers import RolloutTotals
 from tunix_sgljax.rollout_metrics import METRICS, log_rollout_metrics, step_metrics
 
-ENGINE = functools.partial(SglJaxRollout, page_size=4, max_running_requests=8)
+ENGINE = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
 
 # Warnings of Tunix itself and of what it uses, while it trains.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
