@@ -74,6 +74,7 @@ def loaded_engine(model: str, effort: Effort, max_dispatch_s: float) -> Iterator
         model_config=MODELS[model].config,
         load_format="dummy",
         max_running_requests=effort.num_rows,
+        batch_buckets=(effort.num_rows,),  # which are always full
         max_model_len=effort.max_prompt + effort.max_new,
         max_dispatch_s=max_dispatch_s,
     )

@@ -119,7 +119,13 @@ def run(engine: Engine, asked: Sequence[Asked], way: Way) -> list[Bits]:
     """The bits of each request."""
     order = range(len(asked)) if way.order is None else way.order
     parts = [order[i :: way.splits] for i in range(way.splits)]
+    goal = engine.get_internal_state().counters.num_requests + len(asked)
     calls = [start(lambda part=part: ask(engine, [asked[i] for i in part])) for part in parts]
+    # An engine that has given its weights up refuses whoever comes late.
+    wait_until(
+        engine,
+        lambda state: state.counters.num_requests >= goal or any(call.done() for call in calls),
+    )
     while way.disturb is not None and not all(call.done() for call in calls):
         way.disturb(engine)
     bits: dict[int, Bits] = {}
