@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jax
 import optax
-from flax import nnx
 from omegaconf import OmegaConf
 from tunix.rl.rl_cluster import RLTrainingConfig
-from tunix.rl.rollout.base_rollout import RolloutConfig
-
-from tunix_sgljax import SglJaxRollout
 
 _T = TypeVar("_T")
 
@@ -60,24 +55,3 @@ def training_config(grpo: GrpoSettings, steps: int) -> RLTrainingConfig:
         train_micro_batch_size=grpo.prompts_per_step,
         compute_logps_micro_batch_size=grpo.prompts_per_step,
     )
-
-
-class RolloutWithOptions(SglJaxRollout):
-    """Takes the engine's options as one mapping, beside what subclasses take."""
-
-    def __init__(
-        self,
-        *,
-        options: dict[str, Any],
-        rollout_actor: nnx.Module,
-        tokenizer: Any,
-        mesh: jax.sharding.Mesh,
-        rollout_config: RolloutConfig,
-    ) -> None:
-        super().__init__(
-            rollout_actor=rollout_actor,
-            tokenizer=tokenizer,
-            mesh=mesh,
-            rollout_config=rollout_config,
-            **options,
-        )

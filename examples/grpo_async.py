@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging as absl_logging
-from flax import nnx
 from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig
 from tunix.rl.agentic.environments.base_environment import EnvStepResult
 from tunix.rl.agentic.environments.task_environment import TaskEnvironment
@@ -33,10 +32,10 @@ from tunix.rl.rl_cluster import ClusterConfig, RLCluster, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import Tokenizer, load_checkpoint
-from agentic_parts import GrpoSettings, RolloutWithOptions, read_settings, training_config
+from agentic_parts import GrpoSettings, read_settings, training_config
 from async_steps import AsyncStep, StepClock, summarize
 from multiples_task import model_config, problem_batches
-from tunix_sgljax import AgenticGrpoLearner
+from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,34 +83,6 @@ def load_settings(path: Path) -> Settings:
     return read_settings(path, Settings)
 
 
-class SyncedRollout(RolloutWithOptions):
-    """Tells a clock when it has new weights."""
-
-    def __init__(
-        self,
-        *,
-        clock: StepClock,
-        options: dict[str, Any],
-        rollout_actor: nnx.Module,
-        tokenizer: Any,
-        mesh: jax.sharding.Mesh,
-        rollout_config: RolloutConfig,
-    ) -> None:
-        super().__init__(
-            options=options,
-            rollout_actor=rollout_actor,
-            tokenizer=tokenizer,
-            mesh=mesh,
-            rollout_config=rollout_config,
-        )
-        self._clock = clock
-
-    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """See `SglJaxRollout`."""
-        super().update_params(params, filter_types)
-        self._clock.add_sync()
-
-
 class PlainParser:
     """A chat template without a template: a prompt is what the user asked."""
 
@@ -152,21 +123,19 @@ class GradedEnvironment(TaskEnvironment):
         return super()._step_impl(action)
 
 
-def make_cluster(settings: Settings, clock: StepClock) -> RLCluster:
+def make_cluster(settings: Settings) -> RLCluster:
     """Returns Tunix's cluster: the policy, its reference, and the rollout engine, on one device."""
     grpo, sampling = settings.grpo, settings.sampling
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     checkpoint = ROOT / settings.checkpoint
-    options = {
-        "page_size": settings.page_size,
-        "max_running_requests": settings.max_concurrency,
-        "random_seed": settings.seed,
-    }
     config = ClusterConfig(
         role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
         # Tunix's annotation leaves out the partial that its code accepts.
         rollout_engine=functools.partial(  # pyright: ignore[reportArgumentType]
-            SyncedRollout, clock=clock, options=options
+            SglJaxRollout,
+            page_size=settings.page_size,
+            max_running_requests=settings.max_concurrency,
+            random_seed=settings.seed,
         ),
         rollout_config=RolloutConfig(
             max_tokens_to_generate=sampling.max_new_tokens,
@@ -196,9 +165,10 @@ def train(settings: Settings, update: str, on_step: Callable[[AsyncStep], None])
     """
     grpo = settings.grpo
     clock = StepClock(on_step)
-    cluster = make_cluster(settings, clock)
+    cluster = make_cluster(settings)
     rollout = cluster.rollout
-    assert isinstance(rollout, SyncedRollout)
+    assert isinstance(rollout, SglJaxRollout)
+    rollout.observers.on_updated.append(clock.add_sync)
     cluster.with_external_metrics_logger(clock.add_metrics)
     try:
         rollout.engine.warmup()  # episodes come and go: all batch sizes occur

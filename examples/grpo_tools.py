@@ -31,7 +31,7 @@ from tunix.rl.rl_cluster import ClusterConfig, RLCluster, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import load_checkpoint
-from agentic_parts import GrpoSettings, RolloutWithOptions, read_settings, training_config
+from agentic_parts import GrpoSettings, read_settings, training_config
 from calculator_task import (
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
@@ -44,7 +44,7 @@ from calculator_task import (
     problem_batches,
 )
 from tools_report import ToolStep, format_table, summarize, write_plot
-from tunix_sgljax import AgenticGrpoLearner, VersionedRolloutOutput
+from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout, VersionedRolloutOutput
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -114,8 +114,8 @@ class StepCounter:
         self._on_step(step)
 
 
-class CountingRollout(RolloutWithOptions):
-    """Tells a counter about every turn and every weight sync."""
+class CountingRollout(SglJaxRollout):
+    """Tells a counter about every turn."""
 
     def __init__(
         self,
@@ -128,11 +128,11 @@ class CountingRollout(RolloutWithOptions):
         rollout_config: RolloutConfig,
     ) -> None:
         super().__init__(
-            options=options,
             rollout_actor=rollout_actor,
             tokenizer=tokenizer,
             mesh=mesh,
             rollout_config=rollout_config,
+            **options,
         )
         self._counter = counter
 
@@ -144,11 +144,6 @@ class CountingRollout(RolloutWithOptions):
         num_begin_tokens = 1
         self._counter.add_turn(len(prompts) + num_begin_tokens)
         return output
-
-    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """See `SglJaxRollout`."""
-        super().update_params(params, filter_types)
-        self._counter.end_step(self.engine.get_internal_state().counters.num_cached_tokens)
 
 
 class ShowingCluster(RLCluster):
@@ -220,6 +215,9 @@ def train(settings: Settings, counter: StepCounter, use_cache: bool = True) -> s
     cluster = make_cluster(settings, counter, use_cache)
     rollout = cluster.rollout
     assert isinstance(rollout, CountingRollout)
+    rollout.observers.on_updated.append(
+        lambda: counter.end_step(rollout.engine.get_internal_state().counters.num_cached_tokens)
+    )
     try:
         rollout.engine.warmup()  # episodes come and go: all batch sizes occur
         learner = AgenticGrpoLearner(

@@ -115,7 +115,8 @@ class EngineState:
         weight_version: 0 for the first weights, one more with every update.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
         forward_ct_decode: Decode dispatches since the start or the last flush.
-        num_compiles: Device programs compiled so far.
+        num_compiles: Device programs made ready so far; compiled, unless an equal engine of the
+            process had them.
         compile_s: Seconds spent compiling them.
         memory: What the engine took at its start.
         counters: Totals.

@@ -88,7 +88,7 @@ class ProgramCache:
     """Programs by name and argument shapes.
 
     Attributes:
-        num_compiles: Programs compiled so far.
+        num_compiles: Programs made ready so far; see `_jitted` for those that are found.
         compile_s: Seconds that the engine thread spent on that.
         is_sealed: A program that is not there is refused, not compiled.
     """
@@ -168,7 +168,7 @@ class ProgramCache:
             self.compile_s += time.perf_counter() - started
 
     def clear(self) -> None:
-        """Lets go of all programs."""
+        """Lets go of all programs; what engines share stays with the process."""
         self._programs.clear()
 
     def _lower(self, call: ProgramCall, state: ProgramState) -> jax.stages.Lowered:
