@@ -8,6 +8,8 @@
 - Seconds of the same `generate` with the engine's own, which it always computes, and matched.
 - The engine's own in bfloat16, on a smaller model: CPUs take long for it.
 - `compute_per_token_logps` against itself, with other numbers of rows and more padding.
+- The engine and the trainer against numpy's float64: what each of them errs by alone. A rollout
+  without any error would still differ from the trainer by the trainer's.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from float64_reference import float64_logprobs
 from reporting import ROOT, report_head, write_report
 from tunix_sgljax import MismatchReport, SglJaxRollout, mismatch_report
 from tunix_sgljax.bench.environment import describe_environment
@@ -59,6 +62,16 @@ class Against:
     change: str
     max_abs: float
     mean_abs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Log-probs of the same tokens against float64."""
+
+    who: str
+    max_abs: float
+    mean_abs: float
+    mean: float
 
 
 def make_prompts(case: Case) -> list[str]:
@@ -154,6 +167,39 @@ def against_itself(case: Case, model: Any) -> list[Against]:
     ]
 
 
+def against_float64(case: Case, model: Any) -> tuple[list[Errors], float]:
+    """The engine's and the trainer's errors on what the engine sampled, and their correlation."""
+    rollout = make_rollout(case, model, [PAD_ID])
+    output = rollout.generate(make_prompts(case), config_of(case))
+    rollout.close()
+    prompts = [[int(word) for word in text.split()] for text in make_prompts(case)]
+    completions = np.stack([np.asarray(tokens) for tokens in output.tokens]).astype(np.int32)
+    assert output.logprobs is not None
+    graphdef, state = nnx.split(model)
+    padded = left_pad_prompts(prompts, WIDTH, PAD_ID)
+    limits = {"pad_id": PAD_ID, "eos_id": -1, "temperature": 1.0}
+    config = MODELS[case.model].config
+    exact = np.stack(float64_logprobs(model, config, prompts, completions.tolist()))
+    found = {
+        "engine": np.stack([np.asarray(row) for row in output.logprobs]),
+        "trainer": trainer_logps(graphdef, state, padded, completions, **limits),
+        "trainer, 8 rows at a time": trainer_logps(
+            graphdef, state, padded, completions, batch_size=8, **limits
+        ),
+    }
+    errors = {who: (logprobs - exact).ravel() for who, logprobs in found.items()}
+    correlation = float(np.corrcoef(errors["engine"], errors["trainer"])[0, 1])
+    return [
+        Errors(
+            who=who,
+            max_abs=float(np.abs(error).max()),
+            mean_abs=float(np.abs(error).mean()),
+            mean=float(error.mean()),
+        )
+        for who, error in errors.items()
+    ], correlation
+
+
 def table(reports: dict[str, MismatchReport]) -> list[str]:
     """A line a report."""
     lines = [
@@ -203,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 costs[what] = seconds(rollout, case, repeats, logprobs=logprobs)
         rollout.close()
     selves = against_itself(case, model)
+    errors, correlation = against_float64(case, model)
     small = make_tunix_model(MODELS[narrow.model].config, dtype=narrow.dtype)
     rollout = make_rollout(narrow, small, [PAD_ID])
     reports[f"`trainer_logprobs`: {narrow.in_words()}"] = mismatch_report(
@@ -237,6 +284,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "|---|---:|---:|",
         *(f"| {each.change} | {each.max_abs:.2e} | {each.mean_abs:.2e} |" for each in selves),
         "",
+        "## Against float64, tokens that the engine sampled",
+        "",
+        "| | max | mean absolute | mean |",
+        "|---|---:|---:|---:|",
+        *(f"| {e.who} | {e.max_abs:.2e} | {e.mean_abs:.2e} | {e.mean:+.1e} |" for e in errors),
+        "",
+        f"The engine's errors and the trainer's correlate by {correlation:.2f}.",
+        "",
         "![Differences by position and by token, `trainer_logprobs`](mismatch.svg)",
         "",
     ]
@@ -244,6 +299,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "reports": {name: summary(report) for name, report in reports.items()},
         "generate_s": costs,
         "against_itself": [dataclasses.asdict(each) for each in selves],
+        "against_float64": [dataclasses.asdict(each) for each in errors],
+        "error_correlation": correlation,
     }
     write_report(folder / "mismatch.md", lines, environment, content)
     next(iter(reports.values())).plot(folder / "mismatch.svg")
