@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import InvalidConfigError, InvalidRequestError
+from sgljax_engine.runner import runner as runner_module
 from tests import tunix_families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
@@ -173,22 +174,25 @@ def test_a_corrupt_norm_scale_is_found_everywhere(spoilt, model):
     assert report.overall.k3 > 0
 
 
-def test_one_token_at_a_wrong_position_is_found(spoilt, model):
-    rollout, runner = spoilt
-    make = runner._prefill_batch
-    at = 6
+def test_one_token_at_a_wrong_position_is_found(spoilt, model, monkeypatch):
+    rollout, _ = spoilt
+    make = runner_module.build_prefill_batches
+    at, size = 6, ENGINE_OPTIONS["page_size"]
 
-    def faulty(chunks, buckets):
-        batch = make(chunks, buckets)
-        for chunk in chunks:
-            size = ENGINE_OPTIONS["page_size"]
-            if request_of([chunk.request]) and chunk.start <= at < chunk.start + chunk.num_tokens:
-                slot = chunk.pages[at // size] * size + at % size
-                shifted = batch.positions + (batch.slot_mapping == slot)
-                batch = batch._replace(positions=shifted.astype(np.int32))
-        return batch
+    def faulty(chunks, **options):
+        slots = [
+            chunk.pages[at // size] * size + at % size
+            for chunk in chunks
+            if request_of([chunk.request]) and chunk.start <= at < chunk.start + chunk.num_tokens
+        ]
+        return [
+            batch._replace(
+                positions=batch.positions + np.isin(batch.slot_mapping, slots).astype(np.int32)
+            )
+            for batch in make(chunks, **options)
+        ]
 
-    runner._prefill_batch = faulty
+    monkeypatch.setattr(runner_module, "build_prefill_batches", faulty)
     report = report_of(rollout, model)
     assert report.rows_off() == {ROW: 0}
 

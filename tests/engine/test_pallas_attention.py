@@ -19,7 +19,7 @@ from sgljax_engine.layers.pallas_attention import HEAD_DIMS, PallasAttention, ch
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner import programs
-from sgljax_engine.runner.batch import build_decode_batch, build_prefill_batch
+from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
 from sgljax_engine.runner.sampling_batch import build_sampling_batch
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case
@@ -150,7 +150,7 @@ def test_decode_and_prefill_lower_for_cuda():
     no_rows: Any = ()
     decode = (no_rows, rows, sampling, programs.RowOptions(), np.int32(1), np.int32(1))
     assert num_kernels(programs.decode, *decode) == TINY.num_layers
-    prefill = build_prefill_batch([], buckets=[64], block=16, page_size=16, table_width=16)
+    prefill = empty_prefill_batch(64, block=16, table_width=16)
     assert num_kernels(programs.prefill, prefill) == TINY.num_layers
 
 

@@ -117,14 +117,15 @@ class TestBuckets:
     @pytest.mark.parametrize(
         ("buckets", "per_pass", "sizes"),
         [
-            ((64, 1024), 256, (64, 256, 512, 768, 1024)),
+            ((64, 256), 256, (64, 128, 192, 256)),
+            ((64, 320, 512), 256, (64, 320, 384, 448, 512)),
             ((256, 512, 1024), None, (256, 512, 1024)),
             ((1000, 2048), 256, (1000, 1024, 1280, 1536, 1792, 2048)),
             ((48,), 256, (48,)),
         ],
     )
     def test_what_prefills_cost(self, buckets, per_pass, sizes):
-        """Whole passes where a bucket has them; else a bucket costs the same however full."""
+        """Parts of passes where a bucket has any; else a bucket costs the same however full."""
         assert prefill_sizes(buckets, per_pass) == sizes
 
     def test_several_passes_prefill_what_one_does(self, monkeypatch):

@@ -10,7 +10,7 @@ there their leaves are numpy arrays of the same shapes and dtypes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -98,33 +98,81 @@ def default_token_buckets(max_tokens: int, per_pass: int | None) -> tuple[int, .
 
 
 def prefill_sizes(buckets: Sequence[int], per_pass: int | None) -> tuple[int, ...]:
-    """Tokens that prefills take the time of, ascending: whole passes, and buckets without any."""
+    """Tokens that prefills take the time of, ascending: see `prefill_parts`."""
     sizes = [0]
     for bucket in buckets:
-        step = bucket if per_pass is None or bucket % per_pass else per_pass
+        step = _tokens_per_part(buckets, per_pass) if _has_passes(bucket, per_pass) else bucket
         last = sizes[-1]
         sizes += [size for size in range(step, bucket + 1, step) if size > last]
     return tuple(sizes[1:])
 
 
-def build_prefill_batch(
+def prefill_parts(
+    num_tokens: int, buckets: Sequence[int], per_pass: int | None
+) -> list[tuple[int, int]]:
+    """The programs that prefill so many tokens one after another: of each its tokens and bucket.
+
+    A program that makes passes gets whole ones, and the smallest bucket's takes what is left, as
+    often as it must; unless what is left fills a pass but for less than that bucket.
+    """
+    bucket, part = pick_bucket(buckets, num_tokens), _tokens_per_part(buckets, per_pass)
+    if per_pass is None or not _has_passes(bucket, per_pass) or part == per_pass:
+        return [(num_tokens, bucket)]
+    left = num_tokens % per_pass
+    if left > per_pass - part:
+        left = 0
+    whole = num_tokens - left
+    parts = [(whole, pick_bucket(buckets, whole))] if whole else []
+    return parts + [(min(left - done, part), part) for done in range(0, left, part)]
+
+
+def _has_passes(bucket: int, per_pass: int | None) -> bool:
+    return per_pass is not None and bucket % per_pass == 0
+
+
+def _tokens_per_part(buckets: Sequence[int], per_pass: int | None) -> int:
+    """The smallest bucket if passes consist of it, else a pass."""
+    if per_pass is None or per_pass % buckets[0]:
+        return per_pass or buckets[0]
+    return buckets[0]
+
+
+def build_prefill_batches(
     chunks: Sequence[PrefillChunk],
     *,
     buckets: Sequence[int],
+    per_pass: int | None,
     block: int,
     page_size: int,
     table_width: int,
+) -> list[ForwardBatch]:
+    """Packs chunks block by block; a batch for each of `prefill_parts`, in their order."""
+    num_tokens = sum(-(-chunk.num_tokens // block) for chunk in chunks) * block
+    packed = _pack(chunks, num_tokens, block, page_size, table_width)
+    batches, start = [], 0
+    for count, bucket in prefill_parts(num_tokens, buckets, per_pass):
+        batches.append(_cut(packed, start, count, bucket, block))
+        start += count
+    return batches
+
+
+def empty_prefill_batch(bucket: int, *, block: int, table_width: int) -> ForwardBatch:
+    """A batch of a bucket's shapes, without tokens."""
+    return _cut(_pack([], 0, block, 1, table_width), 0, 0, bucket, block)
+
+
+def _pack(
+    chunks: Sequence[PrefillChunk], size: int, block: int, page_size: int, table_width: int
 ) -> ForwardBatch:
-    """Packs chunks block by block into the smallest bucket of tokens that holds them."""
-    num_blocks = [-(-chunk.num_tokens // block) for chunk in chunks]
-    size = pick_bucket(buckets, sum(num_blocks) * block)
+    """All chunks in arrays of just their blocks, `size` tokens."""
     input_ids = np.zeros(size, np.int32)
     positions = np.zeros(size, np.int32)
     slot_mapping = np.full(size, NO_SLOT, np.int32)
     page_table = np.zeros((size // block, table_width), np.int32)
     seq_lens = np.zeros(size // block, np.int32)
     token = row = 0
-    for chunk, count in zip(chunks, num_blocks, strict=True):
+    for chunk in chunks:
+        count = -(-chunk.num_tokens // block)
         request, end = chunk.request, chunk.start + chunk.num_tokens
         where = slice(token, token + chunk.num_tokens)
         input_ids[where] = request.tokens(chunk.start, end)
@@ -138,6 +186,23 @@ def build_prefill_batch(
         token += count * block
         row += count
     return ForwardBatch(input_ids, positions, slot_mapping, page_table, seq_lens)  # type: ignore[arg-type]
+
+
+def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) -> ForwardBatch:
+    """`count` tokens of a batch from `start` on, padded to a bucket."""
+
+    def cut(x: jax.Array, unit: int, fill: int = 0) -> Any:
+        out = np.full((bucket // unit, *x.shape[1:]), fill, np.int32)
+        out[: count // unit] = x[start // unit : (start + count) // unit]
+        return out
+
+    return ForwardBatch(
+        input_ids=cut(packed.input_ids, 1),
+        positions=cut(packed.positions, 1),
+        slot_mapping=cut(packed.slot_mapping, 1, NO_SLOT),
+        page_table=cut(packed.page_table, block),
+        seq_lens=cut(packed.seq_lens, block),
+    )
 
 
 def build_copies(

@@ -19,11 +19,11 @@ from sgljax_engine.offload import HostArray, HostMemory, host_memory, to_device,
 from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
-    ForwardBatch,
     build_copies,
     build_decode_batch,
-    build_prefill_batch,
+    build_prefill_batches,
     decode_order,
+    empty_prefill_batch,
 )
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.placement import Placement
@@ -121,7 +121,16 @@ class ModelRunner:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Dispatches the chunks; does not wait for the device."""
-        self._run("prefill", self._prefill_batch(chunks, self._token_buckets))
+        batches = build_prefill_batches(
+            chunks,
+            buckets=self._token_buckets,
+            per_pass=self._static.prefill_pass,
+            block=self._token_block,
+            page_size=self._static.page_size,
+            table_width=self._table_width,
+        )
+        for batch in batches:
+            self._run("prefill", batch)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Dispatches page copies; does not wait for the device. No page is source and target."""
@@ -419,7 +428,10 @@ class ModelRunner:
                 options = programs.RowOptions(table)
                 yield ProgramCall("decode", (*rows, options, np.int32(1), np.int32(1)))
         for size in self._token_buckets:
-            yield ProgramCall("prefill", (self._prefill_batch([], [size]),))
+            batch = empty_prefill_batch(
+                size, block=self._token_block, table_width=self._table_width
+            )
+            yield ProgramCall("prefill", (batch,))
         if include_score:
             yield from self._scorer.warm_calls()
         copies = build_copies([], max_copies=self._batch_buckets[-1], num_pages=self._num_pages)
@@ -442,14 +454,3 @@ class ModelRunner:
             needs = "programs for top_logprobs_num and token_ids_logprob, which warmup leaves out"
         if needs:
             raise CompileForbiddenError(f"forbid_compile is set and the request needs {needs}")
-
-    def _prefill_batch(
-        self, chunks: Sequence[PrefillChunk], buckets: Sequence[int]
-    ) -> ForwardBatch:
-        return build_prefill_batch(
-            chunks,
-            buckets=buckets,
-            block=self._token_block,
-            page_size=self._static.page_size,
-            table_width=self._table_width,
-        )
