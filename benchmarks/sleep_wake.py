@@ -291,9 +291,9 @@ def format_cycles(cycles: Sequence[Cycle], rates: dict[str, float]) -> list[str]
     lines = [
         f"## Sleep and wake, medians of {len(cycles) // 2}",
         "",
-        "| KV pages | copied | given back | | ms | copying into fresh memory | into used memory "
-        "| copied and cleared, GB/s |",
-        "|---|---:|---:|---|---:|---:|---:|---:|",
+        "| KV pages | copied | given back | | moved | ms | moved into fresh memory "
+        "| copied into fresh memory | copied into used memory |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     first_s, num_tokens = {}, {}
     weights = min(each.host_bytes for each in cycles)
@@ -304,21 +304,24 @@ def format_cycles(cycles: Sequence[Cycle], rates: dict[str, float]) -> list[str]
         first_s[preserve] = float(np.median([each.first_tokens_s for each in own]))
         for name in ("sleep", "wake"):
             seconds = float(np.median([getattr(each, f"{name}_s") for each in own]))
-            passes = [seconds * rates[kind] / copied for kind in ("fresh", "used")]
-            # A CPU's weights come back without a copy, in the place of the host's.
+            # Clearing counts as well. A CPU's weights come back in the place of the host's copy.
             moved = copied - weights + given - weights if name == "wake" else copied
+            times = [
+                seconds * rates[kind] / num_bytes
+                for kind, num_bytes in (("fresh", moved), ("fresh", copied), ("used", copied))
+            ]
             lines.append(
                 f"| {'kept' if preserve else 'given up'} | {copied / 1e6:.0f} MB | "
-                f"{given / 1e6:.0f} MB | {name} | {seconds * 1e3:.0f} | {passes[0]:.2f} | "
-                f"{passes[1]:.2f} | {moved / seconds / 1e9:.1f} |"
+                f"{given / 1e6:.0f} MB | {name} | {moved / 1e6:.0f} MB | {seconds * 1e3:.0f} | "
+                f"{times[0]:.2f} | {times[1]:.2f} | {times[2]:.2f} |"
             )
     ratio = first_s[False] / first_s[True]
     return [
         *lines,
         "",
-        "The columns of copying say how many times as long as copying the same bytes it took. Wake "
-        "also takes and clears the memory of all pages and decode rows, before it fills those in "
-        "use.",
+        "The last three columns say how many times as long as copying so many bytes it took. What "
+        "is moved is, for a wake, the memory of all pages and decode rows, which is taken and "
+        "cleared, and then the pages in use, which are filled.",
         "",
         f"From `wake_up` until each request has a token more: {first_s[True]:.2f} s with kept "
         f"pages, {first_s[False]:.2f} s with a prefill: {ratio:.1f} times as fast. Requests whose "

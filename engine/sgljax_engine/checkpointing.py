@@ -11,14 +11,24 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from sgljax_engine import commands as cmd
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
+from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
 from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
 from sgljax_engine.detokenizer import Answer, reject
 from sgljax_engine.errors import CheckpointError, InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.requests import RequestFactory
-from sgljax_engine.snapshot import Restoration, RestoredRequest, Snapshot
+from sgljax_engine.runner.saved_pages import SavedPages
+from sgljax_engine.snapshot import (
+    CopiedPages,
+    PrefixSnapshot,
+    Restoration,
+    RestoredRequest,
+    Snapshot,
+)
 from sgljax_engine.types import RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -58,7 +68,6 @@ class Saver:
         future: Future[Snapshot] = Future()
         self._submit(cmd.TakeSnapshot(job.include_kv, future))
         checkpoint = self._checkpoint(future.result())
-        del future  # it has a copy of the pages
         key = (job.path.absolute(), job.compression)
         if self._manager is None or self._manager[0] != key:
             self._manager = (key, CheckpointManager(key[0], compression=job.compression))
@@ -66,6 +75,7 @@ class Saver:
 
     def _checkpoint(self, snapshot: Snapshot) -> EngineCheckpoint:
         digest = snapshot.weights.digest()  # first: until then it holds the weights
+        prefix = None if snapshot.prefix is None else self._copy_prefix(snapshot.prefix)
         now_s = time.perf_counter()
         requests = [mark.checkpoint(now_s) for mark in snapshot.marks]
         rids = {
@@ -79,7 +89,7 @@ class Saver:
                 waiting_queue=rids[RequestStatus.WAITING],
                 finished_req_ids=rids[RequestStatus.FINISHED],
                 new_token_ratio=snapshot.new_token_ratio,
-                prefix_cache=None if snapshot.prefix is None else snapshot.prefix.checkpoint(),
+                prefix_cache=prefix,
             ),
             metadata={
                 "model": _plain(self._model),
@@ -88,6 +98,26 @@ class Saver:
             },
             timestamp=time.time(),
         )
+
+    def _copy_prefix(self, prefix: PrefixSnapshot) -> PrefixCheckpoint | None:
+        """Has its pages copied a few at a time, between the engine's dispatches."""
+        copied: set[int] = set()
+        chunks: list[tuple[np.ndarray, Any]] = []
+        done = 0
+        while done < len(prefix.stamps):
+            future: Future[CopiedPages] = Future()
+            self._submit(cmd.CopyPages(prefix.stamps[done:], future))
+            part = future.result()
+            done += part.num_done
+            copied.update(part.pages)
+            chunks += part.contents.chunks if part.contents is not None else ()
+        if len(copied) < len(prefix.stamps):
+            logger.info(
+                "%d of %d KV pages had other contents before they were copied, and are left out",
+                len(prefix.stamps) - len(copied),
+                len(prefix.stamps),
+            )
+        return prefix.checkpoint(copied, SavedPages(chunks))
 
 
 def _check_metadata(metadata: Mapping[str, Any], model: ModelConfig, path: Path) -> None:

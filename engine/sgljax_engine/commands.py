@@ -22,8 +22,8 @@ from sgljax_engine.io_struct import (
 )
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.progress import ProgressListener
-from sgljax_engine.snapshot import Restoration, Snapshot
-from sgljax_engine.types import FinishReason, Request
+from sgljax_engine.snapshot import CopiedPages, Restoration, Snapshot
+from sgljax_engine.types import FinishReason, PageStamp, Request
 from sgljax_engine.weights.rules import Rule
 
 Weights = dict[str, jax.Array]
@@ -155,10 +155,18 @@ class CompareWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakeSnapshot:
-    """Note what belongs into a checkpoint; copies KV pages to the host if they belong there."""
+    """Note what belongs into a checkpoint, KV pages too if they belong there."""
 
     include_kv: bool
     future: Future[Snapshot]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CopyPages:
+    """Copy the first of these KV pages to the host, as many as take little time."""
+
+    stamps: Sequence[PageStamp]
+    future: Future[CopiedPages]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -223,6 +231,7 @@ Command = (
     | ChecksumWeights
     | CompareWeights
     | TakeSnapshot
+    | CopyPages
     | Restore
     | Score
     | Warmup

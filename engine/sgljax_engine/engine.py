@@ -705,7 +705,8 @@ class Engine:
         Args:
             path: A folder of its own, which is made if need be.
             include_kv: The prefix cache too, with the full KV pages of running requests, so that
-                they need almost no prefill. They take memory of the host meanwhile.
+                they need almost no prefill. They take memory of the host meanwhile. Copied a few
+                at a time between dispatches; those that others need before that are left out.
             compression: "zstd", which needs the extra [zstd]; None writes plain files.
 
         Raises:

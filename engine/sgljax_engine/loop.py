@@ -26,7 +26,7 @@ from sgljax_engine.detokenizer import Detokenizer, reject, resolve
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, forget_locals
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.metrics import MemoryReport
-from sgljax_engine.preserving import restore, take_snapshot
+from sgljax_engine.preserving import copy_pages, restore, take_snapshot
 from sgljax_engine.progress import EngineProgress
 from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
@@ -97,6 +97,7 @@ class EngineLoop:
         # What is answered once no request is left that has begun.
         self._quiet_futures: list[Future[None]] = []
         self._waiting_swap: cmd.SwapWeights | None = None
+        self._is_step_due = False
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
         # submit on the same thread.
@@ -199,7 +200,10 @@ class EngineLoop:
         return self._pause not in (None, "wait") or not self._core.can_run
 
     def _take_commands(self) -> bool:
-        """Handles all queued commands, waiting for one when nothing may run; False at shutdown."""
+        """Handles queued commands, waiting for one when nothing may run; False at shutdown.
+
+        All that there are, but for those behind a part of a long job: a step comes first.
+        """
         while True:
             self._settle()
             if not self._can_step:
@@ -211,10 +215,13 @@ class EngineLoop:
                 return True
             if not go_on:
                 return False
+            if self._is_step_due and self._can_step:
+                return True
 
     def _handle(self, command: cmd.Command) -> bool:
         """Answers a command, or has it wait; False when it was the last."""
         name, began = type(command).__name__, time.perf_counter()
+        self._is_step_due = isinstance(command, cmd.CopyPages)
         try:
             self._core.answers.hand_over()
             if isinstance(command, cmd.Shutdown):
@@ -265,6 +272,8 @@ class EngineLoop:
             return core.scheduler.check_integrity()
         if isinstance(command, cmd.TakeSnapshot):
             return take_snapshot(core, include_kv=command.include_kv)
+        if isinstance(command, cmd.CopyPages):
+            return copy_pages(core, command.stamps)
         if isinstance(command, cmd.Restore):
             return restore(core, command.restoration)
         core.check_awake()

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
 from sgljax_engine.core import EngineCore
 from sgljax_engine.detokenizer import reject
 from sgljax_engine.errors import CheckpointError, CompileForbiddenError, EngineStepError
 from sgljax_engine.snapshot import (
+    CopiedPages,
     PrefixSnapshot,
     RequestMark,
     Restoration,
     RestoredRequest,
     Snapshot,
 )
-from sgljax_engine.types import Request
+from sgljax_engine.types import PageStamp, Request
 
 logger = logging.getLogger(__name__)
 
 
 def take_snapshot(core: EngineCore, *, include_kv: bool) -> Snapshot:
-    """Notes what belongs into a checkpoint.
-
-    Raises:
-        OffloadError: when KV pages cannot be copied.
-    """
+    """Notes what belongs into a checkpoint; `copy_pages` takes the contents of KV pages."""
     weights = core.weights_digest
     if not core.runner.is_on_one_device:
         weights.digest()  # see `updates.Updater`: no other thread may start programs there
@@ -61,8 +59,22 @@ def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
     if not core.pool.is_sharing:
         logger.warning("include_kv: with disable_radix_cache=True there are no pages to save")
     nodes = core.pool.cached_prefixes(core.scheduler.running)
-    pages = core.sleeper.copy_pages([page for _, _, page in nodes]) if nodes else None
-    return None if pages is None else PrefixSnapshot(nodes, pages, core.runner.kv_geometry)
+    stamps = [core.pool.stamp(page) for _, _, page in nodes]
+    return PrefixSnapshot(nodes, stamps, core.runner.kv_geometry)
+
+
+def copy_pages(core: EngineCore, stamps: Sequence[PageStamp]) -> CopiedPages:
+    """Copies the first pages of a snapshot, a chunk of them, or all that sleep on the host.
+
+    Raises:
+        OffloadError: when that fails.
+    """
+    count = len(stamps)
+    if core.runner.is_kv_allocated:
+        count = min(count, core.runner.pages_per_copy)
+    pages = [stamp.page for stamp in stamps[:count] if core.pool.is_unchanged(stamp)]
+    contents = core.sleeper.copy_pages(pages) if pages else None
+    return CopiedPages(count, [] if contents is None else pages, contents)
 
 
 def restore(core: EngineCore, restoration: Restoration) -> None:

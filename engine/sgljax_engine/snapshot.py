@@ -6,6 +6,7 @@ writes the checkpoint may read them while the engine goes on.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
@@ -13,7 +14,7 @@ from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.digest import WeightsDigest
 from sgljax_engine.runner.saved_pages import SavedPages
-from sgljax_engine.types import FinishReason, PromptLogprobs, Request, RequestStatus
+from sgljax_engine.types import FinishReason, PageStamp, PromptLogprobs, Request, RequestStatus
 
 
 class RequestMark(NamedTuple):
@@ -41,26 +42,54 @@ class RequestMark(NamedTuple):
 
 
 class PrefixSnapshot(NamedTuple):
-    """The prefix cache at one moment, copied to the host.
+    """The prefix cache at one moment, without its keys and values.
 
     Attributes:
         nodes: See `RadixCache.full_pages`.
-        pages: Those of the nodes, others perhaps.
+        stamps: Of the nodes' pages.
         geometry: See `ModelRunner.kv_geometry`.
     """
 
     nodes: list[tuple[int, tuple[int, ...], int]]
-    pages: SavedPages
+    stamps: list[PageStamp]
     geometry: dict[str, int | str]
 
-    def checkpoint(self) -> PrefixCheckpoint:
-        """What is kept of it; any thread."""
-        layers = self.pages.take([page for _, _, page in self.nodes])
+    def checkpoint(self, copied: Collection[int], contents: SavedPages) -> PrefixCheckpoint | None:
+        """What is kept of it, None if that is nothing; any thread.
+
+        Args:
+            copied: Pages that were copied before they changed. What lies behind others goes too.
+            contents: Those of the pages, others perhaps.
+        """
+        places: dict[int, int] = {-1: -1}
+        kept: list[tuple[int, tuple[int, ...]]] = []
+        pages: list[int] = []
+        for place, (parent, tokens, page) in enumerate(self.nodes):
+            if page in copied and parent in places:
+                places[place] = len(kept)
+                kept.append((places[parent], tokens))
+                pages.append(page)
+        if not kept:
+            return None
         return PrefixCheckpoint(
             **self.geometry,  # type: ignore[arg-type]
-            nodes=[(parent, tokens) for parent, tokens, _ in self.nodes],
-            pages=[LayerPages(*layer) for layer in layers],
+            nodes=kept,
+            pages=[LayerPages(*layer) for layer in contents.take(pages)],
         )
+
+
+class CopiedPages(NamedTuple):
+    """What one `CopyPages` did.
+
+    Attributes:
+        num_done: Stamps that are dealt with, the first ones.
+        pages: Those that had not changed.
+        contents: Theirs, others perhaps; None without any.
+    """
+
+    num_done: int
+    pages: list[int]
+    contents: SavedPages | None
 
 
 class Snapshot(NamedTuple):

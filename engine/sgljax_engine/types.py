@@ -198,6 +198,14 @@ class PageCopy(NamedTuple):
     target: int
 
 
+class PageStamp(NamedTuple):
+    """Tells whether a full page still has the contents that it had; see `PagePool.stamp`."""
+
+    page: int
+    num_uses: int
+    num_resets: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """What the device does next: prefill chunks, page copies, then up to `num_steps` of decode.

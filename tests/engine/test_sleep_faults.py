@@ -33,7 +33,7 @@ def shared():
         patch.setattr(saved_pages, "_CHUNK_BYTES", 4 * 2 * 2 * 2 * 4 * 16 * 4)
         with make_engine() as engine:
             engine.warmup()
-            assert engine._loop._core.runner._chunk_size == 4
+            assert engine._loop._core.runner.pages_per_copy == 4
             yield engine
 
 

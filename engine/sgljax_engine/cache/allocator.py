@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from sgljax_engine.errors import EngineError
@@ -18,6 +19,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_used = bytearray(num_pages)
+        self._num_uses = array("Q", bytes(8 * num_pages))
 
     @property
     def num_free(self) -> int:
@@ -34,6 +36,14 @@ class PageAllocator:
         """Pages that are allocated now, ascending."""
         return [page for page, is_used in enumerate(self._is_used) if is_used]
 
+    def is_used(self, page: int) -> bool:
+        """Whether a page is allocated now."""
+        return bool(self._is_used[page])
+
+    def num_uses(self, page: int) -> int:
+        """How often a page was allocated so far."""
+        return self._num_uses[page]
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages, or raises EngineError and takes none."""
         if count > len(self._free):
@@ -44,6 +54,7 @@ class PageAllocator:
         del self._free[-count:]
         for page in pages:
             self._is_used[page] = 1
+            self._num_uses[page] += 1
         return pages
 
     def free(self, pages: Sequence[int]) -> None:

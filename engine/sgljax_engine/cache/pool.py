@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.radix import PrefixHandle, RadixCache
 from sgljax_engine.errors import EngineError
-from sgljax_engine.types import PageCopy, Request
+from sgljax_engine.types import PageCopy, PageStamp, Request
 
 
 class PagePool:
@@ -34,6 +34,7 @@ class PagePool:
         self._cache = RadixCache(allocator, page_size)
         self._handles: dict[str, PrefixHandle] = {}
         self._copied: list[PrefixHandle] = []
+        self._num_resets = 0
 
     @property
     def num_pages(self) -> int:
@@ -154,6 +155,7 @@ class PagePool:
         Running requests keep the pages that they share until they end.
         """
         self.settle()
+        self._num_resets += 1
         return self._cache.reset()
 
     def cached_prefixes(self, running: Sequence[Request]) -> list[tuple[int, tuple[int, ...], int]]:
@@ -161,6 +163,14 @@ class PagePool:
         for request in running:
             self.share(request, request.num_computed, with_tail=False)
         return self._cache.full_pages()
+
+    def stamp(self, page: int) -> PageStamp:
+        """What `is_unchanged` needs to know of a full page, which nobody writes to."""
+        return PageStamp(page, self._allocator.num_uses(page), self._num_resets)
+
+    def is_unchanged(self, stamp: PageStamp) -> bool:
+        """Whether somebody had the page all the time, and the cache was not reset."""
+        return stamp == self.stamp(stamp.page) and self._allocator.is_used(stamp.page)
 
     def adopt_prefixes(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
         """Pages for prefixes of another engine; see `RadixCache.adopt`."""

@@ -288,7 +288,7 @@ class ModelRunner:
     def save_pages(self, pages: Sequence[int]) -> SavedPages:
         """Copies pages to the host; waits for it."""
         chunks: list[tuple[np.ndarray, Any]] = []
-        for ids in chunk_ids(pages, self._chunk_size, self._num_pages):
+        for ids in chunk_ids(pages, self.pages_per_copy, self._num_pages):
             # Padding would be read from beyond the pool.
             call = ProgramCall("read_pages", (np.minimum(ids, self._num_pages - 1),))
             state, _ = self.programs.run(call, self._state)
@@ -311,7 +311,7 @@ class ModelRunner:
             pages,
             rows,
             layers,
-            size=self._chunk_size,
+            size=self.pages_per_copy,
             num_pages=self._num_pages,
             sharding=self._placement.kv_sharding,
         )
@@ -334,7 +334,8 @@ class ModelRunner:
             raise
 
     @property
-    def _chunk_size(self) -> int:
+    def pages_per_copy(self) -> int:
+        """Pages that are copied together, to the host or back; their memory must be taken."""
         size = sum(array.nbytes for array in jax.tree.leaves(self.kv)) // self._num_pages
         return chunk_size(size, self._num_pages)
 
