@@ -3,8 +3,7 @@
 Run by hand, never by the test suite, which needs no torch:
 
     python -m venv goldvenv
-    goldvenv/bin/pip install "transformers==5.12.1" "numpy>=2" "torch==2.13.0" \
-        --extra-index-url https://download.pytorch.org/whl/cpu
+    goldvenv/bin/pip install "transformers==5.12.1" "numpy>=2" "torch==2.13.0"  # its CPU build
     goldvenv/bin/python tests/golden/make_goldens.py
 
 Everything runs on the CPU in float32 on one thread, from fixed seeds, with no network access:
