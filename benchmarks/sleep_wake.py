@@ -35,6 +35,9 @@ from tunix_sgljax.bench.shapes import MODELS
 WAIT_S = 300
 """Longer than anything here takes."""
 
+COOLING_S = 5
+"""Between two copies into fresh memory."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cycle:
@@ -180,12 +183,17 @@ def live_bytes() -> int:
 
 
 def copy_rates(num_bytes: int, repeats: int) -> dict[str, float]:
-    """Bytes a second of copying, in numpy and on one core: median rates by kind of target."""
+    """Bytes a second of copying, in numpy and on one core: median rates by kind of target.
+
+    Fresh memory is as cold as a sleep finds it: a virtual machine may have given to its host what
+    was freed seconds ago, and gets it back much more slowly than what was freed just now.
+    """
     source = np.ones(num_bytes // 4, np.float32)
     target = np.ones_like(source)
     rates: dict[str, list[float]] = {"fresh": [], "used": []}
     for _ in range(repeats):
         for kind in rates:
+            time.sleep(COOLING_S if kind == "fresh" else 0)
             started = time.perf_counter()
             if kind == "used":
                 np.copyto(target, source)
