@@ -54,6 +54,8 @@ def lists(each: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[list[Any
 @st.composite
 def params(draw: st.DrawFn) -> SamplingParams:
     stop = tuple(draw(st.lists(TEXTS.filter(bool), max_size=3)))
+    allowed = draw(st.none() | st.lists(IDS, min_size=1, max_size=4).map(tuple))
+    spared = allowed[0] if allowed else None  # one must be left
     return SamplingParams(
         n=draw(st.integers(1, 9)),
         temperature=draw(st.floats(0, 1e6)),
@@ -62,8 +64,8 @@ def params(draw: st.DrawFn) -> SamplingParams:
         min_p=draw(st.floats(0, 1)),
         presence_penalty=draw(st.floats(-2, 2)),
         logit_bias=draw(st.none() | st.dictionaries(IDS, st.floats(-100, 100), max_size=4)),
-        allowed_token_ids=draw(st.none() | st.lists(IDS, min_size=1, max_size=4).map(tuple)),
-        bad_token_ids=draw(st.lists(IDS, max_size=3).map(tuple)),
+        allowed_token_ids=allowed,
+        bad_token_ids=draw(st.lists(IDS.filter(lambda x: x != spared), max_size=3).map(tuple)),
         seed=draw(st.none() | st.integers(0, 2**63 - 1)),
         max_new_tokens=draw(st.integers(6, 2**40)),
         stop=stop,
