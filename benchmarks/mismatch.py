@@ -82,6 +82,11 @@ def make_prompts(case: Case) -> list[str]:
     return [" ".join(map(str, rng.integers(1, vocab_size, length))) for length in lengths]
 
 
+def make_prompt_ids(case: Case) -> list[list[int]]:
+    """The tokens of those texts."""
+    return [[int(word) for word in text.split()] for text in make_prompts(case)]
+
+
 def config_of(case: Case, **changes: Any) -> RolloutConfig:
     """Sampling at temperature 1, of a fixed number of tokens."""
     return RolloutConfig(
@@ -126,7 +131,7 @@ def seconds(rollout: SglJaxRollout, case: Case, repeats: int, *, logprobs: bool)
 
 def against_itself(case: Case, model: Any) -> list[Against]:
     """Tunix's own function on the same tokens in other shapes."""
-    prompts = [[int(word) for word in text.split()] for text in make_prompts(case)]
+    prompts = make_prompt_ids(case)
     rng = np.random.default_rng(1)
     shape = case.num_rows, case.num_tokens
     completions = rng.integers(1, MODELS[case.model].config.vocab_size, shape).astype(np.int32)
@@ -172,7 +177,7 @@ def against_float64(case: Case, model: Any) -> tuple[list[Errors], float]:
     rollout = make_rollout(case, model, [PAD_ID])
     output = rollout.generate(make_prompts(case), config_of(case))
     rollout.close()
-    prompts = [[int(word) for word in text.split()] for text in make_prompts(case)]
+    prompts = make_prompt_ids(case)
     completions = np.stack([np.asarray(tokens) for tokens in output.tokens]).astype(np.int32)
     assert output.logprobs is not None
     graphdef, state = nnx.split(model)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jax
+import pytest
 
 from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
+from sgljax_engine.runner import saved_pages
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, held, start
 
 NUM_TOKENS = 150
 """Enough that a request is not finished before whoever saw its first token has acted."""
+
+PAGES_PER_COPY = 4
+"""Under `small_copies`."""
 
 LONG = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
@@ -30,6 +36,15 @@ def make_engine(**given: Any) -> Engine:
     options |= given
     weights = options.pop("weights", None) or spread_weights()
     return Engine(model_config=TINY, weights=weights, **options)
+
+
+@contextlib.contextmanager
+def small_copies() -> Iterator[None]:
+    """Pages of `make_engine`'s engines move `PAGES_PER_COPY` at a time."""
+    page_bytes = 2 * 2 * 2 * 4 * 16 * 4  # layers, k and v, heads, tokens, channels, float32
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_pages, "_CHUNK_BYTES", PAGES_PER_COPY * page_bytes)
+        yield
 
 
 def wait_until(engine: Engine, holds: Callable[[EngineState], bool]) -> EngineState:

@@ -10,29 +10,27 @@ from sgljax_engine import CheckpointManager
 from sgljax_engine import commands as cmd
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.runner import saved_pages
 from sgljax_engine.runner.runner import ModelRunner
-from tests.engine.interrupts import LONG, NUM_TOKENS, make_engine, settle, wait_until
+from tests.engine.interrupts import (
+    LONG,
+    NUM_TOKENS,
+    PAGES_PER_COPY,
+    make_engine,
+    settle,
+    small_copies,
+    wait_until,
+)
 from tests.engine.models import random_prompts
 from tests.threads import LIMIT_S, start
 
 PROMPTS = random_prompts(4, 20, 30, seed=4)
 RIDS = [f"r{i}" for i in range(len(PROMPTS))]
-PAGES_PER_COPY = 4
 PAGE_SIZE = 4
-PAGE_BYTES = 2 * 2 * 2 * PAGE_SIZE * 16 * 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_chunks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_pages, "_CHUNK_BYTES", PAGES_PER_COPY * PAGE_BYTES)
-        yield
 
 
 @pytest.fixture(scope="module")
 def shared():
-    with make_engine() as engine:
+    with small_copies(), make_engine() as engine:
         engine.warmup()
         yield engine
 

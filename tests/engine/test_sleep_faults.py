@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import OffloadError
-from sgljax_engine.runner import runner, saved_pages
+from sgljax_engine.runner import runner
 from tests.engine.interrupts import (
     LONG,
     assert_idle,
@@ -15,6 +15,7 @@ from tests.engine.interrupts import (
     make_engine,
     results,
     settle,
+    small_copies,
     start_all,
     wait_until,
 )
@@ -29,12 +30,10 @@ ERRORS = [RuntimeError, MemoryError]
 @pytest.fixture(scope="module")
 def shared():
     """Pages move in chunks of four."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_pages, "_CHUNK_BYTES", 4 * 2 * 2 * 2 * 4 * 16 * 4)
-        with make_engine() as engine:
-            engine.warmup()
-            assert engine._loop._core.runner.pages_per_copy == 4
-            yield engine
+    with small_copies(), make_engine() as engine:
+        engine.warmup()
+        assert engine._loop._core.runner.pages_per_copy == 4
+        yield engine
 
 
 @pytest.fixture
