@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import tempfile
 import threading
 import time
@@ -207,6 +208,7 @@ def copy_rates(num_bytes: int, repeats: int) -> dict[str, float]:
 def rollout(model: str, num_requests: int, num_tokens: int) -> Iterator[tuple[Rollout, int]]:
     """Requests that decode, and the bytes of arrays before their engine existed."""
     config = dataclasses.replace(MODELS[model].config, context_length=2 * num_tokens)
+    gc.collect()  # what others left must not go away in between
     base = live_bytes()
     engine = Engine(
         model_config=config,

@@ -15,7 +15,7 @@ def test_cycles_and_saves(tmp_path):
     assert kept["device_bytes"] == given_up["device_bytes"]
     assert kept["host_bytes"] > given_up["host_bytes"]
     memory = data["memory"]
-    assert set(memory["asleep"]) == {memory["base"]}
+    assert max(memory["asleep"]) <= memory["base"]
     assert set(memory["woken"]) == {memory["awake"]}
     assert 0 < data["checkpoint"]["other_bytes_per_request"] < 2048
     assert [each["with_kv"] for each in data["saves"]] == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import jax
@@ -347,6 +348,7 @@ class TestArguments:
 
 class TestMemory:
     def test_devices_are_as_empty_as_before_the_engine(self):
+        gc.collect()  # what others left must not go away in between
         base = device_bytes()
         prompts = random_prompts(4, 3, 30)
         with make_engine() as engine:
