@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+_T = TypeVar("_T")
 
 NARROW = 64
 """Fewer tokens than this are few, to `narrow_linear`."""
@@ -55,6 +59,19 @@ class Layout(enum.Enum):
         On CPUs XLA would make the product turn it, which is much slower than turning it before.
         """
         return x if self is Layout.TOKENS_FIRST else lax.optimization_barrier(x)
+
+    def compute_once(self, make: Callable[[jax.Array], _T], x: jax.Array) -> _T:
+        """`make(x)` by way of memory, a pytree of arrays. No integer of `x` is negative.
+
+        XLA on CPUs would compute what looks cheap, such as sines, anew in each fusion that reads
+        it. What a loop returns is in memory, so this is one of a single turn, which the compiler
+        cannot know.
+        """
+        if self is Layout.TOKENS_FIRST:
+            return make(x)
+        empty = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(make, x))
+        num_turns = 1 + jnp.minimum(x.ravel()[0], 0)
+        return lax.fori_loop(0, num_turns, lambda _, out: make(x), empty)
 
     def split_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
         """Features [N * H] to [N, H]."""

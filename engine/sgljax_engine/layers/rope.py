@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def rope_timescales(head_dim: int, theta: float) -> jax.Array:
@@ -47,12 +48,18 @@ def rope_tables(positions_T: jax.Array, timescales: jax.Array) -> tuple[jax.Arra
 def apply_rope(x: jax.Array, sin: jax.Array, cos: jax.Array, axis: int = -1) -> jax.Array:
     """Rotates the first half of each head against its second half (the "NeoX" pairing).
 
+    The halves are exchanged by reversing an axis of two. Joined from two results instead, XLA on
+    CPUs would choose between them element by element.
+
     Args:
         x: Heads, their channels along `axis`.
         sin: Half as many channels along `axis`, otherwise broadcast to `x`.
         cos: Like `sin`.
         axis: Of the channels.
     """
-    sin, cos = sin.astype(x.dtype), cos.astype(x.dtype)
-    first, second = jnp.split(x, 2, axis=axis)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
+    axis %= x.ndim
+    sin, cos = (jnp.expand_dims(table.astype(x.dtype), axis) for table in (sin, cos))
+    halves = x.reshape(*x.shape[:axis], 2, -1, *x.shape[axis + 1 :])
+    shape = [2 if dim == axis else 1 for dim in range(halves.ndim)]
+    sign = jnp.asarray([-1, 1], x.dtype).reshape(shape)
+    return (halves * cos + lax.rev(halves, [axis]) * (sign * sin)).reshape(x.shape)

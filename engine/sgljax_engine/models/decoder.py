@@ -262,8 +262,14 @@ class _Layers(NamedTuple):
             timescales = timescales * rope.linear_factor
         if rope.llama3 is not None:
             timescales = stretch_llama3(timescales, **dataclasses.asdict(rope.llama3))
-        sin, cos = rope_tables(positions, timescales)
-        return self.layout.place(sin), self.layout.place(cos)
+
+        def make(positions: jax.Array) -> Rope:
+            sin, cos = rope_tables(positions, timescales)
+            return self.layout.place(sin), self.layout.place(cos)
+
+        if self.context.is_deterministic:
+            return make(positions)  # a sine of its own kernel may have other bits
+        return self.layout.compute_once(make, positions)
 
     @property
     def layout(self) -> Layout:
