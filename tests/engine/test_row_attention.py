@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, memory
+from sgljax_engine.cache import kv_rows
 from sgljax_engine.cache.kv_rows import LayerRows, gather_rows, row_shapes, write_rows
+from sgljax_engine.layers import ordered_attention
+from sgljax_engine.layers import row_attention as row_attention_module
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.row_attention import row_attention
 from tests.engine.models import TINY, random_prompts, spread_weights
@@ -24,6 +27,28 @@ OPTIONS = {
     "all": AttentionOptions(scale=0.5, sliding_window=100, logit_softcap=2.0),
 }
 FREE_BYTES = 1 << 26
+
+
+@pytest.fixture(params=[8, 16])
+def lanes(request, monkeypatch):
+    """Vectors of every length that a CPU may have, whatever this one has."""
+    for module in (kv_rows, ordered_attention, row_attention_module):
+        monkeypatch.setattr(module, "LANES", request.param)
+
+
+@pytest.mark.parametrize(
+    ("simd", "expected"),
+    [
+        ({"baseline": ["X86_V2"], "found": ["X86_V3", "X86_V4"]}, 16),
+        ({"baseline": ["SSE", "SSE2"], "found": ["AVX2", "AVX512F", "AVX512_SKX"]}, 16),
+        ({"baseline": ["SSE", "AVX512F"]}, 16),
+        ({"baseline": ["X86_V2"], "found": ["X86_V3"], "not found": ["X86_V4"]}, 8),
+        ({"baseline": ["NEON"], "found": []}, 8),
+        ({}, 8),
+    ],
+)
+def test_lanes_fill_a_vector(simd, expected):
+    assert kv_rows.lanes_for(simd) == expected
 
 
 def poisoned_rows(num_rows, max_len, num_kv_heads, head_dim, dtype=np.float32):
@@ -45,6 +70,7 @@ def over_rows(max_len):
     return backend
 
 
+@pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     ("page_size", "num_heads", "num_kv_heads", "head_dim"),
@@ -62,6 +88,7 @@ def test_ragged_rows(options, page_size, num_heads, num_kv_heads, head_dim):
     case.check(case.run(over_rows(200), options), options, atol=2e-5)
 
 
+@pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("num_rows", [15, 16, 17, 40])
 def test_tiles(num_rows):
     """More rows than a tile holds, in whole tiles and not."""
@@ -72,6 +99,7 @@ def test_tiles(num_rows):
     case.check(case.run(over_rows(200), DEFAULT), DEFAULT, atol=2e-5)
 
 
+@pytest.mark.usefixtures("lanes")
 def test_bfloat16():
     case = ragged_case(
         [1, 17, 150],
@@ -85,6 +113,7 @@ def test_bfloat16():
     case.check(case.run(over_rows(160), DEFAULT), DEFAULT, atol=2e-2)
 
 
+@pytest.mark.usefixtures("lanes")
 def test_new_tokens_join_the_copied_ones():
     """Step by step across the end of a chunk, as a decode dispatch does it."""
     lengths, num_steps = np.array([60, 1, 127]), 8
@@ -142,13 +171,13 @@ class TestEngine:
         ("options", "message"),
         [
             ({"max_running_requests": 512}, r"'xla_rows' takes \d+ bytes for 512 rows of 256"),
-            ({}, r"needs a head_dim that is a multiple of 16, got 8"),
+            ({}, rf"needs a head_dim that is a multiple of {kv_rows.LANES}, got 4"),
         ],
     )
     def test_what_does_not_fit(self, monkeypatch, options, message):
         """Refused when asked for by name; "auto" reads pages instead."""
         monkeypatch.setattr(memory, "free_bytes", lambda _: FREE_BYTES)
-        model = TINY if options else dataclasses.replace(TINY, head_dim=8)
+        model = TINY if options else dataclasses.replace(TINY, head_dim=4)
         arguments = {
             "model_config": model,
             "weights": spread_weights(model),

@@ -12,7 +12,8 @@ Shape legend: B rows of a dispatch, K kv heads, h head dim, P pages of a row, L 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,23 @@ from sgljax_engine.cache.kv_pages import KVPages, LayerKV, zeros_program
 CHUNK = 64
 """Keys of a row that lie together: attention takes one chunk of several rows at a time."""
 
-LANES = 16
-"""Neighbours in memory: keys of one channel, or channels of one key. 64 bytes of float32."""
+
+def lanes_for(simd: Mapping[str, Any]) -> int:
+    """Numbers of float32 in a vector of a CPU, from its SIMD extensions as numpy reports them.
+
+    16 with AVX-512, by any of the names that numpy has had for it; else 8, also where vectors are
+    shorter or numpy does not say.
+    """
+    known = {*simd.get("baseline", ()), *simd.get("found", ())}
+    return 16 if known & {"X86_V4", "AVX512F", "AVX512_SKX"} else 8
+
+
+LANES = lanes_for(np.show_config(mode="dicts").get("SIMD Extensions", {}))
+"""Neighbours in memory: keys of one channel, or channels of one key. One vector of this CPU.
+
+With more, the sums of attention take as many steps with less to do between them; with fewer,
+vectors are not filled.
+"""
 
 ROW_TILE = 16
 """Rows that attention takes together."""
