@@ -219,7 +219,8 @@ class SchedulerOutput:
         retracted: Requests that lost their pages while this was decided.
         started: Requests that got pages, for the first time or again.
         prefill_tokens: Of `prefill`, in whole blocks.
-        yield_on_finish: End the dispatch early when a row finishes, since others wait for room.
+        max_finished: End the dispatch early when so many rows have finished, since others wait for
+            room; None if nobody does.
     """
 
     prefill: list[PrefillChunk]
@@ -230,7 +231,7 @@ class SchedulerOutput:
     retracted: list[Request]
     started: list[Request]
     prefill_tokens: int = 0
-    yield_on_finish: bool = False
+    max_finished: int | None = None
 
     @property
     def is_empty(self) -> bool:

@@ -413,6 +413,28 @@ class TestDecodeSteps:
         assert [self.run(scheduler) for _ in range(3)] == [8, 8, 8]
         assert len(scheduler.waiting) == 12
 
+    @pytest.mark.parametrize(
+        ("max_running", "num_waiting", "expected"),
+        [(4, 0, None), (4, 1, 1), (15, 9, 1), (32, 1, 1), (32, 9, 2), (64, 9, 4), (64, 3, 3)],
+    )
+    def test_dispatches_end_when_enough_rows_have_finished_for_those_that_wait(
+        self, max_running, num_waiting, expected
+    ):
+        scheduler, _ = make_scheduler(4096, max_running, budget=512 * BLOCK)
+        for rid in range(max_running + num_waiting):
+            scheduler.add(make_request(rid))
+        output = scheduler.schedule()
+        assert len(output.decode) == max_running
+        assert output.max_finished == expected
+
+    def test_nobody_waits_for_rows_while_admission_is_closed(self):
+        scheduler, _ = make_scheduler(4096, 4)
+        for rid in range(9):
+            scheduler.add(make_request(rid))
+        scheduler.schedule()
+        scheduler.admits_new = False
+        assert scheduler.schedule().max_finished is None
+
 
 class TestPrefillTime:
     """Prefill and decode steps of a dispatch share its time."""

@@ -155,7 +155,7 @@ class ModelRunner:
             build_table(rows, size, vocab_size, output.num_steps),
             build_logprob_batch(rows, size, vocab_size),
         )
-        max_finished = 1 if output.yield_on_finish else size + 1
+        max_finished = output.max_finished or size + 1
         limits = np.int32(output.num_steps), np.int32(max_finished)
         result = self._run("decode", batch, sampling, options, *limits)
         for leaf in jax.tree.leaves(result):

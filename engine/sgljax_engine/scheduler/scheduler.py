@@ -36,6 +36,9 @@ from sgljax_engine.types import (
     StepOutput,
 )
 
+_ROWS_PER_ADMISSION = 16
+"""Each dispatch has a price, such as copying the rows' pages on CPUs; an idle row has one too."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Prefill:
@@ -146,12 +149,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while `schedule` finds something to do."""
-        return bool(self.running) or self._may_admit
+        return bool(self.running or self._num_startable)
 
     @property
-    def _may_admit(self) -> bool:
-        """Whether a request waits that may start."""
-        return bool(self.waiting if self.admits_new else self.waiting.num_returned)
+    def _num_startable(self) -> int:
+        """Requests that wait and may start."""
+        return len(self.waiting) if self.admits_new else self.waiting.num_returned
+
+    def _max_finished(self, num_rows: int) -> int | None:
+        """Rows that may finish before a dispatch ends for those that wait."""
+        if not self._num_startable:
+            return None
+        return max(1, min(num_rows // _ROWS_PER_ADMISSION, self._num_startable))
 
     def reset_policy(self) -> None:
         """Forgets what admission has learnt, as a flush of the cache asks."""
@@ -179,7 +188,7 @@ class Scheduler:
             prefill_tokens=plan.num_tokens,
             retracted=retracted,
             started=started,
-            yield_on_finish=self._may_admit,
+            max_finished=self._max_finished(len(decode)),
         )
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Request]:
@@ -264,7 +273,7 @@ class Scheduler:
 
     def _has_prefill_left(self, plan: _Prefill) -> bool:
         """Whether only the budget ends this prefill: then few rows decode, and the others soon."""
-        has_place = self._may_admit and len(self.running) < self._config.max_running_requests
+        has_place = self._num_startable and len(self.running) < self._config.max_running_requests
         unfinished = (r for r in self.running if plan.ends.get(r.rid, r.num_computed) < r.kv_len)
         return plan.budget <= 0 and (has_place or any(unfinished))
 
@@ -283,11 +292,11 @@ class Scheduler:
 
     def _admit(self, plan: _Prefill, num_steps: int) -> list[Request]:
         """Starts waiting requests while batch, token budget and pages allow."""
-        if not self._may_admit or len(self.running) >= self._config.max_running_requests:
+        if not self._num_startable or len(self.running) >= self._config.max_running_requests:
             return []
         reserved = sum(self._expected_pages(r, len(r.pages)) for r in self.running)
         started: list[Request] = []
-        while self._may_admit and len(self.running) < self._config.max_running_requests:
+        while self._num_startable and len(self.running) < self._config.max_running_requests:
             request = self.waiting.oldest
             prefix = self._pool.find_prefix(request)
             expected = self._expected_pages(request, prefix.num_pages)
