@@ -27,6 +27,7 @@ OPTIONS = {
     "all": AttentionOptions(scale=0.5, sliding_window=100, logit_softcap=2.0),
 }
 FREE_BYTES = 1 << 26
+NONE = np.int32(0)
 
 
 @pytest.fixture(params=[8, 16])
@@ -64,7 +65,9 @@ def over_rows(max_len):
         num_kv_heads, head_dim = layer.k.shape[1], layer.k.shape[3]
         rows = poisoned_rows(len(q), max_len, num_kv_heads, head_dim, layer.k.dtype)
         end = jnp.max(tables.kv_lens)
-        (rows,) = gather_rows((rows,), (layer,), tables.page_table, tables.kv_lens, end)
+        (rows,) = gather_rows(
+            (rows,), (layer,), tables.page_table, tables.kv_lens, end, jnp.int32(0)
+        )
         return row_attention(q[:, 0], rows, tables.kv_lens, options)[:, None]
 
     return backend
@@ -123,7 +126,9 @@ def test_new_tokens_join_the_copied_ones():
     rng = np.random.default_rng(2)
     rows = poisoned_rows(4, 140, 2, 16)
     end = jnp.max(case.tables.kv_lens) + num_steps
-    (rows,) = gather_rows((rows,), (case.layer,), case.tables.page_table, case.tables.kv_lens, end)
+    (rows,) = gather_rows(
+        (rows,), (case.layer,), case.tables.page_table, case.tables.kv_lens, end, jnp.int32(0)
+    )
     keys, values = list(case.keys), list(case.values)
     is_used = jnp.asarray([True, True, True, False])
     for step in range(num_steps):

@@ -4,8 +4,8 @@ XLA on CPU cannot read scattered pages where they lie: each step would copy all 
 So a decode dispatch copies them once, before its first step, into arrays in which the keys of a row
 lie in order, and its steps read slices of those in place. New tokens are written to both.
 
-The arrays are allocated once, donated to every decode dispatch and handed back; nothing in them is
-of use to the next dispatch.
+The arrays are allocated once, donated to every decode dispatch and handed back. A dispatch of the
+same requests goes on with what the last one left (`runner.kept_rows`); others copy everything.
 
 Shape legend: B rows of a dispatch, K kv heads, h head dim, P pages of a row, L lanes.
 """
@@ -108,6 +108,7 @@ def gather_rows(
     page_table_BP: jax.Array,
     kv_lens_B: jax.Array,
     end: jax.Array,
+    num_ready: jax.Array,
 ) -> KVRows:
     """Copies the keys and values of a dispatch's rows out of their pages.
 
@@ -117,6 +118,7 @@ def gather_rows(
         page_table_BP: [B, P] int32.
         kv_lens_B: [B] int32, tokens in the pages; what lies behind them becomes 0.
         end: Scalar int32; chunks up to this token are made ready, those behind stay as they are.
+        num_ready: Scalar int32; so many chunks are already, and stay as they are.
     """
 
     def body(chunk: jax.Array, kv_rows: KVRows) -> KVRows:
@@ -125,7 +127,7 @@ def gather_rows(
             for rows, layer in zip(kv_rows, kv, strict=True)
         )
 
-    return lax.fori_loop(0, (end + CHUNK - 1) // CHUNK, body, kv_rows)
+    return lax.fori_loop(num_ready, (end + CHUNK - 1) // CHUNK, body, kv_rows)
 
 
 def load_chunk(

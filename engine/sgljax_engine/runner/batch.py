@@ -50,6 +50,7 @@ class DecodeBatch(NamedTuple):
         page_table: [B, P] int32.
         step_limits: int32, steps that the row may take; 0 for padding rows.
         ends_at_limit: bool, the row reaches its max_new_tokens at `step_limits`.
+        num_ready: Scalar int32, chunks of the decode rows that hold what the pages do.
     """
 
     input_ids: jax.Array
@@ -57,6 +58,7 @@ class DecodeBatch(NamedTuple):
     page_table: jax.Array
     step_limits: jax.Array
     ends_at_limit: jax.Array
+    num_ready: jax.Array
 
 
 def pick_bucket(buckets: Sequence[int], size: int) -> int:
@@ -250,4 +252,4 @@ def build_decode_batch(
     ends_at_limit[used] = limits[used] == [request.num_remaining for request in requests]
     for row, request in enumerate(requests):
         page_table[row, : len(request.pages)] = request.pages
-    return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit)  # type: ignore[arg-type]
+    return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit, np.int32(0))  # type: ignore[arg-type]

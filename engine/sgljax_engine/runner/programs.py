@@ -231,7 +231,7 @@ def decode(
     if kv_rows:
         lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
         end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
-        kv_rows = gather_rows(kv_rows, kv, rows.page_table, lens, end)
+        kv_rows = gather_rows(kv_rows, kv, rows.page_table, lens, end, rows.num_ready)
         caches = tuple(PagedRows(*both) for both in zip(kv, kv_rows, strict=True))
 
     def is_active(carry: _Carry) -> jax.Array:

@@ -26,6 +26,7 @@ from sgljax_engine.runner.batch import (
     empty_prefill_batch,
 )
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
+from sgljax_engine.runner.kept_rows import KeptRows
 from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.runner.sampling_batch import (
@@ -110,6 +111,7 @@ class ModelRunner:
         self.weights: dict[str, jax.Array] = dict(weights)
         self.kv: KVPages = ()
         self.kv_rows: KVRows = ()
+        self._kept_rows = KeptRows()
         self._allocate_kv()
 
     @property
@@ -121,6 +123,7 @@ class ModelRunner:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Dispatches the chunks; does not wait for the device."""
+        self._kept_rows.changed(chunk.request for chunk in chunks)
         batches = build_prefill_batches(
             chunks,
             buckets=self._token_buckets,
@@ -149,6 +152,10 @@ class ModelRunner:
             buckets=self._batch_buckets,
             table_width=self._table_width,
         )
+        self._kept_rows.changed(output.started)
+        if self.kv_rows:
+            num_ready = self._kept_rows.place(rows, batch, output.num_steps)
+            batch = batch._replace(num_ready=np.int32(num_ready))
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
         sampling = build_sampling_batch(rows, size, vocab_size)
         options = programs.RowOptions(
@@ -189,6 +196,7 @@ class ModelRunner:
 
     def swap_weights(self, weights: Mapping[str, jax.Array]) -> None:
         """Serves these weights from the next dispatch on; the old ones are let go."""
+        self._kept_rows.forget()
         self.weights = dict(weights)
 
     def checksum_weights(
@@ -323,6 +331,7 @@ class ModelRunner:
         What fails leaves no pages at all.
         """
         self.take_kv()
+        self._kept_rows.forget()
         try:
             for ids, contents in chunks:
                 state = self._state._replace(moved=to_device(contents))
@@ -346,6 +355,7 @@ class ModelRunner:
         deleted; those that a failed asynchronous program was to return raise when waited for;
         `load_pages` has let go of them by itself.
         """
+        self._kept_rows.forget()
         if self.is_kv_allocated:
             try:
                 self.check_kv()
@@ -363,6 +373,7 @@ class ModelRunner:
 
     def _allocate_kv(self) -> None:
         config, placement = self.model_config, self._placement
+        self._kept_rows.forget()
         kv = allocate_kv_pages(
             num_layers=config.num_layers,
             num_pages=self._num_pages,
@@ -399,6 +410,7 @@ class ModelRunner:
             progress: Told of every program.
         """
         self.take_kv()
+        self._kept_rows.forget()
         before, was_sealed = self.programs.num_compiles, self.programs.is_sealed
         self.programs.is_sealed = False
         try:
