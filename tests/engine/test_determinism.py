@@ -124,7 +124,7 @@ def test_small_pools_retract_and_read_pages():
 
 def test_a_head_dim_that_rows_do_not_take():
     """Then decode attention reads pages whatever their number."""
-    model = dataclasses.replace(MODEL, head_dim=24)
+    model = dataclasses.replace(MODEL, head_dim=20)
     disturb = Disturber(0, spread_weights(model))
     way = WAYS[2]._replace(order=range(len(PLAIN))[::-1], disturb=disturb)
     with make_engine(ALONE, model) as engine:
