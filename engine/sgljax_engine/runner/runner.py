@@ -109,7 +109,7 @@ class ModelRunner:
             vocab_size=static.context.config.vocab_size,
         )
         self.weights: dict[str, jax.Array] = dict(weights)
-        self.kv: KVPages = ()
+        self._kv: KVPages = ()
         self.kv_rows: KVRows = ()
         self._kept_rows = KeptRows()
         self._allocate_kv()
@@ -118,6 +118,16 @@ class ModelRunner:
     def model_config(self) -> ModelConfig:
         """The model's shape."""
         return self._static.context.config
+
+    @property
+    def kv(self) -> KVPages:
+        """The pages; none while they are not allocated. Rows copy those that are set anew."""
+        return self._kv
+
+    @kv.setter
+    def kv(self, pages: KVPages) -> None:
+        self._kept_rows.forget()
+        self._kv = pages
 
     # ------------------------------------------------------------------ steps
 
@@ -185,7 +195,7 @@ class ModelRunner:
             self.take_kv()
         call = ProgramCall(program, args)
         state, result = self.programs.run(call, self._state)
-        self.kv, self.kv_rows = state.kv, state.kv_rows
+        self._kv, self.kv_rows = state.kv, state.kv_rows
         return result
 
     @property
@@ -331,7 +341,6 @@ class ModelRunner:
         What fails leaves no pages at all.
         """
         self.take_kv()
-        self._kept_rows.forget()
         try:
             for ids, contents in chunks:
                 state = self._state._replace(moved=to_device(contents))
@@ -373,7 +382,6 @@ class ModelRunner:
 
     def _allocate_kv(self) -> None:
         config, placement = self.model_config, self._placement
-        self._kept_rows.forget()
         kv = allocate_kv_pages(
             num_layers=config.num_layers,
             num_pages=self._num_pages,
