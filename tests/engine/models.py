@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from sgljax_engine import ModelConfig, RopeConfig
+from sgljax_engine import ModelConfig, RopeConfig, SamplingParams
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.types import Request
 
 TINY = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -47,3 +48,11 @@ def random_prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[
     rng = np.random.default_rng(seed)
     lengths = rng.integers(low, high + 1, count)
     return [rng.integers(0, TINY.vocab_size, length).tolist() for length in lengths]
+
+
+def make_requests(*lengths: int) -> list[Request]:
+    """Requests "0", "1", ... with prompts of so many tokens."""
+    return [
+        Request(rid=str(i), prompt_ids=[i] * length, params=SamplingParams(), seed=i)
+        for i, length in enumerate(lengths)
+    ]

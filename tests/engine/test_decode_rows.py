@@ -11,14 +11,8 @@ from sgljax_engine.runner.programs import DecodeOutput
 from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
-from sgljax_engine.types import Request, TopLogprobs
-
-
-def make_requests(*lengths: int) -> list[Request]:
-    return [
-        Request(rid=str(i), prompt_ids=[i] * length, params=SamplingParams(), seed=i)
-        for i, length in enumerate(lengths)
-    ]
+from sgljax_engine.types import TopLogprobs
+from tests.engine.models import make_requests
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,11 @@ import pytest
 from sgljax_engine import SamplingParams
 from sgljax_engine.runner.batch import build_decode_batch
 from sgljax_engine.runner.kept_rows import KeptRows
-from sgljax_engine.types import Request
 from tests.engine.interrupts import make_engine, results, start_all, tokens_of, wait_until
-from tests.engine.models import random_prompts, spread_weights
+from tests.engine.models import make_requests, random_prompts, spread_weights
 
 PARAMS = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = random_prompts(7, 3, 70)
-
-
-def make_requests(*lengths):
-    return [
-        Request(rid=str(i), prompt_ids=[1] * length, params=SamplingParams(), seed=i)
-        for i, length in enumerate(lengths)
-    ]
 
 
 class TestBooks:

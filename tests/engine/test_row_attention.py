@@ -27,7 +27,6 @@ OPTIONS = {
     "all": AttentionOptions(scale=0.5, sliding_window=100, logit_softcap=2.0),
 }
 FREE_BYTES = 1 << 26
-NONE = np.int32(0)
 
 
 @pytest.fixture(params=[8, 16])
