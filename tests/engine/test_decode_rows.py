@@ -10,7 +10,7 @@ from sgljax_engine.runner.batch import build_decode_batch, decode_order
 from sgljax_engine.runner.programs import DecodeOutput
 from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
-from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
+from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import TopLogprobs
 from tests.engine.models import make_requests
 
