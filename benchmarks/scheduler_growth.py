@@ -159,7 +159,7 @@ class Host:
             weights={},
             num_pages=num_pages,
             table_width=-(-table_tokens // PAGE),
-            batch_buckets=default_batch_buckets(rows),
+            batch_buckets=default_batch_buckets(rows, placement.platform),
             token_buckets=default_token_buckets(BUDGET, BLOCK),
             token_block=BLOCK,
             row_shapes=None,

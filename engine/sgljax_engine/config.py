@@ -121,7 +121,7 @@ class RuntimeConfig:
 
     Attributes:
         dtype: Of weights, activations and KV cache; None takes the checkpoint's or float32.
-        batch_buckets: Decode batch sizes to compile for; None takes powers of four.
+        batch_buckets: Decode batch sizes to compile for; None takes powers of four, on CPUs more.
         token_buckets: Prefill sizes in tokens to compile for; None takes powers of two, and on
             CPUs 64 and one whose time follows the tokens.
         forbid_compile: Raise CompileForbiddenError when a step after `warmup` needs a new program.

@@ -220,7 +220,7 @@ class SchedulerOutput:
         started: Requests that got pages, for the first time or again.
         prefill_tokens: Of `prefill`, in whole blocks.
         max_finished: End the dispatch early when so many rows have finished, since others wait for
-            room; None if nobody does.
+            room; None if nobody does. Then it ends when the others fit a smaller program.
     """
 
     prefill: list[PrefillChunk]

@@ -10,8 +10,9 @@ from sgljax_engine.runner.batch import build_decode_batch, decode_order
 from sgljax_engine.runner.programs import DecodeOutput
 from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
-from sgljax_engine.sampling_params import LogprobOptions
+from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
 from sgljax_engine.types import TopLogprobs
+from tests.engine.interrupts import make_engine
 from tests.engine.models import make_requests
 
 
@@ -81,3 +82,30 @@ def test_each_request_gets_the_results_of_its_row():
     ]
     assert not first.extra_logprobs
     assert not second.extra_logprobs
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dispatches"),
+    [
+        ([3, 3, 6, 6], [(4, 3), (2, 3)]),  # rows and steps
+        ([2, 3, 4, 6], [(4, 3), (2, 3)]),  # two may finish before a program of two rows serves
+        ([2, 6, 6, 6], [(4, 6)]),
+        ([5, 6], [(2, 6)]),  # no smaller program
+    ],
+)
+def test_a_dispatch_ends_when_the_rows_left_fit_a_smaller_program(lengths, dispatches):
+    found = []
+    with make_engine(batch_buckets=(2, 4), max_running_requests=4, decode_steps=8) as engine:
+        runner = engine._loop._core.runner
+        decode = runner.decode
+
+        def spied(output):
+            pending = decode(output)
+            counts = np.asarray(pending.result.num_tokens)
+            found.append((len(counts), int(counts.max())))
+            return pending
+
+        runner.decode = spied
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
+        engine.generate_requests([[1, 2, 3]] * len(lengths), params)
+    assert found == dispatches

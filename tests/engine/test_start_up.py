@@ -16,6 +16,7 @@ from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,
     prefill_sizes,
+    rows_above_smaller_bucket,
 )
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
@@ -103,10 +104,27 @@ class TestSeveralEngines:
 
 
 class TestBuckets:
-    def test_of_batches(self):
-        assert default_batch_buckets(1) == (1,)
-        assert default_batch_buckets(8) == (1, 4, 8)
-        assert default_batch_buckets(256) == (1, 4, 16, 64, 256)
+    @pytest.mark.parametrize(
+        ("max_running", "platform", "sizes"),
+        [
+            (1, "gpu", (1,)),
+            (8, "gpu", (1, 4, 8)),
+            (256, "tpu", (1, 4, 16, 64, 256)),
+            (1, "cpu", (1,)),
+            (3, "cpu", (1, 3)),
+            (20, "cpu", (1, 4, 8, 16, 20)),
+            (64, "cpu", (1, 4, 8, 16, 32, 64)),
+            (80, "cpu", (1, 4, 8, 16, 32, 64, 80)),
+            (100, "cpu", (1, 4, 8, 16, 32, 64, 96, 100)),
+            (256, "cpu", (1, 4, 8, 16, 32, 64, 96, 128, 192, 256)),
+        ],
+    )
+    def test_of_batches(self, max_running, platform, sizes):
+        assert default_batch_buckets(max_running, platform) == sizes
+
+    @pytest.mark.parametrize(("size", "expected"), [(1, 2), (2, 1), (4, 3), (5, 1), (9, 5)])
+    def test_rows_above_a_smaller_one(self, size, expected):
+        assert rows_above_smaller_bucket((1, 4, 16), size) == expected
 
     def test_of_tokens(self):
         assert default_token_buckets(48, 256) == (48,)

@@ -66,6 +66,15 @@ def pick_bucket(buckets: Sequence[int], size: int) -> int:
     return next(bucket for bucket in buckets if bucket >= size)
 
 
+def rows_above_smaller_bucket(buckets: Sequence[int], size: int) -> int:
+    """Rows of `size` that must finish before the others fit a smaller bucket; beyond all if none.
+
+    `buckets` ascend.
+    """
+    smaller = [bucket for bucket in buckets if bucket < size]
+    return size - smaller[-1] if smaller else size + 1
+
+
 def grow_buckets(first: int, factor: int, last: int) -> tuple[int, ...]:
     """`first` and its multiples by powers of `factor` as far as they are below `last`, then it."""
     sizes = []
@@ -75,12 +84,19 @@ def grow_buckets(first: int, factor: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def default_batch_buckets(max_running: int) -> tuple[int, ...]:
-    """Powers of four, then `max_running` itself.
+def default_batch_buckets(max_running: int, platform: str) -> tuple[int, ...]:
+    """Decode batch sizes, ascending, `max_running` the last.
 
-    A padding row is cheap: it attends to nothing and shares the reading of the weights.
+    On accelerators powers of four: padding rows attend to nothing and share the reading of the
+    weights. A CPU soon spends most of a step on computing rows, padding too, so its sizes double
+    from 4 on, with one half-way between them from 64 on.
     """
-    return grow_buckets(1, 4, max_running)
+    if platform != "cpu":
+        return grow_buckets(1, 4, max_running)
+    doubled = grow_buckets(4, 2, max_running)
+    between = (size * 3 // 2 for size in doubled[:-1] if size >= 64)
+    sizes = {1, *doubled, *between, max_running}
+    return tuple(sorted(size for size in sizes if size <= max_running))
 
 
 def prefill_pass(platform: str) -> int | None:

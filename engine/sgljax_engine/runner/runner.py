@@ -24,6 +24,7 @@ from sgljax_engine.runner.batch import (
     build_prefill_batches,
     decode_order,
     empty_prefill_batch,
+    rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.kept_rows import KeptRows
@@ -172,7 +173,9 @@ class ModelRunner:
             build_table(rows, size, vocab_size, output.num_steps),
             build_logprob_batch(rows, size, vocab_size),
         )
-        max_finished = output.max_finished or size + 1
+        max_finished = output.max_finished or rows_above_smaller_bucket(
+            self._batch_buckets, len(rows)
+        )
         limits = np.int32(output.num_steps), np.int32(max_finished)
         result = self._run("decode", batch, sampling, options, *limits)
         for leaf in jax.tree.leaves(result):
