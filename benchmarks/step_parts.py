@@ -45,6 +45,9 @@ from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import MODELS, BenchModel
 from tunix_sgljax.bench.workloads import Workload, make_workload
 
+_NOISE = 0.02
+"""Of a step: what two timings of the same work may differ by."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
@@ -267,6 +270,11 @@ def _report(parts: Sequence[Part]) -> list[str]:
             f"| {p.part} | {p.measured_s * 1e3:.2f} | {p.measured_s / total:.0%} "
             f"| {p.limit_s * 1e3:.2f} | {reached} |"
         )
+    # "other" is what parts cost more alone than in company.
+    impossible = [p.part for p in parts if p.part != "other" and p.measured_s < -_NOISE * total]
+    if impossible:
+        names = ", ".join(impossible)
+        lines += ["", f"No part takes less than nothing ({names}): other work disturbed this run."]
     return lines
 
 

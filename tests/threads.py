@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
@@ -30,6 +31,14 @@ def start(call: Callable[[], _T]) -> Future[_T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Looks at something again and again until it holds."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.001)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tests.threads import LIMIT_S
+
 GRPO = """
 import functools
 import numpy as np
@@ -116,7 +118,7 @@ def test_four_devices(script):
         "JAX_PLATFORMS": "cpu",
     }
     result = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "meshes ok" in result.stdout

@@ -324,7 +324,7 @@ def test_a_sharded_actor_stays_where_it_is():
         "JAX_PLATFORMS": "cpu",
     }
     result = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "sharded ok" in result.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.small_tokenizers import GOLDEN
+from tests.threads import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["decode_steps=1", "stream_interval=1", "token_buckets=[64]", "chunked_prefill_size=64"]
@@ -67,7 +68,7 @@ def test_while_compiling(start, tmp_path):
     process = start("--input", str(source), "--output", str(output))
     wait_for(process, "loaded", "Compiling")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert_clean(process, out, err)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     if len(rows) < 2:
@@ -83,7 +84,7 @@ def test_while_decoding(start):
     wait_for(process, "loaded")
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert first
     assert len(assert_clean(process, out, err)) < 2000
     assert "1 cut short" in err
@@ -95,7 +96,7 @@ def test_a_second_one_ends_at_once(start):
     process.send_signal(signal.SIGINT)
     wait_for(process, "stopping")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "answer(s)" not in err

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from sgljax_engine import EngineStepError, InvalidConfigError
+from tests.threads import LIMIT_S
 from tunix_sgljax.cli import main as cli
 
 
@@ -56,7 +57,7 @@ for name in ("train", "generate", "bench", "doctor", "convert"):
     assert main([name, "--help"]) == 0
 assert not {"jax", "tunix", "transformers"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S, capture_output=True)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from sgljax_engine import (
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.small_tokenizers import CharTokenizer
+from tests.threads import LIMIT_S
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 
@@ -615,7 +616,7 @@ class TestLife:
         del other
         gc.collect()
         assert alive() is None
-        loop_thread.join(timeout=600)
+        loop_thread.join(timeout=LIMIT_S)
         gc.collect()
         assert len(self.engine_threads()) == threads
         assert len(jax.live_arrays()) <= arrays

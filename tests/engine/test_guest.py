@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from tests.threads import LIMIT_S
+
 SCRIPT = """
 import signal, threading
 import jax, numpy as np
@@ -41,7 +43,7 @@ def test_under_unusual_jax_settings(tmp_path):
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.startswith("[[")
@@ -98,7 +100,7 @@ def test_collections_and_the_end_of_the_interpreter(tmp_path):
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout == "ok\n"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +13,7 @@ from sgljax_engine import Engine, EngineShutdownError, EngineStateError
 from tests.engine.interrupt_calls import Call, Caller
 from tests.engine.interrupt_model import OPTIONS, WEIGHTS
 from tests.engine.models import TINY, random_prompts
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, held, start, wait_for
 
 SITUATIONS = (
     "running",
@@ -42,12 +40,6 @@ SITUATIONS = (
 def make_engine() -> Engine:
     options: dict[str, Any] = OPTIONS | {"forbid_compile": False}
     return Engine(model_config=TINY, weights=WEIGHTS[0], **options)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
 
 
 def make_calls(caller: Caller, rng: random.Random) -> list[Call]:

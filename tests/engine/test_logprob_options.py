@@ -13,6 +13,7 @@ from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.sampling_reference import forward, log_softmax
 from tests.engine.test_sampling_table import GOLDEN, across
+from tests.threads import LIMIT_S
 
 WEIGHTS = spread_weights()
 PROMPT = [5, 9, 33, 2, 60, 9]
@@ -274,9 +275,9 @@ class TestLengths:
         thread = threading.Thread(target=follow, args=(stream,))
         thread.start()
         try:
-            assert started.wait(600)
+            assert started.wait(LIMIT_S)
             update_in_flight(engine, new)
-            thread.join(600)
+            thread.join(LIMIT_S)
         finally:
             engine.update_weights(WEIGHTS)
         out = self.join(pieces, has_input=False)
@@ -374,7 +375,7 @@ class TestScoring:
 
             monkeypatch.setattr(runner, "prefill", prefill)
             out = generate(chunked, prompt, return_logprob=True, logprob_start_len=0)
-            updates[0].join(timeout=600)
+            updates[0].join(timeout=LIMIT_S)
         expected = log_softmax(forward(other, TINY, prompt))
         got = [entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]]
         wanted = [expected[place, token] for place, token in enumerate(prompt[1:])]

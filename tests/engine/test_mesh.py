@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.threads import LIMIT_S
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 SCRIPT = """
@@ -167,7 +169,7 @@ def test_eight_devices():
         env=env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "mesh ok" in result.stdout

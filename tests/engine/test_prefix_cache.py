@@ -15,6 +15,7 @@ import pytest
 from sgljax_engine import Engine, EngineStepError, SamplingParams
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, spread_weights
+from tests.threads import wait_for
 
 MODEL = dataclasses.replace(TINY, context_length=1024)
 PAGE = 16
@@ -312,13 +313,6 @@ class TestEnds:
         out = greedy(engine, prompt)
         assert out.num_cached_tokens == 0
         assert out.output_ids == greedy(reference, prompt).output_ids
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.001)
 
 
 class TestPressure:

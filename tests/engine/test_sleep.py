@@ -88,7 +88,7 @@ class TestPreservedState:
             assert asleep.host_bytes > 0
             engine.check_integrity()
             engine.wake_up()
-            found = call.result(600)
+            found = call.result(LIMIT_S)
             after = engine.get_internal_state()
             settle(engine)
         for a, b in zip(found, expected, strict=True):

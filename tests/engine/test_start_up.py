@@ -20,6 +20,7 @@ from sgljax_engine.runner.batch import (
 )
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.threads import LIMIT_S
 
 CPU_ONLY = {"JAX_PLATFORMS": "cpu"}
 OPTIONS: dict[str, Any] = {
@@ -175,4 +176,6 @@ for option, limit in (("auto", 1.0), ({str(tmp_path)!r}, 0.1)):
     Engine(model_config=TINY, weights=spread_weights(), compilation_cache_dir=option).shutdown()
     assert jax.config.jax_persistent_cache_min_compile_time_secs == limit
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600, env=os.environ | CPU_ONLY)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=LIMIT_S, env=os.environ | CPU_ONLY
+    )

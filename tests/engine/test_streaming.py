@@ -27,7 +27,7 @@ from sgljax_engine import (
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, held, start, wait_for
 
 OPTIONS = {
     "page_size": 4,
@@ -85,13 +85,6 @@ def assert_idle(engine):
 
 def num_decoded(engine):
     return engine.get_internal_state().counters.num_output_tokens
-
-
-def wait_for(condition, limit_s=LIMIT_S):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.001)
 
 
 def read(stream):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.threads import LIMIT_S
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 IMAGES = {
@@ -206,7 +208,11 @@ def test_install_cell_clones_what_it_is_given(tmp_path):
         folder = tmp_path / "elsewhere"
         folder.mkdir(exist_ok=True)
         return subprocess.run(
-            [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=600
+            [sys.executable, "-c", script],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
 
     result = run(script)

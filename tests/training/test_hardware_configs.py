@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.threads import LIMIT_S
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -64,7 +66,7 @@ def test_shapes_meshes_and_memory(tmp_path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     lines = [json.loads(line) for line in result.stdout.splitlines()]
