@@ -1,6 +1,7 @@
 """The command `train`, from a config file to its files: GRPO, PPO, both engines, resuming."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -142,6 +143,15 @@ def test_ppo_refuses_fractions_of_rewards(tmp_path, capsys):
     assert "share_of_even must return whole numbers with PPO, got 0." in capsys.readouterr().err
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C reaches the tests also where a shell started them in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_finishes_the_step(tmp_path, capsys):
     path = write_config(tmp_path, task__reward_functions=["tiny_task:interrupting"])
     assert train(path, "training.steps=50", "algorithm.grpo.beta=0") == 130
