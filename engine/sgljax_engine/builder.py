@@ -203,7 +203,7 @@ def build_loop(
     memory = plan_memory(model, config, placement, max_model_len, weights_bytes)
     num_pages = memory.report.kv_tokens // page_size
 
-    batch_buckets, token_buckets = _buckets(config, placement.platform)
+    batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
     runner = ModelRunner(
         static=static,
         placement=placement,
@@ -278,12 +278,14 @@ def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     return asked or model.context_length
 
 
-def _buckets(config: EngineConfig, platform: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _buckets(
+    config: EngineConfig, platform: str, per_pass: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     runtime = config.runtime
     max_running, max_tokens = config.scheduler.max_running_requests, config.max_prefill_tokens
     return (
         runtime.batch_buckets or default_batch_buckets(max_running, platform),
-        runtime.token_buckets or default_token_buckets(max_tokens, prefill_pass(platform)),
+        runtime.token_buckets or default_token_buckets(max_tokens, per_pass),
     )
 
 

@@ -95,7 +95,7 @@ def default_batch_buckets(max_running: int, platform: str) -> tuple[int, ...]:
         return grow_buckets(1, 4, max_running)
     doubled = grow_buckets(4, 2, max_running)
     between = (size * 3 // 2 for size in doubled[:-1] if size >= 64)
-    sizes = {1, *doubled, *between, max_running}
+    sizes = {1, *doubled, *between}
     return tuple(sorted(size for size in sizes if size <= max_running))
 
 
