@@ -153,6 +153,16 @@ def test_narrow_linear_is_linear(layout, num_tokens):
         np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(1, 1), (3, 2), (97, 2048), (384, 512), (4096, 512)]
+)
+def test_a_matrix_vector_product_in_parts_is_the_product(num_out, num_in):
+    """Of one part, of as many as divide the outputs, of the most there are."""
+    x, weight = draw(num_in, 1), draw(num_out, num_in, seed=1)
+    out = jax.jit(linear, static_argnames="layout")(x, weight, layout=Layout.FEATURES_FIRST)
+    np.testing.assert_allclose(out, weight.astype(np.float64) @ x, rtol=1e-5, atol=1e-4)
+
+
 def test_an_ordered_norm_is_a_norm():
     x, weight = jnp.asarray(draw(5, 48)), jnp.asarray(draw(48, seed=1))
     ordered, plain = (rms_norm(x, weight, 1e-6, is_ordered=each) for each in (True, False))

@@ -22,6 +22,11 @@ NARROW = 64
 
 _SUMMANDS = 16
 
+_PART_SIZE = 1 << 16
+"""Weights in a part of a matrix-vector product. XLA gives parts of half this size to one thread."""
+
+_MAX_PARTS = 8
+
 
 class Layout(enum.Enum):
     """How activations and projection weights lie in memory; it belongs to the backend.
@@ -92,8 +97,24 @@ def default_layout(platform: str) -> Layout:
 def linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
     """`x @ W` over features, activations and weight both as the layout says."""
     if layout is Layout.FEATURES_FIRST:
+        if x.shape[-1] == 1:
+            return _matrix_vector(weight, x)
         return lax.dot_general(weight, x, (((1,), (0,)), ((), ())))
     return lax.dot_general(x, weight, (((1,), (0,)), ((), ())))
+
+
+def _matrix_vector(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`W @ x` of a single token: [out, in] times [in, 1].
+
+    As a batch of products, since XLA on CPUs spreads a batch over its threads, while it leaves a
+    small matrix-vector product to one.
+    """
+    size = weight.shape[0]
+    wanted = max(min(weight.size // _PART_SIZE, _MAX_PARTS), 1)
+    num_parts = next(n for n in range(wanted, 0, -1) if size % n == 0)
+    parts = weight.reshape(num_parts, size // num_parts, -1)
+    copies = jnp.broadcast_to(x[:, 0], (num_parts, x.shape[0]))
+    return lax.dot_general(parts, copies, (((2,), (1,)), ((0,), (0,)))).reshape(size, 1)
 
 
 def narrow_linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
