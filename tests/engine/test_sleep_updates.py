@@ -249,7 +249,7 @@ class TestUpdateAsleep:
         ("stage", "options"),
         [
             ("weights.sync.plan_sync", {}),
-            ("weights.sync._transfer", {}),
+            ("weights.sync._make", {}),
             ("runner.runner.ModelRunner.swap_weights", {}),
             ("weights.sync._store_one", {"donate": True}),
         ],

@@ -336,7 +336,6 @@ class TestOrder:
 STAGES = {
     "planning": ("sgljax_engine.weights.sync.plan_sync", {"layers": None}),
     "transform": ("sgljax_engine.weights.sync._make", {}),
-    "transfer": ("sgljax_engine.weights.sync._transfer", {}),
     "swap": ("sgljax_engine.runner.runner.ModelRunner.swap_weights", {}),
 }
 
@@ -533,15 +532,15 @@ class TestChecksums:
         for now in (one_bit, two_values):
             assert {n for n in before if before[n] != now[n]} == {name}
 
-    def test_verify_catches_a_transfer_that_corrupts(self, engine, old_outputs, monkeypatch):
-        real = sync._transfer
+    def test_verify_catches_weights_made_wrong(self, engine, old_outputs, monkeypatch):
+        real = sync._make
 
-        def corrupt(plan, made):
-            name = "model.layers.1.self_attn.k_proj.weight"
-            return real(plan, made | {name: made[name].at[1, 2].add(1e-3)})
+        def corrupt(plan, arrays):
+            name, made = "model.layers.1.self_attn.k_proj.weight", real(plan, arrays)
+            return made | {name: made[name].at[1, 2].add(1e-3)}
 
         with monkeypatch.context() as patch:
-            patch.setattr(sync, "_transfer", corrupt)
+            patch.setattr(sync, "_make", corrupt)
             with pytest.raises(WeightSyncError, match=r"checksums .* differ .*1.self_attn.k_proj"):
                 engine.update_weights(NEW, verify=True)
         again = engine.generate_requests(PROMPTS, LONG)

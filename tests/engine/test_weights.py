@@ -93,6 +93,12 @@ class TestApply:
         assert made["y"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(made["y"]), expected)
 
+    @pytest.mark.parametrize("shape", [(3, 64), (64, 3), (5, 192), (2, 96), (1, 64), (130, 64)])
+    def test_physical_transpose_of_any_shape(self, shape):
+        x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        made = sync({"x": x}, [Rule("x", "x")], {"x": target(shape, is_transposed=True)})
+        np.testing.assert_array_equal(made["x"], x.T)
+
     def test_alias_names_the_target(self):
         made = sync(
             {"x": np.ones(2)}, [Rule("x", "norm.scale")], {"n": target((2,), alias="norm.scale")}
