@@ -71,10 +71,9 @@ def measure_ceilings(weight_bytes: int, *, seconds: float = 0.5) -> Ceilings:
         if on_cpu:
             probes[f"matmul {label}, numpy"] = _numpy_matmul(shape, seconds)
     probes["read, XLA matrix-vector"] = _xla_read(num_bytes, seconds)
-    probes["copy, XLA"] = _xla_copy(num_bytes, seconds)
+    probes |= _copy_probes(num_bytes, seconds)
     if on_cpu:
         probes["read, numpy dot"] = _numpy_read(num_bytes, seconds)
-        probes["copy, numpy"] = _numpy_copy(num_bytes, seconds)
 
     def best(kind: str) -> float:
         return max(value for name, value in probes.items() if name.startswith(kind))
@@ -85,6 +84,18 @@ def measure_ceilings(weight_bytes: int, *, seconds: float = 0.5) -> Ceilings:
         copy_bytes_per_s=best("copy"),
         probes=probes,
     )
+
+
+def measure_copy(num_bytes: int, *, seconds: float = 0.1) -> float:
+    """The copy ceiling alone, bytes a second, for comparing with what is timed beside it."""
+    return max(_copy_probes(num_bytes, seconds).values())
+
+
+def _copy_probes(num_bytes: int, seconds: float) -> dict[str, float]:
+    probes = {"copy, XLA": _xla_copy(num_bytes, seconds)}
+    if jax.default_backend() == "cpu":
+        probes["copy, numpy"] = _numpy_copy(num_bytes, seconds)
+    return probes
 
 
 def _rate(amount: float, seconds: float, run: Callable[[], object]) -> float:

@@ -127,12 +127,12 @@ def measure_workload(
     )
 
 
-def measure_sync(model: Qwen3, workload: Workload, ceilings: Ceilings, repeats: int) -> WeightSync:
+def measure_sync(model: Qwen3, workload: Workload, repeats: int) -> WeightSync:
     """Weight updates of an engine with dispatches short enough to see a stall."""
     peer = SglJaxPeer(model, workload, decode_steps=8)
     peer.start(workload)
     try:
-        return measure_weight_sync(peer, model, workload, ceilings, repeats=repeats)
+        return measure_weight_sync(peer, model, workload, repeats=repeats)
     finally:
         peer.close()
 
@@ -163,7 +163,7 @@ def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> 
         workload = make_workload(SYNC_WORKLOAD, config.vocab_size, is_quick=args.quick)
         # Long enough for several dispatches before and after an update.
         workload = workload.with_lengths([_SYNC_TOKENS] * len(workload.requests))
-        sync = measure_sync(model, workload, ceilings, num_pairs)
+        sync = measure_sync(model, workload, num_pairs)
     if not args.skip_cold_start:
         del factory, model
         gc.collect()

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         peer = SglJaxPeer(model, workload, decode_steps=8, weight_update_mode=mode)
         peer.start(workload)
         try:
-            sync = measure_weight_sync(peer, model, workload, ceilings, repeats=repeats)
+            sync = measure_weight_sync(peer, model, workload, repeats=repeats)
         finally:
             peer.close()
         head, *table = format_weight_sync(sync)
