@@ -24,6 +24,10 @@ T = TypeVar("T")
 
 _KEYS_PER_STEP = 64
 _BLOCKS_PER_TILE = 8
+
+_LONG_KEYS_PER_STEP = 256
+"""For many blocks of one request on a CPU: products large enough to keep it busy."""
+
 MASKED = -1e30
 
 
@@ -143,10 +147,6 @@ def _ungroup(out_NKRh: jax.Array, like: jax.Array) -> jax.Array:
     return out.reshape(like.shape).astype(like.dtype)
 
 
-def _pages_per_step(page_size: int) -> int:
-    return max(_KEYS_PER_STEP // page_size, 1)
-
-
 def _pad_tables(tables: BlockTables, multiple: int) -> jax.Array:
     table = tables.page_table
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))
@@ -169,11 +169,22 @@ def xla_attention(
     The loop ends at the longest context in the batch, so its cost does not depend on the width
     of the page table; with a window it begins at the oldest key that a query of the batch sees.
     """
+    return _attend_in_steps(q_NQDh, layer, tables, options, _KEYS_PER_STEP)
+
+
+def _attend_in_steps(
+    q_NQDh: jax.Array,
+    layer: LayerKV,
+    tables: BlockTables,
+    options: AttentionOptions,
+    keys_per_step: int,
+) -> jax.Array:
+    """`xla_attention` with so many keys in a step of the loop, or a page if that is more."""
     window = options.sliding_window
     q_NKRh = _group_queries(q_NQDh, layer, options.scale)
     num_blocks, num_kv_heads, num_rows, head_dim = q_NKRh.shape
     group = num_rows // q_NQDh.shape[1]
-    count = _pages_per_step(layer.page_size)
+    count = max(keys_per_step // layer.page_size, 1)
     keys_per_step = count * layer.page_size
     page_table = _pad_tables(tables, count)
     num_loops = (jnp.max(tables.kv_lens) + keys_per_step - 1) // keys_per_step
@@ -208,14 +219,34 @@ def xla_tiles_attention(
 ) -> jax.Array:
     """The CPU backend: `xla_attention` over a few blocks at a time, one tile after another.
 
-    A tile's keys fit the caches, and a tile begins and ends where its own blocks need it to.
+    A tile's keys fit the caches, and a tile begins and ends where its own blocks need it to. But
+    if all of many blocks are one request's, its keys are loaded once for all of them.
     """
-    num_blocks = q_NQDh.shape[0]
+    num_blocks, num_queries = q_NQDh.shape[:2]
 
     def one_tile(args: tuple[jax.Array, BlockTables]) -> jax.Array:
         return xla_attention(args[0], layer, args[1], options)
 
-    return map_tiles(one_tile, (q_NQDh, tables), num_blocks, min(num_blocks, _BLOCKS_PER_TILE))
+    def in_tiles() -> jax.Array:
+        tile = min(num_blocks, _BLOCKS_PER_TILE)
+        return map_tiles(one_tile, (q_NQDh, tables), num_blocks, tile)
+
+    def as_one() -> jax.Array:
+        merged = BlockTables(
+            page_table=tables.page_table[:1],
+            positions=tables.positions.reshape(1, -1),
+            kv_lens=jnp.max(tables.kv_lens, keepdims=True),
+        )
+        q = q_NQDh.reshape(1, -1, *q_NQDh.shape[2:])
+        out = _attend_in_steps(q, layer, merged, options, _LONG_KEYS_PER_STEP)
+        return out.reshape(q_NQDh.shape)
+
+    if num_queries == 1 or num_blocks <= _BLOCKS_PER_TILE:  # decode rows: a request each
+        return in_tiles()
+    has_same_pages = jnp.all(tables.page_table == tables.page_table[:1], axis=1)
+    comes_later = tables.positions[:, 0] >= tables.positions[0, 0]
+    is_one = jnp.all((has_same_pages & comes_later) | (tables.kv_lens == 0))
+    return lax.cond(is_one, as_one, in_tiles)
 
 
 def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int) -> jax.Array:
