@@ -1,8 +1,9 @@
 """Attention whose arithmetic for a query does not depend on anything else in the batch.
 
 Scores are summed over channels one by one, and values over keys one by one, in the order of their
-positions, with an online softmax over chunks of `CHUNK` keys that begin at multiples of it. All of
-that is elementwise over queries, heads and batch: no matrix product whose blocking could change
+positions (even and odd ones apart, for a CPU to add to one sum while it waits for the other), with
+an online softmax over chunks of `CHUNK` keys that begin at multiples of it. All of that is
+elementwise over queries, heads and batch: no matrix product whose blocking could change
 with the shape of the batch, no reduction whose order is the compiler's. So a query has the same
 bits alone and in company, in decode and in prefill, whatever pages its keys are in.
 
@@ -15,7 +16,8 @@ L lanes, N blocks, Q queries of a block; `lead` are the axes of queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -99,9 +101,9 @@ def attend_in_order(
 
     def scores(chunk: jax.Array) -> jax.Array:
         keys = source.keys(chunk)
-        out = jnp.zeros((), jnp.float32)
-        for channel in range(q.shape[-1]):
-            out = out + q[..., channel, None, None] * keys(channel)
+        out = _sum_in_order(
+            q[..., channel, None, None] * keys(channel) for channel in range(q.shape[-1])
+        )
         key = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         key = key.reshape((1,) * ends.ndim + (-1, LANES))
         seen = (key < ends[..., None, None]) & (key >= firsts[..., None, None])
@@ -115,9 +117,10 @@ def attend_in_order(
         weights = jnp.exp(state.scores - peak[..., None, None])
         shrink = jnp.exp(state.peak - peak)
         values = source.values(state.chunk)
-        acc = state.acc * shrink[over_values]
-        for key in range(CHUNK):
-            acc = acc + weights[..., key // LANES, key % LANES][over_values] * values(key)
+        acc = _sum_in_order(
+            weights[..., key // LANES, key % LANES][over_values] * values(key)
+            for key in range(CHUNK)
+        )
         total = state.total * shrink[..., None]
         for group in range(CHUNK // LANES):
             total = total + weights[..., group, :]
@@ -126,7 +129,7 @@ def attend_in_order(
             scores=lax.cond(state.chunk + 1 < end, scores, lambda _: state.scores, state.chunk + 1),
             peak=peak,
             total=total,
-            acc=acc,
+            acc=state.acc * shrink[over_values] + acc,
         )
 
     shape = q.shape[:-1]
@@ -142,6 +145,14 @@ def attend_in_order(
     for lane in range(1, LANES):
         total = total + state.total[..., lane]
     return state.acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[over_values]
+
+
+def _sum_in_order(terms: Iterable[jax.Array]) -> jax.Array:
+    """The sum of the even terms plus that of the odd ones, each one by one; there are two."""
+    even, odd = itertools.islice(terms := iter(terms), 2)
+    for index, term in enumerate(terms):
+        even, odd = (even, odd + term) if index % 2 else (even + term, odd)
+    return even + odd
 
 
 class _PagedKeys(NamedTuple):
