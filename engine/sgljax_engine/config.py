@@ -75,8 +75,8 @@ class SchedulerConfig:
             infinite to leave it to those limits.
         stream_interval: Decode steps in one dispatch at most while a request is decoded that
             streams or has stop strings; it shortens the dispatches of all others too. Streams get
-            their tokens by the dispatch, and a stop string is found at its end: what was decoded
-            behind it is thrown away.
+            their tokens by the dispatch, the first one by itself, and a stop string is found at its
+            end: what was decoded behind it is thrown away.
         init_new_token_ratio: Fraction of their remaining max_new_tokens that running requests are
             expected to use; admission keeps that many KV tokens free. In [0, 1].
         min_new_token_ratio: Where the ratio decays to. In [0, init_new_token_ratio].

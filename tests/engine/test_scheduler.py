@@ -97,6 +97,8 @@ def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, bud
         assert request.kv_len + limit <= len(request.pages) * page_size
     if any(request.is_streaming for request in output.decode):
         assert output.num_steps <= scheduler._config.stream_interval
+    if any(request.is_streaming and not request.output_ids for request in output.decode):
+        assert output.num_steps == 1
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -377,8 +379,13 @@ class TestDecodeSteps:
         else:
             request.is_streaming = True
         scheduler.add(request)
-        assert self.run(scheduler) == 4
-        assert [self.run(scheduler) for _ in range(3)] == [4, 4, 64]
+        expected = [4, 4, 4, 64] if "stop" in watched else [1, 4, 4, 4, 64]
+        assert [self.run(scheduler) for _ in expected] == expected
+
+    def test_one_for_the_first_token_of_a_stream(self):
+        scheduler = self.started(steps=64, stream_interval=4)
+        scheduler.requests()[0].is_streaming = True
+        assert [self.run(scheduler) for _ in range(3)] == [1, 4, 4]
 
     def test_what_few_rows_took_says_nothing_of_many(self):
         scheduler = self.started(steps=64, max_dispatch_s=1.0)

@@ -184,7 +184,7 @@ class Scheduler:
             copies=plan.copies,
             decode=decode,
             step_limits=[min(self._room(r), r.num_remaining) for r in decode],
-            num_steps=1 if self._has_prefill_left(plan) else num_steps,
+            num_steps=1 if self._has_prefill_left(plan) or _begins_stream(decode) else num_steps,
             prefill_tokens=plan.num_tokens,
             retracted=retracted,
             started=started,
@@ -349,6 +349,11 @@ class Scheduler:
 
 def _arrival(request: Request) -> int:
     return request.arrival
+
+
+def _begins_stream(decode: Iterable[Request]) -> bool:
+    """Whether somebody waits for the first token of one of these."""
+    return any(request.is_streaming and not request.output_ids for request in decode)
 
 
 def _check_queue(queue: Iterable[Request], status: RequestStatus) -> None:
