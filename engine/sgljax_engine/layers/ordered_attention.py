@@ -16,7 +16,8 @@ L lanes, N blocks, Q queries of a block; `lead` are the axes of queries.
 
 from __future__ import annotations
 
-import itertools
+import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -148,11 +149,12 @@ def attend_in_order(
 
 
 def _sum_in_order(terms: Iterable[jax.Array]) -> jax.Array:
-    """The sum of the even terms plus that of the odd ones, each one by one; there are two."""
-    even, odd = itertools.islice(terms := iter(terms), 2)
-    for index, term in enumerate(terms):
-        even, odd = (even, odd + term) if index % 2 else (even + term, odd)
-    return even + odd
+    """The sum of the even terms, one by one, plus that of the odd ones."""
+    terms = list(terms)
+    even_and_odd = (
+        functools.reduce(operator.add, part) for part in (terms[::2], terms[1::2]) if part
+    )
+    return functools.reduce(operator.add, even_and_odd)
 
 
 class _PagedKeys(NamedTuple):
