@@ -49,12 +49,18 @@ class InterruptedRollout(SnapshotRollout):
         return super().generate(prompts, rollout_config, **kwargs)
 
     def update_params(self, params, filter_types=None):
-        if not self._updating.is_set():
-            before = self._num_decoded()
-            self._updating.set()
-            while self._num_decoded() < before + 3 * PER_STEP * GROUP:
-                pass
-        super().update_params(params, filter_types)
+        if self._updating.is_set():
+            super().update_params(params, filter_types)
+            return
+        before = self._num_decoded()
+        self._updating.set()
+        while self._num_decoded() < before + 3 * PER_STEP * GROUP:
+            pass
+        self.engine.pause_generation("in_place")  # or they end before the weights are made
+        try:
+            super().update_params(params, filter_types)
+        finally:
+            self.engine.continue_generation()
 
     def _num_decoded(self):
         return self.engine.get_internal_state().counters.num_decode_rows
