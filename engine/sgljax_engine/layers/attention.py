@@ -162,24 +162,18 @@ def _first_step(tables: BlockTables, window: int | None, keys_per_step: int) -> 
 
 
 def xla_attention(
-    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
-) -> jax.Array:
-    """The portable backend: a loop over the context, all blocks together in each step.
-
-    The loop ends at the longest context in the batch, so its cost does not depend on the width
-    of the page table; with a window it begins at the oldest key that a query of the batch sees.
-    """
-    return _attend_in_steps(q_NQDh, layer, tables, options, _KEYS_PER_STEP)
-
-
-def _attend_in_steps(
     q_NQDh: jax.Array,
     layer: LayerKV,
     tables: BlockTables,
     options: AttentionOptions,
-    keys_per_step: int,
+    keys_per_step: int = _KEYS_PER_STEP,
 ) -> jax.Array:
-    """`xla_attention` with so many keys in a step of the loop, or a page if that is more."""
+    """The portable backend: a loop over the context, all blocks together in each step.
+
+    A step takes `keys_per_step` keys, or a page if that is more. The loop ends at the longest
+    context in the batch, so its cost does not depend on the width of the page table; with a window
+    it begins at the oldest key that a query of the batch sees.
+    """
     window = options.sliding_window
     q_NKRh = _group_queries(q_NQDh, layer, options.scale)
     num_blocks, num_kv_heads, num_rows, head_dim = q_NKRh.shape
@@ -238,7 +232,7 @@ def xla_tiles_attention(
             kv_lens=jnp.max(tables.kv_lens, keepdims=True),
         )
         q = q_NQDh.reshape(1, -1, *q_NQDh.shape[2:])
-        out = _attend_in_steps(q, layer, merged, options, _LONG_KEYS_PER_STEP)
+        out = xla_attention(q, layer, merged, options, _LONG_KEYS_PER_STEP)
         return out.reshape(q_NQDh.shape)
 
     if num_queries == 1 or num_blocks <= _BLOCKS_PER_TILE:  # decode rows: a request each
