@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tunix.models.qwen3.model import Qwen3
 
 import cold_start
 import plots
@@ -37,15 +36,13 @@ from roofline import limit_by_part, useful_work, weight_bytes
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.measure import count_agreed, timed
 from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.peers import OURS, Peer, SglJaxPeer
+from tunix_sgljax.bench.peers import OURS, Peer
 from tunix_sgljax.bench.shapes import MODELS, BenchModel
 from tunix_sgljax.bench.workloads import WORKLOADS, Workload, make_workload
-from weight_sync import WeightSync, format_weight_sync, measure_weight_sync
+from weight_sync import WeightSync, format_weight_sync, measure_weight_sync, sync_workload
 
 DEFAULT_MODELS = ("tiny", "small")
-SYNC_WORKLOAD = "rl_uniform"
 START_WORKLOAD = "rl_longtail"
-_SYNC_TOKENS = 256
 
 
 def measure_peer(ours: Peer, peer: Peer, workload: Workload, num_pairs: int) -> PeerResult:
@@ -127,16 +124,6 @@ def measure_workload(
     )
 
 
-def measure_sync(model: Qwen3, workload: Workload, repeats: int) -> WeightSync:
-    """Weight updates of an engine with dispatches short enough to see a stall."""
-    peer = SglJaxPeer(model, workload, decode_steps=8)
-    peer.start(workload)
-    try:
-        return measure_weight_sync(peer, model, workload, repeats=repeats)
-    finally:
-        peer.close()
-
-
 def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> None:
     """Measures one model and writes its results."""
     bench_model = MODELS[name]
@@ -160,10 +147,8 @@ def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> 
         if len(results) < len(workloads):  # so that a run that is cut short leaves what it has
             _write(args, bench_model, ceilings, results, sync, starts)
     if not args.skip_sync:
-        workload = make_workload(SYNC_WORKLOAD, config.vocab_size, is_quick=args.quick)
-        # Long enough for several dispatches before and after an update.
-        workload = workload.with_lengths([_SYNC_TOKENS] * len(workload.requests))
-        sync = measure_sync(model, workload, num_pairs)
+        workload = sync_workload(config.vocab_size, is_quick=args.quick)
+        sync = measure_weight_sync(model, workload, repeats=num_pairs)
     if not args.skip_cold_start:
         del factory, model
         gc.collect()

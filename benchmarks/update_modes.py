@@ -22,13 +22,8 @@ from reporting import ROOT, report_head, write_report
 from roofline import weight_bytes
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.peers import SglJaxPeer
 from tunix_sgljax.bench.shapes import MODELS
-from tunix_sgljax.bench.workloads import make_workload
-from weight_sync import format_weight_sync, measure_weight_sync
-
-_NUM_TOKENS = 256
-"""Of each request: several dispatches before and after an update."""
+from weight_sync import format_weight_sync, measure_weight_sync, sync_workload
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = "tiny" if args.quick else "small"
     repeats = 1 if args.quick else args.repeats
     config = MODELS[name].config
-    workload = make_workload("rl_uniform", config.vocab_size, is_quick=args.quick)
-    workload = workload.with_lengths([_NUM_TOKENS] * len(workload.requests))
+    workload = sync_workload(config.vocab_size, is_quick=args.quick)
     ceilings = measure_ceilings(weight_bytes(config), seconds=0.02 if args.quick else 0.5)
     model = make_tunix_model(config)
     environment = describe_environment(jax.devices()[0].device_kind)
@@ -56,12 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     content = {}
     for mode in ("retract", "in_place"):
-        peer = SglJaxPeer(model, workload, decode_steps=8, weight_update_mode=mode)
-        peer.start(workload)
-        try:
-            sync = measure_weight_sync(peer, model, workload, repeats=repeats)
-        finally:
-            peer.close()
+        sync = measure_weight_sync(model, workload, repeats=repeats, mode=mode)
         head, *table = format_weight_sync(sync)
         lines += [f"{head}: {mode}", *table]
         content[mode] = dataclasses.asdict(sync)

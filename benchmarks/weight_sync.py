@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from typing import Literal
 
 import jax
 import numpy as np
@@ -14,9 +15,11 @@ from tunix.models.qwen3.model import Qwen3
 from ceilings import measure_copy
 from sgljax_engine import SamplingParams
 from tunix_sgljax.bench.peers import SglJaxPeer
-from tunix_sgljax.bench.workloads import Workload
+from tunix_sgljax.bench.workloads import Workload, make_workload
 
 _UPDATES_PER_COPY = 5
+_DECODE_STEPS = 8
+_NUM_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,10 +78,36 @@ def _longest_gap_s(peer: SglJaxPeer, workload: Workload, state: nnx.State | None
     return float(np.max(gaps))
 
 
+def sync_workload(vocab_size: int, *, is_quick: bool = False) -> Workload:
+    """Rows that decode for several dispatches before an update, and after it."""
+    workload = make_workload("rl_uniform", vocab_size, is_quick=is_quick)
+    return workload.with_lengths([_NUM_TOKENS] * len(workload.requests))
+
+
 def measure_weight_sync(
-    peer: SglJaxPeer, model: Qwen3, workload: Workload, *, repeats: int
+    model: Qwen3,
+    workload: Workload,
+    *,
+    repeats: int,
+    mode: Literal["retract", "in_place"] = "retract",
 ) -> WeightSync:
-    """Updates an engine with its trainer's weights; outputs should last for several dispatches."""
+    """Updates an engine, whose dispatches are short enough to see a stall.
+
+    Args:
+        model: The trainer's, whose weights the engine gets each time.
+        workload: What runs while it is updated; outputs should last for several dispatches.
+        repeats: How often everything is measured.
+        mode: What becomes of the running requests.
+    """
+    peer = SglJaxPeer(model, workload, decode_steps=_DECODE_STEPS, weight_update_mode=mode)
+    peer.start(workload)
+    try:
+        return _measure(peer, model, workload, repeats)
+    finally:
+        peer.close()
+
+
+def _measure(peer: SglJaxPeer, model: Qwen3, workload: Workload, repeats: int) -> WeightSync:
     state = nnx.state(model)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     peer.rollout.update_params(state)  # compiles

@@ -141,11 +141,7 @@ def test_weight_sync():
     bench_model = MODELS["tiny"]
     model = compare.make_tunix_model(bench_model.config)
     workload = make_workload("single_stream", bench_model.config.vocab_size, is_quick=True)
-    peer = peers.SglJaxPeer(model, workload.with_lengths([64]), decode_steps=8)
-    try:
-        sync = measure_weight_sync(peer, model, workload.with_lengths([64]), repeats=2)
-    finally:
-        peer.close()
+    sync = measure_weight_sync(model, workload.with_lengths([64]), repeats=2)
     assert sync.num_bytes == pytest.approx(weight_bytes(bench_model.config), rel=1e-2)
     assert len(sync.idle_s) == len(sync.copies_s) == len(sync.stalls_s) == 2
     assert sync.copy_s == pytest.approx(sum(sync.copies_s) / 2)
