@@ -83,6 +83,16 @@ class TestRules:
         with pytest.raises(WeightSyncError, match="must be named, got a bare ndarray"):
             flatten_named(np.ones(1))
 
+    def test_flatten_named_finds_the_names_of_a_structure_once(self, monkeypatch):
+        def tree(value):
+            return {"once": [np.full(1, value), {"b": np.full(2, value)}]}
+
+        flatten_named(tree(0))
+        monkeypatch.delattr(jax.tree_util, "tree_flatten_with_path")
+        flat = flatten_named(tree(1))
+        assert list(flat) == ["once.0", "once.1.b"]
+        assert all(np.all(array == 1) for array in flat.values())
+
 
 class TestApply:
     def test_transpose_hook_reshape_cast_and_physical_transpose(self):

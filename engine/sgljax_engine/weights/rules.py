@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -86,20 +87,34 @@ def flatten_named(tree: Any) -> dict[str, Any]:
     Raises:
         WeightSyncError: for a leaf without a name, and for two with the same.
     """
-    flat: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    names = _leaf_names(structure)
+    if "" in names:
+        bare = leaves[names.index("")]
+        raise WeightSyncError(f"weights must be named, got a bare {type(bare).__name__}")
+    return dict(zip(names, leaves, strict=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _leaf_names(structure: Any) -> tuple[str, ...]:
+    """Of a PyTreeDef. Remembered, since JAX takes longer to find paths than leaves.
+
+    Raises:
+        WeightSyncError: for two leaves with the same name.
+    """
+    tree = structure.unflatten(range(structure.num_leaves))
+    names: dict[str, None] = {}
+    for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = [_key_name(key) for key in path]
         # An nnx.Variable is a node with a single child called "value".
         is_attribute = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
         if is_attribute and keys[-1] in ("value", "raw_value"):
             keys.pop()
         name = ".".join(keys)
-        if not name:
-            raise WeightSyncError(f"weights must be named, got a bare {type(leaf).__name__}")
-        if name in flat:
+        if name in names:
             raise WeightSyncError(f"two parameters of the source are both called {name!r}")
-        flat[name] = leaf
-    return flat
+        names[name] = None
+    return tuple(names)
 
 
 def _key_name(key: Any) -> str:
