@@ -115,7 +115,9 @@ def attend_in_order(
 
     def body(state: _State) -> _State:
         peak = jnp.maximum(state.peak, jnp.max(state.scores, axis=(-2, -1)))
-        weights = jnp.exp(state.scores - peak[..., None, None])
+        # Without lanes: LLVM would vectorise over their groups, and gather what lies side by side.
+        flat = state.scores.reshape(*peak.shape, CHUNK)
+        weights = jnp.exp(flat - peak[..., None]).reshape(state.scores.shape)
         shrink = jnp.exp(state.peak - peak)
         values = source.values(state.chunk)
         acc = _sum_in_order(
