@@ -199,6 +199,20 @@ def test_greedy_rows_ignore_filters_and_seed():
     np.testing.assert_array_equal(tokens[[0, 2]], np.asarray(logits).argmax(-1)[[0, 2]])
 
 
+@pytest.mark.parametrize("vocab", [1, 7, 128, 129, 1000])
+def test_greedy_rows_take_the_first_of_the_largest(vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-3, 3, (64, vocab)).astype(np.float32)  # ties, within blocks and across
+    adjusted = np.where(rng.random(logits.shape) < 0.5, -np.inf, logits).astype(np.float32)
+    adjusted[:, -1] = -1e30  # finite, and now and then the largest
+    adjusted[:8, :-1] = -np.inf
+    rows = batch(64, vocab, temperature=0.0)
+    tokens = sample(jnp.asarray(logits), rows, jnp.int32(0)).token
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    tokens = sample(jnp.asarray(logits), rows, jnp.int32(0), jnp.asarray(adjusted)).token
+    np.testing.assert_array_equal(tokens, adjusted.argmax(-1))
+
+
 def test_a_rows_nucleus_does_not_depend_on_its_mates():
     """A flat mate needs the slow search; rows that do not must not take part in it."""
     rng = np.random.default_rng(5)

@@ -103,7 +103,7 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
     """Tokens, and their processed log-probs."""
     is_greedy = rows.temperature == 0.0
     _, scaled_BV = _scale(choices_BV, rows.temperature)
-    greedy = jnp.argmax(choices_BV, axis=-1).astype(jnp.int32)
+    greedy = _argmax(choices_BV)
     weights_BV = jnp.exp(scaled_BV)  # unnormalised probabilities in [0, 1]
     all_weight = jnp.sum(weights_BV, axis=-1)
 
@@ -127,6 +127,21 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
     token = jnp.where(is_greedy, greedy, token)
     processed = _pick(scaled_BV, token) - jnp.log(kept)
     return token, jnp.where(is_greedy, 0.0, processed)
+
+
+def _argmax(values_BV: jax.Array) -> jax.Array:
+    """The first index [B] of each row's largest entry.
+
+    In the first block with the largest maximum: XLA on CPUs vectorises maxima, but takes what
+    `jnp.argmax` reads entry by entry.
+    """
+    batch, vocab_size = values_BV.shape
+    padding = ((0, 0), (0, -vocab_size % _BLOCK))
+    padded = jnp.pad(values_BV, padding, constant_values=-jnp.inf)
+    blocks = padded.reshape(batch, -1, _BLOCK)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * _BLOCK + jnp.argmax(inside, axis=-1).astype(jnp.int32)
 
 
 def token_logprobs(
