@@ -135,13 +135,10 @@ def _argmax(values_BV: jax.Array) -> jax.Array:
     In the first block with the largest maximum: XLA on CPUs vectorises maxima, but takes what
     `jnp.argmax` reads entry by entry.
     """
-    batch, vocab_size = values_BV.shape
-    padding = ((0, 0), (0, -vocab_size % _BLOCK))
-    padded = jnp.pad(values_BV, padding, constant_values=-jnp.inf)
-    blocks = padded.reshape(batch, -1, _BLOCK)
+    blocks = _in_blocks(values_BV, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + jnp.argmax(inside, axis=-1).astype(jnp.int32)
+    offset = jnp.argmax(_pick_block(blocks, block), axis=-1).astype(jnp.int32)
+    return block * _BLOCK + offset
 
 
 def token_logprobs(
@@ -272,15 +269,13 @@ def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
         weights_BV: [B, V] float32 >= 0 with a positive entry in each row.
         uniform_B: [B] float32 in [0, 1).
     """
-    batch, vocab_size = weights_BV.shape
-    padded = jnp.pad(weights_BV, ((0, 0), (0, -vocab_size % _BLOCK)))
-    blocks = padded.reshape(batch, -1, _BLOCK)
+    blocks = _in_blocks(weights_BV, 0.0)
     sums = jnp.sum(blocks, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform_B * ends[:, -1]
     block = _first_above(ends, target, sums > 0)
     start = jnp.where(block > 0, _pick(ends, jnp.maximum(block - 1, 0)), 0.0)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    inside = _pick_block(blocks, block)
     offset = _first_above(jnp.cumsum(inside, axis=-1), target - start, inside > 0)
     return block * _BLOCK + offset
 
@@ -294,6 +289,17 @@ def _first_above(cumulative: jax.Array, target: jax.Array, allowed: jax.Array) -
     above = (cumulative > target[:, None]) & allowed
     last = allowed.shape[1] - 1 - jnp.argmax(allowed[:, ::-1], axis=-1)
     return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last).astype(jnp.int32)
+
+
+def _in_blocks(values_BV: jax.Array, fill: float) -> jax.Array:
+    """Each row in blocks [B, N, _BLOCK], the last filled up."""
+    batch, vocab_size = values_BV.shape
+    padded = jnp.pad(values_BV, ((0, 0), (0, -vocab_size % _BLOCK)), constant_values=fill)
+    return padded.reshape(batch, -1, _BLOCK)
+
+
+def _pick_block(blocks: jax.Array, block_B: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(blocks, block_B[:, None, None], axis=1)[:, 0]
 
 
 def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
