@@ -39,8 +39,8 @@ from sgljax_engine.layers import rope as engine_rope
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.row_attention import row_attention
-from sgljax_engine.runner.compiled import compiler_options
 from sgljax_engine.sampling.sampler import token_logprobs
+from sgljax_engine.xla_options import compiler_options
 from torch_model import hf_arrays
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.models import make_tunix_model

@@ -38,9 +38,10 @@ from sgljax_engine.layers.basic import Layout, linear
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
 from sgljax_engine.runner import programs
-from sgljax_engine.runner.compiled import ProgramCall, ProgramState, compiler_options
+from sgljax_engine.runner.compiled import ProgramCall, ProgramState
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch
+from sgljax_engine.xla_options import compiler_options
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import MODELS, BenchModel
 from tunix_sgljax.bench.workloads import Workload, make_workload

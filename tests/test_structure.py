@@ -52,7 +52,8 @@ ALLOWED = {
     },
     "offload": set(),
     "sampling": {"layers.tiles", "sampling"},
-    "weights": {"errors", "files", "weights"},
+    "weights": {"errors", "files", "weights", "xla_options"},
+    "xla_options": set(),
     "runner": {
         "cache.kv_pages",
         "cache.kv_rows",
@@ -68,6 +69,7 @@ ALLOWED = {
         "token_counts",
         "types",
         "weights",
+        "xla_options",
     },
     "requests": {
         "checkpoint",

@@ -17,7 +17,7 @@ from sgljax_engine.layers.ordered_attention import (
     ordered_backend,
     ordered_tiles_attention,
 )
-from sgljax_engine.runner.compiled import compiler_options
+from sgljax_engine.xla_options import compiler_options
 from tests.engine.paged_cases import RaggedCase, as_pages, ragged_case
 from tests.engine.test_row_attention import over_rows
 

@@ -103,11 +103,25 @@ class TestApply:
         assert made["y"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(made["y"]), expected)
 
-    @pytest.mark.parametrize("shape", [(3, 64), (64, 3), (5, 192), (2, 96), (1, 64), (130, 64)])
-    def test_physical_transpose_of_any_shape(self, shape):
-        x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-        made = sync({"x": x}, [Rule("x", "x")], {"x": target(shape, is_transposed=True)})
-        np.testing.assert_array_equal(made["x"], x.T)
+    @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+    @pytest.mark.parametrize(
+        ("source", "shape"),
+        [
+            ((130, 64), (130, 64)),
+            ((1, 64), (1, 64)),
+            ((6, 2, 5), (6, 10)),  # heads joined behind the split
+            ((2, 5, 6), (10, 6)),  # and before it
+            ((2, 3, 2, 5), (6, 10)),
+            ((60,), (6, 10)),  # no axis ends at the split
+        ],
+    )
+    def test_physical_transpose_of_any_shape_and_dtype(self, source, shape, dtypes):
+        x = np.random.default_rng(0).normal(size=source).astype(dtypes[0])
+        made = sync(
+            {"x": x}, [Rule("x", "x")], {"x": target(shape, is_transposed=True, dtype=dtypes[1])}
+        )
+        assert made["x"].dtype == dtypes[1]
+        np.testing.assert_array_equal(made["x"], x.reshape(shape).T.astype(dtypes[1]))
 
     def test_alias_names_the_target(self):
         made = sync(

@@ -17,10 +17,10 @@ from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.runner import widths
-from sgljax_engine.runner.compiled import compiler_options
 from sgljax_engine.runner.placement import place
 from sgljax_engine.runner.widths import CANDIDATES, agreeing_widths
 from sgljax_engine.weights import sync
+from sgljax_engine.xla_options import compiler_options
 from tests.engine.models import TINY, spread_weights
 
 ODD = dataclasses.replace(

@@ -21,6 +21,7 @@ import numpy as np
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.runner import programs, scoring
 from sgljax_engine.runner.placement import Placement
+from sgljax_engine.xla_options import Options, compiler_options
 
 logger = logging.getLogger(__name__)
 
@@ -221,18 +222,10 @@ def _jitted(
     )
 
 
-def compiler_options(platform: str) -> dict[str, str | bool] | None:
-    """XLA's options for the programs on a JAX platform.
-
-    On CPUs XLA uses half the width of AVX-512 unless told; CPUs without it ignore the option.
-    """
-    return {"xla_cpu_prefer_vector_width": "512"} if platform == "cpu" else None
-
-
 def _compile(
     key: tuple[Any, ...],
     lowered: jax.stages.Lowered,
-    options: dict[str, str | bool] | None,
+    options: Options | None,
     on_compiled: Callable[[], None],
 ) -> Callable[..., Any]:
     """Any thread: all that a program is compiled for was settled when it was lowered."""

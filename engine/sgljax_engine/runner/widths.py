@@ -23,7 +23,7 @@ from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import NARROW
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, Params
-from sgljax_engine.runner.compiled import compiler_options
+from sgljax_engine.xla_options import compiler_options
 
 logger = logging.getLogger(__name__)
 

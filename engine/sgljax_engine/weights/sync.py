@@ -23,10 +23,9 @@ from jax import lax
 from sgljax_engine.errors import WeightsLostError, WeightSyncError
 from sgljax_engine.weights.checksum import checksum, to_hex
 from sgljax_engine.weights.rules import Hook, Match, Rule, flatten_named, match
+from sgljax_engine.xla_options import transposition_options
 
 Weights = dict[str, jax.Array]
-
-_COLUMNS = 64
 
 
 class TargetSpec(NamedTuple):
@@ -225,16 +224,26 @@ def _mapped(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
 
 def _stored(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
     """The engine parameter as it is stored. The copy keeps JAX from handing `x` itself back."""
-    y = _mapped(x, step, target)
-    return jnp.copy(_swap_axes(y) if target.is_transposed else y)
+    if not target.is_transposed:
+        return jnp.copy(_mapped(x, step, target))
+    x = _transform(x, step)
+    if x.dtype.itemsize >= target.dtype.itemsize:
+        return jnp.copy(_swapped(x.astype(target.dtype), target.shape))
+    # XLA on CPUs takes twice as long to transpose what it widens at once.
+    return lax.optimization_barrier(jnp.copy(_swapped(x, target.shape))).astype(target.dtype)
 
 
-def _swap_axes(x: jax.Array) -> jax.Array:
-    """`x.T` of a matrix, by way of three axes: XLA on CPUs takes a tenth less time for that."""
-    rows, columns = x.shape
-    if columns % _COLUMNS:
-        return x.T
-    return x.reshape(rows, -1, _COLUMNS).transpose(1, 2, 0).reshape(columns, rows)
+def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x.reshape(shape).T` of a matrix of that shape.
+
+    By way of the axes of `x` where that can be: XLA on CPUs copies what is reshaped before it is
+    transposed.
+    """
+    for split in range(x.ndim + 1):
+        if math.prod(x.shape[:split]) == shape[0]:
+            axes = (*range(split, x.ndim), *range(split))
+            return x.transpose(axes).reshape(shape[::-1])
+    return x.reshape(shape).T
 
 
 @functools.lru_cache(maxsize=16)
@@ -260,10 +269,12 @@ def _build_program(
         return _stored(x, step, target)
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
+    devices = {device for sharding in shardings.values() for device in sharding.device_set}
+    options = transposition_options(min(devices, key=lambda device: device.id).platform)
     return Program(
-        jax.jit(run, out_shardings=shardings),
+        jax.jit(run, out_shardings=shardings, compiler_options=options),
         jax.jit(run),
-        jax.jit(one, static_argnums=(1, 2)),
+        jax.jit(one, static_argnums=(1, 2), compiler_options=options),
         jax.jit(sums),
         shardings,
     )
