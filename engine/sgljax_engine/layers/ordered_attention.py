@@ -117,16 +117,13 @@ def attend_in_order(
         peak = jnp.maximum(state.peak, jnp.max(state.scores, axis=(-2, -1)))
         # Without lanes: LLVM would vectorise over their groups, and gather what lies side by side.
         flat = state.scores.reshape(*peak.shape, CHUNK)
-        weights = jnp.exp(flat - peak[..., None]).reshape(state.scores.shape)
+        weights = jnp.exp(flat - peak[..., None])
         shrink = jnp.exp(state.peak - peak)
         values = source.values(state.chunk)
-        acc = _sum_in_order(
-            weights[..., key // LANES, key % LANES][over_values] * values(key)
-            for key in range(CHUNK)
-        )
+        acc = _sum_in_order(weights[..., key][over_values] * values(key) for key in range(CHUNK))
         total = state.total * shrink[..., None]
-        for group in range(CHUNK // LANES):
-            total = total + weights[..., group, :]
+        for lane in range(0, CHUNK, LANES):
+            total = total + weights[..., lane : lane + LANES]
         return _State(
             chunk=state.chunk + 1,
             scores=lax.cond(state.chunk + 1 < end, scores, lambda _: state.scores, state.chunk + 1),
