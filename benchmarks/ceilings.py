@@ -36,7 +36,7 @@ class Ceilings:
 
     Attributes:
         flops_per_s: Float32 operations a second in matrix products, a multiply-add being two.
-        read_bytes_per_s: Bytes read a second from a buffer of the size of the weights.
+        read_bytes_per_s: Bytes read a second, from a buffer of a given size.
         copy_bytes_per_s: Bytes copied a second between two such buffers, each byte counted once.
         probes: All that was measured, in these units, by name.
     """
@@ -46,6 +46,16 @@ class Ceilings:
     copy_bytes_per_s: float
     probes: dict[str, float]
 
+    def reading(self, num_bytes: int, *, seconds: float = 0.5) -> Ceilings:
+        """These, but for reading from a buffer of another size, which caches hold less or more."""
+        probes = _read_probes(num_bytes, seconds)
+        return dataclasses.replace(
+            self,
+            read_bytes_per_s=max(probes.values()),
+            probes={name: rate for name, rate in self.probes.items() if name not in probes}
+            | probes,
+        )
+
     def in_words(self) -> str:
         """For reports."""
         return (
@@ -54,15 +64,14 @@ class Ceilings:
         )
 
 
-def measure_ceilings(weight_bytes: int, *, seconds: float = 0.5) -> Ceilings:
+def measure_ceilings(num_bytes: int, *, seconds: float = 0.5) -> Ceilings:
     """Measures the default device's limits.
 
     Args:
-        weight_bytes: Size of the buffers that are read and copied: caches may hold them as far as
-            they hold the weights.
+        num_bytes: Size of the buffers that are read and copied, such as that of the weights: caches
+            may hold them as far as they hold those.
         seconds: How long each probe runs.
     """
-    num_bytes = max(weight_bytes, _MIN_BYTES)
     on_cpu = jax.default_backend() == "cpu"
     probes: dict[str, float] = {}
     for shape in _MATMULS:
@@ -70,10 +79,8 @@ def measure_ceilings(weight_bytes: int, *, seconds: float = 0.5) -> Ceilings:
         probes[f"matmul {label}, XLA"] = _xla_matmul(shape, seconds)
         if on_cpu:
             probes[f"matmul {label}, numpy"] = _numpy_matmul(shape, seconds)
-    probes["read, XLA matrix-vector"] = _xla_read(num_bytes, seconds)
-    probes |= _copy_probes(num_bytes, seconds)
-    if on_cpu:
-        probes["read, numpy dot"] = _numpy_read(num_bytes, seconds)
+    probes |= _read_probes(num_bytes, seconds)
+    probes |= _copy_probes(max(num_bytes, _MIN_BYTES), seconds)
 
     def best(kind: str) -> float:
         return max(value for name, value in probes.items() if name.startswith(kind))
@@ -89,6 +96,14 @@ def measure_ceilings(weight_bytes: int, *, seconds: float = 0.5) -> Ceilings:
 def measure_copy(num_bytes: int, *, seconds: float = 0.1) -> float:
     """The copy ceiling alone, bytes a second, for comparing with what is timed beside it."""
     return max(_copy_probes(num_bytes, seconds).values())
+
+
+def _read_probes(num_bytes: int, seconds: float) -> dict[str, float]:
+    num_bytes = max(num_bytes, _MIN_BYTES)
+    probes = {"read, XLA matrix-vector": _xla_read(num_bytes, seconds)}
+    if jax.default_backend() == "cpu":
+        probes["read, numpy dot"] = _numpy_read(num_bytes, seconds)
+    return probes
 
 
 def _copy_probes(num_bytes: int, seconds: float) -> dict[str, float]:

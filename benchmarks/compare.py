@@ -32,7 +32,7 @@ from ceilings import Ceilings, measure_ceilings
 from comparison import PeerResult, WorkloadResult, format_comparison
 from peers import PEERS, PeerFactory, missing_reason
 from reporting import ROOT, report_head, write_report
-from roofline import limit_by_part, useful_work, weight_bytes
+from roofline import decode_step_bytes, limit_by_part, useful_work, weight_bytes
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.measure import count_agreed, timed
 from tunix_sgljax.bench.models import make_tunix_model
@@ -92,7 +92,16 @@ def measure_workload(
     ceilings: Ceilings,
     num_pairs: int,
 ) -> WorkloadResult:
-    """All peers on one workload: in one whole batch, and in micro-batches if that is faster."""
+    """All peers on one workload: in one whole batch, and in micro-batches if that is faster.
+
+    Args:
+        factory: Of peers.
+        bench_model: What they run.
+        workload: What they are asked.
+        peers: Names of the others.
+        ceilings: The machine's, for reading what a decode step of the workload reads.
+        num_pairs: Runs of each peer, and of ours with it.
+    """
     limit = limit_by_part(useful_work(bench_model.config, workload), ceilings)
     print(
         f"{bench_model.name}, {workload.name}: {workload.useful_tokens} tokens, "
@@ -119,6 +128,8 @@ def measure_workload(
         num_requests=len(workload.output_lengths),
         num_rows=workload.num_rows,
         useful_tokens=workload.useful_tokens,
+        read_bytes_per_s=ceilings.read_bytes_per_s,
+        step_bytes=decode_step_bytes(bench_model.config, workload),
         limit_by_part_s=limit,
         peers=[own, *results],
     )
@@ -129,7 +140,8 @@ def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> 
     bench_model = MODELS[name]
     config, num_pairs = bench_model.config, args.pairs
     print(f"{name}: {bench_model.in_words}", flush=True)
-    ceilings = measure_ceilings(weight_bytes(config), seconds=0.02 if args.quick else 0.5)
+    seconds = 0.02 if args.quick else 0.5
+    ceilings = measure_ceilings(weight_bytes(config), seconds=seconds)
     print(f"  {ceilings.in_words()}", flush=True)
     model = make_tunix_model(config)
     factory = PeerFactory(model, bench_model)
@@ -141,9 +153,8 @@ def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> 
     sync = starts = None
     for workload in workloads:
         others = () if workload.name in args.alone else peers
-        results.append(
-            measure_workload(factory, bench_model, workload, others, ceilings, num_pairs)
-        )
+        reading = ceilings.reading(decode_step_bytes(config, workload), seconds=seconds)
+        results.append(measure_workload(factory, bench_model, workload, others, reading, num_pairs))
         if len(results) < len(workloads):  # so that a run that is cut short leaves what it has
             _write(args, bench_model, ceilings, results, sync, starts)
     if not args.skip_sync:

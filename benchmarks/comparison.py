@@ -49,6 +49,8 @@ class WorkloadResult:
         num_requests: How many there are.
         num_rows: Requests that our engine decodes together at most.
         useful_tokens: Tokens asked for.
+        step_bytes: That a decode step of them reads on average.
+        read_bytes_per_s: Rate at which the machine reads so many bytes over and over.
         limit_by_part_s: The least seconds that each part takes on this machine.
         peers: Ours first.
     """
@@ -57,6 +59,8 @@ class WorkloadResult:
     num_requests: int
     num_rows: int
     useful_tokens: int
+    step_bytes: int
+    read_bytes_per_s: float
     limit_by_part_s: dict[str, float]
     peers: list[PeerResult]
 
@@ -91,7 +95,9 @@ def format_comparison(results: Sequence[WorkloadResult]) -> list[str]:
             f"### `{result.workload}`",
             "",
             f"{result.num_requests} requests, {result.useful_tokens} useful tokens; the limit is "
-            f"{result.useful_tokens / result.limit_s:.0f} tokens/s ({result.limit_s:.2f} s).",
+            f"{result.useful_tokens / result.limit_s:.0f} tokens/s ({result.limit_s:.2f} s). "
+            f"A decode step reads {result.step_bytes / 1e6:.0f} MB on average, for which the "
+            f"ceiling is {result.read_bytes_per_s / 1e9:.1f} GB/s.",
             "",
             "| peer | batch | useful tokens/s | our speed over its, median pair (smallest, largest)"
             " | of the limit | first token, s: median, last | run, s |",

@@ -142,18 +142,31 @@ def min_decode_steps(workload: Workload) -> int:
 def useful_work(config: ModelConfig, workload: Workload) -> list[PartWork]:
     """All that a workload needs, a part each; see the module."""
     prompt_lens = [len(prompt) for prompt in workload.prompts]
+    return [*prefill_work(config, prompt_lens), *_decode_work(config, workload)]
+
+
+def _decode_work(config: ModelConfig, workload: Workload) -> list[PartWork]:
     num_tokens = num_keys = 0
     for prompt, length in zip(workload.requests, workload.output_lengths, strict=True):
         num_tokens += length - 1
         # The i-th output token, counted from 0, sees the prompt, those before it, and itself.
         num_keys += (length - 1) * (len(prompt) + 1) + (length - 1) * (length - 2) // 2
-    decoded = decode_work(
+    return decode_work(
         config,
         num_tokens=num_tokens,
         num_keys=num_keys,
         num_passes=min_decode_steps(workload),
     )
-    return [*prefill_work(config, prompt_lens), *decoded]
+
+
+def decode_step_bytes(config: ModelConfig, workload: Workload) -> int:
+    """Bytes that a decode step reads on average: all weights, and the keys of its rows.
+
+    It is what goes through a machine's caches before the same weight is read again.
+    """
+    work = _decode_work(config, workload)
+    num_bytes = sum(entry.num_bytes for entry in work if entry.part != "sampling")
+    return round(num_bytes / min_decode_steps(workload))
 
 
 def limit_by_part(work: Sequence[PartWork], ceilings: Ceilings) -> dict[str, float]:

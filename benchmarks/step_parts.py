@@ -29,7 +29,7 @@ from jax import lax
 
 from ceilings import Ceilings, measure_ceilings
 from reporting import ROOT, report_head, write_report
-from roofline import decode_work, limit_by_part, weight_bytes
+from roofline import decode_work, limit_by_part
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.kv_rows import LayerRows
@@ -222,9 +222,9 @@ def time_projections(dispatch: Dispatch, layout: Layout, num_rows: int, seconds:
 
 
 def measure_parts(
-    engine: Engine, bench_model: BenchModel, workload: Workload, ceilings: Ceilings, seconds: float
-) -> tuple[Dispatch, list[Part]]:
-    """Times everything on one captured dispatch."""
+    engine: Engine, bench_model: BenchModel, workload: Workload, seconds: float
+) -> tuple[Dispatch, Ceilings, list[Part]]:
+    """Times everything on one captured dispatch, and the ceilings for what its steps read."""
     dispatch = capture(engine, workload)
     static = dispatch.runner._static
     model = static.model
@@ -252,11 +252,14 @@ def measure_parts(
         num_keys=dispatch.num_keys,
         num_passes=1,
     )
+    num_bytes = round(sum(entry.num_bytes for entry in work))
+    ceilings = measure_ceilings(num_bytes, seconds=min(seconds, 0.5))
     limits = limit_by_part(work, ceilings)
     order = ("projections", "attention", "logits", "sampling", "other", "host")
-    return dispatch, [
+    parts = [
         Part(part=part, measured_s=measured[part], limit_s=limits.get(part, 0.0)) for part in order
     ]
+    return dispatch, ceilings, parts
 
 
 def _report(parts: Sequence[Part]) -> list[str]:
@@ -293,14 +296,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench_model = MODELS[args.model]
     seconds = 0.02 if args.quick else args.seconds
     workload = make_workload("rl_uniform", bench_model.config.vocab_size, is_quick=args.quick)
-    ceilings = measure_ceilings(weight_bytes(bench_model.config), seconds=min(seconds, 0.5))
     with Engine(
         model_config=bench_model.config,
         load_format="dummy",
         max_running_requests=workload.num_rows,
         max_model_len=workload.max_model_len,
     ) as engine:
-        dispatch, parts = measure_parts(engine, bench_model, workload, ceilings, seconds)
+        dispatch, ceilings, parts = measure_parts(engine, bench_model, workload, seconds)
     environment = describe_environment(jax.devices()[0].device_kind)
     mean_context = dispatch.num_keys / dispatch.num_rows
     lines = [

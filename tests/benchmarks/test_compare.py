@@ -35,6 +35,8 @@ def test_tables_and_ratios():
         num_requests=2,
         num_rows=2,
         useful_tokens=100,
+        step_bytes=2_000_000,
+        read_bytes_per_s=3e9,
         limit_by_part_s={"projections": 0.5, "attention": 0.5},
         peers=[ours, peer_result()],
     )
@@ -47,6 +49,7 @@ def test_tables_and_ratios():
     assert "| sgljax | 8 | 50 |  | 50.0% | 0.38, 0.50 | 2.00 |" in text
     assert "| vanilla | 8 | 20 | 3.00 (2.00, 5.00) | 20.0% | 0.38, 0.50 | 5.00 |" in text
     assert "| `test` | 0.500 | 0.500 |" in text
+    assert "step reads 2 MB on average, for which the ceiling is 3.0 GB/s." in text
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,27 @@ def test_ceilings_are_the_best_of_their_probes():
         values = [value for name, value in ceilings.probes.items() if name.startswith(kind)]
         assert len(values) >= 2
         assert getattr(ceilings, field) == max(values) > 1e6
+
+
+def test_reading_is_measured_anew_for_another_size():
+    before = measure_ceilings(1 << 20, seconds=0.0)
+    after = before.reading(1 << 27, seconds=0.0)
+    reads = {name for name in before.probes if name.startswith("read")}
+    assert len(reads) >= 2
+    assert all(after.probes[name] != before.probes[name] for name in reads)
+    assert after.read_bytes_per_s == max(after.probes[name] for name in reads)
+    others = {name: rate for name, rate in before.probes.items() if name not in reads}
+    assert {name: after.probes[name] for name in others} == others
+    assert (after.flops_per_s, after.copy_bytes_per_s) == (
+        before.flops_per_s,
+        before.copy_bytes_per_s,
+    )
+
+
+def test_bytes_of_a_decode_step():
+    # Prompts of 3, outputs of 2 and 4 tokens: 3 steps at least, in which one row sees 4 keys and
+    # the other 4, 5 and 6.
+    keys = 4 + 4 + 5 + 6
+    per_key = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    expected = (PROJECTIONS + TABLE) * 4 + keys * per_key / 3
+    assert roofline.decode_step_bytes(CONFIG, workload()) == round(expected)
