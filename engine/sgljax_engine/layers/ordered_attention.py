@@ -63,18 +63,14 @@ class KeySource(Protocol):
 
 
 class _State(NamedTuple):
-    """A loop over chunks with an online softmax, whose scores are computed one chunk ahead.
-
-    What a loop carries is in memory. Computed where they are used, the scores would be fused into
-    each of their two uses: twice the work.
+    """A loop over chunks with an online softmax.
 
     Shape:
-        scores: [*lead, K, R, S // L, L]; peak: [*lead, K, R]; total: [*lead, K, R, L], by lane;
+        chunk: scalar int32, the next one; peak: [*lead, K, R]; total: [*lead, K, R, L], by lane;
         acc: [*lead, K, R, *value_shape]. float32.
     """
 
     chunk: jax.Array
-    scores: jax.Array
     peak: jax.Array
     total: jax.Array
     acc: jax.Array
@@ -113,11 +109,16 @@ def attend_in_order(
 
     over_values = (..., *[None] * len(source.value_shape))
 
+    def no_scores(_: jax.Array) -> jax.Array:
+        return jnp.zeros((*q.shape[:-1], CHUNK // LANES, LANES), jnp.float32)
+
     def body(state: _State) -> _State:
-        peak = jnp.maximum(state.peak, jnp.max(state.scores, axis=(-2, -1)))
+        # What a branch returns is in memory. Else the scores would be fused into each of their two
+        # uses: twice the work. That the condition holds in every turn is not seen by the compiler.
+        found = lax.cond(state.chunk < end, scores, no_scores, state.chunk)
+        peak = jnp.maximum(state.peak, jnp.max(found, axis=(-2, -1)))
         # Without lanes: LLVM would vectorise over their groups, and gather what lies side by side.
-        flat = state.scores.reshape(*peak.shape, CHUNK)
-        weights = jnp.exp(flat - peak[..., None])
+        weights = jnp.exp(found.reshape(*peak.shape, CHUNK) - peak[..., None])
         shrink = jnp.exp(state.peak - peak)
         values = source.values(state.chunk)
         acc = _sum_in_order(weights[..., key][over_values] * values(key) for key in range(CHUNK))
@@ -126,7 +127,6 @@ def attend_in_order(
             total = total + weights[..., lane : lane + LANES]
         return _State(
             chunk=state.chunk + 1,
-            scores=lax.cond(state.chunk + 1 < end, scores, lambda _: state.scores, state.chunk + 1),
             peak=peak,
             total=total,
             acc=state.acc * shrink[over_values] + acc,
@@ -135,7 +135,6 @@ def attend_in_order(
     shape = q.shape[:-1]
     start = _State(
         chunk=first,
-        scores=scores(first),
         peak=jnp.full(shape, MASKED, jnp.float32),
         total=jnp.zeros((*shape, LANES), jnp.float32),
         acc=jnp.zeros((*shape, *source.value_shape), jnp.float32),
