@@ -220,7 +220,9 @@ def engine_pieces(model: Qwen3, hidden_size: int, lengths: np.ndarray) -> list[P
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         options = AttentionOptions(config.head_dim**-0.5)
-        out = row_attention(LAYOUT.tokens_first(q), LayerRows(k, v), jnp.asarray(lengths), options)
+        lens = jnp.asarray(lengths)
+        q = LAYOUT.tokens_first(q)
+        out = row_attention(q, LayerRows(k, v), lens, jnp.zeros_like(lens), options)
         return out.reshape(out.shape[0], -1).T
 
     def embed(table: jax.Array, ids: jax.Array) -> jax.Array:

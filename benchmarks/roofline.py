@@ -6,8 +6,8 @@ Counted is what any engine must do for the tokens that were asked for, and nothi
   request (nothing comes after it).
 - Weights are read once a decode step. There are as few steps as the engine's rows allow: no less
   than the longest output, and no less than all tokens over the rows.
-- Each decoded token reads the keys and values of its own context. (Rows of one group could share
-  the reads of their prompt; that is not counted, since no peer does it.)
+- Each decoded token reads the keys and values of its own context. (Rows of one group can share the
+  reads of their prompt; that is not counted, since among the peers only ours does it, and in part.)
 - Logits of the last prompt token, once a prompt, and of each decoded token; the embedding table
   is read with them. Sampling reads each logit once.
 

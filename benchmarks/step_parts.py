@@ -160,9 +160,13 @@ def _no_sampling(
 
 
 def _no_row_attention(
-    q: jax.Array, rows: LayerRows, kv_lens: jax.Array, options: AttentionOptions
+    q: jax.Array,
+    rows: LayerRows,
+    kv_lens: jax.Array,
+    shared: jax.Array,
+    options: AttentionOptions,
 ) -> jax.Array:
-    del rows, kv_lens, options
+    del rows, kv_lens, shared, options
     return q
 
 

@@ -26,13 +26,46 @@ from tests.engine.models import make_requests
     ],
 )
 def test_longest_rows_first_and_equal_ones_as_they_come(lengths, expected):
-    assert decode_order(make_requests(*lengths)) == expected
+    assert decode_order(make_requests(*lengths), 16) == expected
 
 
 def test_output_counts_as_length():
     requests = make_requests(5, 4)
     requests[1].output_ids.extend([0, 0])
-    assert decode_order(requests) == [1, 0]
+    assert decode_order(requests, 16) == [1, 0]
+
+
+class TestGroups:
+    """Rows of requests by their prompt; its pages are those before the last token's."""
+
+    def requests(self, prompts, outputs, num_pages=4):
+        """One for each prompt (its number) and count of output tokens; prompts have 65 tokens."""
+        requests = make_requests(*[65] * len(prompts))
+        own = 1000
+        for request, prompt, count in zip(requests, prompts, outputs, strict=True):
+            request.pages.extend(range(10 * prompt, 10 * prompt + num_pages))
+            request.pages.append(own := own + 1)
+            request.output_ids.extend([0] * count)
+        return requests
+
+    def test_samples_of_a_prompt_fill_units(self):
+        requests = self.requests([1, 2] * 5, [1] * 8 + [1, 3])
+        # The ninth row of prompt 2 is its longest; a unit holds four.
+        assert decode_order(requests, 16) == [9, 1, 3, 5, 0, 2, 4, 6, 7, 8]
+
+    def test_the_unit_with_the_longest_row_comes_first(self):
+        requests = self.requests([1] * 4 + [2] * 4, [1, 1, 1, 1, 2, 9, 2, 2])
+        assert decode_order(requests, 16) == [5, 4, 6, 7, 0, 1, 2, 3]
+
+    def test_too_few_samples_go_by_length(self):
+        requests = self.requests([1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5, 6])
+        assert decode_order(requests, 16) == [5, 4, 3, 2, 1, 0]
+
+    def test_prompts_shorter_than_a_chunk_are_not_shared(self):
+        requests = self.requests([1, 2] * 4, [1] * 8, num_pages=3)
+        for request in requests:
+            request.prompt_ids = request.prompt_ids[:64]
+        assert decode_order(requests, 16) == list(range(8))
 
 
 def test_rows_keep_their_pages_and_limits():
@@ -54,7 +87,7 @@ def test_each_request_gets_the_results_of_its_row():
     """Three requests on a batch of four rows, as the device left it after at most three steps."""
     requests = make_requests(3, 9, 6)
     requests[2].logprob_options = LogprobOptions(enabled=True, top_num=1, token_ids=(4,))
-    order = decode_order(requests)
+    order = decode_order(requests, 16)
     assert order == [1, 2, 0]
     steps = jnp.arange(20, dtype=jnp.int32).reshape(5, 4)
     floats = steps.astype(jnp.float32)

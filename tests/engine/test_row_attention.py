@@ -15,7 +15,7 @@ from sgljax_engine.cache.kv_rows import LayerRows, gather_rows, row_shapes, writ
 from sgljax_engine.layers import ordered_attention
 from sgljax_engine.layers import row_attention as row_attention_module
 from sgljax_engine.layers.attention import AttentionOptions
-from sgljax_engine.layers.row_attention import row_attention
+from sgljax_engine.layers.row_attention import row_attention, shared_keys
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference
 
@@ -67,7 +67,8 @@ def over_rows(max_len):
         (rows,) = gather_rows(
             (rows,), (layer,), tables.page_table, tables.kv_lens, end, jnp.int32(0)
         )
-        return row_attention(q[:, 0], rows, tables.kv_lens, options)[:, None]
+        shared = shared_keys(tables.page_table, tables.kv_lens, layer.k.shape[2])
+        return row_attention(q[:, 0], rows, tables.kv_lens, shared, options)[:, None]
 
     return backend
 
@@ -136,7 +137,8 @@ def test_new_tokens_join_the_copied_ones():
         rows = write_rows(rows, jnp.asarray(k), jnp.asarray(v), positions, is_used)
         q = rng.normal(size=(4, 4, 16)).astype(np.float32)
         lens = jnp.where(is_used, positions + 1, 0)
-        out = row_attention(jnp.asarray(q), rows, lens, DEFAULT)
+        nothing = jnp.zeros_like(lens)
+        out = row_attention(jnp.asarray(q), rows, lens, nothing, DEFAULT)
         for i in range(3):
             keys[i], values[i] = (
                 np.concatenate([keys[i], k[i : i + 1]]),
@@ -145,6 +147,79 @@ def test_new_tokens_join_the_copied_ones():
             at = np.array([len(keys[i]) - 1])
             expected = reference(q[i : i + 1], keys[i], values[i], at, DEFAULT)
             np.testing.assert_allclose(out[i : i + 1], expected, atol=2e-5)
+
+
+class TestSharing:
+    """Rows of a unit whose first keys are in the same pages."""
+
+    PAGE = 16
+
+    @pytest.mark.parametrize(
+        ("tables", "lens", "expected"),
+        [
+            pytest.param([[1, 2, 3, 4, 5 + i] for i in range(4)], [70] * 4, [64] * 4, id="all"),
+            pytest.param([[1, 2, 3, 4, 5]] * 4, [70, 80, 63, 80], [0] * 4, id="one-too-short"),
+            pytest.param([[1, 2, 3, 5 + i, 4] for i in range(4)], [80] * 4, [0] * 4, id="48"),
+            pytest.param(
+                [[1, 2, 3, 4, 5 + i] for i in range(4)], [70, 0, 70, 0], [64] * 4, id="two-used"
+            ),
+            pytest.param([[1, 2, 3, 4, 5]] * 4, [70, 0, 0, 0], [0] * 4, id="one-used"),
+            pytest.param([[1, 2, 3, 4, 5]] * 4, [0, 70, 70, 70], [0] * 4, id="first-unused"),
+            pytest.param(
+                [*[[1, 2, 3, 4, 5 + i] for i in range(4)], *[[9, 8, 7, 6, i] for i in range(3)]],
+                [70] * 4 + [128] * 3,
+                [64] * 7,
+                id="two-units",
+            ),
+        ],
+    )
+    def test_shared_keys(self, tables, lens, expected):
+        found = shared_keys(jnp.asarray(tables), jnp.asarray(lens, jnp.int32), self.PAGE)
+        assert found.tolist() == expected
+
+    @pytest.mark.parametrize("page_size", [1, 24, 64, 128])
+    def test_shared_keys_of_any_page_size(self, page_size):
+        count = 256 // page_size + 1
+        table = jnp.arange(4 * count, dtype=jnp.int32).reshape(4, count)
+        num_same = 170 // page_size
+        table = table.at[:, :num_same].set(table[0, :num_same])
+        found = shared_keys(table, jnp.full(4, 250, jnp.int32), page_size)
+        assert found.tolist() == [num_same * page_size // 64 * 64] * 4
+
+    @pytest.mark.usefixtures("lanes")
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    @pytest.mark.parametrize("num_rows", [4, 8, 24])
+    def test_same_bits_as_without(self, options, num_rows):
+        lengths = np.random.default_rng(3).integers(140, 200, num_rows)
+        case = ragged_case(
+            lengths, page_size=16, num_heads=4, num_kv_heads=2, num_queries=1, head_dim=16
+        )
+        # Units share 128, 64 and no keys, again and again; the last row of all is unused.
+        table = np.array(case.tables.page_table)
+        lens = np.array(case.tables.kv_lens)
+        for unit in range(num_rows // 4):
+            count = (8, 4, 0)[unit % 3]
+            table[4 * unit : 4 * unit + 4, :count] = table[4 * unit, :count]
+        lens[num_rows - 1] = 0
+        tables = case.tables._replace(page_table=jnp.asarray(table), kv_lens=jnp.asarray(lens))
+        tables = jax.tree.map(lambda x: x[:num_rows], tables)
+        shared = shared_keys(tables.page_table, tables.kv_lens, 16)
+        expected = [(128, 64, 0)[row // 4 % 3] for row in range(num_rows)]
+        assert shared.tolist() == expected
+        rows = poisoned_rows(num_rows, 200, 2, 16)
+        (rows,) = gather_rows(
+            (rows,), (case.layer,), tables.page_table, tables.kv_lens, jnp.int32(200), jnp.int32(0)
+        )
+        q = jnp.asarray(np.random.default_rng(4).normal(size=(num_rows, 4, 16)), jnp.float32)
+        attend = jax.jit(row_attention, static_argnums=4)
+        found = attend(q, rows, tables.kv_lens, shared, options)
+        alone = attend(q, rows, tables.kv_lens, jnp.zeros_like(shared), options)
+        np.testing.assert_array_equal(found[:-1], alone[:-1])
+        # And the leaders' keys are what is read: others' are not needed.
+        spoilt = jax.tree.map(lambda x: x.at[0, 1:4].set(jnp.nan), rows)
+        if num_rows == 4 and options.sliding_window is None:
+            again = attend(q, spoilt, tables.kv_lens, shared, options)
+            np.testing.assert_array_equal(again[1], found[1])
 
 
 class TestEngine:

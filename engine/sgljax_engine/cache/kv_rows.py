@@ -46,6 +46,12 @@ vectors are not filled.
 ROW_TILE = 16
 """Rows that attention takes together."""
 
+SHARING_UNIT = 4
+"""Neighbouring rows that read the keys in pages that all of them have from the first of them.
+
+With more, groups of samples, which lose rows as these finish, would fill fewer units.
+"""
+
 
 class LayerRows(NamedTuple):
     """One layer's keys and values by row. The dtype is that of the pages.

@@ -8,7 +8,8 @@ with the shape of the batch, no reduction whose order is the compiler's. So a qu
 bits alone and in company, in decode and in prefill, whatever pages its keys are in.
 
 Rows of decode tokens (`layers.row_attention`) and blocks of pages (`ordered_attention`) differ only
-in where keys come from. Keys that a query does not see add exact zeros.
+in where keys come from. Keys that a query does not see add exact zeros, once it has seen one; what
+they add before that is multiplied by an exact zero when it does.
 
 Shape legend: D query heads, K kv heads, R query heads of a kv head, h head dim, S keys of a chunk,
 L lanes, N blocks, Q queries of a block; `lead` are the axes of queries.
@@ -62,18 +63,34 @@ class KeySource(Protocol):
         ...
 
 
-class _State(NamedTuple):
-    """A loop over chunks with an online softmax.
+class Softmax(NamedTuple):
+    """Where attention of some queries is: an online softmax over the keys so far.
 
     Shape:
-        chunk: scalar int32, the next one; peak: [*lead, K, R]; total: [*lead, K, R, L], by lane;
-        acc: [*lead, K, R, *value_shape]. float32.
+        peak: [*lead, K, R]; total: [*lead, K, R, L], by lane; acc: [*lead, K, R, *value_shape].
+        float32.
     """
 
-    chunk: jax.Array
     peak: jax.Array
     total: jax.Array
     acc: jax.Array
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...], value_shape: tuple[int, ...]) -> Softmax:
+        """Before any key, of queries [*lead, K, R]."""
+        return cls(
+            peak=jnp.full(shape, MASKED, jnp.float32),
+            total=jnp.zeros((*shape, LANES), jnp.float32),
+            acc=jnp.zeros((*shape, *value_shape), jnp.float32),
+        )
+
+    def result(self) -> jax.Array:
+        """[*lead, K, R, *value_shape]; unspecified where no key was seen."""
+        total = self.total[..., 0]
+        for lane in range(1, LANES):
+            total = total + self.total[..., lane]
+        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        return self.acc / total.reshape(*total.shape, *[1] * (self.acc.ndim - total.ndim))
 
 
 def attend_in_order(
@@ -90,11 +107,39 @@ def attend_in_order(
     Returns:
         [*lead, K, R, *value_shape] float32; unspecified where `ends` is 0.
     """
+    start = Softmax.start(q.shape[:-1], source.value_shape)
+    firsts = first_keys(ends, options)
+    return add_keys(start, q, source, firsts, ends, options.logit_softcap).result()
+
+
+def first_keys(ends: jax.Array, options: AttentionOptions) -> jax.Array:
+    """The oldest key that each query sees; `ends` as of `attend_in_order`."""
     window = options.sliding_window
-    firsts = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+    return jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+
+
+def add_keys(
+    state: Softmax,
+    q: jax.Array,
+    source: KeySource,
+    firsts: jax.Array,
+    ends: jax.Array,
+    softcap: float | None,
+) -> Softmax:
+    """Takes in keys [firsts, ends) of each query, chunk by chunk.
+
+    Args:
+        state: Of these queries.
+        q: [*lead, K, R, h] float32, scaled.
+        source: Their keys.
+        firsts: [*lead] int32.
+        ends: [*lead] int32; no more than `firsts` where there is nothing to take in.
+        softcap: See `AttentionOptions.logit_softcap`.
+    """
     far = jnp.iinfo(jnp.int32).max
-    first = jnp.min(jnp.where(ends > 0, firsts, far)) // CHUNK
-    end = (jnp.max(ends) + CHUNK - 1) // CHUNK
+    first = jnp.min(jnp.where(ends > firsts, firsts, far)) // CHUNK
+    end = (jnp.max(jnp.where(ends > firsts, ends, 0)) + CHUNK - 1) // CHUNK
+    over_values = (..., *[None] * len(source.value_shape))
 
     def scores(chunk: jax.Array) -> jax.Array:
         keys = source.keys(chunk)
@@ -105,45 +150,28 @@ def attend_in_order(
         key = key.reshape((1,) * ends.ndim + (-1, LANES))
         seen = (key < ends[..., None, None]) & (key >= firsts[..., None, None])
         seen = seen[..., None, None, :, :]
-        return jnp.where(seen, soft_cap(out, options.logit_softcap), MASKED)
-
-    over_values = (..., *[None] * len(source.value_shape))
+        return jnp.where(seen, soft_cap(out, softcap), MASKED)
 
     def no_scores(_: jax.Array) -> jax.Array:
         return jnp.zeros((*q.shape[:-1], CHUNK // LANES, LANES), jnp.float32)
 
-    def body(state: _State) -> _State:
+    def body(carry: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
+        chunk, state = carry
         # What a branch returns is in memory. Else the scores would be fused into each of their two
         # uses: twice the work. That the condition holds in every turn is not seen by the compiler.
-        found = lax.cond(state.chunk < end, scores, no_scores, state.chunk)
+        found = lax.cond(chunk < end, scores, no_scores, chunk)
         peak = jnp.maximum(state.peak, jnp.max(found, axis=(-2, -1)))
         # Without lanes: LLVM would vectorise over their groups, and gather what lies side by side.
         weights = jnp.exp(found.reshape(*peak.shape, CHUNK) - peak[..., None])
         shrink = jnp.exp(state.peak - peak)
-        values = source.values(state.chunk)
+        values = source.values(chunk)
         acc = _sum_in_order(weights[..., key][over_values] * values(key) for key in range(CHUNK))
         total = state.total * shrink[..., None]
         for lane in range(0, CHUNK, LANES):
             total = total + weights[..., lane : lane + LANES]
-        return _State(
-            chunk=state.chunk + 1,
-            peak=peak,
-            total=total,
-            acc=state.acc * shrink[over_values] + acc,
-        )
+        return chunk + 1, Softmax(peak, total, state.acc * shrink[over_values] + acc)
 
-    shape = q.shape[:-1]
-    start = _State(
-        chunk=first,
-        peak=jnp.full(shape, MASKED, jnp.float32),
-        total=jnp.zeros((*shape, LANES), jnp.float32),
-        acc=jnp.zeros((*shape, *source.value_shape), jnp.float32),
-    )
-    state = lax.while_loop(lambda state: state.chunk < end, body, start)
-    total = state.total[..., 0]
-    for lane in range(1, LANES):
-        total = total + state.total[..., lane]
-    return state.acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[over_values]
+    return lax.while_loop(lambda carry: carry[0] < end, body, (first, state))[1]
 
 
 def _sum_in_order(terms: Iterable[jax.Array]) -> jax.Array:

@@ -9,12 +9,14 @@ there their leaves are numpy arrays of the same shapes and dtypes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from sgljax_engine.cache.kv_rows import CHUNK, SHARING_UNIT
 from sgljax_engine.types import PageCopy, PrefillChunk, Request
 
 NO_SLOT = np.iinfo(np.int32).max
@@ -238,13 +240,33 @@ def build_copies(
     return sources, targets, np.int32(-(-len(copies) // _COPY_GROUP))
 
 
-def decode_order(requests: Sequence[Request]) -> list[int]:
-    """The order in which requests become rows: longest first, equal ones as they come.
+def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
+    """The order in which requests become rows.
 
-    Attention works through tiles of neighbouring rows, each to its longest context.
+    Attention works through tiles of neighbouring rows, each to its longest context, so the longest
+    come first and equal ones as they come. But requests of one prompt, whose pages they share, go
+    together as far as they fill units of `SHARING_UNIT` rows: a unit reads what all of its rows
+    share once. Units come before the other rows.
     """
     lengths = [-request.kv_len for request in requests]
-    return sorted(range(len(requests)), key=lengths.__getitem__)
+    samples: dict[int, list[int]] = {}
+    rest: list[int] = []
+    for place in sorted(range(len(requests)), key=lengths.__getitem__):
+        request = requests[place]
+        # The last token of a prompt is the first decode step's, so its page is not shared.
+        num_shared = (len(request.prompt_ids) - 1) // page_size
+        if num_shared * page_size < CHUNK:  # nothing that attention could read once
+            rest.append(place)
+        else:
+            # A page belongs to one prefix, so those that share a prompt's last share all.
+            samples.setdefault(request.pages[num_shared - 1], []).append(place)
+    units: list[list[int]] = []
+    for places in samples.values():
+        end = len(places) - len(places) % SHARING_UNIT
+        units += (places[i : i + SHARING_UNIT] for i in range(0, end, SHARING_UNIT))
+        rest += places[end:]
+    units.sort(key=lambda unit: lengths[unit[0]])
+    return [*itertools.chain.from_iterable(units), *sorted(rest, key=lambda i: (lengths[i], i))]
 
 
 def build_decode_batch(

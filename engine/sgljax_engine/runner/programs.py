@@ -19,7 +19,7 @@ from sgljax_engine.layers.attention import (
     BlockTables,
     PagedAttention,
 )
-from sgljax_engine.layers.row_attention import row_attention
+from sgljax_engine.layers.row_attention import row_attention, shared_keys
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, ModelContext, ModelDefinition, Params
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
@@ -99,8 +99,13 @@ def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables)
     return attend
 
 
-def _rows_attend(slots: jax.Array, tables: BlockTables, active: jax.Array) -> Attend:
-    """An `attend` of one token a row that writes its key to both caches and reads the rows."""
+def _rows_attend(
+    slots: jax.Array, tables: BlockTables, active: jax.Array, shared: jax.Array
+) -> Attend:
+    """An `attend` of one token a row that writes its key to both caches and reads the rows.
+
+    `shared` is as of `row_attention.shared_keys`.
+    """
 
     def attend(
         q: jax.Array,
@@ -113,7 +118,8 @@ def _rows_attend(slots: jax.Array, tables: BlockTables, active: jax.Array) -> At
         k, v = k.astype(layer.pages.k.dtype), v.astype(layer.pages.v.dtype)
         pages = write_kv(layer.pages, k, v, slots)
         rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
-        return row_attention(q, rows, tables.kv_lens, options), PagedRows(pages, rows)
+        out = row_attention(q, rows, tables.kv_lens, shared, options)
+        return out, PagedRows(pages, rows)
 
     return attend
 
@@ -228,11 +234,13 @@ def decode(
     reads `kv_rows` if there are any, else the pages.
     """
     caches: tuple[LayerCache, ...] = kv
+    shared = None
     if kv_rows:
         lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
         end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
         kv_rows = gather_rows(kv_rows, kv, rows.page_table, lens, end, rows.num_ready)
         caches = tuple(PagedRows(*both) for both in zip(kv, kv_rows, strict=True))
+        shared = shared_keys(rows.page_table, lens, static.page_size)
 
     def is_active(carry: _Carry) -> jax.Array:
         return (carry.step < rows.step_limits) & ~carry.output.stopped
@@ -246,7 +254,7 @@ def decode(
     def body(carry: _Carry) -> _Carry:
         step, table = carry.step, carry.table
         active = is_active(carry)
-        logits, new_caches = _next_logits(params, carry, rows, active, tokens, static)
+        logits, new_caches = _next_logits(params, carry, rows, active, shared, tokens, static)
         adjusted = None
         if table is not None:
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + step)
@@ -292,6 +300,7 @@ def _next_logits(
     carry: _Carry,
     rows: DecodeBatch,
     active: jax.Array,
+    shared: jax.Array | None,
     tokens: Tokens,
     static: ProgramContext,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
@@ -306,8 +315,8 @@ def _next_logits(
         kv_lens=jnp.where(active, positions + 1, 0),
     )
     slots = jnp.where(active, slots, NO_SLOT)
-    if isinstance(carry.caches[0], PagedRows):
-        attend = _rows_attend(slots, tables, active)
+    if shared is not None:
+        attend = _rows_attend(slots, tables, active, shared)
     else:
         attend = _paged_attend(static, slots, tables)
     logits, new_caches = static.model.token_logits(

@@ -155,7 +155,7 @@ class ModelRunner:
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         """Dispatches the decode rows; does not wait for the device."""
-        order = decode_order(output.decode)
+        order = decode_order(output.decode, self._static.page_size)
         rows = [output.decode[place] for place in order]
         batch = build_decode_batch(
             rows,
