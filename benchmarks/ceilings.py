@@ -52,8 +52,7 @@ class Ceilings:
         return dataclasses.replace(
             self,
             read_bytes_per_s=max(probes.values()),
-            probes={name: rate for name, rate in self.probes.items() if name not in probes}
-            | probes,
+            probes=self.probes | probes,
         )
 
     def in_words(self) -> str:

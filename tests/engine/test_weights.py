@@ -28,7 +28,7 @@ from sgljax_engine.builder import dummy_weights
 from sgljax_engine.weights.rules import match
 from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
 from tests.compilation import recorded_programs
-from tests.engine.interrupts import update_in_flight
+from tests.engine.interrupts import results, start_all, update_in_flight
 from tests.engine.models import TINY, spread_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -103,12 +103,13 @@ class TestApply:
         assert made["y"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(made["y"]), expected)
 
-    @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+    @pytest.mark.parametrize(
+        "dtypes", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
+    )
     @pytest.mark.parametrize(
         ("source", "shape"),
         [
-            ((130, 64), (130, 64)),
-            ((1, 64), (1, 64)),
+            *((s, s) for s in [(3, 64), (64, 3), (5, 192), (2, 96), (1, 64), (130, 64)]),
             ((6, 2, 5), (6, 10)),  # heads joined behind the split
             ((2, 5, 6), (10, 6)),  # and before it
             ((2, 3, 2, 5), (6, 10)),
@@ -309,19 +310,14 @@ class TestEngineUpdate:
         self.run(engine)  # the old weights serve
 
     def test_update_during_generation_loses_nothing(self, engine):
-        from concurrent.futures import ThreadPoolExecutor
-
         long = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
         alone = engine.generate_requests([[1, 2, 3]], long)[0]
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(engine.generate_requests, [[1, 2, 3]] * 4, long)
-            while engine.get_internal_state().running_batch_size == 0:
-                pass
-            update_in_flight(engine, spread_weights())  # the same weights: the same output
-            outs = future.result()
+        calls = start_all(engine, [[1, 2, 3]] * 4, long)
+        update_in_flight(engine, spread_weights())  # the same weights: the same output
+        outs = results(calls)
         assert all(out.output_ids == alone.output_ids for out in outs)
-        assert all(out.num_retractions == 1 for out in outs)
-        assert all(out.weight_version == 1 for out in outs)
+        assert [out.num_retractions for out in outs] == [1] * 4
+        assert [out.weight_version for out in outs] == [1] * 4
         for out in outs:
             np.testing.assert_allclose(out.logprobs, alone.logprobs, atol=1e-4)
 

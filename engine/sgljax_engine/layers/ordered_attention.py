@@ -137,8 +137,9 @@ def add_keys(
         softcap: See `AttentionOptions.logit_softcap`.
     """
     far = jnp.iinfo(jnp.int32).max
-    first = jnp.min(jnp.where(ends > firsts, firsts, far)) // CHUNK
-    end = (jnp.max(jnp.where(ends > firsts, ends, 0)) + CHUNK - 1) // CHUNK
+    has_keys = ends > firsts
+    first = jnp.min(jnp.where(has_keys, firsts, far)) // CHUNK
+    end = (jnp.max(jnp.where(has_keys, ends, 0)) + CHUNK - 1) // CHUNK
     over_values = (..., *[None] * len(source.value_shape))
 
     def scores(chunk: jax.Array) -> jax.Array:

@@ -81,7 +81,6 @@ def row_attention(
     tile = min(batch, ROW_TILE)
     q = q_BDh.astype(jnp.float32) * options.scale
     q = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-
     softcap = options.logit_softcap
 
     def one_tile(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:

@@ -269,8 +269,7 @@ def _build_program(
         return _stored(x, step, target)
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    devices = {device for sharding in shardings.values() for device in sharding.device_set}
-    options = transposition_options(min(devices, key=lambda device: device.id).platform)
+    options = transposition_options(_first_device(next(iter(shardings.values()))).platform)
     return Program(
         jax.jit(run, out_shardings=shardings, compiler_options=options),
         jax.jit(run),
@@ -346,7 +345,11 @@ def _store_one(plan: SyncPlan, x: Any, step: Step) -> jax.Array:
 
 def _near(target: TargetSpec) -> contextlib.AbstractContextManager[Any]:
     """Where arrays of the host are worked on: on a device of the target."""
-    return jax.default_device(min(target.sharding.device_set, key=lambda device: device.id))
+    return jax.default_device(_first_device(target.sharding))
+
+
+def _first_device(sharding: jax.sharding.Sharding) -> Any:
+    return min(sharding.device_set, key=lambda device: device.id)
 
 
 def _check_planned(plan: SyncPlan, source: Mapping[str, Any]) -> None:
