@@ -4,11 +4,12 @@
     python benchmarks/step_parts.py --model tiny --quick
 
 The engine answers `rl_uniform`; one of its decode dispatches is kept, arguments and all, and then
-run again alone: as it is, and with one part at a time replaced by something that costs nothing. A
-part takes what the step loses without it. Projections are timed alone, all of a step's matrix
-products in a loop on the device. What remains (norms, rotary embeddings, writing keys, the loop) is
-"other"; it is negative when parts cost more in company than alone. "host" is the time of the real
-run outside its dispatches, a step. The parts add up to a step of the real run.
+run again alone, in turn: as it is, and with one part at a time replaced by something that costs
+nothing. A part takes what the step loses without it. Projections are timed alone, all of a step's
+matrix products in a loop on the device. What remains (norms, rotary embeddings, writing keys, the
+loop) is "other"; it is negative when parts cost more in company than alone. "host" is the time of
+the real run outside its dispatches, a step. The parts add up to a step of the real run. All are
+medians, those of parts of what a round of runs differed by.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -121,15 +122,18 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
     )
 
 
-def _median_s(run: Callable[[], object], seconds: float) -> float:
-    run()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
+def _in_turn(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Seconds of every call. They are called in turn, so that other work disturbs all alike."""
+    for run in runs.values():
         run()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    end = time.perf_counter() + seconds * len(runs)
+    while len(times[next(iter(runs))]) < 5 or time.perf_counter() < end:
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return times
 
 
 def _no_attention(
@@ -170,30 +174,31 @@ def _no_row_attention(
     return q
 
 
-def time_decode(
-    dispatch: Dispatch, static: programs.ProgramContext, seconds: float, **parts: Any
-) -> float:
-    """Seconds a step of the dispatch, compiled for `static`, with other functions for `parts`."""
+def decode_run(
+    dispatch: Dispatch, static: programs.ProgramContext, state: list[Any], **parts: Any
+) -> Callable[[], object]:
+    """The dispatch compiled for `static`, with other functions for `parts`, ready to be run.
+
+    `state` has the pages and rows, which each run takes and leaves there.
+    """
     runner = dispatch.runner
     run = jax.jit(
         functools.partial(programs.decode, static=static),
         donate_argnums=(1, 2),
         compiler_options=compiler_options(jax.devices()[0].platform),
     )
-    state = jax.tree.map(jnp.copy, (runner.kv, runner.kv_rows))
     with mock.patch.multiple(programs, **(parts or {"sample": programs.sample})):
         compiled = run.lower(runner.weights, *state, *dispatch.args).compile()
 
     def once() -> None:
-        nonlocal state
-        *state, output = compiled(runner.weights, *state, *dispatch.args)
+        *state[:], output = compiled(runner.weights, *state, *dispatch.args)
         jax.block_until_ready((state, output))
 
-    return _median_s(once, seconds) / dispatch.num_steps
+    return once
 
 
-def time_projections(dispatch: Dispatch, layout: Layout, num_rows: int, seconds: float) -> float:
-    """Seconds of all matrix products of a step, but the logits."""
+def projections_run(dispatch: Dispatch, layout: Layout, num_rows: int) -> Callable[[], object]:
+    """All matrix products of the dispatch, but the logits, ready to be run."""
     weights = {
         name: weight
         for name, weight in dispatch.runner.weights.items()
@@ -208,7 +213,6 @@ def time_projections(dispatch: Dispatch, layout: Layout, num_rows: int, seconds:
         for size in {num_inputs(weight) for weight in weights.values()}
     }
 
-    @jax.jit
     def steps(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
         def body(_: int, carry: jax.Array) -> jax.Array:
             for weight in weights.values():
@@ -219,10 +223,8 @@ def time_projections(dispatch: Dispatch, layout: Layout, num_rows: int, seconds:
 
         return lax.fori_loop(0, dispatch.num_steps, body, start)
 
-    def once() -> None:
-        steps(weights, jnp.zeros(())).block_until_ready()
-
-    return _median_s(once, seconds) / dispatch.num_steps
+    run = jax.jit(steps, compiler_options=compiler_options(jax.devices()[0].platform))
+    return lambda: run(weights, jnp.zeros(())).block_until_ready()
 
 
 def measure_parts(
@@ -230,24 +232,28 @@ def measure_parts(
 ) -> tuple[Dispatch, Ceilings, list[Part]]:
     """Times everything on one captured dispatch, and the ceilings for what its steps read."""
     dispatch = capture(engine, workload)
-    static = dispatch.runner._static
-    model = static.model
-    full_s = time_decode(dispatch, static, seconds)
-    without = {
-        "attention": time_decode(
-            dispatch,
-            static._replace(attention=_no_attention),
-            seconds,
-            row_attention=_no_row_attention,
-        ),
-        "logits": time_decode(
-            dispatch, static._replace(model=model._replace(logits=_no_logits)), seconds
-        ),
-        "sampling": time_decode(dispatch, static, seconds, sample=_no_sampling),
+    runner = dispatch.runner
+    static, num_rows = runner._static, len(dispatch.args[0].input_ids)
+    state: list[Any] = [*jax.tree.map(jnp.copy, (runner.kv, runner.kv_rows))]
+    no_attention = static._replace(attention=_no_attention)
+    no_logits = static._replace(model=static.model._replace(logits=_no_logits))
+    runs = {
+        "step": decode_run(dispatch, static, state),
+        "attention": decode_run(dispatch, no_attention, state, row_attention=_no_row_attention),
+        "logits": decode_run(dispatch, no_logits, state),
+        "sampling": decode_run(dispatch, static, state, sample=_no_sampling),
+        "projections": projections_run(dispatch, static.context.layout, num_rows),
     }
-    measured = {part: full_s - rest_s for part, rest_s in without.items()}
-    num_rows = len(dispatch.args[0].input_ids)
-    measured["projections"] = time_projections(dispatch, static.context.layout, num_rows, seconds)
+    times = {
+        name: np.array(times) / dispatch.num_steps
+        for name, times in _in_turn(runs, seconds).items()
+    }
+    full_s = float(np.median(times["step"]))
+    measured = {
+        part: float(np.median(times["step"] - times[part]))
+        for part in ("attention", "logits", "sampling")
+    }
+    measured["projections"] = float(np.median(times["projections"]))
     measured["other"] = full_s - sum(measured.values())
     measured["host"] = dispatch.host_s
     work = decode_work(
