@@ -173,6 +173,10 @@ def write_page(folder: Path) -> Path:
         return _write_page(folder)
 
 
+def _made_on(environment: dict[str, Any]) -> str:
+    return f"{environment['date']}, {environment['cpu']}, {environment['num_cores']} cores."
+
+
 def _write_page(folder: Path) -> Path:
     lines = ["# Benchmark results", "", "Made by `benchmarks/plots.py` from the JSON files here."]
     lines += ["How to read them: [docs/benchmarks.md](../../docs/benchmarks.md).", ""]
@@ -182,18 +186,18 @@ def _write_page(folder: Path) -> Path:
 
     for path in sorted(folder.glob("bench_*.json")):
         data = json.loads(path.read_text())
-        stem, environment = path.stem, data["environment"]
-        lines += [f"## Model `{data['model']['name']}`", "", f"[The numbers]({stem}.md)."]
-        lines += [f"{environment['date']}, {environment['cpu']}, {environment['num_cores']} cores."]
-        lines += [""]
-        draw_comparison(data, folder / f"{stem}.svg")
-        show("Tokens a second and fraction of the limit", f"{stem}.svg")
+        lines += [f"## Model `{data['model']['name']}`", "", f"[The numbers]({path.stem}.md)."]
+        lines += [_made_on(data["environment"]), ""]
+        draw_comparison(data, folder / f"{path.stem}.svg")
+        show("Tokens a second and fraction of the limit", f"{path.stem}.svg")
         if data["starts"]:
-            draw_starts(data, folder / f"{stem}_start.svg")
-            show("Start-up and memory", f"{stem}_start.svg")
+            draw_starts(data, folder / f"{path.stem}_start.svg")
+            show("Start-up and memory", f"{path.stem}_start.svg")
     for path in sorted(folder.glob("step_parts_*.json")):
-        draw_parts(json.loads(path.read_text()), folder / f"{path.stem}.svg")
-        lines += ["## Where a decode step goes", "", f"[The numbers]({path.stem}.md).", ""]
+        data = json.loads(path.read_text())
+        draw_parts(data, folder / f"{path.stem}.svg")
+        lines += ["## Where a decode step goes", "", f"[The numbers]({path.stem}.md)."]
+        lines += [_made_on(data["environment"]), ""]
         show("Parts of a decode step", f"{path.stem}.svg")
     growth = folder / "growth.json"
     if growth.exists():
