@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from flax import nnx
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from sgljax_engine import InvalidConfigError
+from sgljax_engine import commands as cmd
+from sgljax_engine.io_struct import PauseGenerationReqInput
 from tests import tunix_reference as ref
 from tests.adapter.agentic_parts import (
     GROUP,
@@ -36,12 +39,16 @@ class InterruptedRollout(SnapshotRollout):
     """Makes sure that the first update comes while the second step's episodes are in flight.
 
     Their calls wait until that update begins, and the update until they have some tokens. Under
-    Tunix's own lock the update would wait for the episodes: a deadlock.
+    Tunix's own lock the update would wait for the episodes: a deadlock. The engine pauses itself
+    after the step that brings the tokens: whatever asked it to from outside might come too late.
     """
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
         self._updating = threading.Event()
+        self._paused = Future()
+        self._core = self.engine._loop._core
+        self._step, self._core.step = self._core.step, self._step_and_pause
 
     def generate(self, prompts, rollout_config, **kwargs):
         if prompts in prompts_of(1):
@@ -52,18 +59,20 @@ class InterruptedRollout(SnapshotRollout):
         if self._updating.is_set():
             super().update_params(params, filter_types)
             return
-        before = self._num_decoded()
+        self._pause_at = self._core.counters.num_decode_rows + 3 * PER_STEP * GROUP
         self._updating.set()
-        while self._num_decoded() < before + 3 * PER_STEP * GROUP:
-            pass
-        self.engine.pause_generation("in_place")  # or they end before the weights are made
+        self._paused.result(LIMIT_S)
         try:
             super().update_params(params, filter_types)
         finally:
             self.engine.continue_generation()
 
-    def _num_decoded(self):
-        return self.engine.get_internal_state().counters.num_decode_rows
+    def _step_and_pause(self):
+        self._step()
+        is_due = self._updating.is_set() and self._core.counters.num_decode_rows >= self._pause_at
+        if is_due and not self._paused.done():
+            pause = PauseGenerationReqInput(mode="in_place")
+            self.engine._loop.submit(cmd.Pause(pause, self._paused))
 
 
 @pytest.fixture
