@@ -19,7 +19,7 @@ from tests.adapter.helpers import EndingTokenizer, text_of
 from tests.threads import LIMIT_S, start
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
 
-RESPONSE = 96  # few episodes reach it; Tunix drops those
+RESPONSE = 48
 PER_STEP = 2
 GROUP = 4
 OPTIONS = {"page_size": 4, "max_running_requests": 16, "batch_buckets": (16,), "decode_steps": 1}

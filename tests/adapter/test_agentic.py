@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import Future
 
@@ -29,6 +30,7 @@ from tests.adapter.grpo_parts import MODEL, TEMPERATURE
 from tests.threads import LIMIT_S
 from tunix_sgljax.agentic import VersionedTrainExample
 
+NO_PAD = -1  # for one sequence, which needs no padding
 NO_END = 63  # of the vocabulary, but so rare that completions are long
 
 # Warnings of Tunix itself and of what it uses, while it trains.
@@ -53,7 +55,9 @@ class InterruptedRollout(SnapshotRollout):
     def generate(self, prompts, rollout_config, **kwargs):
         if prompts in prompts_of(1):
             assert self._updating.wait(LIMIT_S)
-        return super().generate(prompts, rollout_config, **kwargs)
+        # Tunix drops episodes that reach the response budget.
+        config = dataclasses.replace(rollout_config, max_tokens_to_generate=RESPONSE - 8)
+        return super().generate(prompts, config, **kwargs)
 
     def update_params(self, params, filter_types=None):
         if self._updating.is_set():
@@ -109,15 +113,23 @@ def rows_of(cluster):
             yield {name: array[row] for name, array in fields.items()}
 
 
+def real_tokens(row):
+    """Where the completion has tokens, among them pad tokens that were sampled."""
+    is_token = row["completion_mask"].astype(bool) | (row["completion_ids"] != ref.PAD_ID)
+    return np.arange(RESPONSE) < RESPONSE - is_token[::-1].argmax()
+
+
 def assert_log_probs_are_those_of(snapshots, row):
     """Each token has the log-prob under the weights whose version it carries."""
     prompt = row["prompt_ids"][row["prompt_ids"] != ref.PAD_ID]
-    is_real = row["completion_ids"] != ref.PAD_ID
+    is_real = real_tokens(row)
     completion, versions = row["completion_ids"][is_real], row["token_versions"][is_real]
     model = ref.make_tunix_qwen3(MODEL)
     for version in set(versions.tolist()) - {-1}:
         nnx.update(model, snapshots[version])
-        (logps,) = ref.trainer_logps(model, [prompt], [completion], temperature=TEMPERATURE)
+        (logps,) = ref.trainer_logps(
+            model, [prompt], [completion], pad_id=NO_PAD, temperature=TEMPERATURE
+        )
         np.testing.assert_allclose(
             row["old_per_token_logps"][is_real][versions == version],
             logps[versions == version],
@@ -144,8 +156,7 @@ def test_mixed_policies_reach_the_loss_token_by_token(closing, in_consumer):
     num_mixed = 0
     for row in rows:
         mask, versions = row["completion_mask"].astype(bool), row["token_versions"]
-        if not mask.any():
-            continue  # dropped by Tunix, since it used up the response budget
+        assert mask.any()
         assert ((versions >= 0) == mask).all()
         sampled = versions[mask]
         assert (np.diff(sampled) >= 0).all()
@@ -207,7 +218,7 @@ def test_environment_tokens_have_no_version(closing):
     for row in rows_of(cluster):
         mask, versions = row["completion_mask"].astype(bool), row["token_versions"]
         assert ((versions >= 0) == mask).all()
-        is_real = row["completion_ids"] != ref.PAD_ID
+        is_real = real_tokens(row)
         num_interleaved += bool((is_real & ~mask).any())
         assert_log_probs_are_those_of(cluster.rollout.snapshots, row)
     assert num_interleaved > 0
