@@ -35,9 +35,9 @@ STEPS = ("install", "pip check", "--help", "imports", "engine", "rollout")
 SHOWN = ("google-tunix", "jax", "flax", "qwix", "transformers", "numpy")
 STEP_LIMIT_S = 1800
 TIMED = ("install", "engine", "rollout")
-UNREACHABLE = ("google-tunix", "numpy")
+UNREACHABLE = ("google-tunix", "llvmlite", "numpy")
 """Left out of `oldest`: Tunix has one release that is supported, and what Tunix needs needs a
-newer NumPy."""
+newer NumPy, which the numba of that llvmlite does not take."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

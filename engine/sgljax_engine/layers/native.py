@@ -1,0 +1,71 @@
+"""Layers by machine code of our own, on one CPU, in float32; see `sgljax_engine.native`.
+
+Operations have features first. What comes tokens first was turned just before, where activations
+are features first too: XLA then leaves both turns out.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.layers.attention import AttentionOptions, BlockTables
+from sgljax_engine.native.attention import block_attention, decode_attention
+from sgljax_engine.native.attention_tile import AttentionShape
+
+
+def native_attention(
+    q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+) -> jax.Array:
+    """A `PagedAttention`."""
+    num_heads, head_dim = q_NQDh.shape[2:]
+    out = block_attention(
+        _features_first(q_NQDh.reshape(-1, num_heads, head_dim)),
+        layer.k,
+        layer.v,
+        tables.page_table,
+        tables.positions,
+        tables.kv_lens,
+        _shape(num_heads, layer, options),
+    )
+    return out.T.reshape(q_NQDh.shape)
+
+
+def native_decode_attention(
+    q_BDh: jax.Array,
+    k_BKh: jax.Array,
+    v_BKh: jax.Array,
+    layer: LayerKV,
+    tables: BlockTables,
+    options: AttentionOptions,
+) -> tuple[jax.Array, LayerKV]:
+    """A `DecodeAttention`."""
+    out, k_pages, v_pages = decode_attention(
+        _features_first(q_BDh),
+        _features_first(k_BKh),
+        _features_first(v_BKh),
+        layer.k,
+        layer.v,
+        tables.page_table,
+        tables.kv_lens,
+        _shape(q_BDh.shape[1], layer, options),
+    )
+    return out.T.reshape(q_BDh.shape), LayerKV(k_pages, v_pages)
+
+
+def _features_first(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, 0, -1)
+
+
+def _shape(num_heads: int, layer: LayerKV, options: AttentionOptions) -> AttentionShape:
+    _, num_kv_heads, page_size, head_dim = layer.k.shape
+    return AttentionShape(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        options.scale,
+        options.sliding_window,
+        options.logit_softcap,
+    )

@@ -1,0 +1,381 @@
+"""The arithmetic of attention for a tile of queries of one request that share a kv head.
+
+Pages are read where they lie, each key and value once for all queries of the tile. Keys are taken
+in *spans*, with an online softmax over those (Milakov and Gimelshein, 2018): scores of a span, then
+its exponentials, then its values, so that scores stay in the nearest cache. A key that a query does
+not see adds an exact 0 to its sums, or what is multiplied by an exact 0 as soon as it sees one. So
+the bits of a query do not depend on its tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sgljax_engine.native.emit import (
+    F32,
+    I32,
+    I64,
+    PTR,
+    Code,
+    Number,
+    Value,
+    Variable,
+    f32,
+    vector,
+)
+from sgljax_engine.native.math import add_neighbours, exp, tanh
+
+_SPAN = 256
+"""Keys whose scores are in memory together."""
+
+_SUMS = 16
+"""Vectors of weighted values that are in registers together."""
+
+_UNROLLED = 128
+"""Channels times queries up to which all keys of a vector are written out, one after another."""
+
+_MASKED = -1e30
+
+_LINE = 16
+"""Floats of a cache line."""
+
+
+class AttentionShape(NamedTuple):
+    """What the code is written for. Hashable.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_dim: Channels of a head, a multiple of the lanes.
+        page_size: Tokens of a page.
+        scale: Multiplies scores.
+        window: A token sees so many newest keys, its own included; None for all.
+        softcap: Scores s become `softcap * tanh(s / softcap)`; None for no cap.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class Pages(NamedTuple):
+    """Where a request's keys of a kv head are; values are at the same places of theirs.
+
+    Attributes:
+        table: Address of the request's page ids, int32.
+        head: The kv head.
+        num_keys: i64, keys that exist.
+    """
+
+    code: Code
+    shape: AttentionShape
+    table: Value
+    head: Value
+    num_keys: Value
+
+    def key(self, pages: Value, index: Value) -> Value:
+        """The address of a key."""
+        code, size = self.code, self.shape.page_size
+        page = code.load(code.at(self.table, code.div(index, size), I32), I32)
+        row = code.mul(code.convert("sext", page, I64), self.shape.num_kv_heads)
+        token = code.add(code.mul(code.add(row, self.head), size), code.rem(index, size))
+        return code.at(pages, code.mul(token, self.shape.head_dim))
+
+    def vector_of(self, pages: Value, first: Value, count: int, places: Value) -> KeyVector:
+        """Keys from a multiple of `count` on; where none exists, the last one that does.
+
+        `places` is memory for `count` addresses.
+        """
+        code, head_dim = self.code, self.shape.head_dim
+        last = code.sub(self.num_keys, 1)
+        if self.shape.page_size % count == 0:
+            whole = code.mul(code.div(code.min(first, last), count), count)
+            return KeyVector(code, self.key(pages, whole), head_dim)
+        with code.loop(0, count) as index:
+            key = self.key(pages, code.min(code.add(first, index), last))
+            code.store(key, code.at(places, index, PTR))
+        return KeyVector(code, places, None)
+
+
+class KeyVector(NamedTuple):
+    """As many keys as a vector has lanes.
+
+    Attributes:
+        base: Address of the first one, or of the addresses of all.
+        stride: Floats from one to the next; None if they have addresses.
+    """
+
+    code: Code
+    base: Value
+    stride: int | None
+
+    def address(self, index: Number) -> Value:
+        """Where one of them is."""
+        code = self.code
+        if self.stride is None:
+            return code.load(code.at(self.base, index, PTR), PTR)
+        return code.at(self.base, code.mul(index, self.stride))
+
+
+class Queries(NamedTuple):
+    """A tile of queries, those of the heads of a group next to each other.
+
+    Attributes:
+        vectors: Address of [len(ends), head_dim] floats, scaled.
+        ends: i64 each, the first key that the query does not see.
+        last_end: The largest of them, at least 1.
+        first_end: The smallest of them.
+    """
+
+    vectors: Value
+    ends: list[Value]
+    last_end: Value
+    first_end: Value
+
+
+class _Span(NamedTuple):
+    """Keys that are taken together.
+
+    Attributes:
+        begin: The first one's index.
+        start: Where work begins within the span, at a whole vector.
+        num_keys: Where it ends.
+        num_hidden: No query sees the span's first so many keys.
+    """
+
+    begin: Value
+    start: Value
+    num_keys: Value
+    num_hidden: Value
+
+
+class Attention:
+    """Attention of a tile, in the function that is being written."""
+
+    def __init__(
+        self,
+        code: Code,
+        lanes: int,
+        pages: Pages,
+        k_pages: Value,
+        v_pages: Value,
+        queries: Queries,
+    ) -> None:
+        """Takes the keys and values of `pages` from `k_pages` and `v_pages`, whole arrays."""
+        self._code, self._lanes, self._shape = code, lanes, pages.shape
+        self._pages, self._k_pages, self._v_pages = pages, k_pages, v_pages
+        self._queries = queries
+        self._count = len(queries.ends)
+        head_dim = self._shape.head_dim
+        self._peaks = [code.variable(f32(_MASKED)) for _ in range(self._count)]
+        self._totals = [code.variable(code.zeros(lanes)) for _ in range(self._count)]
+        self._sums = code.stack(f"[{self._count * head_dim} x float]")
+        self._scores = code.stack(f"[{self._count * _SPAN} x float]")
+        self._by_lane = code.stack(f"[{self._count * lanes * lanes} x float]")
+        self._places = [code.stack(f"[{lanes} x ptr]") for _ in range(2)]
+
+    def write(self) -> Value:
+        """Writes it; returns the address of the results [queries, head_dim]."""
+        code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
+        with code.loop(0, self._count * head_dim, lanes) as channel:
+            code.store(code.zeros(lanes), code.at(self._sums, channel), 4)
+        first, end = Value(I64, "0"), self._queries.last_end
+        if self._shape.window is not None:
+            first = code.max(code.sub(self._queries.first_end, self._shape.window), 0)
+        # Spans begin at their multiples for all, so that a query's sums do not depend on others.
+        with code.loop(code.mul(code.div(first, _SPAN), _SPAN), end, _SPAN) as begin:
+            count = code.min(code.sub(end, begin), _SPAN)
+            hidden = code.max(code.sub(first, begin), 0)
+            start = code.mul(code.div(hidden, lanes), lanes)
+            span = _Span(begin, start, count, hidden)
+            shrinks = self._exponentiate(span, self._score(span))
+            self._add_values(span, shrinks)
+        for row in range(self._count):
+            total = code.splat(code.sum_lanes(self._totals[row].get()), lanes)
+            for channel in range(row * head_dim, (row + 1) * head_dim, lanes):
+                place = code.at(self._sums, channel)
+                mean = code.float_op("fdiv", code.load(place, vector(lanes), 4), total)
+                code.store(mean, place, 4)
+        return self._sums
+
+    # ------------------------------------------------------------------ scores
+
+    def _score(self, span: _Span) -> list[Value]:
+        """Scores of a span, `_MASKED` for keys not seen; the highest of each query, by lane."""
+        code, lanes = self._code, self._lanes
+        masked = code.splat(f32(_MASKED), lanes)
+        highest = [code.variable(masked) for _ in range(self._count)]
+        with code.loop(span.start, span.num_keys, lanes) as at:
+            first = code.add(span.begin, at)
+            keys, following = self._two_vectors(self._k_pages, first)
+            for row, scores in enumerate(self._products(keys, following)):
+                if self._shape.softcap is not None:
+                    cap = code.splat(f32(self._shape.softcap), lanes)
+                    scores = tanh(code, code.float_op("fdiv", scores, cap))
+                    scores = code.float_op("fmul", cap, scores)
+                scores = code.select(self._is_seen(row, first), scores, masked)
+                code.store(scores, code.at(self._scores, code.add(at, row * _SPAN)), 4)
+                highest[row].set(code.float_max(highest[row].get(), scores))
+        return [each.get() for each in highest]
+
+    def _two_vectors(self, pages: Value, first: Value) -> tuple[KeyVector, KeyVector]:
+        """Keys or values from one on, and those behind them."""
+        vectors = []
+        for places, distance in zip(self._places, (0, self._lanes), strict=True):
+            at = self._code.add(first, distance)
+            vectors.append(self._pages.vector_of(pages, at, self._lanes, places))
+        return vectors[0], vectors[1]
+
+    def _is_seen(self, row: int, first: Value) -> Value:
+        """Whether a query sees the keys of a vector, from one on."""
+        code, lanes, end = self._code, self._lanes, self._queries.ends[row]
+        is_seen = code.first_lanes(code.sub(end, first), lanes)
+        if self._shape.window is None:
+            return is_seen
+        oldest = code.sub(code.sub(end, self._shape.window), first)
+        limit = code.splat(code.convert("trunc", oldest, I32), lanes)
+        return code.both(is_seen, code.compare("sge", code.lane_numbers(lanes), limit))
+
+    def _products(self, keys: KeyVector, following: KeyVector) -> list[Value]:
+        """Scores of each query, a lane for each key."""
+        code, lanes = self._code, self._lanes
+        if self._shape.head_dim * self._count <= _UNROLLED:
+            return self._totals_of(
+                [self._products_by_lane(keys, following, i) for i in range(lanes)]
+            )
+        with code.loop(0, lanes) as index:
+            for row, products in enumerate(self._products_by_lane(keys, following, index)):
+                place = code.mul(code.add(index, row * lanes), lanes)
+                code.store(products, code.at(self._by_lane, place), 4)
+        by_key = [
+            [
+                code.load(code.at(self._by_lane, (row * lanes + i) * lanes), vector(lanes), 4)
+                for row in range(self._count)
+            ]
+            for i in range(lanes)
+        ]
+        return self._totals_of(by_key)
+
+    def _totals_of(self, by_key: Sequence[Sequence[Value]]) -> list[Value]:
+        """Of each query: lane i is the sum over lanes of what `by_key[i]` has of it.
+
+        Halves of the keys are joined last, so that few sums are in registers at once.
+        """
+        if len(by_key) == 1:
+            return list(by_key[0])
+        half = len(by_key) // 2
+        pairs = zip(self._totals_of(by_key[:half]), self._totals_of(by_key[half:]), strict=True)
+        return [add_neighbours(self._code, a, b, half, self._lanes) for a, b in pairs]
+
+    def _products_by_lane(
+        self, keys: KeyVector, following: KeyVector, index: Number
+    ) -> list[Value]:
+        """Of one key with each query: its sum over lanes is the score."""
+        code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
+        key, later = keys.address(index), following.address(index)
+        sums: list[Value] = []
+        for channel in range(0, head_dim, lanes):
+            if channel % _LINE == 0:
+                code.prefetch(code.at(later, channel))
+            part = code.load(code.at(key, channel), vector(lanes), 4)
+            for row in range(self._count):
+                place = code.at(self._queries.vectors, row * head_dim + channel)
+                query = code.load(place, vector(lanes), 4)
+                if channel == 0:
+                    sums.append(code.float_op("fmul", query, part))
+                else:
+                    sums[row] = code.fma(query, part, sums[row])
+        return sums
+
+    # ------------------------------------------------------------------ weights
+
+    def _exponentiate(self, span: _Span, highest: Sequence[Value]) -> list[Value]:
+        """Makes a span's scores weights relative to the new peaks; what older sums shrink by."""
+        code, lanes = self._code, self._lanes
+        shrinks = []
+        for row, highest_lanes in enumerate(highest):
+            old = self._peaks[row].get()
+            peak = code.float_max(old, code.max_lanes(highest_lanes))
+            self._peaks[row].set(peak)
+            peaks = code.splat(peak, lanes)
+            shrink = exp(code, code.float_op("fsub", code.splat(old, lanes), peaks))
+            shrinks.append(shrink)
+            total = self._totals[row]
+            total.set(code.float_op("fmul", total.get(), shrink))
+            with code.loop(span.start, span.num_keys, lanes) as at:
+                place = code.at(self._scores, code.add(at, row * _SPAN))
+                below = code.float_op("fsub", code.load(place, vector(lanes), 4), peaks)
+                weights = exp(code, below)
+                code.store(weights, place, 4)
+                total.set(code.float_op("fadd", total.get(), weights))
+        return shrinks
+
+    # ------------------------------------------------------------------ values
+
+    def _add_values(self, span: _Span, shrinks: Sequence[Value]) -> None:
+        """Adds a span's weighted values to the sums, some channels of all queries at a time."""
+        width = self._shape.head_dim // self._lanes
+        limit = max(_SUMS // self._count, 1)
+        at_once = max(n for n in range(1, width + 1) if width % n == 0 and n <= limit)
+        for begin in range(0, width, at_once):
+            channels = [part * self._lanes for part in range(begin, begin + at_once)]
+            self._add_channels(span, shrinks, channels)
+
+    def _add_channels(self, span: _Span, shrinks: Sequence[Value], channels: Sequence[int]) -> None:
+        code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
+        rows = range(self._count)
+        places = [[code.at(self._sums, row * head_dim + c) for c in channels] for row in rows]
+        sums: list[list[Variable]] = []
+        for row in rows:
+            kept = [code.load(place, vector(lanes), 4) for place in places[row]]
+            sums.append([code.variable(code.float_op("fmul", x, shrinks[row])) for x in kept])
+        with code.loop(span.start, span.num_keys, lanes) as at:
+            values, following = self._two_vectors(self._v_pages, code.add(span.begin, at))
+            is_whole = code.both(
+                code.less(code.add(at, lanes - 1), span.num_keys),
+                code.compare("sge", at, span.num_hidden),
+            )
+            with code.when(is_whole), code.loop(0, lanes, 4) as index:
+                for i in range(4):
+                    self._add_value(at, code.add(index, i), values, following, channels, sums)
+            # Memory of a key that nobody sees may hold anything, and 0 times NaN is not 0.
+            first = code.max(code.sub(span.num_hidden, at), 0)
+            last = code.min(code.sub(span.num_keys, at), lanes)
+            with code.unless(is_whole), code.loop(first, last) as index:
+                self._add_value(at, index, values, following, channels, sums)
+        for row in rows:
+            for place, total in zip(places[row], sums[row], strict=True):
+                code.store(total.get(), place, 4)
+
+    def _add_value(
+        self,
+        at: Value,
+        index: Value,
+        values: KeyVector,
+        following: KeyVector,
+        channels: Sequence[int],
+        sums: Sequence[Sequence[Variable]],
+    ) -> None:
+        code, lanes = self._code, self._lanes
+        value, later = values.address(index), following.address(index)
+        factors = []
+        for row in range(self._count):
+            place = code.add(code.add(at, index), row * _SPAN)
+            factors.append(code.splat(code.load(code.at(self._scores, place), F32), lanes))
+        for place, channel in enumerate(channels):
+            if channel % _LINE == 0:
+                code.prefetch(code.at(later, channel))
+            part = code.load(code.at(value, channel), vector(lanes), 4)
+            for row in range(self._count):
+                total = sums[row][place]
+                total.set(code.fma(factors[row], part, total.get()))

@@ -1,0 +1,154 @@
+"""Products with the inputs in the lanes of vectors, on CPUs, in float32.
+
+For few tokens: they take as long as reading the weight does. And for results that are wanted token
+by token, such as logits, since these sums lie in no order of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_engine.native.ffi import Buffer, Job, Operation, register
+from sgljax_engine.native.machine import Vectors
+from sgljax_engine.native.math import sum_each
+
+FEW = 8
+"""Tokens whose products are better with the inputs in the lanes."""
+
+_CHUNKS_PER_THREAD = 4
+
+_CHUNK_WEIGHTS = 1 << 15
+"""Weights of a chunk: they are read once for every few tokens."""
+
+_ROWS = {16: {8: 3, 4: 6, 2: 8, 1: 8}, 8: {8: 1, 4: 3, 2: 4, 1: 8}}
+"""Rows of the weight that are taken together, by lanes and tokens: their sums fill the registers.
+
+Tokens descend.
+"""
+
+_RowTile = Callable[[Value, int], None]
+"""Takes the first row of a tile, and how many it has."""
+
+
+def linear_of_few(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`weight @ x.T`.
+
+    Args:
+        weight: [out, in] float32.
+        x: [T, in] float32.
+
+    Returns:
+        [out, T] float32.
+    """
+    result = jax.ShapeDtypeStruct((weight.shape[0], x.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(register(_operation(False)), result)(weight, x)
+
+
+def linear_by_token(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """`x @ weight.T`, [T, out] float32; otherwise as `linear_of_few`."""
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(register(_operation(True)), result)(weight, x)
+
+
+@functools.cache
+def _operation(is_by_token: bool) -> Operation:
+    plan = functools.partial(_plan, is_by_token=is_by_token)
+    return Operation("linear_by_token" if is_by_token else "linear_few", 2, 1, _write_chunk, plan)
+
+
+def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_by_token: bool) -> Job:
+    weight, x, y = buffers
+    num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(0)
+    even = code.ceil_div(num_rows, code.mul(threads, _CHUNKS_PER_THREAD))
+    near = code.div(_CHUNK_WEIGHTS, code.max(num_inputs, 1))
+    size = code.select(code.less(FEW, num_tokens), code.min(even, near), even)
+    size = code.round_up(code.max(size, 1), 24)  # whole tiles, whatever their rows
+    one = Value(I64, "1")
+    strides = (one, num_rows) if is_by_token else (num_tokens, one)
+    sizes = [num_inputs, num_tokens, num_rows, size, *strides]
+    return Job(code.ceil_div(num_rows, size), [weight.data, x.data, y.data, *sizes])
+
+
+def _write_chunk(module: Module, vectors: Vectors) -> Value:
+    """f(values, chunk): rows of the weight with all tokens, some of these at a time."""
+    row_tiles = _ROWS[vectors.lanes]
+    tiles = {
+        (rows, count): _write_tile(module, vectors.lanes, rows, count)
+        for count, tile in row_tiles.items()
+        for rows in {tile, 1}
+    }
+    with Code(module, "chunk", VOID, [PTR, I64]) as code:
+        values, chunk = code.arguments
+        weight, x, y = (code.load_field(values, 8 * i, PTR) for i in range(3))
+        num_inputs, num_tokens, num_rows, size, row_stride, token_stride = (
+            code.load_field(values, 8 * i, I64) for i in range(3, 9)
+        )
+        first = code.mul(chunk, size)
+        last = code.min(code.add(first, size), num_rows)
+        token = code.variable(0)
+        for count, tile in row_tiles.items():
+
+            def is_enough(count: int = count) -> Value:
+                return code.less(code.add(token.get(), count - 1), num_tokens)
+
+            with code.repeat(is_enough):
+
+                def one(row: Value, rows: int, count: int = count) -> None:
+                    place = code.add(code.mul(row, row_stride), code.mul(token.get(), token_stride))
+                    places = [
+                        code.at(weight, code.mul(row, num_inputs)),
+                        code.at(x, code.mul(token.get(), num_inputs)),
+                        code.at(y, place),
+                    ]
+                    sizes = [num_inputs, row_stride, token_stride]
+                    code.call(tiles[rows, count], VOID, [*places, *sizes])
+
+                in_row_tiles(code, first, last, tile, one)
+                token.set(code.add(token.get(), count))
+    return code.function
+
+
+def in_row_tiles(code: Code, first: Value, last: Value, tile: int, one: _RowTile) -> None:
+    """Calls `one` for tiles of rows; the last one overlaps if they do not come out even."""
+    is_narrow = code.less(code.sub(last, first), tile)
+    with code.when(is_narrow), code.loop(first, last) as row:
+        one(row, 1)
+    with code.unless(is_narrow), code.loop(first, last, tile) as row:
+        one(code.min(row, code.sub(last, tile)), tile)
+
+
+def _write_tile(module: Module, lanes: int, rows: int, count: int) -> Value:
+    """f(weight, x, y, inputs, row_stride, token_stride): `rows` by `count` sums over the inputs."""
+    with Code(module, f"tile_{rows}_{count}", VOID, [PTR, PTR, PTR, I64, I64, I64]) as code:
+        weight, x, y, num_inputs, row_stride, token_stride = code.arguments
+        sums = [[code.variable(code.zeros(lanes)) for _ in range(count)] for _ in range(rows)]
+        weights = [code.at(weight, code.mul(num_inputs, row)) for row in range(rows)]
+        tokens = [code.at(x, code.mul(num_inputs, token)) for token in range(count)]
+
+        def add_up(load: Callable[[Value], Value]) -> None:
+            loaded = [load(token) for token in tokens]
+            for row in range(rows):
+                factor = load(weights[row])
+                for i in range(count):
+                    sums[row][i].set(code.fma(factor, loaded[i], sums[row][i].get()))
+
+        whole = code.mul(code.div(num_inputs, lanes), lanes)
+        with code.loop(0, whole, lanes) as index:
+            add_up(lambda base: code.load(code.at(base, index), vector(lanes), 4))
+        left = code.sub(num_inputs, whole)
+        with code.when(code.less(0, left)):
+            there = code.first_lanes(left, lanes)
+            add_up(lambda base: code.load_lanes(code.at(base, whole), there, lanes))
+        totals = code.stack(f"[{rows * count} x float]")
+        sum_each(code, [total.get() for row in sums for total in row], totals, lanes)
+        for row in range(rows):
+            for i in range(count):
+                place = code.add(code.mul(row_stride, row), code.mul(token_stride, i))
+                total = code.load(code.at(totals, row * count + i), F32)
+                code.store(total, code.at(y, place))
+    return code.function

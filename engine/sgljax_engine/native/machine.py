@@ -1,0 +1,100 @@
+"""What processor this is, and machine code for it. Any thread."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+import sys
+from typing import Any, NamedTuple
+
+
+class Vectors(NamedTuple):
+    """The vectors of a processor, and how much of a product is kept in its registers.
+
+    Attributes:
+        lanes: Floats of a vector.
+        row_tile: Rows of a weight that a product takes at a time.
+        token_vectors: Vectors of tokens beside them.
+        features: What the processor can, in LLVM's words.
+        cpu: Its name there.
+    """
+
+    lanes: int
+    row_tile: int
+    token_vectors: int
+    features: str
+    cpu: str
+
+
+AVX512 = ("avx512f", "avx512dq", "avx512vl", "avx512bw")
+AVX2 = ("avx2", "fma")
+
+
+def missing() -> str | None:
+    """Why there can be no machine code here; None if there can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"written for x86-64 with Linux, this is {platform.machine()} with {sys.platform}"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed"
+    import llvmlite.binding as llvm
+
+    if llvm.llvm_version_info[0] < _OLDEST_LLVM:
+        return f"needs LLVM {_OLDEST_LLVM}, llvmlite has {llvm.llvm_version_info[0]}"
+    if not all(llvm.get_host_cpu_features().get(name) for name in AVX2):
+        return "the processor lacks AVX2 or FMA"
+    return None
+
+
+_OLDEST_LLVM = 20
+"""That of llvmlite 0.45. Version 0.44 still writes the types of what pointers point to."""
+
+
+@functools.cache
+def host_vectors() -> Vectors:
+    """Those of this machine."""
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    cpu = llvm.get_host_cpu_name()
+    if all(features.get(name) for name in AVX512):
+        # LLVM would use half of such vectors on processors that once slowed down for them.
+        return Vectors(16, 6, 4, features.flatten() + ",-prefer-256-bit", cpu)
+    return Vectors(8, 6, 2, features.flatten(), cpu)
+
+
+class MachineCode(NamedTuple):
+    """Compiled functions, and what they live as long as."""
+
+    engine: Any
+    made_by: tuple[Any, ...]
+
+    def address(self, name: str) -> int:
+        """Where a public function is."""
+        return self.engine.get_function_address(name)
+
+
+@functools.cache
+def compile_module(text: str, vectors: Vectors) -> MachineCode:
+    """Machine code of a module. It stays for the life of the process, as programs that call it may.
+
+    Args:
+        text: In LLVM's language.
+        vectors: Of the processor that it is for.
+    """
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(text)
+    module.verify()
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    machine = target.create_target_machine(cpu=vectors.cpu, features=vectors.features, opt=3)
+    # Vectors are written out where they pay.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    tuning.loop_vectorization = tuning.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, tuning)
+    builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return MachineCode(engine, (machine, builder))

@@ -1,0 +1,115 @@
+"""Transposition of matrices of float32, on CPUs, as fast as they can be copied.
+
+Squares of as many rows as a vector has lanes are turned in registers, by exchanging halves of ever
+shorter runs of lanes between pairs of rows (Eklundh, 1972). Several squares side by side are read
+before the next rows, so that memory is read and written in runs of some cache lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_engine.native.ffi import Buffer, Job, Operation, register
+from sgljax_engine.native.machine import Vectors
+
+_SQUARES = 4
+"""Squares next to each other, each way, that are turned together."""
+
+
+def transpose(x: jax.Array) -> jax.Array:
+    """[m, n] float32 to [n, m]."""
+    result = jax.ShapeDtypeStruct(x.shape[::-1], x.dtype)
+    return jax.ffi.ffi_call(register(_TRANSPOSE), result)(x)
+
+
+def _plan(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
+    del threads
+    x, y = buffers
+    num_rows, num_columns = x.dim(0), x.dim(1)
+    size = _SQUARES * 16
+    return Job(code.ceil_div(num_columns, size), [x.data, y.data, num_rows, num_columns])
+
+
+def _write_chunk(module: Module, vectors: Vectors) -> Value:
+    """f(values, chunk): some columns of the matrix."""
+    lanes = vectors.lanes
+    squares = [_write_square(module, lanes, is_past_caches) for is_past_caches in (False, True)]
+    with Code(module, "columns", VOID, [PTR, I64]) as code:
+        values, chunk = code.arguments
+        x, y = (code.load_field(values, 8 * i, PTR) for i in range(2))
+        num_rows, num_columns = (code.load_field(values, 8 * i, I64) for i in (2, 3))
+        begin = code.mul(chunk, _SQUARES * 16)
+        end = code.min(code.add(begin, _SQUARES * 16), num_columns)
+        whole_rows = code.mul(code.div(num_rows, lanes), lanes)
+        whole_end = code.add(begin, code.mul(code.div(code.sub(end, begin), lanes), lanes))
+        size = _SQUARES * lanes
+        # Then rows of squares are whole cache lines, of which nothing has to be read before.
+        address = code.convert("ptrtoint", y, I64)
+        is_aligned = code.both(
+            code.equal(code.rem(address, 64), 0), code.equal(code.rem(num_rows, 16), 0)
+        )
+        with code.loop(0, whole_rows, size) as row_begin:
+            row_end = code.min(code.add(row_begin, size), whole_rows)
+            with (
+                code.loop(begin, whole_end, lanes) as column,
+                code.loop(row_begin, row_end, lanes) as row,
+            ):
+                source = code.at(x, code.add(code.mul(row, num_columns), column))
+                target = code.at(y, code.add(code.mul(column, num_rows), row))
+                for square, condition in zip(squares, (code.unless, code.when), strict=True):
+                    with condition(is_aligned):
+                        code.call(square, VOID, [source, target, num_columns, num_rows])
+
+        def one_by_one(rows: tuple[Value, Value], columns: tuple[Value, Value]) -> None:
+            with code.loop(*columns) as column, code.loop(*rows) as row:
+                value = code.load(code.at(x, code.add(code.mul(row, num_columns), column)), F32)
+                code.store(value, code.at(y, code.add(code.mul(column, num_rows), row)))
+
+        one_by_one((whole_rows, num_rows), (begin, whole_end))
+        one_by_one((code.sub(num_rows, num_rows), num_rows), (whole_end, end))
+    return code.function
+
+
+def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
+    """f(source, target, source_stride, target_stride): a square of `lanes` rows."""
+    name = f"square_{'past' if is_past_caches else 'through'}_caches"
+    with Code(module, name, VOID, [PTR, PTR, I64, I64]) as code:
+        source, target, source_stride, target_stride = code.arguments
+        rows = [
+            code.load(code.at(source, code.mul(source_stride, row)), vector(lanes), 4)
+            for row in range(lanes)
+        ]
+        distance = lanes // 2
+        while distance:
+            exchanged = list(rows)
+            for low in range(lanes):
+                if not low & distance:
+                    high = low | distance
+                    exchanged[low], exchanged[high] = _exchange(
+                        code, rows[low], rows[high], distance, lanes
+                    )
+            rows = exchanged
+            distance //= 2
+        for row in range(lanes):
+            place = code.at(target, code.mul(target_stride, row))
+            if is_past_caches:
+                code.store_past_caches(rows[row], place, lanes * 4)
+            else:
+                code.store(rows[row], place, 4)
+    return code.function
+
+
+def _exchange(
+    code: Code, low: Value, high: Value, distance: int, lanes: int
+) -> tuple[Value, Value]:
+    """The lanes of `low` that have the bit of `distance`, for those of `high` that do not."""
+    has_bit = [bool(lane & distance) for lane in range(lanes)]
+    new_low = [lanes + lane - distance if has_bit[lane] else lane for lane in range(lanes)]
+    new_high = [lanes + lane if has_bit[lane] else lane + distance for lane in range(lanes)]
+    return code.shuffle(low, high, new_low), code.shuffle(low, high, new_high)
+
+
+_TRANSPOSE = Operation("transpose", 1, 1, _write_chunk, _plan)

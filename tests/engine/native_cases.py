@@ -1,0 +1,28 @@
+"""What tests of machine code share."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgljax_engine.native import ffi
+from sgljax_engine.native.machine import Vectors, host_vectors
+
+needs_machine_code = pytest.mark.skipif(
+    ffi.unavailable() is not None, reason=f"no machine code of our own here: {ffi.unavailable()}"
+)
+
+
+def vectors_of(lanes: int) -> Vectors:
+    """This machine's, or its code for processors without AVX-512, which it can run too."""
+    host = host_vectors()
+    if lanes > host.lanes:
+        pytest.skip("the processor lacks AVX-512")
+    return host if lanes == host.lanes else Vectors(8, 6, 2, host.features, host.cpu)
+
+
+@pytest.fixture(params=[8, 16], ids=["AVX2", "AVX-512"])
+def lanes(request, monkeypatch):
+    """Operations made during the test are for vectors of so many lanes."""
+    vectors = vectors_of(request.param)
+    monkeypatch.setattr(ffi, "host_vectors", lambda: vectors)
+    return request.param

@@ -1,0 +1,89 @@
+"""Products by machine code against numpy in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from sgljax_engine.native.linear import linear
+from sgljax_engine.native.linear_few import FEW, linear_by_token, linear_of_few
+from sgljax_engine.native.transpose import transpose
+from tests.engine.native_cases import lanes, needs_machine_code
+
+__all__ = ["lanes"]
+pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
+
+SHAPES = [(1, 1), (5, 512), (13, 7), (50, 100), (300, 700)]
+TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 48, 64, 65, 130]
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def assert_product(found, weight, x):
+    """To what rounding a float32 sum one by one allows."""
+    exact = weight.astype(np.float64) @ x.astype(np.float64)
+    size = np.abs(weight).astype(np.float64) @ np.abs(x)
+    np.testing.assert_array_less(np.abs(found - exact), size * 3e-6 + 1e-30)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_numbers_of_tokens(shape):
+    weight = draw(*shape)
+    for num_tokens in TOKENS:
+        x = draw(shape[1], num_tokens, seed=num_tokens)
+        assert_product(np.asarray(jax.jit(linear)(weight, x)), weight, x)
+        of_few = np.asarray(jax.jit(linear_of_few)(weight, x.T))
+        assert_product(of_few, weight, x)
+        by_token = np.asarray(jax.jit(linear_by_token)(weight, x.T))
+        np.testing.assert_array_equal(by_token, of_few.T)
+
+
+def test_a_token_has_the_same_bits_in_any_company():
+    weight, x = draw(100, 300), draw(300, 130)
+    run = jax.jit(functools.partial(linear, is_deterministic=True))
+    together = np.asarray(run(weight, x))
+    np.testing.assert_array_equal(jax.jit(linear)(weight, x), together)
+    by_token = np.asarray(jax.jit(linear_by_token)(weight, x.T))
+    for count in (1, 2, 5, FEW, 16, 40, 64, 129):
+        some = np.random.default_rng(count).permutation(130)[:count]
+        found = np.asarray(run(weight, np.ascontiguousarray(x[:, some])))
+        np.testing.assert_array_equal(found, together[:, some])
+        found = np.asarray(jax.jit(linear_by_token)(weight, np.ascontiguousarray(x[:, some].T)))
+        np.testing.assert_array_equal(found, by_token[some])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_a_number_stays_with_its_token(value):
+    """Vectors that are filled up, and rows that are taken twice, must not spread it."""
+    weight = draw(50, 40)
+    for num_tokens in (5, 12, 33):
+        x = draw(40, num_tokens)
+        x[3, num_tokens - 1] = value
+        found = np.asarray(jax.jit(linear)(weight, x))
+        assert not np.isfinite(found[:, -1]).any()
+        assert_product(found[:, :-1], weight, x[:, :-1])
+
+
+def test_nothing_at_all():
+    assert jax.jit(linear)(draw(0, 5), draw(5, 20)).shape == (0, 20)
+    assert jax.jit(linear)(draw(4, 5), draw(5, 0)).shape == (4, 0)
+    np.testing.assert_array_equal(jax.jit(linear)(draw(4, 0), draw(0, 20)), np.zeros((4, 20)))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 9), (16, 16), (17, 3), (33, 64), (64, 70), (100, 130), (512, 48)]
+)
+def test_transpose(shape):
+    x = draw(*shape)
+    np.testing.assert_array_equal(jax.jit(transpose)(x), x.T)
+
+
+def test_transpose_moves_bits():
+    bits = np.random.default_rng(0).integers(0, 2**32, (80, 48), dtype=np.uint32)
+    found = np.asarray(jax.jit(transpose)(bits.view(np.float32)))
+    np.testing.assert_array_equal(found.view(np.uint32), bits.T)

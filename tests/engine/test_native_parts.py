@@ -1,0 +1,200 @@
+"""What machine code of our own stands on: XLA's interface and threads, the processor, functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from sgljax_engine.native import abi, ffi, machine, math
+from sgljax_engine.native.emit import I64, PTR, VOID, Code, Module, vector
+from sgljax_engine.native.linear import linear
+from tests.engine.native_cases import needs_machine_code, vectors_of
+from tests.threads import LIMIT_S, start
+
+HEADER = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+
+
+class TestInterface:
+    def test_the_installed_header(self):
+        api = abi.load_api()
+        assert isinstance(api, abi.Api), api
+        assert (api.major, api.num_threads) == (0, api.schedule + 8)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "problem"),
+        [
+            ("const XLA_FFI_Api* api;", "int x; const XLA_FFI_Api* api;", "XLA_FFI_CallFrame has"),
+            ("int64_t rank;", "", "XLA_FFI_Buffer has another layout"),
+            ("struct XLA_FFI_Args {", "struct Other {", "XLA_FFI_Args has another layout"),
+            (
+                "_XLA_FFI_API_STRUCT_FIELD(XLA_FFI_ThreadPool_Schedule);",
+                "",
+                "XLA lacks ThreadPool_Schedule of foreign functions",
+            ),
+            ("#define XLA_FFI_API_MINOR", "#define OTHER", "XLA lacks a version"),
+        ],
+    )
+    def test_another_layout_is_found(self, old, new, problem):
+        text = HEADER.read_text()
+        assert old in text
+        found = abi.parse_api(text.replace(old, new))
+        assert isinstance(found, str)
+        assert problem in found
+
+    def test_more_functions_shift_the_others(self):
+        field = "_XLA_FFI_API_STRUCT_FIELD(XLA_FFI_Error_Destroy);"
+        here = abi.parse_api(HEADER.read_text())
+        there = abi.parse_api(
+            HEADER.read_text().replace(field, f"_XLA_FFI_API_STRUCT_FIELD(XLA_FFI_New);\n{field}")
+        )
+        assert isinstance(here, abi.Api)
+        assert isinstance(there, abi.Api)
+        assert np.subtract(there, here).tolist() == [0, 0, 8, 8, 8]
+
+    def test_no_header(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+        assert "lacks the header" in str(abi.load_api.__wrapped__())
+
+
+class TestMachine:
+    @pytest.mark.parametrize(
+        ("owner", "name", "value", "reason"),
+        [
+            (sys, "platform", "darwin", "written for x86-64 with Linux, this is .* with darwin"),
+            (machine.platform, "machine", lambda: "aarch64", "this is aarch64 with "),
+            (machine.importlib.util, "find_spec", lambda _: None, "llvmlite is not installed"),
+            (machine, "_OLDEST_LLVM", 99, r"needs LLVM 99, llvmlite has \d+"),
+            (machine, "AVX2", ("avx2", "none"), "the processor lacks AVX2 or FMA"),
+        ],
+    )
+    def test_why_there_is_none(self, monkeypatch, owner, name, value, reason):
+        monkeypatch.setattr(owner, name, value)
+        if name != "platform" and name != "machine" and ffi.unavailable() is not None:
+            pytest.skip(f"there is none: {ffi.unavailable()}")
+        assert re.search(reason, machine.missing() or "")
+
+    def test_importing_the_engine_does_not_load_llvm(self):
+        code = "import sys, sgljax_engine.engine; assert 'llvmlite' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)
+
+
+@needs_machine_code
+@pytest.mark.parametrize("lanes", [8, 16])
+class TestFunctions:
+    def apply(self, name, values, lanes):
+        """A function of `native.math`, of every number."""
+        module = Module()
+        with Code(module, "apply", VOID, [PTR, PTR, I64], is_public=True) as code:
+            source, target, count = code.arguments
+            with code.loop(0, count, lanes) as at:
+                x = code.load(code.at(source, at), vector(lanes), 4)
+                code.store(getattr(math, name)(code, x), code.at(target, at), 4)
+        address = machine.compile_module(module.text, vectors_of(lanes)).address("apply")
+        x = np.resize(np.asarray(values, np.float32), -(-len(values) // lanes) * lanes)
+        y = np.empty_like(x)
+        run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(address)
+        run(x.ctypes.data, y.ctypes.data, len(x))
+        return x[: len(values)], y[: len(values)]
+
+    def test_exp(self, lanes):
+        x, y = self.apply("exp", np.append(np.linspace(-86.9, 20, 100_001), 0.0), lanes)
+        np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=2.5e-7)
+        assert y[-1] == 1
+
+    def test_exp_of_what_is_masked(self, lanes):
+        _, y = self.apply("exp", [-87.1, -1e4, -1e30, -np.inf], lanes)
+        np.testing.assert_array_equal(y, 0)
+
+    def test_tanh(self, lanes):
+        x, y = self.apply("tanh", np.linspace(-30, 30, 100_001), lanes)
+        np.testing.assert_allclose(y, np.tanh(x.astype(np.float64)), atol=2.5e-7)
+
+
+@needs_machine_code
+class TestThreads:
+    def product(self, seed):
+        rng = np.random.default_rng(seed)
+        weight = rng.standard_normal((300, 200), dtype=np.float32)
+        x = rng.standard_normal((200, 40), dtype=np.float32)
+        return weight, x
+
+    def test_many_callers_at_once(self):
+        """Several programs share XLA's threads, and none gets another one's chunks."""
+
+        def several(weight, x):
+            for _ in range(20):
+                x = x + 1e-3 * linear(weight, x)[:200]
+            return x
+
+        run = jax.jit(several)
+        cases = [self.product(seed) for seed in range(6)]
+        expected = [np.asarray(run(*case)) for case in cases]
+        wrong: list[int] = []
+
+        def call(index):
+            for _ in range(30):
+                if not np.array_equal(np.asarray(run(*cases[index])), expected[index]):
+                    wrong.append(index)
+
+        callers = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(6)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(LIMIT_S)
+            assert not caller.is_alive()
+        assert wrong == []
+
+    @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot choose processors")
+    def test_one_processor(self):
+        """XLA has one thread then, so that nobody else comes."""
+        code = """
+import os
+import re
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import jax, numpy as np
+from sgljax_engine.native.linear import linear
+weight, x = np.ones((300, 200), np.float32), np.ones((200, 40), np.float32)
+assert np.array_equal(jax.jit(linear)(weight, x), np.full((300, 40), 200, np.float32))
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)
+
+    def test_errors_of_python_leave_no_half_function(self):
+        module = Module()
+        with pytest.raises(ZeroDivisionError), Code(module, "broken", VOID, [I64]) as code:
+            code.add(1, 1 // 0)
+        assert "broken" not in module.text
+
+    def test_engines_that_start_at_once(self):
+        """Threads that register the same operation get one name."""
+        operation = ffi.Operation("same", 1, 1, _nothing, _one_chunk)
+        calls = [start(lambda: ffi.register(operation)) for _ in range(8)]
+        assert len({call.result(LIMIT_S) for call in calls}) == 1
+
+    def test_names_tell_code_apart(self):
+        api = abi.load_api()
+        assert isinstance(api, abi.Api)
+        first = ffi.register(ffi.Operation("one", 1, 1, _nothing, _one_chunk))
+        assert first == ffi.register(ffi.Operation("one", 1, 1, _nothing, _one_chunk))
+        assert first != ffi.register(ffi.Operation("two", 1, 1, _nothing, _one_chunk))
+        assert first.startswith("sgljax.one.")
+
+
+def _nothing(module, vectors):
+    del vectors
+    with Code(module, "nothing", VOID, [PTR, I64]) as code:
+        pass
+    return code.function
+
+
+def _one_chunk(code, buffers, threads):
+    del code, threads
+    return ffi.Job(1, [buffers[0].data])
