@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.errors import WeightsLostError, WeightSyncError
+from sgljax_engine.native.ffi import unavailable
+from sgljax_engine.native.transpose import transpose
 from sgljax_engine.weights.checksum import checksum, to_hex
 from sgljax_engine.weights.rules import Hook, Match, Rule, flatten_named, match
 from sgljax_engine.xla_options import transposition_options
@@ -222,11 +224,13 @@ def _mapped(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
     return _transform(x, step).reshape(target.shape).astype(target.dtype)
 
 
-def _stored(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
+def _stored(x: jax.Array, step: Step, target: TargetSpec, is_native: bool) -> jax.Array:
     """The engine parameter as it is stored. The copy keeps JAX from handing `x` itself back."""
     if not target.is_transposed:
         return jnp.copy(_mapped(x, step, target))
     x = _transform(x, step)
+    if is_native and x.dtype == target.dtype == jnp.float32:
+        return transpose(x.reshape(target.shape))
     if x.dtype.itemsize >= target.dtype.itemsize:
         return jnp.copy(_swapped(x.astype(target.dtype), target.shape))
     # XLA on CPUs takes twice as long to transpose what it widens at once.
@@ -253,9 +257,9 @@ def _build_program(
     """The same object for equal plans, so that an engine made anew compiles nothing again."""
     targets = dict(named_targets)
 
-    def run(sources: list[jax.Array]) -> dict[str, jax.Array]:
+    def run(sources: list[jax.Array], is_native: bool) -> dict[str, jax.Array]:
         return {
-            step.target: _stored(x, step, targets[step.target])
+            step.target: _stored(x, step, targets[step.target], is_native)
             for x, step in zip(sources, steps, strict=True)
         }
 
@@ -266,13 +270,17 @@ def _build_program(
         }
 
     def one(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
-        return _stored(x, step, target)
+        return _stored(x, step, target, is_native)
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    options = transposition_options(_first_device(next(iter(shardings.values()))).platform)
+    platform = _first_device(next(iter(shardings.values()))).platform
+    options = transposition_options(platform)
+    is_on_one_device = len(_target_devices(shardings) or ()) == 1
+    is_native = platform == "cpu" and is_on_one_device and unavailable() is None
+    at_target = functools.partial(run, is_native=is_native)
     return Program(
-        jax.jit(run, out_shardings=shardings, compiler_options=options),
-        jax.jit(run),
+        jax.jit(at_target, out_shardings=shardings, compiler_options=options),
+        jax.jit(functools.partial(run, is_native=False)),
         jax.jit(one, static_argnums=(1, 2), compiler_options=options),
         jax.jit(sums),
         shardings,
