@@ -16,7 +16,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
-from sgljax_engine.layers.attention import get_backend
+from sgljax_engine.layers.attention import get_backend, get_decode_attention
 from sgljax_engine.layers.ordered_attention import ordered_backend
 from sgljax_engine.loop import EngineLoop
 from sgljax_engine.memory import plan_memory
@@ -25,6 +25,7 @@ from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind
 from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.requests import Limits
+from sgljax_engine.runner.backends import Backends, pick_backends
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,
@@ -198,9 +199,12 @@ def build_loop(
     with reporting(progress, "place weights", len(targets), "tensor") as advance:
         weights_made = maker.make(weights.arrays, weights.rules)
         advance(len(targets))
-    static = _program_context(config, definition, model, placement, weights_made)
+    backends = pick_backends(config.runtime, placement, model.head_dim)
+    static = _program_context(config, definition, model, placement, weights_made, backends)
     weights_bytes = sum(weight.nbytes for weight in weights_made.values())
-    memory = plan_memory(model, config, placement, max_model_len, weights_bytes)
+    memory = plan_memory(
+        model, config, placement, max_model_len, weights_bytes, attention=backends.attention
+    )
     num_pages = memory.report.kv_tokens // page_size
 
     batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
@@ -244,15 +248,18 @@ def _program_context(
     model: ModelConfig,
     placement: Placement,
     weights: Mapping[str, jax.Array],
+    backends: Backends,
 ) -> ProgramContext:
     context, runtime = ModelContext(model, placement.layout), config.runtime
+    context = context._replace(has_native_linear=backends.linear == "native")
     if runtime.enable_deterministic_sampling:
         widths = agreeing_widths(definition, context, weights, placement.platform)
         context = context._replace(tile_widths=widths)
+    if context.is_deterministic and backends.attention != "native":
         attention = ordered_backend(placement.platform)
     else:
         attention = get_backend(
-            runtime.attention_backend,
+            backends.attention,
             placement.platform,
             head_dim=model.head_dim,
             num_tensor_shards=placement.num_tensor_shards,
@@ -264,6 +271,7 @@ def _program_context(
         page_size=config.cache.page_size,
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
+        decode_attention=get_decode_attention(backends.attention),
     )
 
 

@@ -16,8 +16,11 @@ from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-ATTENTION_BACKENDS = ("auto", "xla", "xla_tiles", "xla_rows", "pallas")
+ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas")
 """Names that `layers.attention.get_backend` knows."""
+
+LINEAR_BACKENDS = ("auto", "native", "xla")
+"""Names that `runner.backends.pick_backends` knows."""
 
 TOKEN_BLOCK = 16
 """Query tokens of one request that prefill attention handles together."""
@@ -129,11 +132,13 @@ class RuntimeConfig:
             user's cache directory unless the process configured one, None leaves JAX alone, any
             other value is the folder to use. Where the engine turns it on, it keeps programs from
             0.1 s of compilation on, unless the process has changed JAX's limit of 1 s.
-        attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks a portable one; "pallas" is a
-            kernel for NVIDIA GPUs.
+        attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it can be had,
+            on one x86-64 CPU in float32, and a portable one elsewhere; "pallas" is a kernel for
+            NVIDIA GPUs. See docs/performance.md.
+        linear_backend: Of projections: one of `LINEAR_BACKENDS`, "auto" as above.
         enable_deterministic_sampling: Tokens and log-probs of a greedy or seeded request have the
             same bits whatever runs beside it and however it is batched, chunked, cached, paused or
-            put to sleep; `attention_backend` must be "auto" or "xla_rows". See
+            put to sleep; `attention_backend` must be "auto", "native" or "xla_rows". See
             docs/determinism.md.
         random_seed: Seeds the fresh seeds of requests that bring none, and random weights. None
             takes the operating system's entropy for requests and 0 for weights.
@@ -145,18 +150,19 @@ class RuntimeConfig:
     forbid_compile: bool = False
     compilation_cache_dir: str | None = "auto"
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
     enable_deterministic_sampling: bool = False
     random_seed: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
         require(self.dtype in (None, *DTYPES), "dtype", self.dtype, f"None or one of {DTYPES}")
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            raise InvalidConfigError(
-                unknown_name_message(
-                    "attention_backend", self.attention_backend, ATTENTION_BACKENDS
-                )
-            )
+        for name, known in (
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("linear_backend", LINEAR_BACKENDS),
+        ):
+            if getattr(self, name) not in known:
+                raise InvalidConfigError(unknown_name_message(name, getattr(self, name), known))
         for name in ("batch_buckets", "token_buckets"):
             buckets = getattr(self, name)
             if buckets is None:
@@ -180,9 +186,9 @@ class RuntimeConfig:
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
         if self.enable_deterministic_sampling:
-            backend = self.attention_backend
-            expected = "'auto' or 'xla_rows' with enable_deterministic_sampling"
-            require(backend in ("auto", "xla_rows"), "attention_backend", backend, expected)
+            backend, known = self.attention_backend, ("auto", "native", "xla_rows")
+            expected = "'auto', 'native' or 'xla_rows' with enable_deterministic_sampling"
+            require(backend in known, "attention_backend", backend, expected)
         if self.random_seed is not None:
             check_count("random_seed", self.random_seed, 0)
 

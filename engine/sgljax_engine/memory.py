@@ -35,6 +35,7 @@ def plan_memory(
     max_model_len: int,
     weights_bytes: int,
     *,
+    attention: str,
     are_loaded: bool = True,
 ) -> MemoryPlan:
     """Decides on the size of the KV cache.
@@ -45,6 +46,7 @@ def plan_memory(
         placement: Where it runs.
         max_model_len: Tokens of a sequence at most.
         weights_bytes: Of the weights.
+        attention: As of `runner.backends.Backends`.
         are_loaded: Whether they are there, so that free memory excludes them already.
 
     Raises:
@@ -79,7 +81,13 @@ def plan_memory(
             if affordable < num_pages:
                 rule, num_pages = "mem_fraction_static", affordable
     rows, rows_bytes = _plan_rows(
-        model, config, placement, max_model_len, free_bytes=free, kv_bytes=num_pages * per_page
+        model,
+        config,
+        placement,
+        max_model_len,
+        backend=attention,
+        free_bytes=free,
+        kv_bytes=num_pages * per_page,
     )
     report = MemoryReport(
         weights_bytes=weights_bytes,
@@ -109,6 +117,7 @@ def _plan_rows(
     placement: Placement,
     max_model_len: int,
     *,
+    backend: str,
     free_bytes: int | None,
     kv_bytes: int,
 ) -> tuple[RowShapes | None, int]:
@@ -117,7 +126,6 @@ def _plan_rows(
     Pages and rows together stay within `mem_fraction_static`. "auto" also takes no rows of more
     than twice the pages, which a small `num_kv_tokens` asked for.
     """
-    backend = config.runtime.attention_backend
     if backend not in ("auto", "xla_rows") or (backend == "auto" and placement.platform != "cpu"):
         return None, 0
     num_rows = (config.runtime.batch_buckets or (config.scheduler.max_running_requests,))[-1]

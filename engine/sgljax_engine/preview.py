@@ -16,6 +16,7 @@ from sgljax_engine.memory import free_bytes, plan_memory
 from sgljax_engine.metrics import MemoryReport
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.runner.backends import pick_backends
 from sgljax_engine.runner.placement import place
 
 
@@ -30,6 +31,8 @@ class EnginePreview:
         layout: Of activations and projection weights, see `layers.basic.Layout`.
         prefill_attention: The backend of prefill, see `ATTENTION_BACKENDS`.
         decode_attention: That of decode.
+        linear: The backend of projections, see `LINEAR_BACKENDS`.
+        why_not_native: Why a CPU does without machine code of our own; None if it does not.
         max_model_len: Prompt plus output tokens of one request at most.
         num_parameters: Numbers in the weights.
         weights_bytes: Bytes of them, in that dtype.
@@ -45,6 +48,8 @@ class EnginePreview:
     layout: str
     prefill_attention: str
     decode_attention: str
+    linear: str
+    why_not_native: str | None
     max_model_len: int
     num_parameters: int
     weights_bytes: int
@@ -81,19 +86,26 @@ def preview_engine(
     weights_bytes = num_parameters * placement.dtype.itemsize
     max_model_len = pick_max_model_len(model, config)
     free = free_bytes(placement)
+    backends = pick_backends(config.runtime, placement, model.head_dim)
     plan, problem = None, None
     if free is not None and free < weights_bytes:
         problem = f"the weights take {weights_bytes} bytes; {free} are free"
     else:
         try:
             plan = plan_memory(
-                model, config, placement, max_model_len, weights_bytes, are_loaded=False
+                model,
+                config,
+                placement,
+                max_model_len,
+                weights_bytes,
+                attention=backends.attention,
+                are_loaded=False,
             )
         except InvalidConfigError as error:
             problem = str(error)
-    prefill = resolve_backend(config.runtime.attention_backend, placement.platform)
+    prefill = resolve_backend(backends.attention, placement.platform)
     has_rows = plan is not None and plan.row_shapes is not None
-    if config.runtime.enable_deterministic_sampling:
+    if config.runtime.enable_deterministic_sampling and prefill != "native":
         prefill = decode = "ordered"
     else:
         decode = "xla_rows" if has_rows else prefill
@@ -104,6 +116,8 @@ def preview_engine(
         layout=placement.layout.value,
         prefill_attention=prefill,
         decode_attention=decode,
+        linear=backends.linear,
+        why_not_native=backends.why_not_native,
         max_model_len=max_model_len,
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,

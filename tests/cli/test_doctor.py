@@ -342,7 +342,9 @@ def test_report(facts_here, capsys):
         "  weights: 0.1 m",
     ):
         assert f"\n{line}" in text
-    assert "  attention: xla_tiles for prefill, xla_rows for decode\n" in text
+    native = "  attention: native for prefill, native for decode; projections: native\n"
+    portable = "  attention: xla_tiles for prefill, xla_rows for decode; projections: xla\n"
+    assert native in text or f"{portable}  not native, since " in text
     assert "  cpu (cpu), float32, layout features_first\n" in text
     assert text.endswith("No problems found.\n")
 
@@ -352,7 +354,9 @@ def test_report_is_what_the_engine_then_does(preview):
         memory = engine.get_internal_state().memory
     assert preview.memory.weights_bytes == preview.weights_bytes == memory.weights_bytes
     assert preview.memory.kv_bytes == memory.kv_bytes
-    assert preview.memory.kv_rows_bytes == memory.kv_rows_bytes > 0
+    assert preview.memory.kv_rows_bytes == memory.kv_rows_bytes
+    is_native = preview.decode_attention == preview.prefill_attention == preview.linear == "native"
+    assert is_native == (memory.kv_rows_bytes == 0) == (preview.why_not_native is None)
     assert preview.max_model_len == 512
     config = EngineConfig.from_options({"attention_backend": "xla_tiles", "dtype": "bfloat16"})
     other = preview_engine(
@@ -361,6 +365,8 @@ def test_report_is_what_the_engine_then_does(preview):
         config=config,
     )
     assert (other.decode_attention, other.dtype) == ("xla_tiles", "bfloat16")
+    assert other.linear == "xla"
+    assert other.why_not_native is not None
     assert other.weights_bytes * 2 == preview.weights_bytes
 
 

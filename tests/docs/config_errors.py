@@ -95,6 +95,11 @@ def _(_: Parts):
     new_engine(attention_backend="pallas")
 
 
+@produces("native")
+def _(_: Parts):
+    new_engine(linear_backend="native", dtype="bfloat16")
+
+
 @produces("deterministic_backend")
 def _(_: Parts):
     new_engine(enable_deterministic_sampling=True, attention_backend="xla")

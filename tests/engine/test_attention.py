@@ -15,7 +15,9 @@ from sgljax_engine.layers.attention import (
     AttentionOptions,
     BlockTables,
     get_backend,
+    get_decode_attention,
 )
+from sgljax_engine.layers.native import native_attention, native_decode_attention
 from tests.engine.paged_cases import ragged_case
 
 DEFAULT = AttentionOptions(scale=12**-0.5)
@@ -153,9 +155,12 @@ def test_write_drops_what_has_no_slot():
 
 def test_names_of_backends():
     shape = {"head_dim": 64, "num_tensor_shards": 1}
-    assert set(ATTENTION_BACKENDS) == {"auto", "pallas", "xla_rows", *BACKENDS}
+    assert set(ATTENTION_BACKENDS) == {"auto", "native", "pallas", "xla_rows", *BACKENDS}
     assert get_backend("xla", "cpu", **shape) is BACKENDS["xla"]
     for name in ("auto", "xla_rows"):  # what reads the pages, which is prefill with both
         assert get_backend(name, "cpu", **shape) is BACKENDS["xla_tiles"]
     assert get_backend("auto", "gpu", **shape) is BACKENDS["xla"]
     assert get_backend("auto", "tpu", **shape) is BACKENDS["xla"]
+    assert get_backend("native", "cpu", **shape) is native_attention
+    assert get_decode_attention("native") is native_decode_attention
+    assert get_decode_attention("xla_tiles") is None

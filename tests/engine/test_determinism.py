@@ -12,7 +12,7 @@ import pytest
 from sgljax_engine import builder
 from sgljax_engine.layers.attention import xla_tiles_attention
 from sgljax_engine.models import decoder
-from sgljax_engine.runner import compiled
+from sgljax_engine.runner import backends, compiled
 from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
     MODEL,
@@ -30,7 +30,7 @@ from tests.engine.interrupts import wait_until
 from tests.engine.models import spread_weights
 from tests.threads import LIMIT_S, start
 
-NUM_WAYS = 20
+NUM_WAYS, NUM_PORTABLE_WAYS = 20, 8
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
 """They need fewer programs."""
@@ -80,8 +80,24 @@ WAYS = [draw_way(index) for index in range(NUM_WAYS)]
 
 
 @pytest.fixture(scope="module")
-def alone():
+def backend(request):
+    """Machine code of our own, or what is used where there is none: XLA's, and rows of keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "portable":
+            patch.setattr(backends, "unavailable", lambda: "this is a test of what else there is")
+        elif backends.unavailable() is not None:
+            pytest.skip(f"no machine code of our own here: {backends.unavailable()}")
+        yield request.param
+
+
+BOTH = pytest.mark.parametrize("backend", ["native", "portable"], indirect=True)
+PORTABLE = pytest.mark.parametrize("backend", ["portable"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def alone(backend):
     """Each request by itself, one token a dispatch."""
+    del backend
     with make_engine(ALONE) as engine:
         return run(engine, REQUESTS, Way({}))
 
@@ -90,7 +106,11 @@ def assert_same(found: list[Bits], expected: list[Bits]):
     assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize("index", range(NUM_WAYS))
+@pytest.mark.parametrize(
+    ("backend", "index"),
+    [("native", i) for i in range(NUM_WAYS)] + [("portable", i) for i in range(NUM_PORTABLE_WAYS)],
+    indirect=["backend"],
+)
 def test_no_bit_differs(alone, index):
     """Of 200 requests, however they are batched, chunked, cached, retracted and interrupted."""
     way = WAYS[index]
@@ -100,6 +120,7 @@ def test_no_bit_differs(alone, index):
             assert sum(way.disturb.counts.values()) >= 3
 
 
+@BOTH
 def test_the_ways_do_what_they_are_for(alone):
     """Else they would agree for the wrong reason."""
     kinds: dict[str, int] = {}
@@ -111,6 +132,8 @@ def test_the_ways_do_what_they_are_for(alone):
     assert sum(len(bits.tokens) for bits in alone) > 3000
 
 
+@PORTABLE
+@pytest.mark.usefixtures("backend")
 def test_small_pools_retract_and_read_pages():
     """While large ones read rows."""
     optimistic = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
@@ -122,6 +145,8 @@ def test_small_pools_retract_and_read_pages():
             assert bool(state.counters.num_retractions) != has_rows
 
 
+@BOTH
+@pytest.mark.usefixtures("backend")
 def test_a_head_dim_that_rows_do_not_take():
     """Then decode attention reads pages whatever their number."""
     model = dataclasses.replace(MODEL, head_dim=20)
@@ -134,6 +159,7 @@ def test_a_head_dim_that_rows_do_not_take():
         assert_same(run(engine, PLAIN, way), expected)
 
 
+@BOTH
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
     """They may come from an engine that adds up otherwise: they are computed anew."""
@@ -156,6 +182,7 @@ def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
         assert_same(run(engine, PLAIN, Way({})), expected)
 
 
+@pytest.mark.usefixtures("backend")
 class TestControl:
     """The comparison finds what is not deterministic."""
 
@@ -167,9 +194,11 @@ class TestControl:
                 found.append(run(engine, PLAIN, plain))
         return len(differing(*found))
 
+    @PORTABLE
     def test_default_mode(self):
         assert self.differing(enable_deterministic_sampling=False) > 10
 
+    @PORTABLE
     def test_widths_that_disagree(self, monkeypatch):
         """One is made to round otherwise, which `agreeing_widths` would find out."""
         real = decoder.linear
@@ -185,6 +214,7 @@ class TestControl:
         monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))
         assert self.differing() > 10
 
+    @PORTABLE
     def test_attention_in_no_particular_order(self, monkeypatch):
         """Requests that lose their pages are prefilled as far as they were decoded."""
         monkeypatch.setattr(builder, "ordered_backend", lambda _: xla_tiles_attention)

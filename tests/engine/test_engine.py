@@ -393,6 +393,7 @@ class TestBadInput:
         ({"dtype": "int8"}, "dtype must be None or one of"),
         ({"max_model_len": 512}, "at most the model's context length 256, got 512"),
         ({"attention_backend": "xlaa"}, "attention_backend 'xlaa'; did you mean 'xla'"),
+        ({"linear_backend": "natve"}, "linear_backend 'natve'; did you mean 'native'"),
         ({"batch_buckets": 16}, "batch_buckets must be a non-empty list"),
         ({"mem_fraction_static": "x"}, "mem_fraction_static must be a number"),
         ({"forbid_compile": "false"}, "forbid_compile must be True or False"),

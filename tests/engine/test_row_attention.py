@@ -230,18 +230,17 @@ class TestEngine:
             model_config=TINY,
             weights=spread_weights(),
             attention_backend=backend,
+            linear_backend="xla",
             max_running_requests=8,
             page_size=4,
         ) as engine:
             outputs = engine.generate_requests(prompts, params)
-            assert bool(engine.get_internal_state().memory.kv_rows_bytes) == (
-                backend in ("auto", "xla_rows")
-            )
+            assert bool(engine.get_internal_state().memory.kv_rows_bytes) == (backend == "xla_rows")
         return outputs
 
     def test_backends_agree(self):
         expected = self.generate("xla")
-        for backend in ("xla_tiles", "xla_rows", "auto"):
+        for backend in ("xla_tiles", "xla_rows"):
             for one, other in zip(expected, self.generate(backend), strict=True):
                 assert one.output_ids == other.output_ids
                 np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
@@ -273,7 +272,11 @@ class TestEngine:
         """Every dispatch hands the same memory back."""
         params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
         with Engine(
-            model_config=TINY, weights=spread_weights(), max_running_requests=8, decode_steps=1
+            model_config=TINY,
+            weights=spread_weights(),
+            attention_backend="xla_rows",
+            max_running_requests=8,
+            decode_steps=1,
         ) as engine:
             runner = engine._loop._core.runner
 

@@ -30,7 +30,7 @@ ERRORS = [RuntimeError, MemoryError]
 @pytest.fixture(scope="module")
 def shared():
     """Pages move in chunks of four."""
-    with small_copies(), make_engine() as engine:
+    with small_copies(), make_engine(attention_backend="xla_rows") as engine:
         engine.warmup()
         assert engine._loop._core.runner.pages_per_copy == 4
         yield engine

@@ -115,12 +115,14 @@ def test_a_device_on_which_place_matters_is_refused(monkeypatch):
 class TestConfig:
     @pytest.mark.parametrize("backend", ["xla", "xla_tiles", "pallas"])
     def test_other_attention_is_refused(self, backend):
-        message = rf"'auto' or 'xla_rows' with enable_deterministic_sampling, got '{backend}'"
+        message = (
+            rf"'auto', 'native' or 'xla_rows' with enable_deterministic_sampling, got '{backend}'"
+        )
         with pytest.raises(InvalidConfigError, match=message):
             EngineConfig.from_options(FLAG | {"attention_backend": backend})
 
-    @pytest.mark.parametrize("backend", ["auto", "xla_rows"])
-    def test_rows_may_be_asked_for(self, backend):
+    @pytest.mark.parametrize("backend", ["auto", "native", "xla_rows"])
+    def test_others_may_be_asked_for(self, backend):
         config = EngineConfig.from_options(FLAG | {"attention_backend": backend})
         assert config.runtime.enable_deterministic_sampling
 

@@ -86,9 +86,11 @@ def _describe_preview(facts: Facts) -> list[str]:
         f"An engine for {of} would use",
         f"  {preview.platform} ({preview.device_kind}), {preview.dtype}, layout {preview.layout}",
         f"  attention: {preview.prefill_attention} for prefill, {preview.decode_attention} for "
-        "decode",
+        f"decode; projections: {preview.linear}",
         f"  weights: {preview.num_parameters / 1e6:.1f} million, {_gb(preview.weights_bytes)}",
     ]
+    if preview.why_not_native is not None:
+        lines.append(f"  not native, since {preview.why_not_native}")
     memory = preview.memory
     if memory is not None:
         lines += [

@@ -85,6 +85,34 @@ class PagedAttention(Protocol):
         ...
 
 
+class DecodeAttention(Protocol):
+    """Attention of one token a row, which writes its key and value to its page first."""
+
+    def __call__(
+        self,
+        q_BDh: jax.Array,
+        k_BKh: jax.Array,
+        v_BKh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Attends.
+
+        Args:
+            q_BDh: [B, num_heads, head_dim] queries.
+            k_BKh: [B, num_kv_heads, head_dim] keys of the same tokens.
+            v_BKh: Their values.
+            layer: The cache without them.
+            tables: Of blocks of one token; the token is the last of its `kv_lens`.
+            options: How the layer attends.
+
+        Returns:
+            [B, num_heads, head_dim], unspecified where `kv_lens` is 0, and the cache with them.
+        """
+        ...
+
+
 class _Softmax(NamedTuple):
     """Running state of an online softmax over rows of queries.
 
@@ -276,12 +304,26 @@ def get_backend(
         InvalidConfigError: when "pallas" cannot run the model there.
     """
     name = resolve_backend(name, platform)
+    if name == "native":
+        # Imported here: it needs llvmlite, which only some machines have use for.
+        from sgljax_engine.layers.native import native_attention
+
+        return native_attention
     if name == "pallas":
         # Imported here: Pallas takes a tenth of a second to import, and may go from JAX.
         from sgljax_engine.layers.pallas_attention import gpu_backend
 
         return gpu_backend(platform, head_dim=head_dim, num_tensor_shards=num_tensor_shards)
     return BACKENDS[name]
+
+
+def get_decode_attention(name: str) -> DecodeAttention | None:
+    """What decode uses with the backend of that name, if not the backend itself."""
+    if name != "native":
+        return None
+    from sgljax_engine.layers.native import native_decode_attention
+
+    return native_decode_attention
 
 
 def resolve_backend(name: str, platform: str) -> str:

@@ -38,6 +38,8 @@ from sgljax_engine.models.spec import (
     Params,
     ParamSpec,
 )
+from sgljax_engine.native.linear import linear as native_linear
+from sgljax_engine.native.linear_few import linear_by_token
 
 Rope = tuple[jax.Array, jax.Array]
 """Sines and cosines of each token's rotary angles."""
@@ -245,9 +247,13 @@ class _Layers(NamedTuple):
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
+        weight = self.params[f"{name}.weight"]
+        if self.context.has_native_linear:
+            is_deterministic = self.context.is_deterministic
+            return native_linear(weight, x, is_deterministic=is_deterministic)
         is_narrow = self.context.is_deterministic and x.shape[self.layout.token_axis] < NARROW
         multiply = narrow_linear if is_narrow else linear
-        return multiply(x, self.params[f"{name}.weight"], self.layout)
+        return multiply(x, weight, self.layout)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         offset = 1.0 if self.traits.has_offset_norms else 0.0
@@ -278,5 +284,7 @@ class _Layers(NamedTuple):
 
 def _logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Array:
     config = context.config
-    table = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return soft_cap(unembed(hidden, params[table]), config.final_logit_softcap)
+    table = params["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    if context.has_native_linear:
+        return soft_cap(linear_by_token(table, hidden), config.final_logit_softcap)
+    return soft_cap(unembed(hidden, table), config.final_logit_softcap)

@@ -66,11 +66,13 @@ class ModelContext(NamedTuple):
     Attributes:
         tile_widths: Tokens that may go through the layers together, ascending, all with the same
             bits (`runner.widths`); empty for as many as a batch has, whatever bits they get.
+        has_native_linear: Projections are machine code of our own; features first, float32.
     """
 
     config: ModelConfig
     layout: Layout
     tile_widths: tuple[int, ...] = ()
+    has_native_linear: bool = False
 
     @property
     def is_deterministic(self) -> bool:

@@ -17,6 +17,7 @@ from sgljax_engine.cache.kv_rows import KVRows, PagedRows, gather_rows, write_ro
 from sgljax_engine.layers.attention import (
     AttentionOptions,
     BlockTables,
+    DecodeAttention,
     PagedAttention,
 )
 from sgljax_engine.layers.row_attention import row_attention, shared_keys
@@ -37,6 +38,7 @@ class ProgramContext(NamedTuple):
     Attributes:
         prefill_pass: Tokens that a prefill takes through the layers together. A larger bucket of
             a whole number of passes makes as many as it has tokens for; None makes one of all.
+        decode_attention: Of decode steps that read pages; None for `attention`.
     """
 
     model: ModelDefinition
@@ -45,6 +47,7 @@ class ProgramContext(NamedTuple):
     page_size: int
     max_steps: int
     prefill_pass: int | None = None
+    decode_attention: DecodeAttention | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -120,6 +123,22 @@ def _rows_attend(
         rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
         out = row_attention(q, rows, tables.kv_lens, shared, options)
         return out, PagedRows(pages, rows)
+
+    return attend
+
+
+def _decode_attend(attention: DecodeAttention, tables: BlockTables) -> Attend:
+    """An `attend` of one token a row that leaves the writing of its key to the attention."""
+
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        assert isinstance(layer, LayerKV)
+        return attention(q, k, v, layer, tables, options)
 
     return attend
 
@@ -317,6 +336,8 @@ def _next_logits(
     slots = jnp.where(active, slots, NO_SLOT)
     if shared is not None:
         attend = _rows_attend(slots, tables, active, shared)
+    elif static.decode_attention is not None:
+        attend = _decode_attend(static.decode_attention, tables)
     else:
         attend = _paged_attend(static, slots, tables)
     logits, new_caches = static.model.token_logits(
