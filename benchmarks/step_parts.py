@@ -38,6 +38,7 @@ from sgljax_engine.layers.attention import AttentionOptions, BlockTables
 from sgljax_engine.layers.basic import Layout, linear
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
+from sgljax_engine.native.linear import linear as native_linear
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
 from sgljax_engine.runner.runner import ModelRunner
@@ -143,6 +144,20 @@ def _no_attention(
     return q
 
 
+def _no_decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: LayerKV,
+    tables: BlockTables,
+    options: AttentionOptions,
+) -> tuple[jax.Array, LayerKV]:
+    """Still reads keys and values, so that computing them cannot be left out."""
+    del tables, options
+    group = q.shape[1] // k.shape[1]
+    return q + jnp.repeat(k + v, group, axis=1) * 1e-30, layer
+
+
 def _no_logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Array:
     del params
     shape = (hidden.shape[0], context.config.vocab_size)
@@ -197,8 +212,21 @@ def decode_run(
     return once
 
 
-def projections_run(dispatch: Dispatch, layout: Layout, num_rows: int) -> Callable[[], object]:
-    """All matrix products of the dispatch, but the logits, ready to be run."""
+def projections_run(
+    dispatch: Dispatch, context: ModelContext, num_rows: int
+) -> Callable[[], object]:
+    """All matrix products of the dispatch, but the logits, ready to be run.
+
+    Every product needs the last one, so they run one after the other, and whole.
+    """
+    layout = context.layout
+
+    def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+        """The product, a scalar that needs all of it."""
+        if context.has_native_linear:
+            return native_linear(weight, x)[0, 0]  # XLA leaves out nothing of what is not its own
+        return jnp.max(linear(x, weight, layout))
+
     weights = {
         name: weight
         for name, weight in dispatch.runner.weights.items()
@@ -214,14 +242,18 @@ def projections_run(dispatch: Dispatch, layout: Layout, num_rows: int) -> Callab
     }
 
     def steps(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
-        def body(_: int, carry: jax.Array) -> jax.Array:
+        def body(
+            _: int, carry: tuple[jax.Array, dict[int, jax.Array]]
+        ) -> tuple[jax.Array, dict[int, jax.Array]]:
+            last, inputs = carry
+            inputs = dict(inputs)
             for weight in weights.values():
-                # Every product needs the last one, so they run one after the other, and whole.
-                activations = base[num_inputs(weight)] + carry
-                carry = jnp.max(linear(activations, weight, layout)) * 1e-30
-            return carry
+                size = num_inputs(weight)
+                inputs[size] = inputs[size].at[0, 0].set(1 + last)
+                last = multiply(inputs[size], weight) * 1e-30
+            return last, inputs
 
-        return lax.fori_loop(0, dispatch.num_steps, body, start)
+        return lax.fori_loop(0, dispatch.num_steps, body, (start, base))[0]
 
     run = jax.jit(steps, compiler_options=compiler_options(jax.devices()[0].platform))
     return lambda: run(weights, jnp.zeros(())).block_until_ready()
@@ -236,13 +268,15 @@ def measure_parts(
     static, num_rows = runner._static, len(dispatch.args[0].input_ids)
     state: list[Any] = [*jax.tree.map(jnp.copy, (runner.kv, runner.kv_rows))]
     no_attention = static._replace(attention=_no_attention)
+    if static.decode_attention is not None:
+        no_attention = no_attention._replace(decode_attention=_no_decode_attention)
     no_logits = static._replace(model=static.model._replace(logits=_no_logits))
     runs = {
         "step": decode_run(dispatch, static, state),
         "attention": decode_run(dispatch, no_attention, state, row_attention=_no_row_attention),
         "logits": decode_run(dispatch, no_logits, state),
         "sampling": decode_run(dispatch, static, state, sample=_no_sampling),
-        "projections": projections_run(dispatch, static.context.layout, num_rows),
+        "projections": projections_run(dispatch, static.context, num_rows),
     }
     times = {
         name: np.array(times) / dispatch.num_steps
