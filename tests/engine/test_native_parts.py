@@ -98,7 +98,7 @@ class TestFunctions:
             with code.loop(0, count, lanes) as at:
                 x = code.load(code.at(source, at), vector(lanes), 4)
                 code.store(getattr(math, name)(code, x), code.at(target, at), 4)
-        address = machine.compile_module(module.text, vectors_of(lanes)).address("apply")
+        address = machine.compile_module(module.text, vectors_of(lanes), ("apply",))["apply"]
         x = np.resize(np.asarray(values, np.float32), -(-len(values) // lanes) * lanes)
         y = np.empty_like(x)
         run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(address)

@@ -33,9 +33,6 @@ from sgljax_engine.native.emit import I32, I64, NULL, PTR, VOID, Code, Module, N
 from sgljax_engine.native.machine import Vectors, compile_module, host_vectors
 from sgljax_engine.native.threads import (
     FUNCTION,
-    NEW,
-    NUM_THREADS,
-    RUN,
     VALUES,
     compile_threads,
     declare_threads,
@@ -127,11 +124,10 @@ def module_of(operation: Operation, api: Api, vectors: Vectors) -> str:
 def _register(text: str, api: Api, name: str) -> str:
     import llvmlite.binding as llvm
 
-    threads = compile_threads(api, host_vectors())
-    for symbol in (RUN, NEW, NUM_THREADS):
-        llvm.add_symbol(symbol, threads.address(symbol))
-    code = compile_module(text, host_vectors())
-    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(code.address(_HANDLER))
+    for symbol, address in compile_threads(api, host_vectors()).items():
+        llvm.add_symbol(symbol, address)
+    address = compile_module(text, host_vectors(), (_HANDLER,))[_HANDLER]
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
     target = f"sgljax.{name}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
     return target

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import platform
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Vectors(NamedTuple):
@@ -63,24 +63,16 @@ def host_vectors() -> Vectors:
     return Vectors(8, 6, 2, features.flatten(), cpu)
 
 
-class MachineCode(NamedTuple):
-    """Compiled functions, and what they live as long as."""
-
-    engine: Any
-    made_by: tuple[Any, ...]
-
-    def address(self, name: str) -> int:
-        """Where a public function is."""
-        return self.engine.get_function_address(name)
-
-
 @functools.cache
-def compile_module(text: str, vectors: Vectors) -> MachineCode:
-    """Machine code of a module. It stays for the life of the process, as programs that call it may.
+def compile_module(text: str, vectors: Vectors, names: tuple[str, ...]) -> dict[str, int]:
+    """Machine code of a module: the addresses of public functions by name.
+
+    It is never freed: compiled programs call it, and XLA's threads may be in it while Python ends.
 
     Args:
         text: In LLVM's language.
         vectors: Of the processor that it is for.
+        names: Of the functions.
     """
     import llvmlite.binding as llvm
 
@@ -97,4 +89,6 @@ def compile_module(text: str, vectors: Vectors) -> MachineCode:
     builder.getModulePassManager().run(module, builder)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    return MachineCode(engine, (machine, builder))
+    addresses = {name: engine.get_function_address(name) for name in names}
+    engine.detach()
+    return addresses

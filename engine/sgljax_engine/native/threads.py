@@ -13,11 +13,9 @@ A *job* is what an operation's threads share, and the last of them frees it:
 
 from __future__ import annotations
 
-import functools
-
 from sgljax_engine.native.abi import COUNT, DESTROY, SCHEDULE, Api
 from sgljax_engine.native.emit import I64, NULL, PTR, VOID, Code, Module, Value
-from sgljax_engine.native.machine import MachineCode, Vectors, compile_module
+from sgljax_engine.native.machine import Vectors, compile_module
 
 NEXT, DONE, USERS, NUM_CHUNKS, FUNCTION, VALUES = 0, 8, 16, 24, 32, 40
 
@@ -34,10 +32,9 @@ _SPINS = 1500
 """Looks at a slot before a thread gives up, each some tens of nanoseconds."""
 
 
-@functools.cache
-def compile_threads(api: Api, vectors: Vectors) -> MachineCode:
+def compile_threads(api: Api, vectors: Vectors) -> dict[str, int]:
     """The functions RUN, NEW and NUM_THREADS, once a process: its operations share the slots."""
-    return compile_module(threads_module(api).text, vectors)
+    return compile_module(threads_module(api).text, vectors, (RUN, NEW, NUM_THREADS))
 
 
 def declare_threads(module: Module) -> tuple[Value, Value, Value]:
