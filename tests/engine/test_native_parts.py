@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from sgljax_engine.native import abi, ffi, machine, math
+from sgljax_engine.native import abi, ffi, kept_code, machine, math
 from sgljax_engine.native.emit import I64, PTR, VOID, Code, Module, vector
 from sgljax_engine.native.linear import linear
 from tests.engine.native_cases import needs_machine_code, vectors_of
@@ -117,6 +118,55 @@ class TestFunctions:
     def test_tanh(self, lanes):
         x, y = self.apply("tanh", np.linspace(-30, 30, 100_001), lanes)
         np.testing.assert_allclose(y, np.tanh(x.astype(np.float64)), atol=2.5e-7)
+
+
+@needs_machine_code
+class TestKeptCode:
+    """In processes of their own, since code lives as long as one."""
+
+    CODE = """
+import sys, jax, numpy as np
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+from sgljax_engine.native.transpose import transpose
+x = np.arange(6, dtype=np.float32).reshape(2, 3)
+assert np.array_equal(jax.jit(transpose)(x), x.T)
+"""
+
+    def run(self, folder):
+        subprocess.run([sys.executable, "-c", self.CODE, folder], check=True, timeout=LIMIT_S)
+        return {path.name: path.stat().st_mtime_ns for path in folder.glob("sgljax-native-*.o")}
+
+    def test_is_found_again(self, tmp_path):
+        first = self.run(tmp_path)
+        assert len(first) == 2, "the operation, and what shares it among threads"
+        assert self.run(tmp_path) == first
+
+    def test_what_is_damaged_is_made_anew(self, tmp_path):
+        first = self.run(tmp_path)
+        for name, end in zip(first, (b"", b"something else"), strict=True):
+            path = tmp_path / name
+            path.write_bytes(path.read_bytes()[:-9] + end)
+        again = self.run(tmp_path)
+        assert again.keys() == first.keys()
+        assert all(again[name] != first[name] for name in first)
+
+    def test_nowhere(self, monkeypatch, tmp_path, caplog):
+        for folder in (None, "gs://somewhere"):
+            config = types.SimpleNamespace(jax_compilation_cache_dir=folder)
+            monkeypatch.setattr(kept_code, "jax", types.SimpleNamespace(config=config))
+            assert kept_code.path_of("a") is None
+        assert kept_code.load(None) is None
+        kept_code.save(None, b"code")
+        (tmp_path / "file").write_bytes(b"")
+        kept_code.save(tmp_path / "file" / "code.o", b"code")
+        assert "machine code cannot be kept" in caplog.text
+        assert kept_code.load(tmp_path / "file" / "code.o") is None
+
+    def test_round_trip(self, tmp_path):
+        path = tmp_path / "deep" / "code.o"
+        kept_code.save(path, b"code")
+        assert kept_code.load(path) == b"code"
+        assert [each.name for each in path.parent.iterdir()] == ["code.o"]
 
 
 @needs_machine_code

@@ -8,6 +8,8 @@ import platform
 import sys
 from typing import NamedTuple
 
+from sgljax_engine.native import kept_code
+
 
 class Vectors(NamedTuple):
     """The vectors of a processor, and how much of a product is kept in its registers.
@@ -68,12 +70,14 @@ def compile_module(text: str, vectors: Vectors, names: tuple[str, ...]) -> dict[
     """Machine code of a module: the addresses of public functions by name.
 
     It is never freed: compiled programs call it, and XLA's threads may be in it while Python ends.
+    Where JAX keeps compiled programs, it is kept too (`kept_code`).
 
     Args:
         text: In LLVM's language.
         vectors: Of the processor that it is for.
         names: Of the functions.
     """
+    import llvmlite
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -86,8 +90,14 @@ def compile_module(text: str, vectors: Vectors, names: tuple[str, ...]) -> dict[
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)
-    builder.getModulePassManager().run(module, builder)
+    path = kept_code.path_of(text, *vectors[-2:], llvmlite.__version__)
+    code = kept_code.load(path)
+    if code is None:
+        builder.getModulePassManager().run(module, builder)
     engine = llvm.create_mcjit_compiler(module, machine)
+    engine.set_object_cache(
+        notify_func=lambda _, made: kept_code.save(path, made), getbuffer_func=lambda _: code
+    )
     engine.finalize_object()
     addresses = {name: engine.get_function_address(name) for name in names}
     engine.detach()
