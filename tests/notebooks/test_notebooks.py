@@ -144,7 +144,7 @@ def test_sleep_wake(execute):
     asleep = re.findall(r"([\d.]+) MB given back, +([\d.]+) MB on host", printed(run["sleep"]))
     given_back, on_host = zip(*[map(float, pair) for pair in asleep], strict=True)
     assert len(set(given_back)) == 1
-    assert given_back[0] > on_host[1] > on_host[0] > on_host[2] == 0
+    assert given_back[0] >= on_host[1] > on_host[0] > on_host[2] == 0
     measured = re.findall(r"[\d.]+", printed(run["sleep-check"]))
     awake, level_1, preserved, weights_only, level_2 = map(float, measured)
     assert abs(awake - given_back[0]) < 0.2
