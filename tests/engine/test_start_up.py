@@ -18,6 +18,7 @@ from sgljax_engine.runner.batch import (
     prefill_sizes,
     rows_above_smaller_bucket,
 )
+from sgljax_engine.xla_options import compiler_options
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import LIMIT_S
@@ -33,6 +34,12 @@ OPTIONS: dict[str, Any] = {
 
 def make_engine(**options: Any) -> Engine:
     return Engine(model_config=TINY, weights=spread_weights(), **OPTIONS | options)
+
+
+@pytest.fixture(autouse=True)
+def options_are_known():
+    """Which of XLA's options there are is found out once a process, by compiling something."""
+    compiler_options("cpu")
 
 
 class TestWarmup:
