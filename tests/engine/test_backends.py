@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from sgljax_engine.builder import identity_rules
@@ -62,12 +63,8 @@ class TestPick:
                 pick_backends(RuntimeConfig(linear_backend="native"), placement(**changes), 64)
 
     def test_several_devices(self):
-        mesh = jax.sharding.AbstractMesh((2,), ("tp",))
-
-        class Devices(Placement):
-            platform = "cpu"
-
-        on_two = Devices(mesh, jnp.dtype("float32"), Layout.FEATURES_FIRST)  # type: ignore[arg-type]
+        # What is read is the mesh's shape alone, so one device may stand there twice.
+        on_two = placement(mesh=Mesh(np.array(jax.devices()[:1] * 2), ("tp",)))
         found = pick_backends(RuntimeConfig(), on_two, 16)
         assert found == Backends("auto", "xla", "it is for one device, the engine has 2")
 
