@@ -250,8 +250,8 @@ def _program_context(
     weights: Mapping[str, jax.Array],
     backends: Backends,
 ) -> ProgramContext:
-    context, runtime = ModelContext(model, placement.layout), config.runtime
-    context = context._replace(has_native_linear=backends.linear == "native")
+    runtime = config.runtime
+    context = ModelContext(model, placement.layout, has_native_linear=backends.linear == "native")
     if runtime.enable_deterministic_sampling:
         widths = agreeing_widths(definition, context, weights, placement.platform)
         context = context._replace(tile_widths=widths)

@@ -305,7 +305,7 @@ def get_backend(
     """
     name = resolve_backend(name, platform)
     if name == "native":
-        # Imported here: it needs llvmlite, which only some machines have use for.
+        # Imported here: it imports this module.
         from sgljax_engine.layers.native import native_attention
 
         return native_attention

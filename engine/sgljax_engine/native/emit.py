@@ -34,6 +34,11 @@ def vector(lanes: int, of: str = F32) -> str:
     return f"<{lanes} x {of}>"
 
 
+def lanes_of(type_: str) -> int:
+    """How many elements a vector of a type has."""
+    return int(type_[1:].split()[0])
+
+
 def f32(value: float) -> Value:
     """A constant. LLVM wants the bits of a double that is exactly a float."""
     rounded = struct.unpack("<f", struct.pack("<f", value))[0]
@@ -416,7 +421,7 @@ class Code:
     # ------------------------------------------------------------------ inside
 
     def _fold(self, value: Value, join: Callable[[Value, Value], Value]) -> Value:
-        lanes = int(value.type[1:].split()[0])
+        lanes = lanes_of(value.type)
         while lanes > 1:
             lanes //= 2
             low = self.shuffle(value, value, range(lanes))
@@ -468,4 +473,4 @@ def _alignment(align: int | None) -> str:
 
 def _of_conditions(type_: str) -> str:
     """The type of comparisons of a type."""
-    return f"<{type_[1:].split()[0]} x {I1}>" if type_.startswith("<") else I1
+    return vector(lanes_of(type_), I1) if type_.startswith("<") else I1

@@ -18,12 +18,14 @@ import jax.numpy as jnp
 
 from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
 from sgljax_engine.native.ffi import Buffer, Job, Operation, register
-from sgljax_engine.native.linear_few import FEW, in_row_tiles, linear_of_few
+from sgljax_engine.native.linear_few import (
+    CHUNK_WEIGHTS,
+    CHUNKS_PER_THREAD,
+    FEW,
+    in_row_tiles,
+    linear_of_few,
+)
 from sgljax_engine.native.machine import Vectors
-
-_CHUNKS_PER_THREAD = 4
-_CHUNK_WEIGHTS = 1 << 15
-"""Weights of a chunk, if tokens are many: they are read once for each tile of tokens."""
 
 
 def linear(weight: jax.Array, x: jax.Array, *, is_deterministic: bool = False) -> jax.Array:
@@ -142,8 +144,8 @@ def _plan_many(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
 
 def _chunk_size(code: Code, num_rows: Value, num_inputs: Value, threads: Value) -> Value:
     """Rows of a chunk: whole tiles."""
-    even = code.ceil_div(num_rows, code.mul(threads, _CHUNKS_PER_THREAD))
-    near = code.div(_CHUNK_WEIGHTS, code.max(num_inputs, 1))
+    even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
+    near = code.div(CHUNK_WEIGHTS, code.max(num_inputs, 1))
     return code.round_up(code.max(code.min(even, near), 1), 2 * 6)
 
 

@@ -20,10 +20,10 @@ from sgljax_engine.native.math import sum_each
 FEW = 8
 """Tokens whose products are better with the inputs in the lanes."""
 
-_CHUNKS_PER_THREAD = 4
+CHUNKS_PER_THREAD = 4
 
-_CHUNK_WEIGHTS = 1 << 15
-"""Weights of a chunk: they are read once for every few tokens."""
+CHUNK_WEIGHTS = 1 << 15
+"""Weights of a chunk, if tokens are many: they are read once for each tile of tokens."""
 
 _ROWS = {16: {8: 3, 4: 6, 2: 8, 1: 8}, 8: {8: 1, 4: 3, 2: 4, 1: 8}}
 """Rows of the weight that are taken together, by lanes and tokens: their sums fill the registers.
@@ -64,8 +64,8 @@ def _operation(is_by_token: bool) -> Operation:
 def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_by_token: bool) -> Job:
     weight, x, y = buffers
     num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(0)
-    even = code.ceil_div(num_rows, code.mul(threads, _CHUNKS_PER_THREAD))
-    near = code.div(_CHUNK_WEIGHTS, code.max(num_inputs, 1))
+    even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
+    near = code.div(CHUNK_WEIGHTS, code.max(num_inputs, 1))
     size = code.select(code.less(FEW, num_tokens), code.min(even, near), even)
     size = code.round_up(code.max(size, 1), 24)  # whole tiles, whatever their rows
     one = Value(I64, "1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgljax_engine.native.emit import I32, Code, Value, f32, i32, vector
+from sgljax_engine.native.emit import I32, Code, Value, f32, i32, lanes_of, vector
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -26,7 +26,7 @@ _SMALLEST = -87.0
 
 def exp(code: Code, x: Value) -> Value:
     """e^x of a vector, to about two units in the last place; 0 below -87. x is at most 88."""
-    lanes = int(x.type[1:].split()[0])
+    lanes = lanes_of(x.type)
 
     def constant(value: float) -> Value:
         return code.splat(f32(value), lanes)
@@ -50,7 +50,7 @@ def exp(code: Code, x: Value) -> Value:
 
 def tanh(code: Code, x: Value) -> Value:
     """Of a vector, to about 1e-7: 1 - 2 / (e^2x + 1)."""
-    lanes = int(x.type[1:].split()[0])
+    lanes = lanes_of(x.type)
     limit = code.splat(f32(20.0), lanes)  # where it is 1 in float32
     x = code.negative(code.float_max(code.negative(x), code.negative(limit)))
     grown = exp(code, code.float_op("fadd", x, x))

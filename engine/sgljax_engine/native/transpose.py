@@ -11,12 +11,15 @@ from collections.abc import Sequence
 
 import jax
 
-from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Number, Value, vector
 from sgljax_engine.native.ffi import Buffer, Job, Operation, register
 from sgljax_engine.native.machine import Vectors
 
 _SQUARES = 4
 """Squares next to each other, each way, that are turned together."""
+
+_COLUMNS = _SQUARES * 16
+"""Columns of a chunk."""
 
 
 def transpose(x: jax.Array) -> jax.Array:
@@ -29,8 +32,7 @@ def _plan(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
     del threads
     x, y = buffers
     num_rows, num_columns = x.dim(0), x.dim(1)
-    size = _SQUARES * 16
-    return Job(code.ceil_div(num_columns, size), [x.data, y.data, num_rows, num_columns])
+    return Job(code.ceil_div(num_columns, _COLUMNS), [x.data, y.data, num_rows, num_columns])
 
 
 def _write_chunk(module: Module, vectors: Vectors) -> Value:
@@ -41,8 +43,8 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
         values, chunk = code.arguments
         x, y = (code.load_field(values, 8 * i, PTR) for i in range(2))
         num_rows, num_columns = (code.load_field(values, 8 * i, I64) for i in (2, 3))
-        begin = code.mul(chunk, _SQUARES * 16)
-        end = code.min(code.add(begin, _SQUARES * 16), num_columns)
+        begin = code.mul(chunk, _COLUMNS)
+        end = code.min(code.add(begin, _COLUMNS), num_columns)
         whole_rows = code.mul(code.div(num_rows, lanes), lanes)
         whole_end = code.add(begin, code.mul(code.div(code.sub(end, begin), lanes), lanes))
         size = _SQUARES * lanes
@@ -63,13 +65,13 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
                     with condition(is_aligned):
                         code.call(square, VOID, [source, target, num_columns, num_rows])
 
-        def one_by_one(rows: tuple[Value, Value], columns: tuple[Value, Value]) -> None:
+        def one_by_one(rows: tuple[Number, Value], columns: tuple[Value, Value]) -> None:
             with code.loop(*columns) as column, code.loop(*rows) as row:
                 value = code.load(code.at(x, code.add(code.mul(row, num_columns), column)), F32)
                 code.store(value, code.at(y, code.add(code.mul(column, num_rows), row)))
 
         one_by_one((whole_rows, num_rows), (begin, whole_end))
-        one_by_one((code.sub(num_rows, num_rows), num_rows), (whole_end, end))
+        one_by_one((0, num_rows), (whole_end, end))
     return code.function
 
 
