@@ -150,22 +150,23 @@ def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> 
         for workload in args.workloads
     ]
     results: list[WorkloadResult] = []
-    sync = starts = None
+    syncs: list[WeightSync] = []
+    starts: list[cold_start.Start] = []
     for workload in workloads:
         others = () if workload.name in args.alone else peers
         reading = ceilings.reading(decode_step_bytes(config, workload), seconds=seconds)
         results.append(measure_workload(factory, bench_model, workload, others, reading, num_pairs))
-        if len(results) < len(workloads):  # so that a run that is cut short leaves what it has
-            _write(args, bench_model, ceilings, results, sync, starts)
+        # A run that is cut short leaves what it has.
+        _write(args, bench_model, ceilings, results, syncs, starts)
     if not args.skip_sync:
         workload = sync_workload(config.vocab_size, is_quick=args.quick)
-        sync = measure_weight_sync(model, workload, repeats=num_pairs)
+        syncs = measure_weight_sync(model, workload, repeats=num_pairs)
     if not args.skip_cold_start:
         del factory, model
         gc.collect()
         print(f"{name}: starts", flush=True)
         starts = cold_start.run_starts([OURS, *peers], name, START_WORKLOAD, is_quick=args.quick)
-    _write(args, bench_model, ceilings, results, sync, starts)
+    _write(args, bench_model, ceilings, results, syncs, starts)
 
 
 def _write(
@@ -173,8 +174,8 @@ def _write(
     bench_model: BenchModel,
     ceilings: Ceilings,
     results: list[WorkloadResult],
-    sync: WeightSync | None,
-    starts: list[cold_start.Start] | None,
+    syncs: list[WeightSync],
+    starts: list[cold_start.Start],
 ) -> None:
     names = {peer.name for result in results for peer in result.peers}
     num_left = len(args.workloads) - len(results)
@@ -193,7 +194,7 @@ def _write(
         ),
         *format_comparison(results),
         *(cold_start.format_starts(starts, START_WORKLOAD) if starts else []),
-        *(format_weight_sync(sync) if sync else []),
+        *(format_weight_sync(syncs) if syncs else []),
     ]
     content: dict[str, Any] = {
         "command": command,
@@ -201,9 +202,9 @@ def _write(
         "model": dataclasses.asdict(bench_model),
         "ceilings": dataclasses.asdict(ceilings),
         "workloads": [result.to_dict() for result in results],
-        "starts": [dataclasses.asdict(start) for start in starts or []],
+        "starts": [dataclasses.asdict(start) for start in starts],
         "start_workload": START_WORKLOAD,
-        "weight_sync": dataclasses.asdict(sync) if sync else None,
+        "weight_sync": [dataclasses.asdict(sync) for sync in syncs],
     }
     write_report(args.output_dir / f"bench_{bench_model.name}.md", lines, environment, content)
 

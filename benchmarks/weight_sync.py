@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 import jax
 import numpy as np
@@ -21,12 +22,21 @@ _UPDATES_PER_COPY = 5
 _DECODE_STEPS = 8
 _NUM_TOKENS = 256
 
+UpdateMode = Literal["retract", "in_place"]
+"""What becomes of running requests: prefilled again under the new weights, or going on."""
+
+_FATES: dict[UpdateMode, str] = {
+    "retract": "retracted, and prefilled again",
+    "in_place": "going on in place",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSync:
     """Times of weight updates.
 
     Attributes:
+        mode: What became of the running requests.
         num_bytes: Of the weights.
         idle_s: Seconds of an update with nothing running, the median of several in a row.
         copies_s: Seconds of one pass over the bytes at the copy bandwidth measured right after.
@@ -34,6 +44,7 @@ class WeightSync:
             output, less the longest gap of as long a time without an update.
     """
 
+    mode: UpdateMode
     num_bytes: int
     idle_s: list[float]
     copies_s: list[float]
@@ -84,30 +95,29 @@ def sync_workload(vocab_size: int, *, is_quick: bool = False) -> Workload:
     return workload.with_lengths([_NUM_TOKENS] * len(workload.requests))
 
 
-def measure_weight_sync(
-    model: Qwen3,
-    workload: Workload,
-    *,
-    repeats: int,
-    mode: Literal["retract", "in_place"] = "retract",
-) -> WeightSync:
-    """Updates an engine, whose dispatches are short enough to see a stall.
+def measure_weight_sync(model: Qwen3, workload: Workload, *, repeats: int) -> list[WeightSync]:
+    """Updates engines whose dispatches are short enough to see a stall, in each mode.
 
     Args:
         model: The trainer's, whose weights the engine gets each time.
         workload: What runs while it is updated; outputs should last for several dispatches.
         repeats: How often everything is measured.
-        mode: What becomes of the running requests.
     """
+    return [_measure(model, workload, repeats, mode) for mode in get_args(UpdateMode)]
+
+
+def _measure(model: Qwen3, workload: Workload, repeats: int, mode: UpdateMode) -> WeightSync:
     peer = SglJaxPeer(model, workload, decode_steps=_DECODE_STEPS, weight_update_mode=mode)
     peer.start(workload)
     try:
-        return _measure(peer, model, workload, repeats)
+        return _measure_peer(peer, model, workload, repeats, mode)
     finally:
         peer.close()
 
 
-def _measure(peer: SglJaxPeer, model: Qwen3, workload: Workload, repeats: int) -> WeightSync:
+def _measure_peer(
+    peer: SglJaxPeer, model: Qwen3, workload: Workload, repeats: int, mode: UpdateMode
+) -> WeightSync:
     state = nnx.state(model)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     peer.rollout.update_params(state)  # compiles
@@ -126,6 +136,7 @@ def _measure(peer: SglJaxPeer, model: Qwen3, workload: Workload, repeats: int) -
         without = _longest_gap_s(peer, workload, None)
         stalls_s.append(_longest_gap_s(peer, workload, state) - without)
     return WeightSync(
+        mode=mode,
         num_bytes=num_bytes,
         idle_s=idle_s,
         copies_s=copies_s,
@@ -133,18 +144,23 @@ def _measure(peer: SglJaxPeer, model: Qwen3, workload: Workload, repeats: int) -
     )
 
 
-def format_weight_sync(sync: WeightSync) -> list[str]:
+def format_weight_sync(syncs: Sequence[WeightSync]) -> list[str]:
     """A section in Markdown."""
-    return [
+    lines = [
         "## Weight sync",
         "",
-        f"{sync.num_bytes / 1e6:.0f} MB; one pass over them at the copy bandwidth, measured beside "
-        f"the updates, takes {sync.copy_s * 1e3:.1f} ms. Medians of {len(sync.idle_s)}:",
+        f"{syncs[0].num_bytes / 1e6:.0f} MB; one pass is that over them at the copy bandwidth, "
+        f"measured beside the updates. Medians of {len(syncs[0].idle_s)}:",
         "",
-        "| | ms | passes over the bytes |",
-        "|---|---:|---:|",
-        f"| update, idle engine | {np.median(sync.idle_s) * 1e3:.1f} | {sync.passes:.1f} |",
-        f"| what running requests stand still for it | {np.median(sync.stalls_s) * 1e3:.1f} "
-        f"| {np.median(sync.stalls_s) / sync.copy_s:.1f} |",
-        "",
+        "| running requests are | one pass, ms | update of an idle engine, ms | passes "
+        "| what running requests stand still for it, ms | passes |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
+    for sync in syncs:
+        stall_s = float(np.median(sync.stalls_s))
+        lines.append(
+            f"| {_FATES[sync.mode]} | {sync.copy_s * 1e3:.1f} "
+            f"| {np.median(sync.idle_s) * 1e3:.1f} | {sync.passes:.1f} "
+            f"| {stall_s * 1e3:.1f} | {stall_s / sync.copy_s:.1f} |"
+        )
+    return [*lines, ""]

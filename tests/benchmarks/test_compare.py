@@ -89,7 +89,7 @@ def test_comparison_end_to_end(tmp_path, capsys):
     for peer in (*uniform["peers"], *stream["peers"]):
         assert 0 < peer["limit_fraction"] < 1
         assert max(peer["first_token_s"]) > 0
-    assert data["weight_sync"] is None
+    assert data["weight_sync"] == []
     page = (tmp_path / "README.md").read_text()
     assert "![Tokens a second and fraction of the limit](bench_tiny.svg)" in page
     assert (tmp_path / "bench_tiny.svg").read_text().startswith("<?xml")
@@ -144,13 +144,17 @@ def test_weight_sync():
     bench_model = MODELS["tiny"]
     model = compare.make_tunix_model(bench_model.config)
     workload = make_workload("single_stream", bench_model.config.vocab_size, is_quick=True)
-    sync = measure_weight_sync(model, workload.with_lengths([64]), repeats=2)
-    assert sync.num_bytes == pytest.approx(weight_bytes(bench_model.config), rel=1e-2)
-    assert len(sync.idle_s) == len(sync.copies_s) == len(sync.stalls_s) == 2
-    assert sync.copy_s == pytest.approx(sum(sync.copies_s) / 2)
-    ratios = [idle / copy for idle, copy in zip(sync.idle_s, sync.copies_s, strict=True)]
-    assert sync.passes == pytest.approx(sum(ratios) / 2)
-    assert "| update, idle engine |" in "\n".join(format_weight_sync(sync))
+    syncs = measure_weight_sync(model, workload.with_lengths([64]), repeats=2)
+    assert [sync.mode for sync in syncs] == ["retract", "in_place"]
+    for sync in syncs:
+        assert sync.num_bytes == pytest.approx(weight_bytes(bench_model.config), rel=1e-2)
+        assert len(sync.idle_s) == len(sync.copies_s) == len(sync.stalls_s) == 2
+        assert sync.copy_s == pytest.approx(sum(sync.copies_s) / 2)
+        ratios = [idle / copy for idle, copy in zip(sync.idle_s, sync.copies_s, strict=True)]
+        assert sync.passes == pytest.approx(sum(ratios) / 2)
+    table = "\n".join(format_weight_sync(syncs))
+    assert "| retracted, and prefilled again |" in table
+    assert "| going on in place |" in table
 
 
 def test_cold_start_of_vanilla():
