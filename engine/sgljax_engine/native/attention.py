@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sgljax_engine.native.attention_tile import Attention, AttentionShape, Pages, Queries
 from sgljax_engine.native.emit import F32, I32, I64, PTR, VOID, Code, Module, Value, f32
-from sgljax_engine.native.ffi import Buffer, Job, Operation, register
+from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.machine import Vectors
 
 _QUERY_ROWS = 8
@@ -130,7 +130,7 @@ def _write_decode_chunk(module: Module, vectors: Vectors, shape: AttentionShape)
     one_row = _write_row(module, vectors.lanes, shape)
     with Code(module, "rows", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        num_rows, size = (code.load_field(values, 8 * i, I64) for i in (8, 10))
+        *_, num_rows, _, size = read_values(code, values, 8, 3)
         head = code.rem(chunk, shape.num_kv_heads)
         first = code.mul(code.div(chunk, shape.num_kv_heads), size)
         with code.loop(first, code.min(code.add(first, size), num_rows)) as row:
@@ -142,10 +142,8 @@ def _write_row(module: Module, lanes: int, shape: AttentionShape) -> Value:
     """f(values, row, kv_head): one row's query heads of a kv head."""
     with Code(module, "row", VOID, [PTR, I64, I64]) as code:
         values, row, head = code.arguments
-        q, k, v, k_pages, v_pages, table, kv_lens, out = (
-            code.load_field(values, 8 * i, PTR) for i in range(8)
-        )
-        num_rows, width = (code.load_field(values, 8 * i, I64) for i in (8, 9))
+        q, k, v, k_pages, v_pages, table, kv_lens, out, *sizes = read_values(code, values, 8, 3)
+        num_rows, width, _ = sizes
         num_keys = _load_int(code, kv_lens, row)
         channels = shape.group * shape.head_dim
         first = code.add(code.mul(code.mul(head, channels), num_rows), row)
@@ -191,12 +189,10 @@ def _write_block_chunk(module: Module, vectors: Vectors, shape: AttentionShape) 
     per_tile = _queries_of_a_tile(shape)
     with Code(module, "block", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        q, k_pages, v_pages, table, positions, kv_lens, out = (
-            code.load_field(values, 8 * i, PTR) for i in range(7)
+        q, k_pages, v_pages, table, positions, kv_lens, out, *sizes = read_values(
+            code, values, 7, 4
         )
-        num_tokens, width, num_queries, tiles = (
-            code.load_field(values, 8 * i, I64) for i in range(7, 11)
-        )
+        num_tokens, width, num_queries, tiles = sizes
         head = code.rem(chunk, shape.num_kv_heads)
         tile = code.div(chunk, shape.num_kv_heads)
         block, begin = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)

@@ -61,11 +61,24 @@ class Job(NamedTuple):
 
     Attributes:
         num_chunks: Chunks, each done by one thread. An empty call has one, with nothing to do.
-        values: Pointers and i64 that the chunk function finds at its first argument, 8 bytes each.
+        values: Pointers and then i64 for the chunk function, which reads them by `read_values`.
     """
 
     num_chunks: Number
     values: Sequence[Value]
+
+
+def read_values(code: Code, values: Value, num_pointers: int, num_integers: int) -> list[Value]:
+    """All values of a job in their order, in the code of its chunk function.
+
+    Args:
+        code: Of that function.
+        values: Its first argument.
+        num_pointers: How many of the values are pointers; these come first.
+        num_integers: How many i64 come behind them.
+    """
+    types = [PTR] * num_pointers + [I64] * num_integers
+    return [code.load_field(values, 8 * place, type_) for place, type_ in enumerate(types)]
 
 
 class Operation(NamedTuple):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
-from sgljax_engine.native.ffi import Buffer, Job, Operation, register
+from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.linear_few import (
     CHUNK_WEIGHTS,
     CHUNKS_PER_THREAD,
@@ -55,10 +55,8 @@ def _write_many(module: Module, vectors: Vectors) -> Value:
     }
     with Code(module, "many", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        weight, x, y = (code.load_field(values, 8 * i, PTR) for i in range(3))
-        num_inputs, num_tokens, num_rows, size = (
-            code.load_field(values, 8 * i, I64) for i in range(3, 7)
-        )
+        weight, x, y, *sizes = read_values(code, values, 3, 4)
+        num_inputs, num_tokens, num_rows, size = sizes
         first = code.mul(chunk, size)
         last = code.min(code.add(first, size), num_rows)
         per_tile = vectors.lanes * vectors.token_vectors

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
-from sgljax_engine.native.ffi import Buffer, Job, Operation, register
+from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.machine import Vectors
 from sgljax_engine.native.math import sum_each
 
@@ -84,10 +84,8 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
     }
     with Code(module, "chunk", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        weight, x, y = (code.load_field(values, 8 * i, PTR) for i in range(3))
-        num_inputs, num_tokens, num_rows, size, row_stride, token_stride = (
-            code.load_field(values, 8 * i, I64) for i in range(3, 9)
-        )
+        weight, x, y, *sizes = read_values(code, values, 3, 6)
+        num_inputs, num_tokens, num_rows, size, row_stride, token_stride = sizes
         first = code.mul(chunk, size)
         last = code.min(code.add(first, size), num_rows)
         token = code.variable(0)

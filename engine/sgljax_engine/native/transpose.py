@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 
 from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Number, Value, vector
-from sgljax_engine.native.ffi import Buffer, Job, Operation, register
+from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.machine import Vectors
 
 _SQUARES = 4
@@ -41,8 +41,7 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
     squares = [_write_square(module, lanes, is_past_caches) for is_past_caches in (False, True)]
     with Code(module, "columns", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        x, y = (code.load_field(values, 8 * i, PTR) for i in range(2))
-        num_rows, num_columns = (code.load_field(values, 8 * i, I64) for i in (2, 3))
+        x, y, num_rows, num_columns = read_values(code, values, 2, 2)
         begin = code.mul(chunk, _COLUMNS)
         end = code.min(code.add(begin, _COLUMNS), num_columns)
         whole_rows = code.mul(code.div(num_rows, lanes), lanes)
