@@ -1,11 +1,13 @@
-"""How decode speed grows with the batch, the context and the vocabulary.
+"""How decode speed grows with the batch, the context, the vocabulary and the waiting requests.
 
     python benchmarks/growth.py                  # tiny and small, in about 20 minutes on 2 cores
     python benchmarks/growth.py --quick          # a smoke test
 
 Every point is a running engine: requests whose prompts are in the prefix cache already, so that
 what is timed is decode and the host's work around it. Medians of `--repeats` runs. One size varies,
-the others stay: 8 rows, 64 tokens of prompt, the model's own vocabulary; 64 tokens each.
+the others stay: 8 rows, 64 tokens of prompt, the model's own vocabulary, as many requests as rows,
+64 tokens each. Where waiting requests vary, eight times as many as rows are served, and those that
+wait stand behind them until the last one is.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -25,7 +28,7 @@ from sgljax_engine import Engine, ModelConfig, SamplingParams
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import MODELS
 
-NUM_ROWS, PROMPT_LEN, OUTPUT_LEN = 8, 64, 64
+NUM_ROWS, PROMPT_LEN, OUTPUT_LEN, NUM_WAVES = 8, 64, 64, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,14 @@ FULL = (
         "tiny",
         "small",
     ),
+    _series(
+        "waiting",
+        "Tokens a second against the requests that wait",
+        "waiting requests, 8 rows",
+        [1, 10, 100, 1000, 10_000],
+        "tiny",
+        "small",
+    ),
 )
 QUICK = tuple(
     dataclasses.replace(series, sizes=series.sizes[:2], models=("tiny",)) for series in FULL
@@ -93,12 +104,19 @@ QUICK = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Load:
-    """What is run at one point."""
+    """What is run at one point: requests that are served, and others that wait behind them."""
 
     size: int
     config: ModelConfig
     num_rows: int = NUM_ROWS
     context: int = PROMPT_LEN
+    num_waves: int = 1
+    num_waiting: int = 0
+
+    @property
+    def num_served(self) -> int:
+        """Requests whose tokens count."""
+        return self.num_rows * self.num_waves
 
 
 def _loads(series: Series, model: str) -> Iterator[_Load]:
@@ -108,6 +126,8 @@ def _loads(series: Series, model: str) -> Iterator[_Load]:
             yield _Load(size=size, config=config, num_rows=size)
         elif series.name == "context":
             yield _Load(size=size, config=config, context=size)
+        elif series.name == "waiting":
+            yield _Load(size=size, config=config, num_waves=NUM_WAVES, num_waiting=size)
         else:
             config = dataclasses.replace(config, vocab_size=size)
             yield _Load(size=size, config=config)
@@ -116,7 +136,6 @@ def _loads(series: Series, model: str) -> Iterator[_Load]:
 def measure_point(load: _Load, repeats: int) -> Point:
     """Builds an engine and times runs of it."""
     prompt = np.random.default_rng(0).integers(1, load.config.vocab_size, load.context).tolist()
-    params = SamplingParams(n=load.num_rows, max_new_tokens=OUTPUT_LEN, ignore_eos=True)
     engine = Engine(
         model_config=load.config,
         load_format="dummy",
@@ -124,15 +143,36 @@ def measure_point(load: _Load, repeats: int) -> Point:
         max_model_len=load.context + OUTPUT_LEN,
     )
     with engine:
-        # Compiles, and leaves the prompt in the prefix cache.
-        engine.generate_requests([prompt], params)
-        runs_s: list[float] = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            engine.generate_requests([prompt], params)
-            runs_s.append(time.perf_counter() - start)
-    speed = load.num_rows * OUTPUT_LEN / float(np.median(runs_s))
+        _serve_s(engine, prompt, load)  # compiles, and leaves the prompt in the prefix cache
+        runs_s = [_serve_s(engine, prompt, load) for _ in range(repeats)]
+    speed = load.num_served * OUTPUT_LEN / float(np.median(runs_s))
     return Point(size=load.size, tokens_per_s=speed, runs_s=runs_s)
+
+
+def _serve_s(engine: Engine, prompt: list[int], load: _Load) -> float:
+    """Seconds until the served requests have ended; those behind them are aborted then.
+
+    Nothing runs until all of them are in the engine's queue, in this order.
+    """
+    params = SamplingParams(max_new_tokens=OUTPUT_LEN, ignore_eos=True)
+    engine.pause_generation()
+    num_queued = 0
+    calls = []
+    with ThreadPoolExecutor(2) as pool:
+        for count in filter(None, (load.num_served, load.num_waiting)):
+            calls.append(pool.submit(engine.generate_requests, [prompt] * count, params))
+            num_queued += count
+            while engine.get_internal_state().waiting_queue_size < num_queued:
+                time.sleep(0.01)
+        served, *waiting = calls
+        start = time.perf_counter()
+        engine.continue_generation()
+        served.result()
+        seconds = time.perf_counter() - start
+        engine.abort_request(abort_all=True)
+        for call in waiting:
+            call.result()
+    return seconds
 
 
 def measure_series(series: Series, repeats: int) -> Series:
