@@ -2,7 +2,7 @@
 
 Squares of as many rows as a vector has lanes are turned in registers, by exchanging halves of ever
 shorter runs of lanes between pairs of rows (Eklundh, 1972). Several squares side by side are read
-before the next rows, so that memory is read and written in runs of some cache lines.
+before the next rows, so that memory is read in runs of some cache lines.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Number,
 from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.machine import Vectors
 
-_SQUARES = 4
-"""Squares next to each other, each way, that are turned together."""
-
-_COLUMNS = _SQUARES * 16
-"""Columns of a chunk."""
+_COLUMNS = 64
+"""Columns of a chunk: of each row, some cache lines next to each other."""
 
 
 def transpose(x: jax.Array) -> jax.Array:
@@ -46,23 +43,20 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
         end = code.min(code.add(begin, _COLUMNS), num_columns)
         whole_rows = code.mul(code.div(num_rows, lanes), lanes)
         whole_end = code.add(begin, code.mul(code.div(code.sub(end, begin), lanes), lanes))
-        size = _SQUARES * lanes
         # Then rows of squares are whole cache lines, of which nothing has to be read before.
         address = code.convert("ptrtoint", y, I64)
         is_aligned = code.both(
             code.equal(code.rem(address, 64), 0), code.equal(code.rem(num_rows, 16), 0)
         )
-        with code.loop(0, whole_rows, size) as row_begin:
-            row_end = code.min(code.add(row_begin, size), whole_rows)
-            with (
-                code.loop(begin, whole_end, lanes) as column,
-                code.loop(row_begin, row_end, lanes) as row,
-            ):
-                source = code.at(x, code.add(code.mul(row, num_columns), column))
-                target = code.at(y, code.add(code.mul(column, num_rows), row))
-                for square, condition in zip(squares, (code.unless, code.when), strict=True):
-                    with condition(is_aligned):
-                        code.call(square, VOID, [source, target, num_columns, num_rows])
+        with (
+            code.loop(0, whole_rows, lanes) as row,
+            code.loop(begin, whole_end, lanes) as column,
+        ):
+            source = code.at(x, code.add(code.mul(row, num_columns), column))
+            target = code.at(y, code.add(code.mul(column, num_rows), row))
+            for square, condition in zip(squares, (code.unless, code.when), strict=True):
+                with condition(is_aligned):
+                    code.call(square, VOID, [source, target, num_columns, num_rows])
 
         def one_by_one(rows: tuple[Number, Value], columns: tuple[Value, Value]) -> None:
             with code.loop(*columns) as column, code.loop(*rows) as row:
