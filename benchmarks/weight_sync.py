@@ -19,6 +19,7 @@ from tunix_sgljax.bench.peers import SglJaxPeer
 from tunix_sgljax.bench.workloads import Workload, make_workload
 
 _UPDATES_PER_COPY = 5
+_STALLS_PER_COPY = 3
 _DECODE_STEPS = 8
 _NUM_TOKENS = 256
 
@@ -40,8 +41,8 @@ class WeightSync:
         num_bytes: Of the weights.
         idle_s: Seconds of an update with nothing running, the median of several in a row.
         copies_s: Seconds of one pass over the bytes at the copy bandwidth measured right after.
-        stalls_s: For each update while requests decoded: their longest gap between two pieces of
-            output, less the longest gap of as long a time without an update.
+        stalls_s: For each update while requests decoded: what it added to the time between two of
+            their dispatches; see `_stall_s`.
     """
 
     mode: UpdateMode
@@ -61,8 +62,8 @@ class WeightSync:
         return float(np.median(self.copies_s))
 
 
-def _longest_gap_s(peer: SglJaxPeer, workload: Workload, state: nnx.State | None) -> float:
-    """Longest gap between pieces of the first requests, with an update half-way if given one."""
+def _stall_s(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> float:
+    """The longest time between dispatches during an update half-way, less the median before it."""
     count = min(peer.batch_size, len(workload.requests))
     params = SamplingParams(
         max_new_tokens=workload.max_output_len, ignore_eos=True, detokenize=False
@@ -71,22 +72,42 @@ def _longest_gap_s(peer: SglJaxPeer, workload: Workload, state: nnx.State | None
         input_ids=workload.requests[:count], sampling_params=[params] * count, stream=True
     )
     arrivals: list[float] = []
-    num_tokens, is_updated = 0, state is None
-    updater: threading.Thread | None = None
+    times: list[float] = []  # when the update began, and when it ended
+
+    def update() -> None:
+        times.append(time.perf_counter())
+        peer.rollout.update_params(state)
+        times.append(time.perf_counter())
+
+    updater = threading.Thread(target=update)
+    num_tokens, is_updated = 0, False
     for piece in pieces:
         arrivals.append(time.perf_counter())
         num_tokens += len(piece["output_ids"])
         if not is_updated and num_tokens >= count * workload.max_output_len // 2:
             is_updated = True
-            updater = threading.Thread(target=peer.rollout.update_params, args=(state,))
             updater.start()
-    if updater is not None:
-        updater.join()
-    # The first gaps hold the prefill.
-    gaps = np.diff(arrivals)[count:]
-    if not len(gaps):
-        raise AssertionError(f"{len(arrivals)} pieces of {count} requests leave no gap to look at")
-    return float(np.max(gaps))
+    updater.join()
+    return stall_s(arrivals, *times, num_first=count)
+
+
+def stall_s(arrivals: Sequence[float], began: float, ended: float, *, num_first: int) -> float:
+    """The longest gap that touches the update, less the median gap between dispatches before it.
+
+    Args:
+        arrivals: When pieces of output came, in seconds, ascending: those of one dispatch together,
+            with much shorter gaps than between dispatches.
+        began: When the update began.
+        ended: When it ended.
+        num_first: Pieces whose gaps hold the prefill, which are left out.
+    """
+    starts, ends = np.array(arrivals[num_first:-1]), np.array(arrivals[num_first + 1 :])
+    gaps = ends - starts
+    before, during = gaps[ends < began], gaps[(ends >= began) & (starts <= ended)]
+    if not (len(before) and len(during)):
+        raise AssertionError(f"an update from {began} to {ended} is not amidst {arrivals}")
+    between_dispatches = before[before > before.max() / 2]
+    return float(during.max() - np.median(between_dispatches))
 
 
 def sync_workload(vocab_size: int, *, is_quick: bool = False) -> Workload:
@@ -120,8 +141,7 @@ def _measure_peer(
 ) -> WeightSync:
     state = nnx.state(model)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    peer.rollout.update_params(state)  # compiles
-    _longest_gap_s(peer, workload, state)
+    _stall_s(peer, workload, state)  # compiles
     idle_s: list[float] = []
     copies_s: list[float] = []
     stalls_s: list[float] = []
@@ -133,8 +153,7 @@ def _measure_peer(
             updates_s.append(time.perf_counter() - started)
         idle_s.append(float(np.median(updates_s)))
         copies_s.append(num_bytes / measure_copy(num_bytes))
-        without = _longest_gap_s(peer, workload, None)
-        stalls_s.append(_longest_gap_s(peer, workload, state) - without)
+        stalls_s += [_stall_s(peer, workload, state) for _ in range(_STALLS_PER_COPY)]
     return WeightSync(
         mode=mode,
         num_bytes=num_bytes,
@@ -150,7 +169,8 @@ def format_weight_sync(syncs: Sequence[WeightSync]) -> list[str]:
         "## Weight sync",
         "",
         f"{syncs[0].num_bytes / 1e6:.0f} MB; one pass is that over them at the copy bandwidth, "
-        f"measured beside the updates. Medians of {len(syncs[0].idle_s)}:",
+        f"measured beside the updates. Medians of {len(syncs[0].idle_s)}, of stalls of "
+        f"{len(syncs[0].stalls_s)}:",
         "",
         "| running requests are | one pass, ms | update of an idle engine, ms | passes "
         "| what running requests stand still for it, ms | passes |",

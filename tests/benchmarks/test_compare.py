@@ -12,7 +12,7 @@ from roofline import weight_bytes
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.vanilla import VanillaPeer
 from tunix_sgljax.bench.workloads import make_workload
-from weight_sync import format_weight_sync, measure_weight_sync
+from weight_sync import format_weight_sync, measure_weight_sync, stall_s
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -148,13 +148,25 @@ def test_weight_sync():
     assert [sync.mode for sync in syncs] == ["retract", "in_place"]
     for sync in syncs:
         assert sync.num_bytes == pytest.approx(weight_bytes(bench_model.config), rel=1e-2)
-        assert len(sync.idle_s) == len(sync.copies_s) == len(sync.stalls_s) == 2
+        assert len(sync.idle_s) == len(sync.copies_s) == len(sync.stalls_s) / 3 == 2
         assert sync.copy_s == pytest.approx(sum(sync.copies_s) / 2)
         ratios = [idle / copy for idle, copy in zip(sync.idle_s, sync.copies_s, strict=True)]
         assert sync.passes == pytest.approx(sum(ratios) / 2)
     table = "\n".join(format_weight_sync(syncs))
     assert "| retracted, and prefilled again |" in table
     assert "| going on in place |" in table
+
+
+def test_a_stall_is_what_an_update_adds_to_the_time_between_dispatches():
+    # Two requests and a dispatch a second: their pieces come together, the prefill's apart.
+    arrivals = [0.0, 5.0]
+    arrivals += [6 + second + late for second in range(4) for late in (0.0, 0.01)]
+    later = [10.31, 10.32, 11.3, 31.3]
+    for ended, longest in ((9.6, 1.3), (11.5, 20.0)):
+        stall = stall_s([*arrivals, *later], 9.5, ended, num_first=2)
+        assert stall == pytest.approx(longest - 0.99), ended
+    with pytest.raises(AssertionError, match="amidst"):
+        stall_s(arrivals, 0.0, 0.1, num_first=2)
 
 
 def test_cold_start_of_vanilla():
