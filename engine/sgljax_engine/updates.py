@@ -1,4 +1,4 @@
-"""Weight updates: new weights are made beside the decode loop, then swapped in between dispatches.
+"""Weight updates: new weights are made, and swapped in between two dispatches.
 
 A `Worker` does them one after another in the order of their calls.
 """
@@ -69,6 +69,7 @@ class Updater:
         self._submit = submit
         self._check_open = check_open
         self._recorder = recorder
+        self._compiled: SyncPlan | None = None
 
     def update(self, job: UpdateJob) -> int:
         """Makes the new weights and has them swapped in; returns their version."""
@@ -86,22 +87,25 @@ class Updater:
         version = future.result()
         if self._recorder.is_on:
             ended, args = time.perf_counter(), {"weight_version": version}
-            self._recorder.slice(UPDATES_TRACK, "make weights", began, submitted, args)
+            self._recorder.slice(UPDATES_TRACK, "prepare weights", began, submitted, args)
             self._recorder.slice(UPDATES_TRACK, "wait for the swap", submitted, ended, args)
         return version
 
     def _prepare(
         self, plan: SyncPlan, arrays: Mapping[str, Any], job: UpdateJob
     ) -> cmd.BuildWeights:
-        """Makes the weights, or leaves it to the engine thread where it has to be done there.
+        """Makes the weights beside the decode loop, or leaves it to the engine thread.
 
-        That is so if old weights are taken apart on the way; and if weights are spread over
-        devices, since programs that two threads start on the same devices may stand in different
-        orders in their queues, and then wait for one another.
+        It has to be done there if old weights are taken apart on the way; and if weights are spread
+        over devices, since programs that two threads start on the same devices may stand in
+        different orders in their queues, and then wait for one another. It is better done there on
+        a CPU, where the threads of two programs share the cores and hold each other up; but for a
+        plan's first time, which compiles.
         """
+        is_compiled, self._compiled = plan is self._compiled, plan
         if job.donate:
             return lambda old: sync.apply_donating(plan, arrays, old, verify=job.verify)
-        if not plan.is_on_one_device:
+        if not plan.is_on_one_device or (plan.is_on_cpus and is_compiled):
             return lambda old: sync.apply(plan, arrays, verify=job.verify)
         return _Made(sync.apply(plan, arrays, verify=job.verify)).take
 

@@ -85,7 +85,7 @@ def test_one_clock(trained):
         generate, pause, train, sync, swap = parts
         assert generate[1] <= pause[0] < pause[1] <= train[0] < train[1] <= sync[0]
         assert within(swap, sync)
-    for made, sync in zip(spans("make weights"), syncs, strict=True):
+    for made, sync in zip(spans("prepare weights"), syncs, strict=True):
         assert within(made, sync)
     nested = {(s.track, s.name): s.depth for s in trace.slices}
     assert nested["trainer: MainThread", "weight_sync"] == 0

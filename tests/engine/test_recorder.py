@@ -131,7 +131,7 @@ def test_recording_adds_up_with_the_counters(engine):
     prefilled = now.num_prefill_tokens - before.num_prefill_tokens
     assert sum(int(event.args["tokens"]) for event in of["prefill"]) == prefilled
     assert names["detokenizer", "detokenize"] == 6
-    assert names["engine", "swap weights"] == names["updates", "make weights"] == 1
+    assert names["engine", "swap weights"] == names["updates", "prepare weights"] == 1
     assert all(
         recording.begin_s <= event.begin_s <= event.end_s <= recording.end_s
         for event in recording.events

@@ -104,6 +104,11 @@ class SyncPlan(NamedTuple):
         """Whether all engine parameters live on one device."""
         return len(_target_devices(self.program.shardings) or ()) == 1
 
+    @property
+    def is_on_cpus(self) -> bool:
+        """Whether the engine's devices are CPUs."""
+        return _platform(self.program.shardings) == "cpu"
+
 
 def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
     """Shapes and dtypes of named arrays; a leaf that is no array raises WeightSyncError."""
@@ -273,7 +278,7 @@ def _build_program(
         return _stored(x, step, target, is_native)
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    platform = _first_device(next(iter(shardings.values()))).platform
+    platform = _platform(shardings)
     options = transposition_options(platform)
     is_on_one_device = len(_target_devices(shardings) or ()) == 1
     is_native = platform == "cpu" and is_on_one_device and unavailable() is None
@@ -450,6 +455,10 @@ class WeightMaker:
 def _target_devices(shardings: Mapping[str, jax.sharding.Sharding]) -> tuple[Any, ...] | None:
     (devices,) = {_device_order(sharding) for sharding in shardings.values()}
     return devices
+
+
+def _platform(shardings: Mapping[str, jax.sharding.Sharding]) -> str:
+    return _first_device(next(iter(shardings.values()))).platform
 
 
 def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
