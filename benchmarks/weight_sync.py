@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, get_args
 
 import jax
@@ -19,7 +19,9 @@ from tunix_sgljax.bench.peers import SglJaxPeer
 from tunix_sgljax.bench.workloads import Workload, make_workload
 
 _UPDATES_PER_COPY = 5
-_STALLS_PER_COPY = 3
+_UPDATES_AFTER = (1 / 4, 3 / 4)
+"""Parts of all tokens; some of a benchmark's buckets of pages begin at 1/2."""
+
 _DECODE_STEPS = 8
 _NUM_TOKENS = 256
 
@@ -41,8 +43,8 @@ class WeightSync:
         num_bytes: Of the weights.
         idle_s: Seconds of an update with nothing running, the median of several in a row.
         copies_s: Seconds of one pass over the bytes at the copy bandwidth measured right after.
-        stalls_s: For each update while requests decoded: what it added to the time between two of
-            their dispatches; see `_stall_s`.
+        stalls_s: For each update while requests decoded: what it added to the time of
+            their dispatches; see `stall_s`.
     """
 
     mode: UpdateMode
@@ -62,8 +64,8 @@ class WeightSync:
         return float(np.median(self.copies_s))
 
 
-def _stall_s(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> float:
-    """The longest time between dispatches during an update half-way, less the median before it."""
+def _stalls_s(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> list[float]:
+    """What each of some updates, spread over a run, adds to the time of its dispatches."""
     count = min(peer.batch_size, len(workload.requests))
     params = SamplingParams(
         max_new_tokens=workload.max_output_len, ignore_eos=True, detokenize=False
@@ -72,42 +74,46 @@ def _stall_s(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> float:
         input_ids=workload.requests[:count], sampling_params=[params] * count, stream=True
     )
     arrivals: list[float] = []
-    times: list[float] = []  # when the update began, and when it ended
+    updates: list[Future[tuple[float, float]]] = []
 
-    def update() -> None:
-        times.append(time.perf_counter())
+    def update() -> tuple[float, float]:
+        began = time.perf_counter()
         peer.rollout.update_params(state)
-        times.append(time.perf_counter())
+        return began, time.perf_counter()
 
-    updater = threading.Thread(target=update)
-    num_tokens, is_updated = 0, False
-    for piece in pieces:
-        arrivals.append(time.perf_counter())
-        num_tokens += len(piece["output_ids"])
-        if not is_updated and num_tokens >= count * workload.max_output_len // 2:
-            is_updated = True
-            updater.start()
-    updater.join()
-    return stall_s(arrivals, *times, num_first=count)
+    due = [count * workload.max_output_len * part for part in _UPDATES_AFTER]
+    num_tokens = 0
+    with ThreadPoolExecutor(1) as pool:
+        for piece in pieces:
+            arrivals.append(time.perf_counter())
+            num_tokens += len(piece["output_ids"])
+            while len(updates) < len(due) and num_tokens >= due[len(updates)]:
+                updates.append(pool.submit(update))
+    # Every dispatch gives a piece of each request; the first one came with the prefill.
+    dispatches = arrivals[count::count]
+    return [stall_s(dispatches, *update.result()) for update in updates]
 
 
-def stall_s(arrivals: Sequence[float], began: float, ended: float, *, num_first: int) -> float:
-    """The longest gap that touches the update, less the median gap between dispatches before it.
+def stall_s(dispatches: Sequence[float], began: float, ended: float) -> float:
+    """What an update adds to the time from the dispatch before it to the one after the next.
+
+    That is taken to be as long without it as dispatches are on average there: the two before and
+    the two after. They grow longer with their contexts.
 
     Args:
-        arrivals: When pieces of output came, in seconds, ascending: those of one dispatch together,
-            with much shorter gaps than between dispatches.
+        dispatches: When the output of each came, in seconds, ascending.
         began: When the update began.
         ended: When it ended.
-        num_first: Pieces whose gaps hold the prefill, which are left out.
     """
-    starts, ends = np.array(arrivals[num_first:-1]), np.array(arrivals[num_first + 1 :])
-    gaps = ends - starts
-    before, during = gaps[ends < began], gaps[(ends >= began) & (starts <= ended)]
-    if not (len(before) and len(during)):
-        raise AssertionError(f"an update from {began} to {ended} is not amidst {arrivals}")
-    between_dispatches = before[before > before.max() / 2]
-    return float(during.max() - np.median(between_dispatches))
+    # What requests do because of the update, such as a prefill, may come in the dispatch after it.
+    first = int(np.searchsorted(dispatches, began)) - 1
+    last = int(np.searchsorted(dispatches, ended)) + 1
+    if first < 2 or last + 2 >= len(dispatches):
+        raise AssertionError(f"{first} to {last} of {len(dispatches)} dispatches leave no others")
+    before_s = dispatches[first] - dispatches[first - 2]
+    after_s = dispatches[last + 2] - dispatches[last]
+    usual_s = (before_s + after_s) / 4 * (last - first)
+    return dispatches[last] - dispatches[first] - usual_s
 
 
 def sync_workload(vocab_size: int, *, is_quick: bool = False) -> Workload:
@@ -141,7 +147,8 @@ def _measure_peer(
 ) -> WeightSync:
     state = nnx.state(model)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    _stall_s(peer, workload, state)  # compiles
+    peer.rollout.update_params(state)  # compiles
+    _stalls_s(peer, workload, state)
     idle_s: list[float] = []
     copies_s: list[float] = []
     stalls_s: list[float] = []
@@ -153,7 +160,7 @@ def _measure_peer(
             updates_s.append(time.perf_counter() - started)
         idle_s.append(float(np.median(updates_s)))
         copies_s.append(num_bytes / measure_copy(num_bytes))
-        stalls_s += [_stall_s(peer, workload, state) for _ in range(_STALLS_PER_COPY)]
+        stalls_s += _stalls_s(peer, workload, state)
     return WeightSync(
         mode=mode,
         num_bytes=num_bytes,
@@ -173,7 +180,7 @@ def format_weight_sync(syncs: Sequence[WeightSync]) -> list[str]:
         f"{len(syncs[0].stalls_s)}:",
         "",
         "| running requests are | one pass, ms | update of an idle engine, ms | passes "
-        "| what running requests stand still for it, ms | passes |",
+        "| what it adds to the time of running requests, ms | passes |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for sync in syncs:
