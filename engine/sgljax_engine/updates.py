@@ -69,7 +69,7 @@ class Updater:
         self._submit = submit
         self._check_open = check_open
         self._recorder = recorder
-        self._compiled: SyncPlan | None = None
+        self._compiled: tuple[SyncPlan, Any] | None = None
 
     def update(self, job: UpdateJob) -> int:
         """Makes the new weights and has them swapped in; returns their version."""
@@ -98,16 +98,32 @@ class Updater:
 
         It has to be done there if old weights are taken apart on the way; and if weights are spread
         over devices, since programs that two threads start on the same devices may stand in
-        different orders in their queues, and then wait for one another. It is better done there on
-        a CPU, where the threads of two programs share the cores and hold each other up; but for a
-        plan's first time, which compiles.
+        different orders in their queues, and then wait for one another. It is better done there
+        where the engine is on a CPU and so is the source: threads of two programs share its cores
+        then, and hold each other up. That is left to later updates of a kind, since the first one
+        compiles.
         """
-        is_compiled, self._compiled = plan is self._compiled, plan
+        sync.await_source(plan, arrays)
         if job.donate:
             return lambda old: sync.apply_donating(plan, arrays, old, verify=job.verify)
-        if not plan.is_on_one_device or (plan.is_on_cpus and is_compiled):
+        kind = self._kind_on_shared_cores(plan, arrays, job)
+        if not plan.is_on_one_device or (kind is not None and kind == self._compiled):
             return lambda old: sync.apply(plan, arrays, verify=job.verify)
-        return _Made(sync.apply(plan, arrays, verify=job.verify)).take
+        made = _Made(sync.apply(plan, arrays, verify=job.verify))
+        self._compiled = kind
+        return made.take
+
+    def _kind_on_shared_cores(
+        self, plan: SyncPlan, arrays: Mapping[str, Any], job: UpdateJob
+    ) -> tuple[SyncPlan, Any] | None:
+        """What the update's one program is compiled for, if decoding and source have its CPU.
+
+        None also for an update that waits for requests to end: its source is read at once.
+        """
+        if not plan.is_on_cpus or job.verify or job.mode == "wait":
+            return None
+        placement = sync.placement(plan, arrays)
+        return None if placement is None else (plan, placement)
 
 
 class _Made:

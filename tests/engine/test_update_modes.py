@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import json
+import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -600,3 +602,53 @@ class TestFolder:
         (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
         with pytest.raises(WeightLoadError, match="truncated"):
             engine.update_weights(folder)
+
+
+class TestWhereNewWeightsAreMade:
+    """On one CPU between dispatches, since decoding has its cores; else on the updates' thread."""
+
+    @pytest.fixture
+    def made(self, monkeypatch):
+        """Of each update: whether the updates' thread made it, and what was computed by then."""
+        found: list[tuple[bool, bool]] = []
+        apply = sync.apply
+
+        def note(plan, source, *, verify=False):
+            is_beside = threading.current_thread().name.endswith("-updates")
+            arrays: list[Any] = [x for x in source.values() if isinstance(x, jax.Array)]
+            found.append((is_beside, all(x.is_ready() for x in arrays)))
+            return apply(plan, source, verify=verify)
+
+        monkeypatch.setattr(sync, "apply", note)
+        return found
+
+    def test_the_first_of_a_kind_compiles_beside_the_decode_loop(self, shared, made):
+        on_device = jax.tree.map(jnp.asarray, NEW)
+        for weights in (on_device, on_device, OLD, OLD, on_device):
+            shared.update_weights(weights)
+        shared.update_weights(on_device, verify=True)
+        shared.update_weights(on_device, mode="wait")
+        places = [is_beside for is_beside, _ in made]
+        assert places == [True, False, True, True, True, True, True]
+
+    def test_the_source_is_computed_first(self, shared, made):
+        on_device = jax.tree.map(jnp.asarray, NEW)
+
+        @jax.jit
+        def slow(tree):
+            x = jax.lax.fori_loop(0, 50, lambda _, x: x @ x * 0, jnp.zeros((1000, 1000)))
+            return jax.tree.map(lambda leaf: leaf + x[0, 0], tree)
+
+        shared.update_weights(slow(on_device))
+        shared.update_weights(slow(on_device))
+        assert made == [(True, True), (False, True)]
+
+    def test_what_fails_to_be_computed_leaves_the_old_weights(self, shared):
+        version = shared.get_internal_state().weight_version
+        on_device = jax.tree.map(jnp.asarray, NEW)
+        for leaf in jax.tree.leaves(on_device):
+            leaf.delete()
+        with pytest.raises(WeightSyncError, match="were deleted, or donated"):
+            shared.update_weights(on_device, donate=True)
+        assert shared.get_internal_state().weight_version == version
+        settle(shared)

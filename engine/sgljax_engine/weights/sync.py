@@ -71,17 +71,20 @@ class Program(NamedTuple):
     Attributes:
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
         at_source: For sources elsewhere; its results have to be moved.
-        one: `at_target` for one parameter, its array, step and target; compiled once for each.
+        one: `at_target` for one parameter: its array, step, target, and whether by machine code of
+            our own; compiled once for each.
         checksums: Of what it makes, in logical shapes. All in one program: many small ones over
             several devices, all under way at once, can starve one another on CPUs.
         shardings: Where each engine parameter lives.
+        is_native: Whether `at_target` transposes by machine code of our own.
     """
 
     at_target: Callable[[list[Any]], dict[str, jax.Array]]
     at_source: Callable[[list[Any]], dict[str, jax.Array]]
-    one: Callable[[Any, Step, TargetSpec], jax.Array]
+    one: Callable[[Any, Step, TargetSpec, bool], jax.Array]
     checksums: Callable[[list[Any]], dict[str, jax.Array]]
     shardings: dict[str, jax.sharding.Sharding]
+    is_native: bool
 
 
 class SyncPlan(NamedTuple):
@@ -274,9 +277,6 @@ def _build_program(
             for x, step in zip(sources, steps, strict=True)
         }
 
-    def one(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
-        return _stored(x, step, target, is_native)
-
     shardings = {step.target: targets[step.target].sharding for step in steps}
     platform = _platform(shardings)
     options = transposition_options(platform)
@@ -286,10 +286,33 @@ def _build_program(
     return Program(
         jax.jit(at_target, out_shardings=shardings, compiler_options=options),
         jax.jit(functools.partial(run, is_native=False)),
-        jax.jit(one, static_argnums=(1, 2), compiler_options=options),
+        jax.jit(_stored, static_argnums=(1, 2, 3), compiler_options=options),
         jax.jit(sums),
         shardings,
+        is_native,
     )
+
+
+def await_source(plan: SyncPlan, source: Mapping[str, Any]) -> None:
+    """Waits until the source's arrays are computed. Any thread; none but the caller's waits.
+
+    Raises:
+        WeightSyncError: when the source is not what was planned, or what computes it fails.
+    """
+    _check_planned(plan, source)
+    try:
+        jax.block_until_ready([x for x in source.values() if isinstance(x, jax.Array)])
+    except Exception as error:
+        raise WeightSyncError(f"computing the new weights failed: {error}") from error
+
+
+def placement(plan: SyncPlan, source: Mapping[str, Any]) -> frozenset[Any] | None:
+    """What programs are compiled for besides the plan; None unless all is where the engine is."""
+    target = _target_devices(plan.program.shardings)
+    arrays = source.values()
+    if any(not isinstance(x, jax.Array) or _device_order(x.sharding) != target for x in arrays):
+        return None
+    return frozenset((x.sharding, x.committed) for x in arrays)
 
 
 def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) -> Weights:
@@ -353,7 +376,10 @@ def apply_donating(
 
 
 def _store_one(plan: SyncPlan, x: Any, step: Step) -> jax.Array:
-    return plan.program.one(x, step, plan.targets[step.target])
+    is_native = plan.program.is_native and (
+        not isinstance(x, jax.Array) or all(device.platform == "cpu" for device in x.devices())
+    )
+    return plan.program.one(x, step, plan.targets[step.target], is_native)
 
 
 def _near(target: TargetSpec) -> contextlib.AbstractContextManager[Any]:
