@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tunix.models.qwen3.model import Qwen3
 
 from ceilings import measure_copy
 from sgljax_engine import SamplingParams
+from sgljax_engine.recorder import RecordedEvent
 from tunix_sgljax.bench.peers import SglJaxPeer
 from tunix_sgljax.bench.workloads import Workload, make_workload
 
@@ -43,8 +45,8 @@ class WeightSync:
         num_bytes: Of the weights.
         idle_s: Seconds of an update with nothing running, the median of several in a row.
         copies_s: Seconds of one pass over the bytes at the copy bandwidth measured right after.
-        stalls_s: For each update while requests decoded: what it added to the time of
-            their dispatches; see `stall_s`.
+        stalls_s: For each update while requests decoded: how long they stood still; see
+            `stalls_s`.
     """
 
     mode: UpdateMode
@@ -65,55 +67,46 @@ class WeightSync:
 
 
 def _stalls_s(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> list[float]:
-    """What each of some updates, spread over a run, adds to the time of its dispatches."""
+    """How long decoding requests stand still for each of some updates, spread over a run."""
     count = min(peer.batch_size, len(workload.requests))
     params = SamplingParams(
         max_new_tokens=workload.max_output_len, ignore_eos=True, detokenize=False
     )
+    due = [count * workload.max_output_len * part for part in _UPDATES_AFTER]
+    peer.engine.start_recording()
     pieces = peer.engine.generate(
         input_ids=workload.requests[:count], sampling_params=[params] * count, stream=True
     )
-    arrivals: list[float] = []
-    updates: list[Future[tuple[float, float]]] = []
-
-    def update() -> tuple[float, float]:
-        began = time.perf_counter()
-        peer.rollout.update_params(state)
-        return began, time.perf_counter()
-
-    due = [count * workload.max_output_len * part for part in _UPDATES_AFTER]
     num_tokens = 0
     with ThreadPoolExecutor(1) as pool:
+        updates: list[Future[None]] = []
         for piece in pieces:
-            arrivals.append(time.perf_counter())
             num_tokens += len(piece["output_ids"])
             while len(updates) < len(due) and num_tokens >= due[len(updates)]:
-                updates.append(pool.submit(update))
-    # Every dispatch gives a piece of each request; the first one came with the prefill.
-    dispatches = arrivals[count::count]
-    return [stall_s(dispatches, *update.result()) for update in updates]
+                updates.append(pool.submit(peer.rollout.update_params, state))
+    for update in updates:
+        update.result()
+    return stalls_s(peer.engine.stop_recording().events)
 
 
-def stall_s(dispatches: Sequence[float], began: float, ended: float) -> float:
-    """What an update adds to the time from the dispatch before it to the one after the next.
+def stalls_s(events: Sequence[RecordedEvent]) -> list[float]:
+    """For each swap of weights the time between the dispatches that decode before and after it.
 
-    That is taken to be as long without it as dispatches are on average there: the two before and
-    the two after. They grow longer with their contexts.
+    Less what is usual between two of them, the median. New weights are made within, or beside the
+    dispatch before.
 
     Args:
-        dispatches: When the output of each came, in seconds, ascending.
-        began: When the update began.
-        ended: When it ended.
+        events: Of an engine's recording.
     """
-    # What requests do because of the update, such as a prefill, may come in the dispatch after it.
-    first = int(np.searchsorted(dispatches, began)) - 1
-    last = int(np.searchsorted(dispatches, ended)) + 1
-    if first < 2 or last + 2 >= len(dispatches):
-        raise AssertionError(f"{first} to {last} of {len(dispatches)} dispatches leave no others")
-    before_s = dispatches[first] - dispatches[first - 2]
-    after_s = dispatches[last + 2] - dispatches[last]
-    usual_s = (before_s + after_s) / 4 * (last - first)
-    return dispatches[last] - dispatches[first] - usual_s
+    decodes = sorted((e.begin_s, e.end_s) for e in events if e.name == "decode")
+    gaps = [(end, begin) for (_, end), (begin, _) in itertools.pairwise(decodes)]
+    swaps = [e.begin_s for e in events if e.name == "swap weights"]
+    is_swap = [any(end <= swap <= begin for swap in swaps) for end, begin in gaps]
+    if sum(is_swap) != len(swaps):
+        raise AssertionError(f"{len(swaps)} swaps, of which {sum(is_swap)} are between dispatches")
+    lasting = np.array([begin - end for end, begin in gaps])
+    usual_s = np.median(lasting[~np.array(is_swap)])
+    return [float(each) for each in lasting[is_swap] - usual_s]
 
 
 def sync_workload(vocab_size: int, *, is_quick: bool = False) -> Workload:
@@ -180,7 +173,7 @@ def format_weight_sync(syncs: Sequence[WeightSync]) -> list[str]:
         f"{len(syncs[0].stalls_s)}:",
         "",
         "| running requests are | one pass, ms | update of an idle engine, ms | passes "
-        "| what it adds to the time of running requests, ms | passes |",
+        "| running requests stand still for it, ms | passes |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for sync in syncs:

@@ -1,6 +1,5 @@
 """The harness end to end, on tiny sizes and without torch, and the arithmetic of its tables."""
 
-import itertools
 import json
 
 import pytest
@@ -10,10 +9,11 @@ import compare
 import peers
 from comparison import PeerResult, WorkloadResult, format_comparison
 from roofline import weight_bytes
+from sgljax_engine.recorder import RecordedEvent
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.vanilla import VanillaPeer
 from tunix_sgljax.bench.workloads import make_workload
-from weight_sync import format_weight_sync, measure_weight_sync, stall_s
+from weight_sync import format_weight_sync, measure_weight_sync, stalls_s
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -158,15 +158,16 @@ def test_weight_sync():
     assert "| going on in place |" in table
 
 
-def test_a_stall_is_what_an_update_adds_to_the_time_of_dispatches():
-    lasting = [1.0, 1.0, 1.0, 1.5, 1.3, 1.2, 1.2, 1.2, 2.0]
-    dispatches = list(itertools.accumulate(lasting))
-    # The dispatch that the update begins and ends in, and the next one, take 1.5 and 1.3.
-    assert stall_s(dispatches, 3.2, 3.4) == pytest.approx(2.8 - 2 * 1.1)
-    assert stall_s(dispatches, 3.2, 4.6) == pytest.approx(4.0 - 3 * 1.1)
-    for began, ended in ((1.5, 1.6), (7.1, 7.2)):  # too early, too late
-        with pytest.raises(AssertionError, match="leave no others"):
-            stall_s(dispatches, began, ended)
+def test_a_stall_is_the_time_between_dispatches_that_holds_the_swap():
+    begin_ends = [(0.0, 1.0), (1.1, 2.0), (2.1, 3.0), (3.5, 4.0), (4.1, 5.0), (8.0, 9.0)]
+    events = [RecordedEvent("engine", "decode", *times, {}) for times in begin_ends]
+    swaps = [
+        RecordedEvent("engine", "swap weights", begin, begin + 0.2, {}) for begin in (3.1, 5.0)
+    ]
+    assert stalls_s(events + swaps) == pytest.approx([0.5 - 0.1, 3.0 - 0.1])
+    outside = RecordedEvent("engine", "swap weights", 9.1, 9.2, {})
+    with pytest.raises(AssertionError, match="1 swaps, of which 0"):
+        stalls_s([*events, outside])
 
 
 def test_cold_start_of_vanilla():
