@@ -35,6 +35,12 @@ class TestInterface:
         [
             ("const XLA_FFI_Api* api;", "int x; const XLA_FFI_Api* api;", "XLA_FFI_CallFrame has"),
             ("int64_t rank;", "", "XLA_FFI_Buffer has another layout"),
+            (
+                "XLA_FFI_Api_Version api_version;\n  const",
+                "const",
+                "XLA_FFI_Api has another layout",
+            ),
+            ("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 1", "XLA lacks a version"),
             ("struct XLA_FFI_Args {", "struct Other {", "XLA_FFI_Args has another layout"),
             (
                 "_XLA_FFI_API_STRUCT_FIELD(XLA_FFI_ThreadPool_Schedule);",
@@ -82,6 +88,23 @@ class TestMachine:
         if name != "platform" and name != "machine" and ffi.unavailable() is not None:
             pytest.skip(f"there is none: {ffi.unavailable()}")
         assert re.search(reason, machine.missing() or "")
+
+    def test_an_llvmlite_that_makes_no_code(self, monkeypatch):
+        if ffi.unavailable() is not None:
+            pytest.skip(f"there is none: {ffi.unavailable()}")
+
+        def fail(*_):
+            raise RuntimeError("LLVM IR parsing error")
+
+        monkeypatch.setattr(ffi, "compile_threads", fail)
+        reason = ffi.unavailable.__wrapped__()
+        assert reason == "llvmlite makes no code here: LLVM IR parsing error"
+
+    def test_an_llvmlite_that_cannot_be_imported(self, monkeypatch):
+        if ffi.unavailable() is not None:
+            pytest.skip(f"there is none: {ffi.unavailable()}")
+        monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+        assert "llvmlite cannot be imported: " in str(machine.missing())
 
     def test_importing_the_engine_does_not_load_llvm(self):
         code = "import sys, sgljax_engine.engine; assert 'llvmlite' not in sys.modules"
@@ -161,6 +184,15 @@ assert np.array_equal(jax.jit(transpose)(x), x.T)
         kept_code.save(tmp_path / "file" / "code.o", b"code")
         assert "machine code cannot be kept" in caplog.text
         assert kept_code.load(tmp_path / "file" / "code.o") is None
+
+    def test_a_full_disk_is_left_as_it_was(self, monkeypatch, tmp_path, caplog):
+        def fail(*_):
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(kept_code.os, "replace", fail)
+        kept_code.save(tmp_path / "code.o", b"code")
+        assert "No space left on device" in caplog.text
+        assert list(tmp_path.iterdir()) == []
 
     def test_round_trip(self, tmp_path):
         path = tmp_path / "deep" / "code.o"

@@ -29,6 +29,7 @@ DESTROY = ("struct_size", "extension_start", "error")
 _EXPECTED = {
     "XLA_FFI_Extension_Base": ("struct_size", "type", "next"),
     "XLA_FFI_Api_Version": ("struct_size", "extension_start", "major_version", "minor_version"),
+    "XLA_FFI_Api": ("struct_size", "extension_start", "api_version", "internal_api"),
     "XLA_FFI_Buffer": ("struct_size", "extension_start", "dtype", "data", "rank", "dims"),
     "XLA_FFI_Args": ("struct_size", "extension_start", "size", "types", "args"),
     "XLA_FFI_Rets": ("struct_size", "extension_start", "size", "types", "rets"),
@@ -90,7 +91,7 @@ def parse_api(header: str) -> Api | str:
     functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((XLA_FFI_\w+)\)", text)
     wanted = ("ThreadPool_Schedule", "ThreadPool_NumThreads", "Error_Destroy")
     missing = [name for name in wanted if f"XLA_FFI_{name}" not in functions]
-    if missing or len(versions) != 2:
+    if missing or len(versions) != 2 or versions["MAJOR"] != "0":
         return f"XLA lacks {', '.join(missing) or 'a version'} of foreign functions"
     offsets = [API_FUNCTIONS + 8 * functions.index(f"XLA_FFI_{name}") for name in wanted]
     return Api(int(versions["MAJOR"]), int(versions["MINOR"]), *offsets)

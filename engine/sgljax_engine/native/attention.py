@@ -193,6 +193,8 @@ def _write_block_chunk(module: Module, vectors: Vectors, shape: AttentionShape) 
             code, values, 7, 4
         )
         num_tokens, width, num_queries, tiles = sizes
+        with code.when(code.less(num_tokens, 1)):
+            code.give()
         head = code.rem(chunk, shape.num_kv_heads)
         tile = code.div(chunk, shape.num_kv_heads)
         block, begin = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)

@@ -103,10 +103,16 @@ class Operation(NamedTuple):
 def unavailable() -> str | None:
     """Why there are no operations of machine code in this process; None if there are."""
     reason = machine.missing()
-    if reason is None:
-        api = load_api()
-        reason = api if isinstance(api, str) else None
-    return reason
+    if reason is not None:
+        return reason
+    api = load_api()
+    if isinstance(api, str):
+        return api
+    try:
+        compile_threads(api, host_vectors())
+    except Exception as error:  # llvmlite's, of a version that nobody has tried
+        return f"llvmlite makes no code here: {error}"
+    return None
 
 
 def register(operation: Operation) -> str:

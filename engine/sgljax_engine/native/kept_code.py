@@ -50,7 +50,12 @@ def save(path: Path | None, code: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+            try:
+                file.write(hashlib.sha256(code).digest() + code)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         logger.warning("machine code cannot be kept in %s: %s", path.parent, error)

@@ -39,8 +39,10 @@ def missing() -> str | None:
         return f"written for x86-64 with Linux, this is {platform.machine()} with {sys.platform}"
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed"
-    import llvmlite.binding as llvm
-
+    try:
+        import llvmlite.binding as llvm
+    except Exception as error:  # of the loader, and its own
+        return f"llvmlite cannot be imported: {error}"
     if llvm.llvm_version_info[0] < _OLDEST_LLVM:
         return f"needs LLVM {_OLDEST_LLVM}, llvmlite has {llvm.llvm_version_info[0]}"
     if not all(llvm.get_host_cpu_features().get(name) for name in AVX2):
@@ -63,6 +65,10 @@ def host_vectors() -> Vectors:
         # LLVM would use half of such vectors on processors that once slowed down for them.
         return Vectors(16, 6, 4, features.flatten() + ",-prefer-256-bit", cpu)
     return Vectors(8, 6, 2, features.flatten(), cpu)
+
+
+_PIPELINE = "1"
+"""Raised with each change to how `compile_module` makes code, which it finds on disk otherwise."""
 
 
 @functools.cache
@@ -90,7 +96,7 @@ def compile_module(text: str, vectors: Vectors, names: tuple[str, ...]) -> dict[
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)
-    path = kept_code.path_of(text, *vectors[-2:], llvmlite.__version__)
+    path = kept_code.path_of(text, *vectors[-2:], llvmlite.__version__, _PIPELINE)
     code = kept_code.load(path)
     if code is None:
         builder.getModulePassManager().run(module, builder)

@@ -9,12 +9,15 @@ A *job* is what an operation's threads share, and the last of them frees it:
 
     0 next chunk    8 chunks done    16 who still uses it    24 number of chunks    32 function
     40 the function's own values
+
+None of XLA's threads is asked to come while as many as there are have been asked and not come yet:
+busy with something else, they would find a queue of jobs that others have done.
 """
 
 from __future__ import annotations
 
 from sgljax_engine.native.abi import COUNT, DESTROY, SCHEDULE, Api
-from sgljax_engine.native.emit import I64, NULL, PTR, VOID, Code, Module, Value
+from sgljax_engine.native.emit import I32, I64, NULL, PTR, VOID, Code, Module, Value
 from sgljax_engine.native.machine import Vectors, compile_module
 
 NEXT, DONE, USERS, NUM_CHUNKS, FUNCTION, VALUES = 0, 8, 16, 24, 32, 40
@@ -30,6 +33,9 @@ _FREE, _AWAKE = 0, 1
 
 _SPINS = 1500
 """Looks at a slot before a thread gives up, each some tens of nanoseconds."""
+
+_PATIENCE = 2000
+"""Likewise at the last chunks, before the caller lets other threads have its core each time."""
 
 
 def compile_threads(api: Api, vectors: Vectors) -> dict[str, int]:
@@ -55,10 +61,12 @@ def threads_module(api: Api) -> Module:
     """The code of this module."""
     module = Module()
     slots = module.memory("slots", f"[{_NUM_SLOTS * _SLOT_BYTES // 8} x i64]")
+    num_asked = module.memory("asked", "[8 x i64]")
     work, release = _write_work(module), _write_release(module)
-    join = _write_join(module, slots, work, release)
+    join = _write_join(module, slots, num_asked, work, release)
     discard = _write_discard(module, api)
-    _write_run(module, api, slots, join, work, release, discard)
+    ask = _write_ask(module, api, num_asked, join, release, discard)
+    _write_run(module, slots, ask, work, release)
     _write_new(module)
     _write_num_threads(module, api, discard)
     return module
@@ -93,10 +101,13 @@ def _write_release(module: Module) -> Value:
     return code.function
 
 
-def _write_join(module: Module, slots: Value, work: Value, release: Value) -> Value:
+def _write_join(
+    module: Module, slots: Value, num_asked: Value, work: Value, release: Value
+) -> Value:
     """What XLA's threads are asked to do: a job, and others that come soon after it."""
     with Code(module, "join", VOID, [PTR]) as code:
         (first,) = code.arguments
+        code.atomic("sub", num_asked, 1)
 
         def do(job: Value) -> None:
             code.call(work, VOID, [job])
@@ -140,15 +151,28 @@ def _write_discard(module: Module, api: Api) -> Value:
     return code.function
 
 
-def _write_run(
-    module: Module,
-    api: Api,
-    slots: Value,
-    join: Value,
-    work: Value,
-    release: Value,
-    discard: Value,
-) -> None:
+def _write_ask(
+    module: Module, api: Api, num_asked: Value, join: Value, release: Value, discard: Value
+) -> Value:
+    """f(api, context, job, threads): asks one of XLA's threads to join, if it might come soon."""
+    with Code(module, "ask", VOID, [PTR, PTR, PTR, I64]) as code:
+        functions, context, job, threads = code.arguments
+        with code.unless(code.less(code.atomic("add", num_asked, 1), threads)):
+            code.atomic("sub", num_asked, 1)
+            code.call(release, VOID, [job])
+            code.give()
+        asked = code.stack(f"[{len(SCHEDULE)} x i64]")
+        _fill(code, asked, [context, join, job])
+        error = code.call(code.load_field(functions, api.schedule, PTR), PTR, [asked])
+        with code.when(code.compare("ne", error, NULL)):
+            code.atomic("sub", num_asked, 1)
+            code.call(discard, VOID, [functions, error])
+            code.call(release, VOID, [job])
+    return code.function
+
+
+def _write_run(module: Module, slots: Value, ask: Value, work: Value, release: Value) -> None:
+    yield_core = module.declare("sched_yield", I32, [])
     with Code(module, RUN, VOID, [PTR, PTR, PTR, I64], is_public=True) as code:
         functions, context, job, threads = code.arguments
         chunks = code.load_field(job, NUM_CHUNKS, I64)
@@ -166,18 +190,16 @@ def _write_run(
             with code.when(is_awake), code.when(code.exchange_if(slot, _AWAKE, address)):
                 helpers.set(code.sub(helpers.get(), 1))
             index.set(code.add(index.get(), 1))
-        asked = code.stack(f"[{len(SCHEDULE)} x i64]")
         with code.repeat(lambda: code.less(0, helpers.get())):
-            _fill(code, asked, [context, join, job])
-            error = code.call(code.load_field(functions, api.schedule, PTR), PTR, [asked])
-            with code.when(code.compare("ne", error, NULL)):
-                code.call(discard, VOID, [functions, error])
-                code.call(release, VOID, [job])
+            code.call(ask, VOID, [functions, context, job, threads])
             helpers.set(code.sub(helpers.get(), 1))
         code.call(work, VOID, [job])
-        done = code.at(job, DONE, "i8")
+        done, patience = code.at(job, DONE, "i8"), code.variable(_PATIENCE)
         with code.repeat(lambda: code.less(code.atomic_load(done), chunks)):
             code.intrinsic("llvm.x86.sse2.pause", VOID, [])
+            patience.set(code.max(code.sub(patience.get(), 1), 0))
+            with code.when(code.equal(patience.get(), 0)):
+                code.call(yield_core, I32, [])
         code.call(release, VOID, [job])
 
 

@@ -15,6 +15,9 @@ from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Number,
 from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.machine import Vectors
 
+_LINE = 16
+"""Floats of a cache line."""
+
 _COLUMNS = 64
 """Columns of a chunk: of each row, some cache lines next to each other."""
 
@@ -46,11 +49,13 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
         # Then rows of squares are whole cache lines, of which nothing has to be read before.
         address = code.convert("ptrtoint", y, I64)
         is_aligned = code.both(
-            code.equal(code.rem(address, 64), 0), code.equal(code.rem(num_rows, 16), 0)
+            code.equal(code.rem(address, 4 * _LINE), 0), code.equal(code.rem(num_rows, _LINE), 0)
         )
+        # A line of the result is written at once, of short vectors one half after the other.
         with (
-            code.loop(0, whole_rows, lanes) as row,
+            code.loop(0, whole_rows, _LINE) as line,
             code.loop(begin, whole_end, lanes) as column,
+            code.loop(line, code.min(code.add(line, _LINE), whole_rows), lanes) as row,
         ):
             source = code.at(x, code.add(code.mul(row, num_columns), column))
             target = code.at(y, code.add(code.mul(column, num_rows), row))
