@@ -629,7 +629,10 @@ class Engine:
         donate: bool = False,
         verify: bool = False,
     ) -> int:
-        """`update_weights` for asyncio; a cancelled task does not take the update back."""
+        """`update_weights` for asyncio; a cancelled task does not take the update back.
+
+        Nor does it end the reading of `source`, whose arrays must stay as they are until it is done.
+        """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify)
         return await self._client.async_update(job)
 
