@@ -631,7 +631,7 @@ class Engine:
     ) -> int:
         """`update_weights` for asyncio; a cancelled task does not take the update back.
 
-        Nor does it end the reading of `source`, whose arrays must stay as they are until it is done.
+        Its arrays are read on: they must stay as they are until the update is done.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify)
         return await self._client.async_update(job)
