@@ -46,7 +46,7 @@ class WeightSync:
         idle_s: Seconds of an update with nothing running, the median of several in a row.
         copies_s: Seconds of one pass over the bytes at the copy bandwidth measured right after.
         stalls_s: For each update while requests decoded: how long they stood still; see
-            `stalls_s`.
+            `find_stalls_s`.
     """
 
     mode: UpdateMode
@@ -66,8 +66,8 @@ class WeightSync:
         return float(np.median(self.copies_s))
 
 
-def _stalls_s(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> list[float]:
-    """How long decoding requests stand still for each of some updates, spread over a run."""
+def _run_with_updates(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> list[float]:
+    """Updates spread over a run: seconds that decoding requests stand still for each."""
     count = min(peer.batch_size, len(workload.requests))
     params = SamplingParams(
         max_new_tokens=workload.max_output_len, ignore_eos=True, detokenize=False
@@ -86,10 +86,10 @@ def _stalls_s(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> list[fl
                 updates.append(pool.submit(peer.rollout.update_params, state))
     for update in updates:
         update.result()
-    return stalls_s(peer.engine.stop_recording().events)
+    return find_stalls_s(peer.engine.stop_recording().events)
 
 
-def stalls_s(events: Sequence[RecordedEvent]) -> list[float]:
+def find_stalls_s(events: Sequence[RecordedEvent]) -> list[float]:
     """For each swap of weights the time between the dispatches that decode before and after it.
 
     Less what is usual between two of them, the median. New weights are made within, or beside the
@@ -141,7 +141,7 @@ def _measure_peer(
     state = nnx.state(model)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     peer.rollout.update_params(state)  # compiles
-    _stalls_s(peer, workload, state)
+    _run_with_updates(peer, workload, state)
     idle_s: list[float] = []
     copies_s: list[float] = []
     stalls_s: list[float] = []
@@ -153,7 +153,7 @@ def _measure_peer(
             updates_s.append(time.perf_counter() - started)
         idle_s.append(float(np.median(updates_s)))
         copies_s.append(num_bytes / measure_copy(num_bytes))
-        stalls_s += _stalls_s(peer, workload, state)
+        stalls_s += _run_with_updates(peer, workload, state)
     return WeightSync(
         mode=mode,
         num_bytes=num_bytes,

@@ -631,7 +631,7 @@ class Engine:
     ) -> int:
         """`update_weights` for asyncio; a cancelled task does not take the update back.
 
-        Its arrays are read on: they must stay as they are until the update is done.
+        Nor does that end the reading of `source`: it must stay as it is until the update is done.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify)
         return await self._client.async_update(job)

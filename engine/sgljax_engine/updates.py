@@ -103,7 +103,7 @@ class Updater:
         then, and hold each other up. That is left to later updates of a kind, since the first one
         compiles.
         """
-        sync.await_source(plan, arrays)
+        sync.await_source(arrays)
         if job.donate:
             return lambda old: sync.apply_donating(plan, arrays, old, verify=job.verify)
         kind = self._kind_on_shared_cores(plan, arrays, job)

@@ -13,7 +13,7 @@ from sgljax_engine.recorder import RecordedEvent
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.vanilla import VanillaPeer
 from tunix_sgljax.bench.workloads import make_workload
-from weight_sync import format_weight_sync, measure_weight_sync, stalls_s
+from weight_sync import find_stalls_s, format_weight_sync, measure_weight_sync
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -164,10 +164,10 @@ def test_a_stall_is_the_time_between_dispatches_that_holds_the_swap():
     swaps = [
         RecordedEvent("engine", "swap weights", begin, begin + 0.2, {}) for begin in (3.1, 5.0)
     ]
-    assert stalls_s(events + swaps) == pytest.approx([0.5 - 0.1, 3.0 - 0.1])
+    assert find_stalls_s(events + swaps) == pytest.approx([0.5 - 0.1, 3.0 - 0.1])
     outside = RecordedEvent("engine", "swap weights", 9.1, 9.2, {})
     with pytest.raises(AssertionError, match="1 swaps, of which 0"):
-        stalls_s([*events, outside])
+        find_stalls_s([*events, outside])
 
 
 def test_cold_start_of_vanilla():

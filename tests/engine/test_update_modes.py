@@ -643,7 +643,7 @@ class TestWhereNewWeightsAreMade:
         shared.update_weights(slow(on_device))
         assert made == [(True, True), (False, True)]
 
-    def test_what_fails_to_be_computed_leaves_the_old_weights(self, shared):
+    def test_a_deleted_source_leaves_the_old_weights(self, shared):
         version = shared.get_internal_state().weight_version
         on_device = jax.tree.map(jnp.asarray, NEW)
         for leaf in jax.tree.leaves(on_device):

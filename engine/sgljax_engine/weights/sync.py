@@ -293,13 +293,13 @@ def _build_program(
     )
 
 
-def await_source(plan: SyncPlan, source: Mapping[str, Any]) -> None:
+def await_source(source: Mapping[str, Any]) -> None:
     """Waits until the source's arrays are computed. Any thread; none but the caller's waits.
 
     Raises:
-        WeightSyncError: when the source is not what was planned, or what computes it fails.
+        WeightSyncError: when arrays were deleted, or what computes them fails.
     """
-    _check_planned(plan, source)
+    _check_alive(source)
     try:
         jax.block_until_ready([x for x in source.values() if isinstance(x, jax.Array)])
     except Exception as error:
@@ -394,6 +394,10 @@ def _first_device(sharding: jax.sharding.Sharding) -> Any:
 def _check_planned(plan: SyncPlan, source: Mapping[str, Any]) -> None:
     if source_spec(source) != plan.source_spec:
         raise WeightSyncError("the source changed its names, shapes or dtypes since it was planned")
+    _check_alive(source)
+
+
+def _check_alive(source: Mapping[str, Any]) -> None:
     deleted = [n for n, x in source.items() if isinstance(x, jax.Array) and x.is_deleted()]
     if deleted:
         raise WeightSyncError(f"source parameters were deleted, or donated to a program: {deleted}")
