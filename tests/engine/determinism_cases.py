@@ -10,7 +10,7 @@ import numpy as np
 
 from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.requests import LogprobArgs
-from tests.engine.interrupts import wait_until
+from tests.engine.interrupts import wait_until, walk
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, start
 
@@ -119,6 +119,8 @@ def run(engine: Engine, asked: Sequence[Asked], way: Way) -> list[Bits]:
     """The bits of each request."""
     order = range(len(asked)) if way.order is None else way.order
     parts = [order[i :: way.splits] for i in range(way.splits)]
+    if way.disturb is not None:
+        walk(engine)
     goal = engine.get_internal_state().counters.num_requests + len(asked)
     calls = [start(lambda part=part: ask(engine, [asked[i] for i in part])) for part in parts]
     # An engine that has given its weights up refuses whoever comes late.

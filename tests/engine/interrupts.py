@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ LONG = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 
 def make_engine(**given: Any) -> Engine:
-    """A tiny engine with small pages and short dispatches."""
+    """A tiny engine with small pages and short dispatches, which walks."""
     options: dict[str, Any] = {
         "page_size": 4,
         "max_running_requests": 8,
@@ -35,7 +36,7 @@ def make_engine(**given: Any) -> Engine:
     }
     options |= given
     weights = options.pop("weights", None) or spread_weights()
-    return Engine(model_config=TINY, weights=weights, **options)
+    return walk(Engine(model_config=TINY, weights=weights, **options))
 
 
 @contextlib.contextmanager
@@ -55,14 +56,54 @@ def wait_until(engine: Engine, holds: Callable[[EngineState], bool]) -> EngineSt
     return state
 
 
+_runs = threading.Event()
+"""Set while the main thread waits for outputs, and so interrupts nothing."""
+
+
+@contextlib.contextmanager
+def at_a_run() -> Iterator[None]:
+    """Engines do not walk meanwhile."""
+    is_outer = threading.current_thread() is threading.main_thread() and not _runs.is_set()
+    if is_outer:
+        _runs.set()
+    try:
+        yield
+    finally:
+        if is_outer:
+            _runs.clear()
+
+
+def walk(engine: Engine, stride_s: float = 0.01) -> Engine:
+    """Has the engine wait for a command before each step from now on, `stride_s` at most.
+
+    Steps of a tiny model take less than a thread may wait for a core. So that whoever sees that a
+    request runs can interrupt it before it is finished, there must be many strides in a request.
+    """
+    core, client, commands = engine._loop._core, engine._client, engine._loop._commands
+    if "generate" in vars(client):
+        return engine
+    step, generate = core.step, client.generate
+
+    def wait_and_step() -> None:
+        deadline = time.monotonic() + stride_s
+        while commands.empty() and not _runs.is_set() and time.monotonic() < deadline:
+            time.sleep(stride_s / 20)
+        step()
+
+    core.step = wait_and_step
+    client.generate = at_a_run()(generate)
+    return engine
+
+
 def start_all(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = LONG
 ) -> list[Future[RequestOutput]]:
     """One caller a prompt; returns when all requests have begun and have tokens.
 
     They come between the same two dispatches, so that none is finished before the last has begun.
+    The engine walks from now on.
     """
-    before = engine.get_internal_state().counters
+    before = walk(engine).get_internal_state().counters
     with held(engine):
         calls = [
             start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts
@@ -97,7 +138,8 @@ def device_bytes() -> int:
 
 def results(calls: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
     """The outputs of all callers."""
-    return [call.result(LIMIT_S) for call in calls]
+    with at_a_run():
+        return [call.result(LIMIT_S) for call in calls]
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:

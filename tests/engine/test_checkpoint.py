@@ -115,7 +115,6 @@ class TestRestore:
             if include_kv:  # what fills no page is computed again
                 waiting = sum(len(PROMPTS[i]) for i in range(2 + num_running, 12))
                 assert counters.num_prefill_tokens <= waiting + num_running * 4
-                assert counters.num_cached_tokens == 0 or counters.num_cached_tokens > 0
             settle(engine)
 
     def test_every_kind_of_request(self, tmp_path):

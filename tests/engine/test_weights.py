@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -246,7 +248,8 @@ class TestPlanErrors:
 class TestEngineUpdate:
     @pytest.fixture
     def engine(self):
-        with Engine(model_config=TINY, weights=spread_weights(), page_size=4) as engine:
+        weights = spread_weights()
+        with Engine(model_config=TINY, weights=weights, page_size=4, decode_steps=4) as engine:
             yield engine
 
     def run(self, engine):
@@ -297,6 +300,27 @@ class TestEngineUpdate:
         weights["model.norm.weight"].delete()
         with pytest.raises(WeightSyncError, match="deleted"):
             engine.update_weights(weights)
+        assert self.run(engine).output_ids == before.output_ids
+
+    def test_source_that_fails_to_compute_keeps_serving(self, engine):
+        """It is computed in the background, like a trainer's step that is not awaited."""
+        before = self.run(engine)
+        fails = threading.Event()
+
+        def norm(_: Any) -> np.ndarray:
+            if fails.is_set():
+                raise RuntimeError("planted")
+            return np.ones(TINY.hidden_size, np.float32)
+
+        spec = jax.ShapeDtypeStruct((TINY.hidden_size,), jnp.float32)
+        compute = jax.jit(lambda x: jax.pure_callback(norm, spec, x))
+        slow = jax.jit(lambda x: jnp.linalg.matrix_power(x, 64)[0, 0])
+        compute(slow(jnp.eye(2000))).block_until_ready()  # both are compiled
+        fails.set()
+        bad = compute(slow(jnp.eye(2000)))  # not refused here: its argument is not there
+        with pytest.raises(WeightSyncError, match=r"(?s)computing the new weights .* planted"):
+            engine.update_weights(spread_weights(seed=1) | {"model.norm.weight": bad})
+        assert engine.weight_version == 0
         assert self.run(engine).output_ids == before.output_ids
 
     def test_a_hook_that_exits_is_answered(self, engine):

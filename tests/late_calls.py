@@ -1,0 +1,29 @@
+"""A plugin that finds tests that race the engine: `python -m pytest -p tests.late_calls`.
+
+What callers ask of an engine comes late, as if their threads had waited for a core. A test that
+fails only then would fail now and then on a busy machine; `tests.engine.interrupts.walk` mends it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from sgljax_engine import commands as cmd
+from sgljax_engine.loop import EngineLoop
+
+LATE_S = 0.02
+
+_submit = EngineLoop.submit
+
+
+def _submit_late(self: EngineLoop, command: cmd.Command) -> None:
+    """Requests come in time, and so do looks at an engine that has nothing to do."""
+    is_own = threading.current_thread() in (self._thread, self._core.detokenizer.thread)
+    is_idle_look = isinstance(command, cmd.GetState) and not self._core.scheduler.has_work
+    if not is_own and not is_idle_look and not isinstance(command, cmd.AddRequests):
+        time.sleep(LATE_S)
+    _submit(self, command)
+
+
+EngineLoop.submit = _submit_late
