@@ -157,11 +157,13 @@ def differing(some: Sequence[Bits], others: Sequence[Bits]) -> list[tuple[int, l
 
 
 class Disturber:
-    """Interrupts an engine that works, at random, again and again."""
+    """Interrupts an engine that works, at random, again and again, in all ways by turns."""
 
     def __init__(self, seed: int, weights: Mapping[str, Any] | None = None) -> None:
         self._rng = np.random.default_rng(seed)
         self._weights = weights
+        self._kinds = ["retract", "in_place", "sleep"] + ["update"] * (weights is not None)
+        self._next: list[str] = []
         self.counts: dict[str, int] = {}
 
     def __call__(self, engine: Engine) -> None:
@@ -174,8 +176,8 @@ class Disturber:
             return is_idle or state.counters.num_output_tokens >= num + more
 
         wait_until(engine, is_due)
-        kinds = ["retract", "in_place", "sleep"] + ["update"] * (self._weights is not None)
-        kind = str(self._rng.choice(kinds))
+        self._next = self._next or self._rng.permutation(self._kinds).tolist()
+        kind = self._next.pop()
         self.counts[kind] = self.counts.get(kind, 0) + 1
         getattr(self, f"_{kind}")(engine)
 

