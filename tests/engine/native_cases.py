@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from sgljax_engine.native import ffi
@@ -25,4 +26,6 @@ def lanes(request, monkeypatch):
     """Operations made during the test are for vectors of so many lanes."""
     vectors = vectors_of(request.param)
     monkeypatch.setattr(ffi, "host_vectors", lambda: vectors)
-    return request.param
+    jax.clear_caches()  # else a function that was traced before calls the other code
+    yield request.param
+    jax.clear_caches()

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from sgljax_engine.native.linear import linear
-from sgljax_engine.native.linear_few import FEW, linear_by_token, linear_of_few
+from sgljax_engine.native.linear import linear, linear_by_token
+from sgljax_engine.native.linear_few import FEW, linear_of_few
 from sgljax_engine.native.transpose import transpose
 from tests.engine.native_cases import lanes, needs_machine_code
 
@@ -36,11 +36,16 @@ def test_all_numbers_of_tokens(shape):
     weight = draw(*shape)
     for num_tokens in TOKENS:
         x = draw(shape[1], num_tokens, seed=num_tokens)
-        assert_product(np.asarray(jax.jit(linear)(weight, x)), weight, x)
+        for is_deterministic in (False, True):
+            options = {"is_deterministic": is_deterministic}
+            found = np.asarray(jax.jit(functools.partial(linear, **options))(weight, x))
+            assert_product(found, weight, x)
+            run = jax.jit(functools.partial(linear_by_token, **options))
+            np.testing.assert_array_equal(run(weight, x), found.T)
         of_few = np.asarray(jax.jit(linear_of_few)(weight, x.T))
         assert_product(of_few, weight, x)
-        by_token = np.asarray(jax.jit(linear_by_token)(weight, x.T))
-        np.testing.assert_array_equal(by_token, of_few.T)
+        by_token = jax.jit(functools.partial(linear_of_few, is_by_token=True))
+        np.testing.assert_array_equal(by_token(weight, x.T), of_few.T)
 
 
 def test_a_token_has_the_same_bits_in_any_company():
@@ -48,13 +53,14 @@ def test_a_token_has_the_same_bits_in_any_company():
     run = jax.jit(functools.partial(linear, is_deterministic=True))
     together = np.asarray(run(weight, x))
     np.testing.assert_array_equal(jax.jit(linear)(weight, x), together)
-    by_token = np.asarray(jax.jit(linear_by_token)(weight, x.T))
+    by_token = jax.jit(functools.partial(linear_by_token, is_deterministic=True))
+    np.testing.assert_array_equal(by_token(weight, x), together.T)
     for count in (1, 2, 5, FEW, 16, 40, 64, 129):
         some = np.random.default_rng(count).permutation(130)[:count]
         found = np.asarray(run(weight, np.ascontiguousarray(x[:, some])))
         np.testing.assert_array_equal(found, together[:, some])
-        found = np.asarray(jax.jit(linear_by_token)(weight, np.ascontiguousarray(x[:, some].T)))
-        np.testing.assert_array_equal(found, by_token[some])
+        found = np.asarray(by_token(weight, np.ascontiguousarray(x[:, some])))
+        np.testing.assert_array_equal(found, together.T[some])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -65,6 +71,7 @@ def test_what_is_not_a_number_stays_with_its_token(value):
         x = draw(40, num_tokens)
         x[3, num_tokens - 1] = value
         found = np.asarray(jax.jit(linear)(weight, x))
+        np.testing.assert_array_equal(jax.jit(linear_by_token)(weight, x), found.T)
         assert not np.isfinite(found[:, -1]).any()
         assert_product(found[:, :-1], weight, x[:, :-1])
 
@@ -72,6 +79,7 @@ def test_what_is_not_a_number_stays_with_its_token(value):
 def test_nothing_at_all():
     assert jax.jit(linear)(draw(0, 5), draw(5, 20)).shape == (0, 20)
     assert jax.jit(linear)(draw(4, 5), draw(5, 0)).shape == (4, 0)
+    assert jax.jit(linear_by_token)(draw(0, 5), draw(5, 20)).shape == (20, 0)
     np.testing.assert_array_equal(jax.jit(linear)(draw(4, 0), draw(0, 20)), np.zeros((4, 20)))
 
 

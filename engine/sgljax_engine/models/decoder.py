@@ -39,7 +39,7 @@ from sgljax_engine.models.spec import (
     ParamSpec,
 )
 from sgljax_engine.native.linear import linear as native_linear
-from sgljax_engine.native.linear_few import linear_by_token
+from sgljax_engine.native.linear import linear_by_token
 
 Rope = tuple[jax.Array, jax.Array]
 """Sines and cosines of each token's rotary angles."""
@@ -286,5 +286,7 @@ def _logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Arr
     config = context.config
     table = params["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     if context.has_native_linear:
-        return soft_cap(linear_by_token(table, hidden), config.final_logit_softcap)
+        # It was turned just before, and XLA leaves both turns out.
+        logits = linear_by_token(table, hidden.T, is_deterministic=context.is_deterministic)
+        return soft_cap(logits, config.final_logit_softcap)
     return soft_cap(unembed(hidden, table), config.final_logit_softcap)

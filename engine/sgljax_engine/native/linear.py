@@ -4,28 +4,39 @@ A processor's registers hold a tile of the result, some rows of the weight by so
 tokens, while it is added up over the inputs (Goto and van de Geijn, 2008): each weight is loaded
 once for all tokens of the tile, and each vector of tokens once for all of its rows. The weight is
 read where it lies. A result is added up over the inputs one by one, whatever the number of tokens,
-and however they are shared among threads.
+and however they are shared among threads. What is wanted token by token, such as logits, is turned
+in registers before it is stored.
 
 Products of few tokens are those of `linear_of_few`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, lanes_of, vector
 from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.linear_few import (
-    CHUNK_WEIGHTS,
     CHUNKS_PER_THREAD,
     FEW,
     in_row_tiles,
     linear_of_few,
 )
 from sgljax_engine.native.machine import Vectors
+from sgljax_engine.native.transpose import turn
+
+_CHUNK_WEIGHTS = 1 << 15
+"""Weights of a chunk: they are read once for each tile of tokens."""
+
+_BY_TOKEN_TILES = {16: (8, 2), 8: (6, 2)}
+"""Rows, and vectors of tokens, of a tile that is stored by token, by lanes.
+
+More rows would come as longer runs, but then their addresses fill the registers.
+"""
 
 
 def linear(weight: jax.Array, x: jax.Array, *, is_deterministic: bool = False) -> jax.Array:
@@ -42,44 +53,67 @@ def linear(weight: jax.Array, x: jax.Array, *, is_deterministic: bool = False) -
     if x.shape[1] <= FEW and not is_deterministic:
         return linear_of_few(weight, x.T)
     result = jax.ShapeDtypeStruct((weight.shape[0], x.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(register(_MANY_TOKENS), result)(weight, x)
+    return jax.ffi.ffi_call(register(_of_many(False)), result)(weight, x)
 
 
-def _write_many(module: Module, vectors: Vectors) -> Value:
-    """f(values, chunk): rows of the result for all tokens."""
+def linear_by_token(
+    weight: jax.Array, x: jax.Array, *, is_deterministic: bool = False
+) -> jax.Array:
+    """`(weight @ x).T`, [T, out] float32; otherwise as `linear`."""
+    if x.shape[1] <= FEW and not is_deterministic:
+        return linear_of_few(weight, x.T, is_by_token=True)
+    result = jax.ShapeDtypeStruct((x.shape[1], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(register(_of_many(True)), result)(weight, x)
+
+
+@functools.cache
+def _of_many(is_by_token: bool) -> Operation:
+    write = functools.partial(_write_many, is_by_token=is_by_token)
+    plan = functools.partial(_plan_many, is_by_token=is_by_token)
+    return Operation("linear_by_token" if is_by_token else "linear", 2, 1, write, plan)
+
+
+def _write_many(module: Module, vectors: Vectors, *, is_by_token: bool) -> Value:
+    """f(values, chunk): rows of the weight with all tokens."""
+    row_tile, token_vectors = vectors.row_tile, vectors.token_vectors
+    if is_by_token:
+        row_tile, token_vectors = _BY_TOKEN_TILES[vectors.lanes]
+    write_tile = functools.partial(_write_tile, module, vectors.lanes, is_by_token=is_by_token)
     tiles = {
-        (rows, width, is_partial): _write_tile(module, vectors.lanes, rows, width, is_partial)
-        for rows in (vectors.row_tile, 1)
-        for width in range(1, vectors.token_vectors + 1)
+        (rows, width, is_partial): write_tile(rows, width, is_partial)
+        for rows in (row_tile, 1)
+        for width in range(1, token_vectors + 1)
         for is_partial in (False, True)
     }
     with Code(module, "many", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         weight, x, y, *sizes = read_values(code, values, 3, 4)
         num_inputs, num_tokens, num_rows, size = sizes
+        stride = num_rows if is_by_token else num_tokens
         first = code.mul(chunk, size)
         last = code.min(code.add(first, size), num_rows)
-        per_tile = vectors.lanes * vectors.token_vectors
+        per_tile = vectors.lanes * token_vectors
 
         def all_rows(width: int, is_partial: bool, token: Value, last_lanes: Value) -> None:
             def one(row: Value, rows: int) -> None:
-                row_y = code.add(code.mul(row, num_tokens), token)
+                outer, inner = (token, row) if is_by_token else (row, token)
+                place = code.add(code.mul(outer, stride), inner)
                 places = [
                     code.at(weight, code.mul(row, num_inputs)),
                     code.at(x, token),
-                    code.at(y, row_y),
+                    code.at(y, place),
                 ]
-                sizes = [num_inputs, num_tokens, last_lanes]
+                sizes = [num_inputs, num_tokens, stride, last_lanes]
                 code.call(tiles[rows, width, is_partial], VOID, [*places, *sizes])
 
-            in_row_tiles(code, first, last, vectors.row_tile, one)
+            in_row_tiles(code, first, last, row_tile, one)
 
         whole = code.mul(code.div(num_tokens, per_tile), per_tile)
         with code.loop(0, whole, per_tile) as token:
-            all_rows(vectors.token_vectors, False, token, num_tokens)
+            all_rows(token_vectors, False, token, num_tokens)
         width = code.ceil_div(code.sub(num_tokens, whole), vectors.lanes)
         last_lanes = code.rem(num_tokens, vectors.lanes)
-        for count in range(1, vectors.token_vectors + 1):
+        for count in range(1, token_vectors + 1):
             with code.when(code.equal(width, count)):
                 for is_partial in (False, True):
                     with code.when(code.compare("ne" if is_partial else "eq", last_lanes, 0)):
@@ -87,14 +121,17 @@ def _write_many(module: Module, vectors: Vectors) -> Value:
     return code.function
 
 
-def _write_tile(module: Module, lanes: int, rows: int, width: int, is_partial: bool) -> Value:
-    """f(weight, x, y, inputs, tokens, last_lanes): a tile of the result.
+def _write_tile(
+    module: Module, lanes: int, rows: int, width: int, is_partial: bool, *, is_by_token: bool
+) -> Value:
+    """f(weight, x, y, inputs, tokens, stride, last_lanes): a tile of the result.
 
-    `is_partial`: of the last vector only so many lanes are there.
+    `stride` is that of the result's rows. `is_partial`: of the last vector only so many lanes are
+    there.
     """
     name = f"tile_{rows}_{width}{'_partial' if is_partial else ''}"
-    with Code(module, name, VOID, [PTR, PTR, PTR, I64, I64, I64]) as code:
-        weight, x, y, num_inputs, num_tokens, last_lanes = code.arguments
+    with Code(module, name, VOID, [PTR, PTR, PTR, I64, I64, I64, I64]) as code:
+        weight, x, y, num_inputs, num_tokens, stride, last_lanes = code.arguments
         there = code.first_lanes(last_lanes, lanes) if is_partial else None
         sums = [[code.variable(code.zeros(lanes)) for _ in range(width)] for _ in range(rows)]
         weights = [code.at(weight, code.mul(num_inputs, row)) for row in range(rows)]
@@ -113,14 +150,42 @@ def _write_tile(module: Module, lanes: int, rows: int, width: int, is_partial: b
                     sums[row][i].set(code.fma(factor, tokens[i], sums[row][i].get()))
 
         _unrolled(code, num_inputs, add_input)
-        for row in range(rows):
-            for i in range(width):
-                place = code.at(y, code.add(code.mul(num_tokens, row), i * lanes))
-                if there is not None and i == width - 1:
-                    code.store_lanes(sums[row][i].get(), place, there, lanes)
+        for i in range(width):
+            found = [row[i].get() for row in sums]
+            is_last_partial = is_partial and i == width - 1
+            if is_by_token:
+                first = code.at(y, code.mul(stride, i * lanes))
+                _store_by_token(code, found, first, stride, last_lanes if is_last_partial else None)
+                continue
+            for row, total in enumerate(found):
+                place = code.at(y, code.add(code.mul(stride, row), i * lanes))
+                if there is not None and is_last_partial:
+                    code.store_lanes(total, place, there, lanes)
                 else:
-                    code.store(sums[row][i].get(), place, 4)
+                    code.store(total, place, 4)
     return code.function
+
+
+def _store_by_token(
+    code: Code, rows: Sequence[Value], place: Value, stride: Value, num_tokens: Value | None
+) -> None:
+    """Stores a vector of tokens of each row as a run of rows of each token.
+
+    `num_tokens`: how many there are; None if all lanes are.
+    """
+    lanes = lanes_of(rows[0].type)
+    turned = turn(code, [*rows, *[code.zeros(lanes)] * (lanes - len(rows))])
+    there = code.first_lanes(Value(I64, str(len(rows))), lanes)
+
+    def one(token: int) -> None:
+        code.store_lanes(turned[token], code.at(place, code.mul(stride, token)), there, lanes)
+
+    for token in range(lanes):
+        if num_tokens is None:
+            one(token)
+            continue
+        with code.when(code.less(token, num_tokens)):
+            one(token)
 
 
 def _unrolled(code: Code, count: Value, one: Callable[[Value], None], times: int = 4) -> None:
@@ -132,19 +197,12 @@ def _unrolled(code: Code, count: Value, one: Callable[[Value], None], times: int
         one(index)
 
 
-def _plan_many(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
+def _plan_many(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_by_token: bool) -> Job:
     weight, x, y = buffers
     num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(1)
-    size = _chunk_size(code, num_rows, num_inputs, threads)
+    even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
+    near = code.div(_CHUNK_WEIGHTS, code.max(num_inputs, 1))
+    # Whole tiles, whatever their rows.
+    size = code.round_up(code.max(code.min(even, near), 1), 24 if is_by_token else 12)
     values = [weight.data, x.data, y.data, num_inputs, num_tokens, num_rows, size]
     return Job(code.ceil_div(num_rows, size), values)
-
-
-def _chunk_size(code: Code, num_rows: Value, num_inputs: Value, threads: Value) -> Value:
-    """Rows of a chunk: whole tiles."""
-    even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
-    near = code.div(CHUNK_WEIGHTS, code.max(num_inputs, 1))
-    return code.round_up(code.max(code.min(even, near), 1), 2 * 6)
-
-
-_MANY_TOKENS = Operation("linear", 2, 1, _write_many, _plan_many)

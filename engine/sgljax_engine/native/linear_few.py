@@ -1,7 +1,6 @@
 """Products with the inputs in the lanes of vectors, on CPUs, in float32.
 
-For few tokens: they take as long as reading the weight does. And for results that are wanted token
-by token, such as logits, since these sums lie in no order of their own.
+For few tokens: they take as long as reading the weight does.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ FEW = 8
 
 CHUNKS_PER_THREAD = 4
 
-CHUNK_WEIGHTS = 1 << 15
-"""Weights of a chunk, if tokens are many: they are read once for each tile of tokens."""
-
 _ROWS = {16: {8: 3, 4: 6, 2: 8, 1: 8}, 8: {8: 1, 4: 3, 2: 4, 1: 8}}
 """Rows of the weight that are taken together, by lanes and tokens: their sums fill the registers.
 
@@ -35,39 +31,34 @@ _RowTile = Callable[[Value, int], None]
 """Takes the first row of a tile, and how many it has."""
 
 
-def linear_of_few(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`weight @ x.T`.
+def linear_of_few(weight: jax.Array, x: jax.Array, *, is_by_token: bool = False) -> jax.Array:
+    """`weight @ x.T`, or the same the other way round.
 
     Args:
         weight: [out, in] float32.
         x: [T, in] float32.
+        is_by_token: `x @ weight.T`.
 
     Returns:
-        [out, T] float32.
+        [out, T] float32, or [T, out] by token.
     """
-    result = jax.ShapeDtypeStruct((weight.shape[0], x.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(register(_operation(False)), result)(weight, x)
-
-
-def linear_by_token(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`x @ weight.T`, [T, out] float32; otherwise as `linear_of_few`."""
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(register(_operation(True)), result)(weight, x)
+    shape = (weight.shape[0], x.shape[0])
+    result = jax.ShapeDtypeStruct(shape[::-1] if is_by_token else shape, jnp.float32)
+    return jax.ffi.ffi_call(register(_operation(is_by_token)), result)(weight, x)
 
 
 @functools.cache
 def _operation(is_by_token: bool) -> Operation:
     plan = functools.partial(_plan, is_by_token=is_by_token)
-    return Operation("linear_by_token" if is_by_token else "linear_few", 2, 1, _write_chunk, plan)
+    name = "linear_few_by_token" if is_by_token else "linear_few"
+    return Operation(name, 2, 1, _write_chunk, plan)
 
 
 def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_by_token: bool) -> Job:
     weight, x, y = buffers
     num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(0)
     even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
-    near = code.div(CHUNK_WEIGHTS, code.max(num_inputs, 1))
-    size = code.select(code.less(FEW, num_tokens), code.min(even, near), even)
-    size = code.round_up(code.max(size, 1), 24)  # whole tiles, whatever their rows
+    size = code.round_up(code.max(even, 1), 24)  # whole tiles, whatever their rows
     one = Value(I64, "1")
     strides = (one, num_rows) if is_by_token else (num_tokens, one)
     sizes = [num_inputs, num_tokens, num_rows, size, *strides]

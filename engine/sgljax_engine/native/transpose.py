@@ -82,24 +82,30 @@ def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
             code.load(code.at(source, code.mul(source_stride, row)), vector(lanes), 4)
             for row in range(lanes)
         ]
-        distance = lanes // 2
-        while distance:
-            exchanged = list(rows)
-            for low in range(lanes):
-                if not low & distance:
-                    high = low | distance
-                    exchanged[low], exchanged[high] = _exchange(
-                        code, rows[low], rows[high], distance, lanes
-                    )
-            rows = exchanged
-            distance //= 2
-        for row in range(lanes):
+        for row, turned in enumerate(turn(code, rows)):
             place = code.at(target, code.mul(target_stride, row))
             if is_past_caches:
-                code.store_past_caches(rows[row], place, lanes * 4)
+                code.store_past_caches(turned, place, lanes * 4)
             else:
-                code.store(rows[row], place, 4)
+                code.store(turned, place, 4)
     return code.function
+
+
+def turn(code: Code, rows: Sequence[Value]) -> list[Value]:
+    """The columns of a square, given by its rows: as many vectors as each has lanes."""
+    lanes = len(rows)
+    distance, rows = lanes // 2, list(rows)
+    while distance:
+        exchanged = list(rows)
+        for low in range(lanes):
+            if not low & distance:
+                high = low | distance
+                exchanged[low], exchanged[high] = _exchange(
+                    code, rows[low], rows[high], distance, lanes
+                )
+        rows = exchanged
+        distance //= 2
+    return rows
 
 
 def _exchange(
