@@ -16,7 +16,7 @@ import pytest
 from sgljax_engine import CheckpointManager, Engine
 from tests.engine.interrupts import settle
 from tests.engine.models import TINY, spread_weights
-from tests.engine.rollout_to_kill import NUM_REQUESTS, OPTIONS, PARAMS, PROMPTS, RIDS
+from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, OPTIONS, PARAMS, PROMPTS, RIDS
 from tests.threads import LIMIT_S
 
 NUM_KILLS = 20
@@ -77,8 +77,9 @@ def test_twenty_rollouts_survive_kill_9(engine, expected, tmp_path):
     rollouts, chance = Rollouts(), random.Random(0)
     for number in range(NUM_KILLS):
         folder = tmp_path / str(number)
-        # The longest requests begin last, so there is always something left to do.
-        rollouts.kill_one(folder, chance.randrange(NUM_REQUESTS - 6), chance.uniform(0, 0.02))
+        # The long requests begin last, so there is always something left to do.
+        num_finished = chance.randrange(NUM_REQUESTS - NUM_LONG)
+        rollouts.kill_one(folder, num_finished, chance.uniform(0, 0.02))
         state = CheckpointManager(folder).load().scheduler_state
         assert len(state.finished_req_ids) < NUM_REQUESTS
         assert any(request.output_ids for request in state.requests.values())
