@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S
@@ -23,11 +26,11 @@ def start(tmp_path):
     """Starts `generate`, with no program in its cache; what goes on at the end is killed."""
     started: list[subprocess.Popen] = []
 
-    def begin(*argv, cache=tmp_path):
+    def begin(*argv, cache=tmp_path, model=GOLDEN / "qwen3_gqa_tied"):
         options = [f"compilation_cache_dir={cache}", *OPTIONS]
         words = [word for option in options for word in ("--engine", option)]
         command = [sys.executable, "-m", "tunix_sgljax.cli.main", "generate", *words]
-        command += ["--model", str(GOLDEN / "qwen3_gqa_tied"), "--ignore-eos", *argv]
+        command += ["--model", str(model), "--ignore-eos", *argv]
         process = subprocess.Popen(
             [*command, "--max-new-tokens", "500"],
             stdout=subprocess.PIPE,
@@ -79,8 +82,25 @@ def test_while_compiling(start, tmp_path):
         assert row["completion_tokens"] == len(row["output_ids"]) < 100
 
 
-def test_while_decoding(start):
-    process = start("the quick", cache=ROOT / ".jax_cache")
+@pytest.fixture
+def slow_model(tmp_path):
+    """One that does the same, with layers so wide that it has not ended before Ctrl-C comes."""
+    folder, width = tmp_path / "slow", 1 << 16
+    shutil.copytree(GOLDEN / "qwen3_gqa_tied", folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    more = width - config["intermediate_size"]
+    for name, weight in weights.items():
+        if "mlp" in name:
+            padding = ((0, 0), (0, more)) if "down_proj" in name else ((0, more), (0, 0))
+            weights[name] = np.pad(weight, padding)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
+    return folder
+
+
+def test_while_decoding(start, slow_model):
+    process = start("the quick", cache=ROOT / ".jax_cache", model=slow_model)
     wait_for(process, "loaded")
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)

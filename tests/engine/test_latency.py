@@ -11,7 +11,7 @@ import pytest
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine import commands as cmd
 from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.threads import held, start
+from tests.threads import held, start, wait_for
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "decode_steps": 2}
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
@@ -27,6 +27,7 @@ def engine():
 def test_time_to_first_token_begins_with_the_call(engine):
     with held(engine):
         answer = start(lambda: engine.generate(None, GREEDY, [1, 2, 3]))
+        wait_for(lambda: not engine._loop._commands.empty())
         time.sleep(WAIT_S)
     meta = answer.result()["meta_info"]
     assert WAIT_S <= meta["time_to_first_token"] < meta["e2e_latency"]
