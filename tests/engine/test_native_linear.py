@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from sgljax_engine.native.linear import linear, linear_by_token
+from sgljax_engine.native.linear import linear
 from sgljax_engine.native.linear_few import FEW, linear_of_few
 from sgljax_engine.native.transpose import transpose
 from tests.engine.native_cases import lanes, needs_machine_code
@@ -40,7 +40,7 @@ def test_all_numbers_of_tokens(shape):
             options = {"is_deterministic": is_deterministic}
             found = np.asarray(jax.jit(functools.partial(linear, **options))(weight, x))
             assert_product(found, weight, x)
-            run = jax.jit(functools.partial(linear_by_token, **options))
+            run = jax.jit(functools.partial(linear, is_by_token=True, **options))
             np.testing.assert_array_equal(run(weight, x), found.T)
         of_few = np.asarray(jax.jit(linear_of_few)(weight, x.T))
         assert_product(of_few, weight, x)
@@ -53,7 +53,7 @@ def test_a_token_has_the_same_bits_in_any_company():
     run = jax.jit(functools.partial(linear, is_deterministic=True))
     together = np.asarray(run(weight, x))
     np.testing.assert_array_equal(jax.jit(linear)(weight, x), together)
-    by_token = jax.jit(functools.partial(linear_by_token, is_deterministic=True))
+    by_token = jax.jit(functools.partial(linear, is_by_token=True, is_deterministic=True))
     np.testing.assert_array_equal(by_token(weight, x), together.T)
     for count in (1, 2, 5, FEW, 16, 40, 64, 129):
         some = np.random.default_rng(count).permutation(130)[:count]
@@ -71,7 +71,8 @@ def test_what_is_not_a_number_stays_with_its_token(value):
         x = draw(40, num_tokens)
         x[3, num_tokens - 1] = value
         found = np.asarray(jax.jit(linear)(weight, x))
-        np.testing.assert_array_equal(jax.jit(linear_by_token)(weight, x), found.T)
+        by_token = jax.jit(functools.partial(linear, is_by_token=True))
+        np.testing.assert_array_equal(by_token(weight, x), found.T)
         assert not np.isfinite(found[:, -1]).any()
         assert_product(found[:, :-1], weight, x[:, :-1])
 
@@ -79,7 +80,8 @@ def test_what_is_not_a_number_stays_with_its_token(value):
 def test_nothing_at_all():
     assert jax.jit(linear)(draw(0, 5), draw(5, 20)).shape == (0, 20)
     assert jax.jit(linear)(draw(4, 5), draw(5, 0)).shape == (4, 0)
-    assert jax.jit(linear_by_token)(draw(0, 5), draw(5, 20)).shape == (20, 0)
+    by_token = jax.jit(functools.partial(linear, is_by_token=True))
+    assert by_token(draw(0, 5), draw(5, 20)).shape == (20, 0)
     np.testing.assert_array_equal(jax.jit(linear)(draw(4, 0), draw(0, 20)), np.zeros((4, 20)))
 
 

@@ -39,7 +39,6 @@ from sgljax_engine.models.spec import (
     ParamSpec,
 )
 from sgljax_engine.native.linear import linear as native_linear
-from sgljax_engine.native.linear import linear_by_token
 
 Rope = tuple[jax.Array, jax.Array]
 """Sines and cosines of each token's rotary angles."""
@@ -287,6 +286,8 @@ def _logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Arr
     table = params["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     if context.has_native_linear:
         # It was turned just before, and XLA leaves both turns out.
-        logits = linear_by_token(table, hidden.T, is_deterministic=context.is_deterministic)
+        logits = native_linear(
+            table, hidden.T, is_by_token=True, is_deterministic=context.is_deterministic
+        )
         return soft_cap(logits, config.final_logit_softcap)
     return soft_cap(unembed(hidden, table), config.final_logit_softcap)

@@ -39,31 +39,25 @@ More rows would come as longer runs, but then their addresses fill the registers
 """
 
 
-def linear(weight: jax.Array, x: jax.Array, *, is_deterministic: bool = False) -> jax.Array:
-    """`weight @ x`.
+def linear(
+    weight: jax.Array, x: jax.Array, *, is_by_token: bool = False, is_deterministic: bool = False
+) -> jax.Array:
+    """`weight @ x`, or the same the other way round.
 
     Args:
         weight: [out, in] float32.
         x: [in, T] float32.
+        is_by_token: `(weight @ x).T`.
         is_deterministic: A token gets the same bits whatever T is, if few tokens take longer.
 
     Returns:
-        [out, T] float32.
+        [out, T] float32, or [T, out] by token.
     """
     if x.shape[1] <= FEW and not is_deterministic:
-        return linear_of_few(weight, x.T)
-    result = jax.ShapeDtypeStruct((weight.shape[0], x.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(register(_of_many(False)), result)(weight, x)
-
-
-def linear_by_token(
-    weight: jax.Array, x: jax.Array, *, is_deterministic: bool = False
-) -> jax.Array:
-    """`(weight @ x).T`, [T, out] float32; otherwise as `linear`."""
-    if x.shape[1] <= FEW and not is_deterministic:
-        return linear_of_few(weight, x.T, is_by_token=True)
-    result = jax.ShapeDtypeStruct((x.shape[1], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(register(_of_many(True)), result)(weight, x)
+        return linear_of_few(weight, x.T, is_by_token=is_by_token)
+    shape = (weight.shape[0], x.shape[1])
+    result = jax.ShapeDtypeStruct(shape[::-1] if is_by_token else shape, jnp.float32)
+    return jax.ffi.ffi_call(register(_of_many(is_by_token)), result)(weight, x)
 
 
 @functools.cache
