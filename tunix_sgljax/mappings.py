@@ -9,12 +9,13 @@ from typing import Any
 from tunix.generate.mappings import MappingConfig
 
 from sgljax_engine import (
-    InvalidConfigError,
     Rule,
     UnsupportedModelError,
+    WeightRule,
     WeightSyncError,
     flatten_named,
 )
+from tunix_sgljax.lora import LoraActor, is_lora_name
 
 _LAYER, _HF_LAYER = "layers.*.", "model.layers.*."
 
@@ -112,38 +113,51 @@ class WeightMapper:
     Rules are made once for each set of names, so that the engine reuses its compiled plan.
     """
 
-    def __init__(self, mapping: MappingConfig | None, architecture: str) -> None:
-        """Takes a mapping as `find_mapping` returns it, and the engine's architecture."""
+    def __init__(
+        self, mapping: MappingConfig | None, architecture: str, lora: LoraActor | None = None
+    ) -> None:
+        """Takes what maps the weights.
+
+        Args:
+            mapping: As `find_mapping` returns it.
+            architecture: The engine's name of it.
+            lora: Of a LoRA actor.
+        """
         self._mapping = mapping
         self._architecture = architecture
-        self._rules: dict[tuple[str, ...], tuple[Rule, ...]] = {}
+        self._lora = lora
+        self._rules: dict[tuple[str, ...], tuple[WeightRule, ...]] = {}
 
     def named_source(self, params: Any) -> dict[str, Any]:
         """The parameters by dotted name, after the mapping's preprocessing.
 
+        LoRA leaves alone are completed by the frozen base of the actor.
+
         Raises:
-            InvalidConfigError: for LoRA parameters.
+            WeightSyncError: for LoRA parameters that are not the actor's.
         """
         preprocess = self._mapping.preprocess_src_state if self._mapping is not None else None
-        source = flatten_named(preprocess(params) if preprocess is not None else params)
-        _refuse_lora(source)
+        source = flatten_named(params)
+        if preprocess is not None and not all(map(is_lora_name, source)):
+            source = flatten_named(preprocess(params))
+        if self._lora is not None:
+            return self._lora.complete(source)
+        lora = [name for name in source if is_lora_name(name)]
+        if lora:
+            raise WeightSyncError(
+                f"the actor has no LoRA parameters, but {lora[0]!r} and {len(lora) - 1} more came"
+            )
         return source
 
-    def rules_for(self, source: Mapping[str, Any]) -> tuple[Rule, ...]:
+    def rules_for(self, source: Mapping[str, Any]) -> tuple[WeightRule, ...]:
         """Rules for parameters of these names; see `to_rules`."""
         names = tuple(source)
         if names not in self._rules:
-            self._rules[names] = to_rules(self._mapping, names, self._architecture)
+            plain = [name for name in names if not is_lora_name(name)]
+            rules = to_rules(self._mapping, plain, self._architecture)
+            pairs = () if self._lora is None else self._lora.rules
+            self._rules[names] = (*rules, *pairs)
         return self._rules[names]
-
-
-def _refuse_lora(source: Mapping[str, Any]) -> None:
-    lora = [name for name in source if "lora" in name.rsplit(".", 1)[-1]]
-    if lora:
-        raise InvalidConfigError(
-            f"LoRA parameters are not supported yet (found {lora[0]!r} and {len(lora) - 1} more); "
-            "train full weights, or use Tunix's vanilla rollout"
-        )
 
 
 def to_rules(
@@ -156,8 +170,11 @@ def to_rules(
         source_names: Of the trainer's parameters.
         architecture: The engine's name of it.
 
+    Layers that are stacked in one array (scanned) are those with "layer" in the sharding of their
+    mapping; its place there is their axis, and the target's last `*` is the layer. Transposes and
+    hooks are those of one layer.
+
     Raises:
-        WeightSyncError: for scanned (stacked) layers, which are not supported.
         UnsupportedModelError: when there is no mapping and none is built in.
     """
     if mapping is None:
@@ -173,13 +190,23 @@ def to_rules(
     rules: dict[str, Rule] = {}
     for pattern, entry in patterns.items():
         target, sharding = (entry, None) if isinstance(entry, str) else entry
-        if sharding and "layer" in sharding:
-            raise WeightSyncError(f"{pattern!r} maps scanned layers, which is not supported")
+        stacked = _stacked_axis(sharding)
         # A wildcard rule may need transposes or hooks that single layers carry in Tunix's tables.
         for name in _matching(pattern, source_names) or [pattern]:
             concrete = _fill(target, pattern, name)
-            rules[name] = Rule(name, concrete, _transpose(name, transposes), _lookup(name, hooks))
+            transpose, hook = _transpose(name, transposes), _lookup(name, hooks)
+            if stacked is None:
+                rules[name] = Rule(name, concrete, transpose, hook)
+            else:
+                rules[name] = Rule(name, concrete, transpose, hook, "each", stacked)
     return tuple(rules.values())
+
+
+def _stacked_axis(sharding: Any) -> int | None:
+    """The axis of stacked layers, as Tunix marks it; None for a layer of its own."""
+    if not sharding or "layer" not in sharding:
+        return None
+    return tuple(sharding).index("layer")
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -37,6 +37,11 @@ class EngineRest:
         self._is_used = False  # since the engine was built or woke
         self._own_sleep: int | None = None  # which of the engine's sleeps began here
 
+    @property
+    def is_offloading(self) -> bool:
+        """Whether the cluster has given its sign."""
+        return self._is_offloading
+
     @contextlib.contextmanager
     def call(self, engine: Engine) -> Iterator[None]:
         """A call that needs the engine awake; wakes it if it was put to sleep here.

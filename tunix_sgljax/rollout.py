@@ -28,9 +28,19 @@ from sgljax_engine import (
     RequestOutput,
     SamplingParams,
     derive_seed,
+    flatten_named,
     load_model_config,
 )
 from tunix_sgljax import mappings, padding, sampling
+from tunix_sgljax.lora import (
+    LoraActor,
+    LoraMode,
+    LoraReport,
+    check_lora_mode,
+    check_scaling,
+    find_lora,
+    is_lora_name,
+)
 from tunix_sgljax.model_config import as_trained, to_model_config
 from tunix_sgljax.observers import RolloutObservers
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
@@ -68,6 +78,8 @@ class SglJaxRollout(BaseRollout):
         match_batch_size: int | None = None,
         weight_update_mode: sampling.WeightUpdateMode = "retract",
         release_kv_between_steps: bool = False,
+        lora: LoraMode = "merged",
+        lora_scaling: float | None = None,
         progress: Progress | None = None,
         **engine_options: Any,
     ) -> None:
@@ -97,6 +109,12 @@ class SglJaxRollout(BaseRollout):
                 until the next one. Calls that follow one another (micro-batches, few concurrent
                 episodes) release and take it each time. While other users of the same engine
                 have requests running, nothing is released.
+            lora: How the pairs of a LoRA actor are applied. "merged" adds them to the frozen base
+                whenever they come, so that sampling costs what it costs without LoRA. Without LoRA
+                parameters in the actor it means nothing.
+            lora_scaling: alpha / rank of all pairs. None takes
+                `RolloutConfig.rollout_sglang_jax_lora_scaling`, else what the actor's qwix provider
+                says of each.
             progress: Draws bars of loading, warm-up and rollouts.
             **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
 
@@ -122,6 +140,9 @@ class SglJaxRollout(BaseRollout):
             self._match = TrainerMatch(
                 pad_id=self.pad_id(), eos_id=self.eos_id(), batch_size=match_batch_size
             )
+        self._lora_mode: LoraMode = check_lora_mode(lora)
+        self._lora_scaling = check_scaling("lora_scaling", lora_scaling)
+        self._lora: LoraActor | None = None
         sampling.check_weight_update_mode(weight_update_mode)
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
         self._rest = EngineRest(
@@ -163,7 +184,9 @@ class SglJaxRollout(BaseRollout):
         self._engine_config = EngineConfig.from_options({"max_model_len": implied} | options)
         self._mapping_obj = rollout_config.rollout_mapping_config
         mapping = mappings.find_mapping(self._mapping_obj, self._actor)
-        self._mapper = mappings.WeightMapper(mapping, self._model_config.architecture)
+        self._lora = find_lora(self._actor, self._find_lora_scaling(rollout_config))
+        architecture = self._model_config.architecture
+        self._mapper = mappings.WeightMapper(mapping, architecture, self._lora)
 
     # ------------------------------------------------------------------ facts
 
@@ -214,6 +237,11 @@ class SglJaxRollout(BaseRollout):
             rollout_config, eos_id=self.eos_id(), seed=None, extra=self._extra_params
         )
         sampling.check_comparable(self._logprobs_mode, params)
+
+    @property
+    def lora_report(self) -> LoraReport | None:
+        """The actor's LoRA pairs, and who holds the frozen base; None without LoRA parameters."""
+        return None if self._lora is None else self._lora.report(self._lora_mode)
 
     @property
     def weight_version(self) -> int:
@@ -411,7 +439,8 @@ class SglJaxRollout(BaseRollout):
 
         Args:
             params: The actor's `nnx.State` (or any pytree with its names), or an empty one.
-            filter_types: The variable types that `params` holds; LoRA parameters are refused.
+            filter_types: The variable types that `params` holds. Not needed: names tell LoRA
+                leaves, which may come alone, from weights.
 
         Raises:
             InvalidConfigError: for an empty state with "trainer_match", whose references would
@@ -429,6 +458,11 @@ class SglJaxRollout(BaseRollout):
             self._update(params)
 
     def _update(self, params: Any) -> None:
+        if self._lora is not None:
+            self.engine  # noqa: B018  built from the actor, which has the frozen base
+            # Offloading, Tunix passes the base alone as it moves the reference model.
+            if self._rest.is_offloading and not any(map(is_lora_name, flatten_named(params))):
+                return
         source = self._mapper.named_source(params)
         rules = self._mapper.rules_for(source)
         engine = self.engine
@@ -494,6 +528,12 @@ class SglJaxRollout(BaseRollout):
             raise InvalidConfigError(
                 "RolloutConfig.rollout_mapping_config cannot change after construction"
             )
+
+    def _find_lora_scaling(self, rollout_config: RolloutConfig) -> float | None:
+        if self._lora_scaling is not None:
+            return self._lora_scaling
+        name = "rollout_sglang_jax_lora_scaling"
+        return check_scaling(f"RolloutConfig.{name}", getattr(rollout_config, name))
 
     def _find_model_config(self, rollout_config: RolloutConfig, wanted: int) -> ModelConfig:
         given = self._given_model_config

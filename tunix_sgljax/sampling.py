@@ -66,6 +66,7 @@ _HANDLED = {
     f"{_PREFIX}model_version",
     f"{_PREFIX}log_level",
     f"{_PREFIX}kwargs",
+    f"{_PREFIX}lora_scaling",
     *_HONOURED,
 }
 

@@ -21,6 +21,7 @@ from tunix.rl.common import compute_per_token_logps
 
 from sgljax_engine import EngineStateError, InvalidConfigError, WeightSyncError, flatten_named
 from tunix_sgljax import padding
+from tunix_sgljax.lora import is_lora_name
 
 _DATA_AXIS = "fsdp"
 """Over which Tunix's trainer spreads the rows of a batch, unless it is told otherwise."""
@@ -165,6 +166,8 @@ class TrainerMatch:
         """
         with self._updating:
             ours, new = flatten_named(self._params), flatten_named(params)
+            if all(map(is_lora_name, new)):  # the frozen base stays what it is
+                new = {n: x for n, x in ours.items() if not is_lora_name(n)} | new
             if ours.keys() != new.keys():
                 raise WeightSyncError(
                     "logprobs_mode='trainer_match' needs all parameters of the actor and no "

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         read_hf_tensors,
         write_hf_tensors,
     )
-    from sgljax_engine.weights.rules import Rule, flatten_named
+    from sgljax_engine.weights.rules import LoraRule, Rule, WeightRule, flatten_named
 
 _LAZY = {
     "CheckpointManager": "sgljax_engine.checkpoint.manager",
@@ -66,7 +66,9 @@ _LAZY = {
     "HfTensor": "sgljax_engine.weights.hf_files",
     "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
     "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
+    "LoraRule": "sgljax_engine.weights.rules",
     "Rule": "sgljax_engine.weights.rules",
+    "WeightRule": "sgljax_engine.weights.rules",
     "flatten_named": "sgljax_engine.weights.rules",
     "load_model_config": "sgljax_engine.models.registry",
     "model_config_from_hf": "sgljax_engine.models.registry",
@@ -102,6 +104,7 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "Llama3Scaling",
+    "LoraRule",
     "MemoryReport",
     "ModelConfig",
     "OffloadError",
@@ -120,6 +123,7 @@ __all__ = [
     "SchedulerConfig",
     "UnsupportedModelError",
     "WeightLoadError",
+    "WeightRule",
     "WeightSyncError",
     "WeightsLostError",
     "derive_seed",

@@ -40,7 +40,8 @@ from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.updates import WeightSource
 from sgljax_engine.weights import loader, sync
-from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.rules import Rule, WeightRule
+from sgljax_engine.weights.served import ServedSource
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -59,7 +60,7 @@ def check_sources(
     model_path: str | Path | None,
     model_config: ModelConfig | None,
     weights: Any,
-    weight_rules: Sequence[Rule] | None,
+    weight_rules: Sequence[WeightRule] | None,
     load_format: str,
 ) -> None:
     """Refuses arguments that contradict one another; none is ever ignored."""
@@ -94,7 +95,7 @@ def folder_weights(
 
 
 def same_model_weights(
-    model: ModelConfig, folder: str | Path, rules: Sequence[Rule] | None
+    model: ModelConfig, folder: str | Path, rules: Sequence[WeightRule] | None
 ) -> WeightSource:
     """`folder_weights` of a folder that must describe the same model.
 
@@ -144,7 +145,7 @@ def pick_weights(
     config: EngineConfig,
     folder: str | Path | None,
     weights: Any,
-    rules: Sequence[Rule] | None,
+    rules: Sequence[WeightRule] | None,
     load_format: str,
     progress: ProgressListener | None,
 ) -> WeightSource:
@@ -197,7 +198,11 @@ def build_loop(
     targets = placement.weight_targets(definition.param_specs(model))
     maker = sync.WeightMaker(targets)
     with reporting(progress, "place weights", len(targets), "tensor") as advance:
-        weights_made = maker.make(weights.arrays, weights.rules)
+        plan, arrays = maker.plan(weights.arrays, weights.rules)
+        weights_made = sync.apply(plan, arrays)
+        served = ServedSource()
+        served.remember(plan, arrays)
+        del arrays
         advance(len(targets))
     backends = pick_backends(config.runtime, placement, model.head_dim)
     static = _program_context(config, definition, model, placement, weights_made, backends)
@@ -235,6 +240,7 @@ def build_loop(
         pool=pool,
         runner=runner,
         weight_maker=maker,
+        served=served,
         memory=memory.report,
         tokenizer=tokenizer,
         name=f"sgljax-engine-{next(_names)}",

@@ -24,7 +24,7 @@ from sgljax_engine.metrics import EngineState
 from sgljax_engine.progress import ProgressListener
 from sgljax_engine.snapshot import CopiedPages, Restoration, Snapshot
 from sgljax_engine.types import FinishReason, PageStamp, Request
-from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.rules import WeightRule
 
 Weights = dict[str, jax.Array]
 BuildWeights = Callable[[Weights], Mapping[str, jax.Array]]
@@ -149,7 +149,7 @@ class CompareWeights:
     """Names of serving weights whose bits differ from those of a mapped source."""
 
     source: Any
-    rules: Sequence[Rule]
+    rules: Sequence[WeightRule]
     future: Future[list[str]]
 
 

@@ -52,7 +52,7 @@ from sgljax_engine.seeds import SeedSource
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
 from sgljax_engine.updates import UpdateJob, WeightSource
-from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.rules import WeightRule
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Engine:
         *,
         model_config: ModelConfig | None = None,
         weights: Any = None,
-        weight_rules: Sequence[Rule] | None = None,
+        weight_rules: Sequence[WeightRule] | None = None,
         tokenizer: Any = None,
         load_format: str = "auto",
         mesh: jax.sharding.Mesh | None = None,
@@ -574,7 +574,7 @@ class Engine:
     def update_weights(
         self,
         source: Any,
-        rules: Sequence[Rule] | None = None,
+        rules: Sequence[WeightRule] | None = None,
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
@@ -622,7 +622,7 @@ class Engine:
     async def async_update_weights(
         self,
         source: Any,
-        rules: Sequence[Rule] | None = None,
+        rules: Sequence[WeightRule] | None = None,
         *,
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
@@ -646,7 +646,9 @@ class Engine:
         """
         return self._client.ask(cmd.ChecksumWeights)
 
-    def find_differing_weights(self, source: Any, rules: Sequence[Rule] | None = None) -> list[str]:
+    def find_differing_weights(
+        self, source: Any, rules: Sequence[WeightRule] | None = None
+    ) -> list[str]:
         """Names of serving weights whose bits differ from those of a source; empty if none does.
 
         Checksums are compared, of each weight and of what it would be made of; hooks of rules must
@@ -664,7 +666,7 @@ class Engine:
         return self._client.ask(functools.partial(cmd.CompareWeights, found.arrays, found.rules))
 
     def _weight_source(
-        self, source: Any, rules: Sequence[Rule] | None
+        self, source: Any, rules: Sequence[WeightRule] | None
     ) -> Callable[[], WeightSource]:
         if isinstance(source, (str, Path)):
             return functools.partial(builder.same_model_weights, self._model, source, rules)
@@ -674,7 +676,7 @@ class Engine:
     def _update_job(
         self,
         source: Any,
-        rules: Sequence[Rule] | None,
+        rules: Sequence[WeightRule] | None,
         mode: PauseMode,
         flush_cache: bool | None,
         donate: bool,

@@ -12,12 +12,12 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.weights.hf_files import HfTensor, mapped_tensors
-from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.sync import TargetSpec
 
 
 def to_hf_tensors(
-    model: ModelConfig, weights: Mapping[str, np.ndarray], rules: Sequence[Rule]
+    model: ModelConfig, weights: Mapping[str, np.ndarray], rules: Sequence[WeightRule]
 ) -> dict[str, HfTensor]:
     """A trainer's weights by Hugging Face's names, each made when it is loaded.
 

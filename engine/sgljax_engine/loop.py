@@ -34,6 +34,7 @@ from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.types import FinishReason, Request
 from sgljax_engine.updates import UpdateJob, Updater
+from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import WeightMaker
 from sgljax_engine.worker import Worker
 
@@ -63,6 +64,7 @@ class EngineLoop:
         pool: PagePool,
         runner: ModelRunner,
         weight_maker: WeightMaker,
+        served: ServedSource,
         memory: MemoryReport,
         tokenizer: Tokenizer | None,
         name: str,
@@ -74,6 +76,7 @@ class EngineLoop:
             pool: The pages.
             runner: Holds weights and pages.
             weight_maker: Makes the weights of updates.
+            served: What the first weights were made of.
             memory: What weights and pages take.
             tokenizer: For output text.
             name: Of the threads.
@@ -89,7 +92,7 @@ class EngineLoop:
             ),
             recorder=self.recorder,
         )
-        updater = Updater(weight_maker, self.submit, self._check_open, self.recorder)
+        updater = Updater(weight_maker, served, self.submit, self._check_open, self.recorder)
         self._updates = Worker(updater.update, f"{name}-updates")
         saver = Saver(runner.model_config, self.submit)
         self._saves = Worker(saver.save, f"{name}-checkpoints")

@@ -16,7 +16,8 @@ from sgljax_engine import commands as cmd
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.recorder import UPDATES_TRACK, Recorder
 from sgljax_engine.weights import sync
-from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.rules import WeightRule
+from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import SyncPlan, WeightMaker
 
 
@@ -24,7 +25,7 @@ class WeightSource(NamedTuple):
     """Named arrays and the rules that map them onto the engine's parameters."""
 
     arrays: Any
-    rules: Sequence[Rule]
+    rules: Sequence[WeightRule]
 
 
 class UpdateJob(NamedTuple):
@@ -53,6 +54,7 @@ class Updater:
     def __init__(
         self,
         maker: WeightMaker,
+        served: ServedSource,
         submit: Callable[[cmd.Command], None],
         check_open: Callable[[], None],
         recorder: Recorder,
@@ -61,11 +63,13 @@ class Updater:
 
         Args:
             maker: Plans; from now on used by this object alone.
+            served: What the weights that serve were made of.
             submit: Queues a command for the engine thread.
             check_open: Raises once the engine is shut down.
             recorder: Notes what is done.
         """
         self._maker = maker
+        self._served = served
         self._submit = submit
         self._check_open = check_open
         self._recorder = recorder
@@ -78,13 +82,20 @@ class Updater:
         source = job.load()
         plan, arrays = self._maker.plan(source.arrays, source.rules)
         del source
-        build = self._prepare(plan, arrays, job)
-        del arrays
+        # The checksums of `verify` are those of all weights.
+        changed = plan if job.verify else self._served.changed(plan, arrays)
+        build = _whole(plan, changed, arrays, self._prepare(changed, arrays, job))
         future: Future[int] = Future()
         self._submit(cmd.SwapWeights(build, job.mode, job.flush_cache, future))
         del build
         submitted = time.perf_counter()
-        version = future.result()
+        try:
+            version = future.result()
+        except BaseException:
+            self._served.forget()
+            raise
+        self._served.remember(plan, arrays)
+        del arrays
         if self._recorder.is_on:
             ended, args = time.perf_counter(), {"weight_version": version}
             self._recorder.slice(UPDATES_TRACK, "prepare weights", began, submitted, args)
@@ -124,6 +135,23 @@ class Updater:
             return None
         placement = sync.placement(plan, arrays)
         return None if placement is None else (plan, placement)
+
+
+def _whole(
+    plan: SyncPlan, changed: SyncPlan, arrays: Mapping[str, Any], build: cmd.BuildWeights
+) -> cmd.BuildWeights:
+    """`build`, which makes what is changed, together with the weights that serve on."""
+    kept = plan.names - changed.names
+    if not kept:
+        return build
+
+    def build_whole(old: cmd.Weights) -> dict[str, jax.Array]:
+        if not kept <= old.keys():  # they sleep, or were lost
+            return sync.apply(plan, arrays)
+        rest = {name: old[name] for name in kept}
+        return rest | dict(build(old))
+
+    return build_whole
 
 
 class _Made:

@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 
 from sgljax_engine import InvalidConfigError, SamplingParams
+from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter.helpers import (
     ENGINE_OPTIONS,
+    MODEL,
     VOCAB_SIZE,
     max_difference,
     new_rollout,
@@ -46,11 +48,16 @@ def num_decoded(rollout):
 
 def sample_across_an_update(rollout, other_model):
     """Generates, and updates weights once some tokens are there."""
+    return sample_across(rollout, lambda: params_of(other_model))
+
+
+def sample_across(rollout, make_params):
+    """The same with any parameters, made when they are due."""
     before = num_decoded(rollout)
     call = start(lambda: rollout.generate([text_of(ids) for ids in PROMPTS], long_config()))
     while num_decoded(rollout) < before + 10 * len(PROMPTS):
         assert not call.done()
-    rollout.update_params(params_of(other_model), (nnx.Param,))
+    rollout.update_params(make_params())
     return call.result(LIMIT_S)
 
 
@@ -188,3 +195,17 @@ def test_bad_options_are_refused(model, options, match):
     ):
         with pytest.raises(InvalidConfigError, match=match):
             make(**options)
+
+
+# ------------------------------------------------------------------ LoRA pairs in flight
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "wait", "abort"])
+def test_lora_pairs_come_in_flight_as_weights_do(mode):
+    actor = lora_models.make(MODEL)
+    rollout = new_rollout(actor, weight_update_mode=mode, **ONE_BY_ONE)
+    versions = {"wait": {0}, "abort": {0}}.get(mode, {0, 1})
+    output = sample_across(rollout, lambda: lora_models.draw(actor, 1))
+    assert [set(row.tolist()) for row in output.weight_versions] == [versions] * len(PROMPTS)
+    assert rollout.weight_version == 1
+    rollout.close()

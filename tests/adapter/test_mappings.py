@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from flax import nnx
 from tunix.generate.mappings import MappingConfig
 
-from sgljax_engine import InvalidConfigError, Rule, WeightSyncError
+from sgljax_engine import InvalidConfigError, Rule, WeightSyncError, flatten_named
 from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, named_params, named_params_of, params_of, tokens_of
 from tunix_sgljax import mappings
@@ -183,11 +186,62 @@ def test_a_hook_that_raises_is_named(make_rollout, model):
         tokens_of(rollout, PROMPTS)
 
 
-def test_scanned_layers_are_refused(make_rollout):
-    names = HF_NAMES | {"layers.gate": ("model.layers.*.mlp.gate_proj.weight", ("layer", None))}
-    rollout = make_rollout(config={"rollout_mapping_config": {"to_hf_mappings": names}})
-    with pytest.raises(WeightSyncError, match=r"'layers\.gate'.*scanned"):
-        tokens_of(rollout, PROMPTS)
+def stacked(params, axis):
+    """The parameters with all layers in one array, as scanned models (MaxText's) have them."""
+    flat = flatten_named(params)
+    layers = range(sum("up_proj" in name for name in flat))
+    names = [name for name in flat if name.startswith("layers.0.")]
+    stacks = {
+        name.replace(".0.", "."): jnp.stack(
+            [flat[name.replace(".0.", f".{i}.")] for i in layers], min(axis, flat[name].ndim)
+        )
+        for name in names
+    }
+    return {name: x for name, x in flat.items() if not name.startswith("layers.")} | stacks
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacked_layers(make_rollout, model, other_model, expected, axis):
+    """A trainer whose layers are in one array, marked as Tunix marks them: by their sharding."""
+    shapes = {name: x.ndim for name, x in stacked(params_of(model), axis).items()}
+    names: dict[str, Any] = {}
+    for name, target in HF_NAMES.items():
+        if "*" not in name:
+            names[name] = target
+            continue
+        source = name.replace("*.", "")
+        sharding: list[str | None] = [None] * shapes[source]
+        sharding[min(axis, shapes[source] - 1)] = "layer"
+        names[source] = (target, tuple(sharding))
+    rollout = make_rollout(
+        model,
+        config={
+            "rollout_mapping_config": {
+                "to_hf_mappings": names,
+                "preprocess_src_state": functools.partial(_stack_layers, axis=axis),
+            }
+        },
+    )
+    assert tokens_of(rollout, PROMPTS) == expected
+    rollout.update_params(stacked(params_of(other_model), axis), (nnx.Param,))
+    changed = tokens_of(rollout, PROMPTS)
+    assert changed != expected
+    rollout.update_params(stacked(params_of(model), axis), (nnx.Param,))
+    assert tokens_of(rollout, PROMPTS) == expected
+    shallow = {
+        name: x[:1] if axis == 0 and name.startswith("layers.") else x
+        for name, x in stacked(params_of(model), axis).items()
+    }
+    if axis == 0:
+        with pytest.raises(WeightSyncError, match=r"'model\.layers\.1\..*is missing"):
+            rollout.update_params(shallow, (nnx.Param,))
+        assert tokens_of(rollout, PROMPTS) == expected
+
+
+def _stack_layers(params, axis):
+    """Stacks the actor's own parameters; leaves alone what is stacked already."""
+    is_stacked = not any(name.startswith("layers.0.") for name in flatten_named(params))
+    return params if is_stacked else stacked(params, axis)
 
 
 def test_preprocessing_is_not_dropped(make_rollout, model, expected):

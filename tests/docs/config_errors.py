@@ -143,6 +143,15 @@ def _(parts: Parts):
     )
 
 
+@produces("lora_scale")
+def _(parts: Parts):
+    actor = nnx.clone(parts.model)
+    projection = actor.layers[0].attn.q_proj
+    projection.w_lora_a = nnx.LoRAParam(np.ones((64, 2), np.float32))
+    projection.w_lora_b = nnx.LoRAParam(np.ones((2, 4, 16), np.float32))
+    new_rollout(actor)
+
+
 @produces("tensor_parallel_size")
 def _(parts: Parts):
     new_rollout(parts.model, rollout_config=rollout_config(tensor_parallel_size=4))

@@ -94,6 +94,7 @@ def test_mapped(name):
 
 
 SHOWN_ELSEWHERE = {
+    "rollout_sglang_jax_lora_scaling",  # tests/adapter/test_lora.py
     "max_prompt_length",  # tests/adapter/test_generate.py
     "return_logprobs",
     "rollout_mapping_config",  # tests/adapter/test_mappings.py

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from sgljax_engine import (
     Engine,
     InvalidConfigError,
+    LoraRule,
     Rule,
     SamplingParams,
     UnsupportedModelError,
@@ -164,6 +165,148 @@ class TestApply:
             made = apply(plan, {"x": sources[1]})
         np.testing.assert_array_equal(made["x"], [2.0, 2.0])
         assert not lowered
+
+
+LAYERS = {f"model.layers.{i}.w": target((5, 12), is_transposed=i == 1) for i in range(3)}
+
+
+class TestStackedLayers:
+    """Layers in one array, as scanned models have them."""
+
+    @pytest.mark.parametrize("axis", [0, 1, -1])
+    def test_each_layer_is_taken_from_its_place(self, axis):
+        layers = np.random.default_rng(0).normal(size=(3, 3, 4, 5)).astype(np.float32)
+        stack = np.stack(list(layers), axis)
+        rule = Rule("layers.w", "model.layers.*.w", (2, 0, 1), part="each", part_axis=axis)
+        made = sync({"layers.w": stack}, [rule], LAYERS)
+        for i, layer in enumerate(layers):
+            expected = layer.transpose(2, 0, 1).reshape(5, 12)
+            stored = np.asarray(made[f"model.layers.{i}.w"])
+            np.testing.assert_array_equal(stored.T if i == 1 else stored, expected)
+
+    @pytest.mark.parametrize("depth", [2, 4])
+    def test_another_depth_is_named(self, depth):
+        stack = np.zeros((depth, 5, 12), np.float32)
+        message = {
+            2: r"'model\.layers\.2\.w' \[5, 12\] is missing from the source",
+            4: r"'layers\.w' maps to 'model\.layers\.3\.w', which the model does not have",
+        }
+        with pytest.raises(WeightSyncError, match=message[depth]):
+            sync(
+                {"layers.w": stack},
+                [Rule("layers.w", "model.layers.*.w", part="each")],
+                LAYERS,
+            )
+
+    def test_an_axis_that_is_not_there_is_named(self):
+        rule = Rule("layers.w", "model.layers.*.w", part="each", part_axis=3)
+        with pytest.raises(WeightSyncError, match=r"'layers\.w' \[3, 5, 12\] is mapped by no rule"):
+            sync({"layers.w": np.zeros((3, 5, 12), np.float32)}, [rule], LAYERS)
+
+    def test_the_stack_is_not_copied(self):
+        stack = jnp.zeros((64, 256, 64))
+        targets = {f"model.layers.{i}.w": target((256, 64)) for i in range(64)}
+        rule = Rule("layers.w", "model.layers.*.w", part="each")
+        plan = plan_sync(source_spec({"layers.w": stack}), [rule], targets)
+        sources = [step.arrays({"layers.w": stack}) for step in plan.steps]
+        program: Any = plan.program.at_target
+        memory = program.lower(sources).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < stack.nbytes / 8
+
+    def test_a_lora_pair_of_a_stack(self):
+        rng = np.random.default_rng(0)
+        source = {
+            "layers.w": rng.normal(size=(5, 3, 12)).astype(np.float32),
+            "a": rng.normal(size=(5, 3, 2)).astype(np.float32),
+            "b": rng.normal(size=(2, 12)).astype(np.float32),
+        }
+        rules = [
+            Rule("layers.w", "model.layers.*.w", part="each", part_axis=1),
+            LoraRule("layers.w", "a", "b", 0.5, (0, 1)),
+        ]
+        made = sync(source, rules, LAYERS)
+        expected = source["layers.w"] + 0.5 * np.tensordot(source["a"], source["b"], 1)
+        for i in range(3):
+            stored = np.asarray(made[f"model.layers.{i}.w"])
+            stored = stored.T if i == 1 else stored
+            np.testing.assert_allclose(stored, expected[:, i], rtol=1e-5, atol=1e-6)
+
+
+FUSED_RULES = (
+    Rule("w", "k", (1, 0, 2), part=0),
+    Rule("w", "v", (1, 0, 2), part=1),
+    Rule("v", "norm"),
+    LoraRule("w", "a", "b", 2.0, (2,)),
+)
+FUSED = {
+    "k": target((6, 20), is_transposed=True),
+    "v": target((6, 20), dtype="bfloat16"),
+    "norm": target((20,)),
+}
+BAD_PAIRS = {
+    "no weight": (("w",), {}, "the LoRA pair of 'w' lacks w"),
+    "half a pair": (("b",), {}, "the LoRA pair of 'w' lacks b"),
+    "another rank": ((), {"b": (2, 2, 4, 5)}, r"the ranks differ, \[3\] and \[2\]"),
+    "another shape": (
+        (),
+        {"a": (5, 3)},
+        r"shapes do not fit, A must be \[6, 3\] and B \[3, 2, 4, 5\]",
+    ),
+}
+
+
+class TestLora:
+    """Pairs of a source; what Tunix's actors have is in tests/adapter/test_lora.py."""
+
+    def source(self):
+        rng = np.random.default_rng(1)
+        shapes = {"w": (2, 4, 6, 5), "a": (6, 3), "b": (3, 2, 4, 5), "v": (4, 5)}
+        return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def test_parts_of_a_fused_weight(self):
+        source = self.source()
+        made = sync(source, FUSED_RULES, FUSED)
+        whole = source["w"] + 2.0 * np.einsum("dr,rckh->ckdh", source["a"], source["b"])
+        k, v = (part.transpose(1, 0, 2).reshape(6, 20) for part in whole)
+        np.testing.assert_allclose(made["k"].T, k, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(made["v"], v.astype(jnp.bfloat16), rtol=1e-2)
+        np.testing.assert_array_equal(made["norm"], source["v"].reshape(20))
+
+    def test_the_sum_is_made_in_float32(self):
+        """A small change of a bfloat16 weight is not lost before the cast."""
+        source = {
+            "w": jnp.ones((4, 4), jnp.bfloat16),
+            "a": jnp.full((4, 1), 2.0**-6, jnp.bfloat16),
+            "b": jnp.full((1, 4), 2.0**-6, jnp.bfloat16),
+        }
+        rules = [Rule("w", "w"), LoraRule("w", "a", "b", 1.0)]
+        made = sync(source, rules, {"w": target((4, 4))})
+        np.testing.assert_array_equal(made["w"], np.full((4, 4), 1 + 2.0**-12, np.float32))
+
+    @pytest.mark.parametrize("name", BAD_PAIRS)
+    def test_what_does_not_fit_is_named(self, name):
+        left_out, shapes, message = BAD_PAIRS[name]
+        source = {n: x for n, x in self.source().items() if n not in left_out}
+        source |= {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
+        with pytest.raises(WeightSyncError, match=message):
+            sync(source, FUSED_RULES, FUSED)
+
+    def test_bad_axes_and_a_second_pair_are_named(self):
+        for rule, message in (
+            (LoraRule("w", "a", "b", 2.0, (1, 0)), r"in_axes \(1, 0\) are no ascending axes"),
+            (LoraRule("w", "a", "b", 2.0, (4,)), r"in_axes \(4,\) are no ascending axes"),
+            (LoraRule("w", "a", "b", 2.0, (2,)), "'w' has two LoRA pairs"),
+        ):
+            rules = [*FUSED_RULES, rule] if "two" in message else [*FUSED_RULES[:-1], rule]
+            with pytest.raises(WeightSyncError, match=message):
+                sync(self.source(), rules, FUSED)
+
+    def test_a_pair_of_a_weight_that_is_ignored(self):
+        source = {"w": np.ones((2, 2), np.float32), "v": np.ones(2, np.float32)}
+        source |= {"a": np.ones((2, 1), np.float32), "b": np.ones((1, 2), np.float32)}
+        rules = [Rule("w", None), Rule("v", "v"), LoraRule("w", "a", "b", 1.0)]
+        with pytest.raises(WeightSyncError, match="'w' has a LoRA pair, but a rule ignores it"):
+            sync(source, rules, {"v": target((2,))})
 
 
 class TestPlanErrors:

@@ -46,7 +46,7 @@ from sgljax_engine.types import (
     Request,
     SchedulerOutput,
 )
-from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.sync import WeightMaker, checksums, differing
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class ModelRunner:
 
         return make
 
-    def differing_weights(self, source: Any, rules: Sequence[Rule]) -> list[str]:
+    def differing_weights(self, source: Any, rules: Sequence[WeightRule]) -> list[str]:
         """Names of weights that lack the bits of a mapped pytree of arrays; see `sync.differing`.
 
         Raises:

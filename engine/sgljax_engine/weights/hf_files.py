@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
-from sgljax_engine.weights.rules import Rule
+from sgljax_engine.weights.lora import merge_on_host
+from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.sync import Step, TargetSpec, plan_sync, source_spec
 
 SINGLE_FILE = "model.safetensors"
@@ -84,7 +85,9 @@ def _loader(path: Path, name: str) -> Callable[[], np.ndarray]:
 
 
 def mapped_tensors(
-    weights: Mapping[str, np.ndarray], rules: Sequence[Rule], targets: Mapping[str, TargetSpec]
+    weights: Mapping[str, np.ndarray],
+    rules: Sequence[WeightRule],
+    targets: Mapping[str, TargetSpec],
 ) -> dict[str, HfTensor]:
     """A trainer's weights, on the host, as a model stores them; each keeps its dtype.
 
@@ -101,7 +104,11 @@ def mapped_tensors(
         source, target = weights[step.source], targets[step.target]
 
         def load() -> np.ndarray:
-            x = source if step.part is None else source[step.part]
+            x = source
+            if step.lora is not None:
+                x = merge_on_host(x, weights[step.lora.a], weights[step.lora.b], step.lora)
+                x = x.astype(source.dtype)
+            x = x if step.part is None else x.take(step.part, axis=step.part_axis)
             x = x if step.transpose is None else x.transpose(step.transpose)
             y = x if step.hook is None else np.asarray(step.hook(jnp.asarray(x)))
             y = y.reshape(target.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -24,39 +24,84 @@ class Rule(NamedTuple):
             source parameter on purpose.
         transpose: Permutation of the source's axes (those of the part, if `part` is set).
         hook: Applied after the transpose.
-        part: For a fused parameter, the index on its first axis that this rule takes, before the
-            transpose; the rules with the same source together must take all of them.
+        part: For a fused parameter, the index on `part_axis` that this rule takes, before the
+            transpose; the rules with the same source together must take all of them. "each" takes
+            all of them for as many targets, whose last `*` is the index: layers that are stacked
+            in one array (scanned, as MaxText does).
+        part_axis: Axis of the source that `part` is taken from.
     """
 
     source: str
     target: str | None
     transpose: tuple[int, ...] | None = None
     hook: Hook | None = None
-    part: int | None = None
+    part: int | Literal["each"] | None = None
+    part_axis: int = 0
+
+
+class LoraRule(NamedTuple):
+    """A LoRA pair of the source: `scale` A B is added to a weight before its own rules map it.
+
+    Attributes:
+        weight: Dotted source name of the weight W, which other rules map.
+        a: Source name of A: the axes `in_axes` of W, then the rank.
+        b: Source name of B: the rank, then the other axes of W in their order.
+        scale: alpha / rank, say.
+        in_axes: Axes of W that are contracted with the layer's input, ascending.
+    """
+
+    weight: str
+    a: str
+    b: str
+    scale: float
+    in_axes: tuple[int, ...] = (0,)
+
+
+WeightRule = Rule | LoraRule
+"""What an update's rules are."""
 
 
 class Match(NamedTuple):
-    """A rule applied to one source name."""
+    """A rule applied to one source name.
+
+    Attributes:
+        target: Engine name; None for a source parameter that is ignored.
+        rule: The rule.
+        part: The rule's, with "each" resolved.
+    """
 
     target: str | None
     rule: Rule
+    part: int | None
 
 
-def match(rules: Sequence[Rule], source: str) -> list[Match]:
+def match(rules: Sequence[Rule], source: str, shape: Sequence[int] = ()) -> list[Match]:
     """The first rule whose pattern is the source name; with its fellows, if it takes a part.
 
+    Args:
+        rules: Of an update, but for its LoRA rules.
+        source: A source parameter's name.
+        shape: Its shape, which tells how many parts there are.
+
     Returns:
-        One match, one a part of a fused parameter, or none.
+        One match, one a part of a fused or stacked parameter, or none.
     """
     found: list[Match] = []
     for rule in rules:
         if found and rule.source != found[0].rule.source:
             continue
         names = re.fullmatch(_pattern(rule.source), source)
-        if names is not None:
-            found.append(Match(_fill(rule.target, names.groups()), rule))
-            if found[0].rule.part is None:
-                break
+        if names is None:
+            continue
+        if rule.part == "each":
+            size = shape[rule.part_axis] if -len(shape) <= rule.part_axis < len(shape) else 0
+            for part in range(size):
+                filled = _fill(rule.target, (*names.groups(), str(part)))
+                found.append(Match(filled, rule, part))
+            break
+        found.append(Match(_fill(rule.target, names.groups()), rule, rule.part))
+        if rule.part is None:
+            break
     return found
 
 

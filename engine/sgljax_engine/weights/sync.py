@@ -24,10 +24,22 @@ from sgljax_engine.errors import WeightsLostError, WeightSyncError
 from sgljax_engine.native.ffi import unavailable
 from sgljax_engine.native.transpose import transpose
 from sgljax_engine.weights.checksum import checksum, to_hex
-from sgljax_engine.weights.rules import Hook, Match, Rule, flatten_named, match
+from sgljax_engine.weights.lora import LoraTerm, lora_terms, merge
+from sgljax_engine.weights.rules import (
+    Hook,
+    LoraRule,
+    Match,
+    Rule,
+    WeightRule,
+    flatten_named,
+    match,
+)
 from sgljax_engine.xla_options import transposition_options
 
 Weights = dict[str, jax.Array]
+
+Sources = tuple[Any, ...]
+"""Arrays that one step reads."""
 
 
 class TargetSpec(NamedTuple):
@@ -56,13 +68,28 @@ class SourceSpec(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How one engine parameter is made: part, transpose, hook, reshape, cast, physical layout."""
+    """How one engine parameter is made.
+
+    In this order: LoRA pair, part, transpose, hook, reshape, cast, physical layout.
+    """
 
     source: str
     target: str
     transpose: tuple[int, ...] | None
     hook: Hook | None
     part: int | None
+    part_axis: int = 0
+    lora: LoraTerm | None = None
+
+    def arrays(self, source: Mapping[str, Any]) -> Sources:
+        """What of a source it reads: a weight, and the pair that is added to it."""
+        names = (self.source,) if self.lora is None else (self.source, self.lora.a, self.lora.b)
+        return tuple(source[name] for name in names)
+
+    def operands(self, source: Mapping[str, Any]) -> Sources:
+        """`arrays` in one kind of memory, which what computes with several of them needs."""
+        arrays = self.arrays(source)
+        return arrays if self.lora is None else tuple(map(_in_device_memory, arrays))
 
 
 class Program(NamedTuple):
@@ -71,7 +98,7 @@ class Program(NamedTuple):
     Attributes:
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
         at_source: For sources elsewhere; its results have to be moved.
-        one: `at_target` for one parameter: its array, step, target, and whether by machine code of
+        one: `at_target` for one parameter: its arrays, step, target, and whether by machine code of
             our own; compiled once for each.
         checksums: Of what it makes, in logical shapes. All in one program: many small ones over
             several devices, all under way at once, can starve one another on CPUs.
@@ -79,10 +106,10 @@ class Program(NamedTuple):
         is_native: Whether `at_target` transposes by machine code of our own.
     """
 
-    at_target: Callable[[list[Any]], dict[str, jax.Array]]
-    at_source: Callable[[list[Any]], dict[str, jax.Array]]
-    one: Callable[[Any, Step, TargetSpec, bool], jax.Array]
-    checksums: Callable[[list[Any]], dict[str, jax.Array]]
+    at_target: Callable[[list[Sources]], dict[str, jax.Array]]
+    at_source: Callable[[list[Sources]], dict[str, jax.Array]]
+    one: Callable[[Sources, Step, TargetSpec, bool], jax.Array]
+    checksums: Callable[[list[Sources]], dict[str, jax.Array]]
     shardings: dict[str, jax.sharding.Sharding]
     is_native: bool
 
@@ -101,6 +128,11 @@ class SyncPlan(NamedTuple):
     steps: tuple[Step, ...]
     targets: Mapping[str, TargetSpec]
     program: Program
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The engine parameters that it makes."""
+        return frozenset(step.target for step in self.steps)
 
     @property
     def is_on_one_device(self) -> bool:
@@ -128,23 +160,31 @@ def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
 
 def plan_sync(
     source: Mapping[str, SourceSpec],
-    rules: Sequence[Rule],
+    rules: Sequence[WeightRule],
     targets: Mapping[str, TargetSpec],
 ) -> SyncPlan:
     """Matches rules and proves coverage and shapes.
 
     Raises:
         WeightSyncError: names every parameter that is missing, unused, mapped twice, mapped to
-            an unknown name or of the wrong shape or kind, with both shapes.
+            an unknown name or of the wrong shape or kind, with both shapes; and every LoRA pair
+            that is not whole, does not fit or changes a weight that is ignored.
     """
     names = {spec.alias: name for name, spec in targets.items()} | {name: name for name in targets}
     steps: dict[str, Step] = {}
-    problems: list[str] = []
+    mapping = [rule for rule in rules if isinstance(rule, Rule)]
+    pairs = [rule for rule in rules if isinstance(rule, LoraRule)]
+    terms, problems = lora_terms(pairs, source)
+    factors = {name for pair in pairs for name in (pair.a, pair.b)}
     for name, spec in source.items():
-        matches = match(rules, name)
+        if name in factors:
+            continue
+        matches = match(mapping, name, spec.shape)
         problems.extend(_coverage_problems(name, spec, matches))
         for found in matches:
             if found.target is None:
+                if name in terms:
+                    problems.append(f"{name!r} has a LoRA pair, but a rule ignores it")
                 continue
             target = names.get(found.target)
             if target is None:
@@ -153,7 +193,15 @@ def plan_sync(
                 problems.append(f"{name!r} and {steps[target].source!r} both map to {target!r}")
             else:
                 rule = found.rule
-                steps[target] = Step(name, target, rule.transpose, rule.hook, rule.part)
+                steps[target] = Step(
+                    name,
+                    target,
+                    rule.transpose,
+                    rule.hook,
+                    found.part,
+                    rule.part_axis,
+                    terms.get(name),
+                )
                 problems.extend(_shape_problems(spec, steps[target], targets[target]))
     problems.extend(
         f"parameter {name!r} {list(spec.shape)} is missing from the source"
@@ -166,10 +214,23 @@ def plan_sync(
             + "\n  ".join(problems)
         )
     ordered = tuple(steps[name] for name in targets)
+    return _with_program(dict(source), ordered, targets)
+
+
+def part_of_plan(plan: SyncPlan, names: AbstractSet[str]) -> SyncPlan:
+    """The plan that makes some of a plan's parameters from the same source."""
+    steps = tuple(step for step in plan.steps if step.target in names)
+    targets = {name: target for name, target in plan.targets.items() if name in names}
+    return _with_program(plan.source_spec, steps, targets)
+
+
+def _with_program(
+    source: dict[str, SourceSpec], steps: tuple[Step, ...], targets: Mapping[str, TargetSpec]
+) -> SyncPlan:
     # A hook belongs to whoever gave it, and may hold on to much: it is not kept longer than a plan.
-    has_hooks = any(step.hook is not None for step in ordered)
+    has_hooks = any(step.hook is not None for step in steps)
     build = _build_program.__wrapped__ if has_hooks else _build_program
-    return SyncPlan(dict(source), ordered, targets, build(ordered, tuple(targets.items())))
+    return SyncPlan(source, steps, targets, build(steps, tuple(targets.items())))
 
 
 def _coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) -> list[str]:
@@ -177,12 +238,15 @@ def _coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) ->
     where = f"source parameter {name!r} {list(spec.shape)}"
     if not matches:
         return [f"{where} is mapped by no rule"]
-    parts = [found.rule.part for found in matches if found.rule.part is not None]
+    parts = [found.part for found in matches if found.part is not None]
     if not parts:
         return []
     if len(parts) < len(matches):
         return [f"{where} is mapped both whole and in parts"]
-    size = spec.shape[0] if spec.shape else 0
+    axes = {found.rule.part_axis for found in matches}
+    if len(axes) > 1 or not all(-len(spec.shape) <= axis < len(spec.shape) for axis in axes):
+        return [f"{where} has no axis that all of its rules take parts of: {sorted(axes)}"]
+    size = spec.shape[axes.pop()]
     if sorted(parts) != list(range(size)):
         return [f"{where} has {size} parts, the rules take {sorted(parts)}"]
     return []
@@ -194,7 +258,7 @@ def _shape_problems(spec: SourceSpec, step: Step, target: TargetSpec) -> list[st
         return [f"{where}: dtype {spec.dtype.name} is not a floating-point type"]
     try:
         shape = jax.eval_shape(
-            lambda x: _transform(x, step), jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+            lambda x: _mapped_axes(x, step), jax.ShapeDtypeStruct(spec.shape, spec.dtype)
         ).shape
     except Exception as error:  # a user's hook may raise anything
         return [f"{where}: {error}"]
@@ -219,24 +283,32 @@ def _is_regrouping(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return all(size == 1 for size in rest)
 
 
-def _transform(x: jax.Array, step: Step) -> jax.Array:
+def _transform(sources: Sources, step: Step) -> jax.Array:
+    if step.lora is None:
+        return _mapped_axes(sources[0], step)
+    weight, a, b = sources
+    merged = merge(weight, a, b, step.lora, step.part, step.part_axis)
+    return _mapped_axes(merged, step._replace(part=None))
+
+
+def _mapped_axes(x: jax.Array, step: Step) -> jax.Array:
     if step.part is not None:
-        x = lax.index_in_dim(x, step.part, keepdims=False)
+        x = lax.index_in_dim(x, step.part, step.part_axis, keepdims=False)
     if step.transpose is not None:
         x = jnp.transpose(x, step.transpose)
     return step.hook(x) if step.hook is not None else x
 
 
-def _mapped(x: jax.Array, step: Step, target: TargetSpec) -> jax.Array:
+def _mapped(sources: Sources, step: Step, target: TargetSpec) -> jax.Array:
     """The engine parameter in its logical shape."""
-    return _transform(x, step).reshape(target.shape).astype(target.dtype)
+    return _transform(sources, step).reshape(target.shape).astype(target.dtype)
 
 
-def _stored(x: jax.Array, step: Step, target: TargetSpec, is_native: bool) -> jax.Array:
-    """The engine parameter as it is stored. The copy keeps JAX from handing `x` itself back."""
+def _stored(sources: Sources, step: Step, target: TargetSpec, is_native: bool) -> jax.Array:
+    """The engine parameter as it is stored. The copy keeps JAX from handing a source back."""
     if not target.is_transposed:
-        return jnp.copy(_mapped(x, step, target))
-    x = _transform(x, step)
+        return jnp.copy(_mapped(sources, step, target))
+    x = _transform(sources, step)
     if is_native and x.dtype == target.dtype == jnp.float32:
         return transpose(x.reshape(target.shape))
     if x.dtype.itemsize >= target.dtype.itemsize:
@@ -265,13 +337,13 @@ def _build_program(
     """The same object for equal plans, so that an engine made anew compiles nothing again."""
     targets = dict(named_targets)
 
-    def run(sources: list[jax.Array], is_native: bool) -> dict[str, jax.Array]:
+    def run(sources: list[Sources], is_native: bool) -> dict[str, jax.Array]:
         return {
             step.target: _stored(x, step, targets[step.target], is_native)
             for x, step in zip(sources, steps, strict=True)
         }
 
-    def sums(sources: list[jax.Array]) -> dict[str, jax.Array]:
+    def sums(sources: list[Sources]) -> dict[str, jax.Array]:
         return {
             step.target: checksum(_mapped(x, step, targets[step.target]))
             for x, step in zip(sources, steps, strict=True)
@@ -332,7 +404,7 @@ def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) ->
     """
     _check_planned(plan, source)
     try:
-        arrays = [source[step.source] for step in plan.steps]
+        arrays = [step.operands(source) for step in plan.steps]
         made = jax.block_until_ready(_make(plan, arrays))
     except Exception as error:
         raise WeightSyncError(f"transforming the new weights failed: {error}") from error
@@ -364,7 +436,7 @@ def apply_donating(
             if step.target in old:  # not after a failed update, which left none
                 old.pop(step.target).delete()
             with _near(target):
-                one = _store_one(plan, source[step.source], step)
+                one = _store_one(plan, step.operands(source), step)
             made[step.target] = jax.block_until_ready(jax.device_put(one, target.sharding))
         if verify:
             check_same(plan, source, made)
@@ -375,11 +447,21 @@ def apply_donating(
     return made
 
 
-def _store_one(plan: SyncPlan, x: Any, step: Step) -> jax.Array:
-    is_native = plan.program.is_native and (
+def _store_one(plan: SyncPlan, sources: Sources, step: Step) -> jax.Array:
+    is_native = plan.program.is_native and all(
         not isinstance(x, jax.Array) or all(device.platform == "cpu" for device in x.devices())
+        for x in sources
     )
-    return plan.program.one(x, step, plan.targets[step.target], is_native)
+    return plan.program.one(sources, step, plan.targets[step.target], is_native)
+
+
+def _in_device_memory(x: Any) -> Any:
+    """The array; a copy on its devices if the trainer has put it into their host's memory."""
+    if not isinstance(x, jax.Array):
+        return x
+    kind = _first_device(x.sharding).default_memory().kind
+    is_there = x.sharding.memory_kind == kind
+    return x if is_there else jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
 def _near(target: TargetSpec) -> contextlib.AbstractContextManager[Any]:
@@ -403,7 +485,7 @@ def _check_alive(source: Mapping[str, Any]) -> None:
         raise WeightSyncError(f"source parameters were deleted, or donated to a program: {deleted}")
 
 
-def _make(plan: SyncPlan, arrays: list[Any]) -> Weights:
+def _make(plan: SyncPlan, arrays: list[Sources]) -> Weights:
     """Dispatches the transformation, where the source is if that is in one place, and the moves.
 
     JAX takes longer to find that a hundred arrays need no move than to check the source.
@@ -414,16 +496,19 @@ def _make(plan: SyncPlan, arrays: list[Any]) -> Weights:
     return jax.device_put(plan.program.at_source(arrays), plan.program.shardings)
 
 
-def _together(plan: SyncPlan, arrays: list[Any]) -> tuple[list[Any], bool]:
+def _together(plan: SyncPlan, arrays: list[Sources]) -> tuple[list[Sources], bool]:
     """The arrays where one program can take them all, and whether that is where the engine is."""
     target = _target_devices(plan.program.shardings)
-    sources = {_device_order(x.sharding) for x in arrays if isinstance(x, jax.Array)}
+    sources = {
+        _device_order(x.sharding) for each in arrays for x in each if isinstance(x, jax.Array)
+    }
     if sources <= {target}:
         return arrays, True
     if len(sources) == 1 and None not in sources:
         return arrays, False
     # Scattered over devices: a program takes them only from the same ones.
-    return [_gather(x, target, plan.program.shardings) for x in arrays], True
+    shardings = plan.program.shardings
+    return [tuple(_gather(x, target, shardings) for x in each) for each in arrays], True
 
 
 def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> None:
@@ -439,7 +524,7 @@ def differing(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> li
     The source is mapped again, without the engine's physical layout, where it lives. That gives
     the same bits if hooks only move and cast: arithmetic may round otherwise in another program.
     """
-    arrays, _ = _together(plan, [source[step.source] for step in plan.steps])
+    arrays, _ = _together(plan, [step.operands(source) for step in plan.steps])
     transposed = {name for name, target in plan.targets.items() if target.is_transposed}
     with _near(plan.targets[plan.steps[0].target]):
         wanted = to_hex(plan.program.checksums(arrays))
@@ -468,7 +553,7 @@ class WeightMaker:
         self._targets = targets
         self._plan: tuple[Any, SyncPlan] | None = None
 
-    def plan(self, tree: Any, rules: Sequence[Rule]) -> tuple[SyncPlan, dict[str, Any]]:
+    def plan(self, tree: Any, rules: Sequence[WeightRule]) -> tuple[SyncPlan, dict[str, Any]]:
         """The plan for a pytree of arrays, and its arrays by name; see `plan_sync`."""
         source = flatten_named(tree)
         spec = source_spec(source)
@@ -477,7 +562,7 @@ class WeightMaker:
             self._plan = (key, plan_sync(spec, rules, self._targets))
         return self._plan[1], source
 
-    def make(self, tree: Any, rules: Sequence[Rule]) -> Weights:
+    def make(self, tree: Any, rules: Sequence[WeightRule]) -> Weights:
         """All engine parameters from a pytree of arrays; see `plan_sync` and `apply`."""
         return apply(*self.plan(tree, rules))
 

@@ -1,0 +1,325 @@
+"""LoRA actors: the pairs that qwix puts beside a model's weights, as rules for the engine.
+
+qwix stores a pair beside the weight: `<w>_lora_a` and `<w>_lora_b`, `nnx.LoRAParam`s. After each
+step Tunix hands over these leaves alone, so the frozen base is kept here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import qwix
+from flax import nnx
+
+from sgljax_engine import InvalidConfigError, LoraRule, WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+LoraMode = Literal["merged"]
+"""How the engine applies a LoRA actor's pairs; see `SglJaxRollout`."""
+
+BaseHolder = Literal["the actor", "the rollout"]
+"""Who holds the memory of the frozen base."""
+
+
+class LoraReport(NamedTuple):
+    """What a rollout knows of its actor's LoRA, and what it costs.
+
+    Attributes:
+        mode: How pairs are applied.
+        num_pairs: Weights with a pair.
+        max_rank: The largest rank.
+        base_bytes: Of the frozen base, which every update reads; quantised if the actor's is.
+        base_holder: Who has that memory: the actor, whose variables the rollout refers to, or the
+            rollout, after `update_params` brought a base that is not the actor's.
+    """
+
+    mode: LoraMode
+    num_pairs: int
+    max_rank: int
+    base_bytes: int
+    base_holder: BaseHolder
+
+
+_A, _B = "_lora_a", "_lora_b"
+
+
+def check_lora_mode(mode: str) -> LoraMode:
+    """The value, or InvalidConfigError for anything but a `LoraMode`."""
+    modes = get_args(LoraMode)
+    if mode not in modes:
+        raise InvalidConfigError(f"lora must be one of {modes}, got {mode!r}")
+    return mode  # pyright: ignore[reportReturnType]
+
+
+def check_scaling(name: str, value: Any) -> float | None:
+    """The value, or InvalidConfigError if it is neither None nor a finite number."""
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise InvalidConfigError(f"{name} must be None or a finite number, got {value!r}")
+    return float(value)
+
+
+def is_lora_name(name: str) -> bool:
+    """Whether a parameter is one of a pair, by its dotted name."""
+    return name.endswith((_A, _B))
+
+
+class _Pair(NamedTuple):
+    """A pair as it stands in a module."""
+
+    path: tuple[Any, ...]
+    module: nnx.Module
+    weight: str
+
+    @property
+    def name(self) -> str:
+        """The weight's dotted name."""
+        return ".".join(map(str, (*self.path, self.weight)))
+
+
+def find_lora(actor: Any, scaling: float | None) -> LoraActor | None:
+    """What is to be known of a LoRA actor; None for a model without LoRA parameters.
+
+    Args:
+        actor: A Tunix model, perhaps wrapped by `qwix.apply_lora_to_model`.
+        scaling: alpha / rank of all pairs; None takes it from the actor's provider.
+
+    Raises:
+        InvalidConfigError: when nothing tells the scale, or how A and B go with the weight.
+    """
+    if not isinstance(actor, nnx.Module):
+        return None
+    pairs = list(_pairs(actor))
+    if not pairs:
+        return None
+    provider = None if scaling is not None else _provider(actor)
+    rules = tuple(
+        LoraRule(
+            pair.name,
+            pair.name + _A,
+            pair.name + _B,
+            _scale(pair, provider) if scaling is None else scaling,
+            _in_axes(pair),
+        )
+        for pair in pairs
+    )
+    ranks = {_shape(pair, _A)[-1] for pair in pairs}
+    return LoraActor(rules, _base_variables(actor), _quantised(actor), max(ranks))
+
+
+def _pairs(actor: nnx.Module) -> Iterator[_Pair]:
+    for path, module in nnx.iter_modules(actor):
+        for attribute in vars(module):
+            if attribute.endswith(_A):
+                yield _Pair(path, module, attribute.removesuffix(_A))
+
+
+def _shape(pair: _Pair, suffix: str) -> tuple[int, ...]:
+    leaf = getattr(pair.module, pair.weight + suffix, None)
+    if leaf is None:
+        raise InvalidConfigError(
+            f"the actor has {pair.name + _A!r} but no {pair.name + suffix!r}: half a LoRA pair"
+        )
+    return tuple(leaf.shape)
+
+
+# ------------------------------------------------------------------ scale
+
+
+def _provider(actor: nnx.Module) -> qwix.LoraProvider | None:
+    """The provider whose rules the wrapped model follows; its call keeps it in a closure."""
+    queue: list[Any] = [type(actor).__call__]
+    seen: set[int] = set()
+    while queue:
+        found = queue.pop()
+        if isinstance(found, qwix.LoraProvider):
+            return found
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, functools.partial):
+            queue += [found.func, *found.args, *found.keywords.values()]
+        else:
+            cells = getattr(found, "__closure__", None) or ()
+            queue += [cell.cell_contents for cell in cells]
+    return None
+
+
+def _scale(pair: _Pair, provider: qwix.LoraProvider | None) -> float:
+    """The alpha / rank of the first rule that fits a pair's module and operation, as in qwix."""
+    where = "/".join(map(str, pair.path))
+    is_einsum = getattr(pair.module, f"{pair.weight}_lora_einsum_str", None) is not None
+    operation = "einsum" if is_einsum else "dot_general"
+    for rule in [] if provider is None else provider._rules:
+        fits = re.fullmatch(rule.module_path, where) is not None
+        if fits and (not rule.op_names or operation in rule.op_names):
+            if isinstance(rule, qwix.LoraRule):
+                return float(rule.alpha / rule.rank)
+            break
+    raise InvalidConfigError(
+        f"nothing tells the scale (alpha / rank) of the LoRA pair of {pair.name!r}: set "
+        "lora_scaling= of the rollout, or RolloutConfig.rollout_sglang_jax_lora_scaling, or give "
+        "an actor that qwix.apply_lora_to_model made, whose rules tell it"
+    )
+
+
+# ------------------------------------------------------------------ axes
+
+
+def _in_axes(pair: _Pair) -> tuple[int, ...]:
+    """Axes of the weight that A has: those that the layer contracts with its input."""
+    shape = _weight_shape(pair)
+    inputs = list(_shape(pair, _A)[:-1])
+    einsum = getattr(pair.module, "einsum_str", None)
+    lora_einsum = getattr(pair.module, f"{pair.weight}_lora_einsum_str", None)
+    if lora_einsum is None and len(shape) == 2:  # a kernel [in, out]
+        return (0,)
+    if isinstance(einsum, str) and isinstance(lora_einsum, str):
+        axes = einsum.replace(" ", "").split("->")[0].split(",")[1]
+        of_a = lora_einsum.replace(" ", "").split("->")[0].split(",")[1][:-1]
+        return tuple(axis for axis, letter in enumerate(axes) if letter in of_a)
+    fitting = [axes for axes in _subsets(len(shape)) if [shape[axis] for axis in axes] == inputs]
+    if len(fitting) != 1:
+        raise InvalidConfigError(
+            f"the axes of {pair.name!r} {list(shape)} that its LoRA A {[*inputs, 'rank']} has "
+            f"cannot be told: its module names no einsum, and {len(fitting)} choices fit"
+        )
+    return fitting[0]
+
+
+def _subsets(size: int) -> list[tuple[int, ...]]:
+    return [tuple(i for i in range(size) if bits >> i & 1) for bits in range(1, 1 << size)]
+
+
+def _weight_shape(pair: _Pair) -> tuple[int, ...]:
+    weight = getattr(pair.module, pair.weight)
+    inner = getattr(weight, "array", None)  # of qwix's wrapper around a quantised weight
+    return tuple(inner.qvalue.shape if isinstance(inner, qwix.QArray) else weight.shape)
+
+
+# ------------------------------------------------------------------ the frozen base
+
+
+def _base_variables(actor: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+    """The actor's parameters without its pairs, by dotted names, as the variables that they are."""
+    state = nnx.state(actor, nnx.Param)
+    flat = {".".join(map(str, key)): leaf for key, leaf in nnx.to_flat_state(state)}
+    return {name: leaf for name, leaf in flat.items() if not is_lora_name(name)}
+
+
+def _quantised(actor: nnx.Module) -> dict[str, Any]:
+    """The logical type that qwix has of each quantised weight, by the weight's dotted name."""
+    found = {}
+    for path, module in nnx.iter_modules(actor):
+        for attribute, value in vars(module).items():
+            inner = getattr(value, "array", None)
+            if isinstance(inner, qwix.QArray):
+                found[".".join(map(str, (*path, attribute)))] = inner.qtype
+    return found
+
+
+def _dequantised(named: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters with each quantised weight in floating point, under its own name."""
+    out = {name: x for name, x in named.items() if not _is_inside(name, types)}
+    for name, qtype in types.items():
+        qvalue, scale, zero_point = (
+            named.get(f"{name}.array.{part}") for part in ("qvalue", "scale", "zero_point")
+        )
+        if qvalue is not None and scale is not None:  # else the engine's plan names what is missing
+            out[name] = qwix.dequantize(qwix.QArray(qvalue, scale, zero_point, qtype))
+    return out
+
+
+def _is_inside(name: str, types: Mapping[str, Any]) -> bool:
+    weight, is_wrapped, _ = name.rpartition(".array.")
+    return bool(is_wrapped) and weight in types
+
+
+class LoraActor:
+    """A LoRA actor's pairs as rules, and its frozen base.
+
+    The base is read from the actor's own variables whenever it is needed: they always hold the
+    arrays that the trainer has, wherever it moves them, so that there is no second copy. Tunix's
+    trainers donate optimizer state alone. Not thread-safe; updates of a rollout come one at a time.
+
+    Attributes:
+        rules: One for each pair; part of the rules of every update.
+        max_rank: The largest rank.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[LoraRule],
+        variables: Mapping[str, nnx.Variable[Any]],
+        quantised: Mapping[str, Any],
+        max_rank: int,
+    ) -> None:
+        """Takes what `find_lora` found."""
+        self.rules = tuple(rules)
+        self.max_rank = max_rank
+        self._factors = {name for rule in rules for name in (rule.a, rule.b)}
+        self._variables = dict(variables)
+        self._quantised = dict(quantised)
+        self._given: dict[str, Any] | None = None  # another base than the actor's
+        self._pairs: dict[str, Any] = {}
+
+    def report(self, mode: LoraMode) -> LoraReport:
+        """For users."""
+        holder: BaseHolder = "the actor" if self._given is None else "the rollout"
+        num_bytes = sum(int(x.nbytes) for x in self._base().values())
+        return LoraReport(mode, len(self.rules), self.max_rank, num_bytes, holder)
+
+    def complete(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """All parameters, from all of them, from LoRA leaves alone, or from a base alone.
+
+        What is not given is the actor's base, and the pairs that were given last. A given base
+        that is not the actor's is kept, and holds from then on. A quantised one is given back in
+        floating point.
+
+        Raises:
+            WeightSyncError: names LoRA leaves that the actor does not have, pairs that are missing,
+                and a base that was deleted.
+        """
+        pairs = {name: x for name, x in named.items() if is_lora_name(name)}
+        base = {name: x for name, x in named.items() if name not in pairs}
+        pairs = pairs or self._pairs
+        problems = [f"{name!r} belongs to no LoRA pair" for name in pairs.keys() - self._factors]
+        problems += [f"{name!r} is missing" for name in self._factors - pairs.keys()]
+        if problems:
+            raise WeightSyncError(
+                f"LoRA parameters are not those of the actor ({len(problems)} problem(s)):\n  "
+                + "\n  ".join(sorted(problems))
+            )
+        if base:
+            own = self._own()
+            is_own = base.keys() == own.keys() and all(base[name] is own[name] for name in own)
+            self._given = None if is_own else base
+        base = self._base()
+        deleted = [n for n, x in base.items() if isinstance(x, jax.Array) and x.is_deleted()]
+        if deleted:
+            raise WeightSyncError(
+                f"the frozen base of the LoRA actor was deleted or donated: {deleted[0]!r} and "
+                f"{len(deleted) - 1} more"
+            )
+        self._pairs = pairs
+        if self._quantised:
+            # On its own thread: Tunix's transfer guards are thread-local, and forbid constants.
+            with ThreadPoolExecutor(1) as pool:
+                base = pool.submit(_dequantised, base, self._quantised).result()
+        return base | {name: pairs[name] for name in sorted(pairs)}
+
+    def _base(self) -> dict[str, Any]:
+        return self._own() if self._given is None else self._given
+
+    def _own(self) -> dict[str, Any]:
+        return {name: variable.get_value() for name, variable in self._variables.items()}
