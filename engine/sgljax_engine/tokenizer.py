@@ -297,8 +297,12 @@ def wrap_tokenizer(tokenizer: Any) -> Tokenizer:
     if adapter is not None:
         # An adapter answers for all attributes of what it wraps, so it is looked at first. One
         # with a decode method of its own keeps it.
-        if type(tokenizer).decode is adapter.decode and _is_hugging_face(tokenizer.tokenizer):
-            return TunixHFTokenizer(tokenizer, tokenizer.tokenizer)
+        if type(tokenizer).decode is adapter.decode:
+            inner = tokenizer.tokenizer
+            if _adapter_class(inner) is not None:  # Tunix's command line wraps twice
+                return wrap_tokenizer(inner)
+            if _is_hugging_face(inner):
+                return TunixHFTokenizer(tokenizer, inner)
         return TunixTokenizer(tokenizer)
     if hasattr(tokenizer, "EncodeAsIds"):
         return SentencePieceTokenizer(tokenizer)

@@ -34,6 +34,14 @@ def test_hugging_face_inside():
     assert len(fallback.byte_run_ids) == 256
 
 
+def test_hugging_face_wrapped_twice_as_by_tunix_command_line():
+    hugging_face = small_tokenizers.byte_level()
+    tokenizer = wrap_tokenizer(TokenizerAdapter(TokenizerAdapter(hugging_face)))
+    assert isinstance(tokenizer, TunixHFTokenizer)
+    ids = [*tokenizer.encode("hi"), hugging_face.eos_token_id]
+    assert tokenizer.decode(ids) == "hi"  # special tokens are left out
+
+
 def test_chat_of_hugging_face_inside():
     tokenizer = wrap_tokenizer(TokenizerAdapter(small_tokenizers.byte_level()))
     ids = tokenizer.apply_chat_template(ASK, add_generation_prompt=False)

@@ -41,6 +41,7 @@ class Command(Protocol):
 
 COMMANDS = {
     "train": "Train with GRPO or PPO, as a config file says.",
+    "tunix": "Run Tunix's own GRPO, PPO or PEFT command on a recipe's YAML and overrides.",
     "generate": "Complete prompts with a model in a Hugging Face folder.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
@@ -52,6 +53,7 @@ _EXAMPLES = """examples:
   tunix-sgljax doctor --model path/to/Qwen3-0.6B
   tunix-sgljax generate --model path/to/Qwen3-0.6B "The capital of France is"
   tunix-sgljax train --config configs/grpo_addition.yaml
+  tunix-sgljax tunix grpo base_config.yaml rollout_engine=sgljax
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
   tunix-sgljax bench --random small --against vanilla
 

@@ -1,0 +1,152 @@
+"""Tunix's pipelines, taught `rollout_engine=sgljax` by a subclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.utils import mesh as mesh_lib
+
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.cli import tunix_sections as sections
+from tunix_sgljax.cli.output import say
+from tunix_sgljax.rollout import SglJaxRollout
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(RolloutConfig))
+_OVERRIDE = "rollout_engine="
+
+
+def with_sgljax_engine(pipeline: Any) -> Any:
+    """A subclass of a pipeline of `tunix.cli` that samples with our engine when the config says so.
+
+    It takes one value more for `rollout_engine` and one section more, `sgljax_config`, whether the
+    base config has their keys or not. Everything else is the pipeline's own.
+
+    Args:
+        pipeline: `GrpoPipeline` of `tunix.cli.grpo_main`, or another with `create_cluster_config`.
+    """
+
+    class SglJaxPipeline(pipeline):
+        def __init__(self, argv: list[str]) -> None:
+            self._named_engines: list[str] = []
+            self._is_base_loaded = False
+            super().__init__(argv)
+            self._named_engines += [
+                word.removeprefix(_OVERRIDE) for word in argv if word.startswith(_OVERRIDE)
+            ]
+            self._uses_sgljax = self.config.get("rollout_engine") == sections.ENGINE
+            self._options: dict[str, Any] = {}
+            if not self._uses_sgljax:
+                say(
+                    f"rollout_engine is {self.config.get('rollout_engine')!r}, as the config says; "
+                    f"rollout_engine={sections.ENGINE} samples with this package's engine"
+                )
+                return
+            self._options = sections.rollout_options(
+                sections.read_section(self.config, sections.SECTION)
+            )
+            self._section = sections.recipe_section(self.config, self._named_engines)
+            announce(self.config, self._section)
+
+        def _load_config_from_yaml(self, config_path: str) -> Any:
+            config = super()._load_config_from_yaml(config_path)
+            if config.get("rollout_engine"):
+                self._named_engines.append(str(config["rollout_engine"]))
+            if not self._is_base_loaded:
+                # Tunix refuses overrides of keys that the base config does not have.
+                self._is_base_loaded = True
+                config.setdefault("rollout_engine", "")
+                if config.get(sections.SECTION) is None:
+                    config[sections.SECTION] = {}
+            return config
+
+        def create_role_to_mesh(self) -> Any:
+            if any(getattr(device, "coords", None) is not None for device in jax.devices()):
+                return super().create_role_to_mesh()
+            return meshes_in_order(self)
+
+        def _rollout_engine_extra(
+            self,
+            engine: str,
+            kv_cache_size: int,
+            max_running_requests: int,
+            role_to_mesh: Any = None,
+        ) -> dict[str, Any]:
+            if engine != sections.ENGINE:
+                return super()._rollout_engine_extra(
+                    engine, kv_cache_size, max_running_requests, role_to_mesh=role_to_mesh
+                )
+            given = sections.read_section(self.config, "rollout_config")
+            fields: dict[str, Any] = {}
+            if self._section is not None:
+                fields = sections.translate_section(self.config, self._section, _FIELDS)[0]
+            fields = {name: value for name, value in fields.items() if name not in given}
+            if sections.leaves_batch_open(fields.keys() | given.keys(), self._options):
+                # As Tunix does for its SGLang engine: everything that a step samples, at once.
+                fields["rollout_sglang_jax_max_running_requests"] = max_running_requests
+            return fields
+
+        def create_cluster_config(self, *, role_to_mesh: Any, rollout_config: Any = None) -> Any:
+            config = super().create_cluster_config(
+                role_to_mesh=role_to_mesh, rollout_config=rollout_config
+            )
+            if not self._uses_sgljax:
+                return config
+            # Tunix's annotation leaves out the partial that its code accepts.
+            engine: Any = functools.partial(SglJaxRollout, **self._options)
+            return dataclasses.replace(config, rollout_engine=engine)
+
+    return SglJaxPipeline
+
+
+def announce(config: Any, section: str | None) -> None:
+    """Tells the user what of a config counts, and what would make the run faster.
+
+    Args:
+        config: The whole config of a pipeline.
+        section: The section for another engine that is translated, if there is one.
+    """
+    unread = sections.unread_rollout_keys(config, _FIELDS)
+    note = ""
+    if section is not None:
+        note = f"; {section} is translated"
+        unread += sections.translate_section(config, section, _FIELDS)[1]
+    say(f"rollout_engine is {sections.ENGINE!r}: SglJaxRollout samples{note}")
+    if unread:
+        say(f"not read, for this Tunix's RolloutConfig has no such field: {unread}")
+    advice = sections.micro_batch_advice(config)
+    if advice is not None:
+        say(advice)
+
+
+def meshes_in_order(pipeline: Any) -> dict[Any, jax.sharding.Mesh]:
+    """A mesh for each role, as `create_role_to_mesh` of Tunix gives, from devices in their order.
+
+    Tunix carves meshes out of the coordinates that TPUs have, and refuses devices without: GPUs and
+    CPUs.
+
+    Args:
+        pipeline: One of Tunix's, whose config says which roles share a mesh.
+
+    Raises:
+        InvalidConfigError: there are too few devices.
+    """
+    owners = pipeline._resolve_mesh_owners()
+    devices, used = jax.devices(), 0
+    meshes: dict[Any, jax.sharding.Mesh] = {}
+    for owner in dict.fromkeys(owners.values()):
+        key = pipeline._ROLE_TO_MODEL_KEY[owner]
+        shape, names = pipeline.parse_mesh_config(key)
+        needed = math.prod(shape)
+        if used + needed > len(devices):
+            raise InvalidConfigError(
+                f"{key}.mesh.shape {shape} takes {needed} devices, but {len(devices) - used} of "
+                f"{len(devices)} are left"
+            )
+        meshes[owner] = mesh_lib.create_mesh(shape, names, devices=devices[used : used + needed])
+        used += needed
+    return {role: meshes[owner] for role, owner in owners.items()}

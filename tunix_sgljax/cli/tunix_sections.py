@@ -1,0 +1,181 @@
+"""What the sections of a Tunix config say of the rollout, when our engine is to do it.
+
+The sections are those of `tunix.cli`'s YAML files: `sgljax_config` is ours, `vllm_config` and
+`sglang_jax_config` are written for Tunix's other engines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from sgljax_engine import EngineConfig, InvalidConfigError
+from tunix_sgljax import sampling
+from tunix_sgljax.rollout import SglJaxRollout
+
+ENGINE = "sgljax"
+"""What `rollout_engine` calls our engine."""
+SECTION = "sgljax_config"
+"""Keywords of `SglJaxRollout`, engine options among them."""
+
+_FOREIGN_SECTIONS = {"sglang_jax": "sglang_jax_config", "vllm": "vllm_config"}
+_MESH_FIELDS = ("tensor_parallel_size", "data_parallel_size")
+_SIZES_BATCHES = (
+    "rollout_sglang_jax_max_running_requests",
+    "rollout_sglang_jax_precompile_bs_paddings",
+    "rollout_vllm_max_num_seqs",
+)
+"""RolloutConfig fields that say how many sequences are decoded together."""
+_OBJECTS = {
+    "rollout_actor",
+    "tokenizer",
+    "mesh",
+    "rollout_config",
+    "model_config",
+    "progress",
+}
+"""Keywords of `SglJaxRollout` that Tunix gives it, or that no YAML can hold."""
+
+
+def plain(value: Any) -> Any:
+    """A value of a config without OmegaConf's containers, references resolved."""
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return value
+
+
+def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section as a dict; empty where it is missing or null.
+
+    Raises:
+        InvalidConfigError: when it is no mapping.
+    """
+    section = plain(config.get(name))
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise InvalidConfigError(f"{name} must be a mapping, got {section!r}")
+    return section
+
+
+def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `SglJaxRollout` that `sgljax_config` holds, checked before a model is loaded.
+
+    Raises:
+        InvalidConfigError: names the key that is unknown, or whose value is bad.
+    """
+    parameters = inspect.signature(SglJaxRollout).parameters.values()
+    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - _OBJECTS
+    ours = {name: value for name, value in section.items() if name in known}
+    for name in section:
+        if name not in known and name not in EngineConfig.option_names():
+            near = difflib.get_close_matches(str(name), known, n=1)
+            if near or name in _OBJECTS:
+                hint = f"did you mean {near[0]!r}?" if near else "Tunix's pipeline decides it"
+                raise InvalidConfigError(f"{SECTION} takes no {name!r}; {hint}")
+    try:
+        EngineConfig.from_options({k: v for k, v in section.items() if k not in known})
+        sampling.check_extra_params(ours.get("sampling_params") or {})
+        mode = sampling.check_logprobs_mode(ours.get("logprobs_mode", "trainer_logprobs"))
+        sampling.check_match_batch_size(ours.get("match_batch_size"), mode)
+        sampling.check_weight_update_mode(ours.get("weight_update_mode", "retract"))
+        sampling.check_flag("release_kv_between_steps", ours.get("release_kv_between_steps", False))
+    except ValueError as error:
+        raise InvalidConfigError(f"{SECTION}: {error}") from None
+    return dict(section)
+
+
+def recipe_section(config: Mapping[str, Any], named_engines: Sequence[str]) -> str | None:
+    """The section that the recipe wrote for the engine that it names; None if there is none.
+
+    Scripts fill in the sections of several engines and pick one by `rollout_engine`, before a
+    user's override picks ours. Where ours alone is named, the one section that is filled in counts,
+    and of two the one of SGLang, whose options are nearest to ours.
+
+    Args:
+        config: The whole config.
+        named_engines: Each value that was given for `rollout_engine`, in order.
+    """
+    filled = [name for name in _FOREIGN_SECTIONS.values() if read_section(config, name)]
+    for engine in reversed(named_engines):
+        section = _FOREIGN_SECTIONS.get(engine)
+        if section is not None:
+            return section if section in filled else None
+    return filled[0] if filled else None
+
+
+def translate_section(
+    config: Mapping[str, Any], name: str, fields: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """What a section for another engine says, as fields of RolloutConfig.
+
+    Only what the section holds: what Tunix fills in for that engine is of no use to ours.
+
+    Args:
+        config: The whole config.
+        name: "vllm_config" or "sglang_jax_config".
+        fields: The names of RolloutConfig's fields in the installed Tunix.
+
+    Returns:
+        The fields, and the section's keys that are none.
+    """
+    prefix = f"rollout_{name.removesuffix('_config')}_"
+    values, unknown = {}, []
+    for key, value in read_section(config, name).items():
+        field = key if key in _MESH_FIELDS else f"{prefix}{key}"
+        if field in fields:
+            values[field] = value
+        else:
+            unknown.append(f"{name}.{key}")
+    return values, unknown
+
+
+def unread_rollout_keys(config: Mapping[str, Any], fields: Collection[str]) -> list[str]:
+    """Keys of `rollout_config` that Tunix's pipeline drops, for they are no fields."""
+    keys = read_section(config, "rollout_config")
+    return [
+        f"rollout_config.{key}"
+        for key in keys
+        if key not in fields and key != "total_generation_steps"
+    ]
+
+
+def leaves_batch_open(fields: Collection[str], options: Collection[str]) -> bool:
+    """Whether nothing says how many sequences are decoded together.
+
+    Args:
+        fields: RolloutConfig fields that the config holds.
+        options: Keys of `sgljax_config`.
+    """
+    is_named = any(name in fields for name in _SIZES_BATCHES)
+    return not is_named and not {"max_running_requests", "batch_buckets"} & set(options)
+
+
+def micro_batch_advice(config: Mapping[str, Any]) -> str | None:
+    """A line for the user whose rollouts come in parts of a batch; None if there is nothing to say.
+
+    Tunix calls the engine once for each rollout micro-batch, and where that is not set takes the
+    trainer's. Agentic learners send prompts one by one, concurrently, whatever it is.
+    """
+    if str(config.get("training_mode") or "").startswith("agentic"):
+        return None
+    training = read_section(config, "rl_training_config")
+    batch = config.get("batch_size") or 1
+    key = "rollout_micro_batch_size"
+    names = (key, "train_micro_batch_size", "mini_batch_size")
+    source = next((name for name in names if training.get(name)), None)
+    if source is None or training[source] >= batch:
+        return None
+    why = "as set" if source == key else f"which is not set and follows {source}"
+    # No override to copy: Tunix replaces the whole section by what overrides hold of it.
+    return (
+        f"rl_training_config.{key} is {training[source]} ({why}): the engine gets that many of a "
+        f"batch's {batch} prompts at a time; with {batch} there it batches all of them, which is "
+        "faster"
+    )
