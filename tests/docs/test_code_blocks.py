@@ -21,6 +21,12 @@ def test_tutorial(tmp_path, monkeypatch):
     assert doc_blocks.run("tutorial.md", {}) >= 5
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+def test_recipe():
+    assert doc_blocks.run("recipe.md", {}) == 2
+
+
 def test_installation():
     assert doc_blocks.run("installation.md", {}) == 1
 
