@@ -195,6 +195,13 @@ class ChatParser:
             templates[message["role"]].format(message["content"]) for message in messages
         )
 
+    def update_assistant_end_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
+        """Returns sampled tokens with what the template puts behind them: nothing.
+
+        Releases of Tunix after 0.1.7 ask for it.
+        """
+        return tokens, 0
+
 
 def model_config() -> qwen3.ModelConfig:
     """Returns the policy's shape: a Qwen3 of 0.08 million parameters."""

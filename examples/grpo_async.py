@@ -97,6 +97,13 @@ class PlainParser:
         # Tunix hands the question over as an array of one string.
         return "".join(np.asarray(message["content"]).item() for message in messages)
 
+    def update_assistant_end_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
+        """Returns sampled tokens with what the template puts behind them: nothing.
+
+        Releases of Tunix after 0.1.7 ask for it.
+        """
+        return tokens, 0
+
 
 class GradedEnvironment(TaskEnvironment):
     """An episode whose end waits for a grader that works elsewhere.

@@ -99,8 +99,8 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         """
         rollout = _check_options(rl_cluster, algo_config, weight_updates, max_token_lag)
         super().__init__(
-            rl_cluster=rl_cluster,
-            algo_config=algo_config,
+            rl_cluster,  # by position: releases of Tunix disagree about its name
+            algo_config,
             reward_fns=reward_fns,
             chat_parser=chat_parser,
             metric_fns=metric_fns,
@@ -109,6 +109,7 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             env_class=env_class,
             env_kwargs=env_kwargs,
         )
+        self._cluster = rl_cluster
         self._versioned_rollout = rollout
         self._max_token_lag = max_token_lag
         self._lags: list[dict[str, float]] = []  # of the examples of this step; training thread
@@ -127,13 +128,13 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         lags, self._lags = self._lags, []
         if lags:
             reduce = {"weight_lag/max": np.max}
-            self.rl_cluster.buffer_metrics_async(
+            self._cluster.buffer_metrics_async(
                 {
                     name: (reduce.get(name, np.mean)([lag[name] for lag in lags]), np.mean)
                     for name in lags[0]
                 },
                 mode=_TRAIN,
-                step=self.rl_cluster.global_steps,
+                step=self._cluster.global_steps,
             )
 
     # ------------------------------------------------------------------ sampling
@@ -166,7 +167,7 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
             return super()._batch_to_train_example(batch_results, mode)
         # Groups end in any order, so their own numbers do not tell which step trains on them.
         # This one does: the batch is about to be trained on.
-        return self._process_results(batch_results, mode, self.rl_cluster.global_steps)
+        return self._process_results(batch_results, mode, self._cluster.global_steps)
 
     def _process_results(
         self,

@@ -164,8 +164,8 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
             data_shuffle_seed: See Tunix.
         """
         super().__init__(
-            rl_cluster=rl_cluster,
-            algo_config=grpo_config,
+            rl_cluster,  # by position: releases of Tunix disagree about its name
+            grpo_config,
             reward_fns=reward_fns,
             metric_fns=metric_fns,
             data_shuffle_seed=data_shuffle_seed,

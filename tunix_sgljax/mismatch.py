@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from tunix.rl.common import compute_per_token_logps
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError
@@ -315,14 +314,15 @@ def mismatch_report(
 
 def _computed_dtype(graphdef: Any, state: Any) -> str:
     """That of the model's logits. Tunix's models compute in another dtype than their weights'."""
-    ids = jax.ShapeDtypeStruct((1, 1), np.int32)
+    ids_BT = jax.ShapeDtypeStruct((1, 1), np.int32)
+    mask_BTS = jax.ShapeDtypeStruct((1, 1, 1), np.bool_)
 
-    def logits(state: Any, prompt_ids: Any, completion_ids: Any) -> Any:
-        return compute_per_token_logps(
-            graphdef, state, prompt_ids, completion_ids, pad_id=0, eos_id=0, return_logits=True
-        )[1]
+    def logits(state: Any, ids_BT: Any, mask_BTS: Any) -> Any:
+        model = nnx.merge(graphdef, state)
+        # As Tunix's own function calls it, of which not every release hands out the logits.
+        return model(ids_BT, positions=ids_BT, cache=None, attention_mask=mask_BTS)[0]
 
-    return np.dtype(jax.eval_shape(logits, state, ids, ids).dtype).name
+    return np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name
 
 
 def _coarser(*dtypes: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from tunix.rl.agentic.agents.agent_types import Step
 from tunix.rl.agentic.trajectory.trajectory_collect_engine import TrajectoryCollectEngine
 
+from sgljax_engine import InvalidRequestError
 from tunix_sgljax.outputs import VersionedRolloutOutput
 from tunix_sgljax.policy_versions import NO_VERSION
 
@@ -23,12 +24,13 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
 
     async def collect(self, mode: str = "Conversation") -> Any:
         """See `TrajectoryCollectEngine.collect`."""
-        outputs: list[VersionedRolloutOutput] = []
+        outputs: dict[int, VersionedRolloutOutput] = {}
         model_call = self.model_call
 
         def recorded_call(*args: Any, **options: Any) -> Any:
-            output = model_call(*args, **options)
-            outputs.append(output)
+            # An agent makes a step of what it is told next.
+            number = len(self.agent.trajectory.steps)
+            outputs[number] = output = model_call(*args, **options)
             return output
 
         self.model_call = recorded_call
@@ -41,20 +43,41 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
         return result
 
 
-def token_versions(steps: Sequence[Step], outputs: Sequence[VersionedRolloutOutput]) -> np.ndarray:
+def token_versions(
+    steps: Sequence[Step], outputs: Mapping[int, VersionedRolloutOutput]
+) -> np.ndarray:
     """The weight versions along a conversation, in the order in which Tunix flattens it.
 
     Args:
-        steps: Of the trajectory. Calls whose tokens Tunix dropped (the response budget was used
-            up) have no step.
-        outputs: Of the model calls, each of one prompt.
+        steps: Of the trajectory.
+        outputs: Of the model calls, each of one prompt, by the number of the step that a call
+            led to. A call whose tokens Tunix dropped (the response budget was used up) has none.
+
+    Raises:
+        InvalidRequestError: for a step with tokens that no call returned.
     """
-    # Steps hold the very arrays that the calls returned.
-    sampled = {id(output.tokens[0]): output.weight_versions[0] for output in outputs}
     parts = [np.zeros(0, np.int32)]
-    for step in steps:
+    for number, step in enumerate(steps):
         if step.assistant_tokens is not None:
-            parts.append(sampled[id(step.assistant_tokens)])
+            parts.append(_assistant_versions(number, step.assistant_tokens, outputs))
         if step.env_tokens is not None:
             parts.append(np.full(len(step.env_tokens), NO_VERSION, np.int32))
     return np.concatenate(parts)
+
+
+def _assistant_versions(
+    number: int, tokens: np.ndarray, outputs: Mapping[int, VersionedRolloutOutput]
+) -> np.ndarray:
+    """Of the tokens of a step: those that were sampled, and what a chat parser put behind them.
+
+    Tunix 0.1.7 keeps the very array of the call; later releases let the parser make a new one.
+    """
+    output = outputs.get(number)
+    num_sampled = 0 if output is None else len(output.tokens[0])
+    if output is None or not np.array_equal(tokens[:num_sampled], output.tokens[0]):
+        raise InvalidRequestError(
+            f"step {number} of a trajectory does not begin with the tokens of a model call: "
+            "the agent must add one step for each response (update_from_model)"
+        )
+    added = np.full(len(tokens) - num_sampled, NO_VERSION, np.int32)
+    return np.concatenate([output.weight_versions[0], added])

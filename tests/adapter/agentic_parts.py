@@ -46,13 +46,26 @@ def reward(prompts, completions, **_):
 class Parser:
     """The contents, which are token ids, and after an answer the token that ended it."""
 
+    _after_answer = (str(EOS),)
+
     def parse(self, messages, add_generation_prompt=False, is_first_msg=False):
         words = []
         for message in messages:
             # Tunix hands the question over as an array of one string.
             words += np.asarray(message["content"]).item().split()
-            words += [str(EOS)] if message["role"] == "assistant" else []
+            words += self._after_answer if message["role"] == "assistant" else []
         return " ".join(words)
+
+    def update_assistant_end_tokens(self, tokens):
+        """Releases of Tunix after 0.1.7 ask for it; their Qwen parser returns a new array too."""
+        added = [int(word) for word in self._after_answer[1:]]
+        return np.concatenate([tokens, np.array(added, np.int32)]), len(added)
+
+
+class LineParser(Parser):
+    """Puts one more token behind an answer, as Qwen's template has a line break there."""
+
+    _after_answer = (str(EOS), "6")
 
 
 class Turns(BaseTaskEnv):
@@ -139,7 +152,9 @@ def make_cluster(
     return RecordingCluster(**(parts.arguments | {"tokenizer": EndingTokenizer(eos=eos)}))
 
 
-def make_learner(cluster: Any, *, config: dict[str, Any] | None = None, **options: Any) -> Any:
+def make_learner(
+    cluster: Any, *, config: dict[str, Any] | None = None, parser: Any = None, **options: Any
+) -> Any:
     """A learner of the cluster."""
     fields = {
         "num_generations": GROUP,
@@ -152,7 +167,7 @@ def make_learner(cluster: Any, *, config: dict[str, Any] | None = None, **option
         cluster,
         GRPOConfig(**(fields | (config or {}))),
         [reward],
-        chat_parser=Parser(),
+        chat_parser=parser or Parser(),
         **options,
     )
 

@@ -15,10 +15,13 @@ from sgljax_engine import InvalidConfigError
 from sgljax_engine import commands as cmd
 from sgljax_engine.io_struct import PauseGenerationReqInput
 from tests import tunix_reference as ref
+from tests import tunix_releases
 from tests.adapter.agentic_parts import (
     GROUP,
     PER_STEP,
     RESPONSE,
+    LineParser,
+    Parser,
     SnapshotRollout,
     Turns,
     make_cluster,
@@ -53,7 +56,8 @@ class InterruptedRollout(SnapshotRollout):
         self._step, self._core.step = self._core.step, self._step_and_pause
 
     def generate(self, prompts, rollout_config, **kwargs):
-        if prompts in prompts_of(1):
+        (prompt,) = [prompts] if isinstance(prompts, str) else prompts  # 0.1.7 passes it bare
+        if prompt in prompts_of(1):
             assert self._updating.wait(LIMIT_S)
         # Tunix drops episodes that reach the response budget.
         config = dataclasses.replace(rollout_config, max_tokens_to_generate=RESPONSE - 8)
@@ -208,11 +212,14 @@ def test_engine_versions_and_policy_versions_may_differ(closing):
         assert row["token_versions"].max() <= 1
 
 
-def test_environment_tokens_have_no_version(closing):
-    """Several turns: the environment's tokens are among the assistant's."""
+@pytest.mark.parametrize("parser", [Parser(), LineParser()], ids=lambda p: type(p).__name__)
+def test_environment_tokens_have_no_version(closing, parser):
+    """Several turns: the environment's tokens are among the assistant's, and the parser's."""
+    if isinstance(parser, LineParser) and not tunix_releases.PARSER_ADDS_END_TOKENS:
+        pytest.skip("this release of Tunix trains on the sampled tokens alone")
     cluster = make_cluster(num_steps=2, training={"max_steps": 2})
     closing.append(cluster.rollout)
-    learner = make_learner(cluster, env_class=Turns)
+    learner = make_learner(cluster, env_class=Turns, parser=parser)
     train(learner, 2)
     num_interleaved = 0
     for row in rows_of(cluster):

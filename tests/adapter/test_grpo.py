@@ -19,6 +19,7 @@ from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from sgljax_engine import InvalidConfigError
 from tests import tunix_reference as ref
+from tests import tunix_releases
 from tests.adapter.grpo_parts import (
     EOS,
     MODEL,
@@ -116,13 +117,19 @@ class CountingRollout(SglJaxRollout):
 
 
 def test_several_iterations_a_batch(closing):
-    """Tunix then asks for the log-probs of the policy that sampled."""
+    """Tunix then needs the log-probs of the policy that sampled: asks for them, or has them."""
     engine = functools.partial(CountingRollout, **PARTIAL.keywords)
-    parts = make_parts(rollout_engine=engine, max_steps=2 * NUM_STEPS)
+    parts = make_parts(
+        rollout_engine=engine,
+        rollout_config=rollout_config(return_logprobs=True),
+        max_steps=2 * NUM_STEPS,
+    )
     cluster: Any = TunixRLCluster(**parts.arguments)
     closing.append(cluster.rollout)
     GRPOLearner(cluster, grpo_config(num_iterations=2), reward).train(list_batches())
-    assert cluster.rollout.num_scored == NUM_STEPS
+    assert cluster.rollout.num_scored == (
+        0 if tunix_releases.GRPO_USES_ROLLOUT_LOGPS else NUM_STEPS
+    )
     check_trained(cluster)
 
 
@@ -154,7 +161,10 @@ def train_watched(closing, *, offload_to_cpu, num_iterations):
         rewards.extend(found := reward(prompts, completions, **kwargs))
         return found
 
-    configs = {Mode.TRAIN: rollout_config(seed=3), Mode.EVAL: rollout_config(temperature=0.0)}
+    configs = {
+        Mode.TRAIN: rollout_config(seed=3, return_logprobs=True),
+        Mode.EVAL: rollout_config(temperature=0.0, return_logprobs=True),
+    }
     parts = make_parts(
         rollout_engine=PARTIAL,
         rollout_config=configs,
@@ -189,8 +199,10 @@ def test_models_offloaded_to_the_host(closing, num_iterations):
     # Tunix hands the actor over when it moves it too: when the cluster is made, before there is any
     # sign of offloading, and before and after it trains on a batch.
     num_updates = 1 + (1 + 2 * num_iterations) * NUM_STEPS
-    # Each update and each call of the cluster ends in one sleep. More iterations ask for log-probs.
-    num_calls *= 1 if num_iterations == 1 else 2
+    # Each update and each call of the cluster ends in one sleep. More iterations ask for log-probs,
+    # unless Tunix takes those that sampling returned.
+    asks = num_iterations > 1 and not tunix_releases.GRPO_USES_ROLLOUT_LOGPS
+    num_calls *= 2 if asks else 1
     assert states[-1].counters.num_sleeps == num_updates - 1 + num_calls
     check_trained(cluster, num_updates)
 

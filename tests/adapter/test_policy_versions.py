@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import pytest
 from tunix.rl.agentic.agents.agent_types import Step
 from tunix.rl.agentic.utils import RolloutSyncLock
 
+from sgljax_engine import InvalidRequestError
 from tests.threads import LIMIT_S, start
 from tunix_sgljax.outputs import VersionedRolloutOutput
 from tunix_sgljax.policy_versions import (
@@ -98,13 +100,36 @@ def output(tokens, versions):
 def test_versions_follow_the_steps_of_a_conversation():
     calls = [output([5, 5, 6], [0, 0, 1]), output([], []), output([5, 5, 6], [2, 2, 2])]
     dropped = output([9], [3])  # the response budget was used up: Tunix made no step of it
+    late = output([9], [1])
     steps = [
         Step(assistant_tokens=calls[0].tokens[0], env_tokens=np.array([7, 7])),
         Step(assistant_tokens=calls[1].tokens[0], env_tokens=np.array([8])),
         Step(),  # the environment timed out
         Step(assistant_tokens=calls[2].tokens[0]),
     ]
-    got = token_versions(steps, [*calls, dropped])
+    got = token_versions(steps, dict(enumerate([calls[0], calls[1], late, calls[2], dropped])))
     assert got.dtype == np.int32
     assert got.tolist() == [0, 0, 1, -1, -1, -1, 2, 2, 2]
-    assert token_versions([], [dropped]).tolist() == []
+    assert token_versions([], {0: dropped}).tolist() == []
+
+
+def test_what_a_parser_puts_behind_an_answer_has_no_version():
+    """Newer releases of Tunix hand the tokens to the chat parser, which makes an array of its own.
+
+    Two answers are alike, so their tokens do not tell which call they are of.
+    """
+    calls = {0: output([5, 6], [0, 1]), 1: output([5, 6], [2, 2])}
+    steps = [
+        Step(assistant_tokens=np.array([5, 6, 7]), env_tokens=np.array([8])),
+        Step(assistant_tokens=np.array([5, 6, 7])),
+    ]
+    assert token_versions(steps, calls).tolist() == [0, 1, -1, -1, 2, 2, -1]
+
+
+@pytest.mark.parametrize("tokens", [[4, 6], [5], []])
+def test_tokens_that_no_call_returned_are_refused(tokens):
+    step = Step(assistant_tokens=np.array(tokens, np.int32))
+    with pytest.raises(InvalidRequestError, match=r"step 0 of a trajectory.*one step for each"):
+        token_versions([step], {0: output([5, 6], [0, 0])})
+    with pytest.raises(InvalidRequestError, match="step 0"):
+        token_versions([step], {1: output(tokens, [0] * len(tokens))})
