@@ -9,6 +9,9 @@ DEMO_ARGS ?= --check
 BENCH_ARGS ?=
 # Two processes: each takes up to 4 GB and keeps more than one core busy by itself.
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# A checkout of Tunix for `make test-tunix`, and what runs with it.
+TUNIX ?=
+TUNIX_TESTS ?= tests/adapter tests/training tests/examples tests/experimental
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -24,6 +27,10 @@ demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/gr
 .PHONY: test
 test: $(STAMP) ## Run the tests, by default in two processes; PYTEST_ARGS="-k name" instead.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-tunix
+test-tunix: $(STAMP) ## Run the tests that use Tunix with another one: make test-tunix TUNIX=../tunix.
+	@$(BIN)/python tests/with_tunix.py "$(TUNIX)" $(PYTEST_ARGS) $(TUNIX_TESTS)
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".

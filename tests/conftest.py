@@ -7,6 +7,7 @@ this checkout, so that tests neither use nor fill the user's cache.
 from __future__ import annotations
 
 import gc
+import importlib.util
 from pathlib import Path
 
 import jax
@@ -15,6 +16,12 @@ import pytest
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_report_header():
+    """Which Tunix is tested with; see `make test-tunix`."""
+    spec = importlib.util.find_spec("tunix")
+    return f"tunix: {spec and spec.origin}"
 
 
 @pytest.fixture(scope="module", autouse=True)
