@@ -141,8 +141,9 @@ class CountingRollout(SglJaxRollout):
     ) -> VersionedRolloutOutput:
         """See `SglJaxRollout`. The agentic learner asks for one prompt at a time."""
         output = super().generate(prompts, rollout_config, **kwargs)
+        (prompt,) = [prompts] if isinstance(prompts, str) else prompts  # Tunix 0.1.7 passes it bare
         num_begin_tokens = 1
-        self._counter.add_turn(len(prompts) + num_begin_tokens)
+        self._counter.add_turn(len(prompt) + num_begin_tokens)
         return output
 
 

@@ -107,6 +107,7 @@ ALLOWED = {
     },
     "sleep": {"cache.pool", "errors", "io_struct", "offload", "runner"},
     "updates": {"commands", "io_struct", "recorder", "weights"},
+    "staging": {"commands", "errors", "io_struct", "updates", "weights"},
 }
 HOST_ONLY = (
     "errors",
@@ -259,6 +260,7 @@ def test_exported_names():
         "SamplingParams",
         "SchedulerCheckpoint",
         "SchedulerConfig",
+        "StagedWeights",
         "UnsupportedModelError",
         "WeightLoadError",
         "WeightRule",

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from sgljax_engine.export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.preview import EnginePreview, preview_engine
+    from sgljax_engine.staging import StagedWeights
     from sgljax_engine.weights.hf_files import (
         HfTensor,
         read_hf_tensors,
@@ -66,6 +67,7 @@ _LAZY = {
     "HfTensor": "sgljax_engine.weights.hf_files",
     "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
     "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
+    "StagedWeights": "sgljax_engine.staging",
     "LoraRule": "sgljax_engine.weights.rules",
     "Rule": "sgljax_engine.weights.rules",
     "WeightRule": "sgljax_engine.weights.rules",
@@ -121,6 +123,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerCheckpoint",
     "SchedulerConfig",
+    "StagedWeights",
     "UnsupportedModelError",
     "WeightLoadError",
     "WeightRule",

@@ -20,9 +20,9 @@ from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.loop import EngineLoop
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.staging import WeightJob
 from sgljax_engine.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
-from sgljax_engine.updates import UpdateJob
 
 _C = TypeVar("_C")
 _T = TypeVar("_T")
@@ -54,15 +54,15 @@ class EngineClient:
         finally:
             del command
 
-    def update(self, job: Callable[[Future[int]], UpdateJob]) -> int:
-        """Has weights replaced, and waits for the new version."""
+    def update(self, job: Callable[[Future[_T]], WeightJob]) -> _T:
+        """Has weights replaced, staged, published or discarded, and waits for the answer."""
         try:
             return _wait(self._loop.update, job)
         finally:
             del job
 
-    async def async_update(self, job: Callable[[Future[int]], UpdateJob]) -> int:
-        """`update` for asyncio. Cancelling the task does not take the update back."""
+    async def async_update(self, job: Callable[[Future[_T]], WeightJob]) -> _T:
+        """`update` for asyncio. Cancelling the task does not take the job back."""
         try:
             return await _async_wait(self._loop.update, job)
         finally:

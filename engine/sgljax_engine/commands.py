@@ -138,6 +138,14 @@ class SwapWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MakeWeights:
+    """Make weights that do not serve; answers with them."""
+
+    make: Callable[[], Weights]
+    future: Future[Weights]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ChecksumWeights:
     """Checksums of the serving weights by name."""
 
@@ -228,6 +236,7 @@ Command = (
     | Sleep
     | WakeUp
     | SwapWeights
+    | MakeWeights
     | ChecksumWeights
     | CompareWeights
     | TakeSnapshot

@@ -26,7 +26,7 @@ from sgljax_engine.checkpointing import SaveJob, load_checkpoint, restoration
 from sgljax_engine.client import EngineClient
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.detokenizer import Answer
-from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
+from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.files import read_generation_config
 from sgljax_engine.io_struct import (
     AbortReq,
@@ -49,6 +49,7 @@ from sgljax_engine.recorder import MAX_EVENTS, Recording
 from sgljax_engine.requests import LogprobArgs, RequestFactory
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import SeedSource
+from sgljax_engine.staging import DiscardJob, PublishJob, StagedWeights, StageJob
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
 from sgljax_engine.updates import UpdateJob, WeightSource
@@ -373,6 +374,15 @@ class Engine:
         made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
         return self._client.generate(made[0])
 
+    async def async_generate_requests(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[RequestOutput]:
+        """`generate_requests` for asyncio; cancelling the task aborts its requests."""
+        made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
+        return await self._client.async_generate(made[0])
+
     def score(
         self,
         sequences: Sequence[Sequence[int]],
@@ -636,6 +646,95 @@ class Engine:
         job = self._update_job(source, rules, mode, flush_cache, donate, verify)
         return await self._client.async_update(job)
 
+    def stage_weights(
+        self, source: Any, rules: Sequence[WeightRule] | None = None, *, verify: bool = False
+    ) -> StagedWeights:
+        """Makes new weights beside those that serve, which go on serving untouched.
+
+        The first half of an update: `publish_weights` is the second, `discard_weights` calls it
+        off. Staged weights take the memory of one more model on the engine's devices, and stay
+        there while the engine sleeps; several may be staged at once. Calls that concern weights
+        are done one after another in their order.
+
+        Args:
+            source: As in `update_weights`.
+            rules: As in `update_weights`.
+            verify: As in `update_weights`.
+
+        Raises:
+            WeightSyncError: names every missing, extra or mis-shaped parameter.
+            WeightLoadError: for a folder that is missing, broken or of another model.
+        """
+        return self._client.update(self._stage_job(source, rules, verify))
+
+    async def async_stage_weights(
+        self, source: Any, rules: Sequence[WeightRule] | None = None, *, verify: bool = False
+    ) -> StagedWeights:
+        """`stage_weights` for asyncio; what a cancelled task staged is freed when it is made."""
+        return await self._client.async_update(self._stage_job(source, rules, verify))
+
+    def publish_weights(
+        self,
+        staged: StagedWeights,
+        *,
+        mode: PauseMode = "retract",
+        flush_cache: bool | None = None,
+    ) -> int:
+        """Serves staged weights from the next dispatch on; all of them or none.
+
+        Staged weights are whole, so it does not matter which ones served when they were made: after
+        another update they replace that one's. Weights that sleep are awake afterwards. Calling it
+        again changes nothing and returns the same version, even if others serve by then.
+
+        Args:
+            staged: From `stage_weights` of this engine.
+            mode: As in `update_weights`.
+            flush_cache: As in `update_weights`.
+
+        Returns:
+            The weight version that they became.
+
+        Raises:
+            InvalidRequestError: for weights that another engine staged.
+            EngineStateError: for weights that were discarded; and as in `update_weights`, when the
+                weights stay staged.
+        """
+        return self._client.update(_publish_job(staged, mode, flush_cache))
+
+    async def async_publish_weights(
+        self,
+        staged: StagedWeights,
+        *,
+        mode: PauseMode = "retract",
+        flush_cache: bool | None = None,
+    ) -> int:
+        """`publish_weights` for asyncio; a cancelled task does not take it back."""
+        return await self._client.async_update(_publish_job(staged, mode, flush_cache))
+
+    def discard_weights(self, staged: StagedWeights) -> bool:
+        """Frees staged weights. Those that serve are not touched.
+
+        Returns:
+            Whether there was something to free; not if they were published or discarded before, or
+            the engine was shut down, which frees all that is staged.
+
+        Raises:
+            InvalidRequestError: for weights that another engine staged.
+        """
+        job = _discard_job(staged)
+        try:
+            return self._client.update(job)
+        except EngineShutdownError:
+            return False
+
+    async def async_discard_weights(self, staged: StagedWeights) -> bool:
+        """`discard_weights` for asyncio; a cancelled task does not take it back."""
+        job = _discard_job(staged)
+        try:
+            return await self._client.async_update(job)
+        except EngineShutdownError:
+            return False
+
     def get_weights_checksum(self) -> dict[str, str]:
         """A checksum of each serving weight's bits in its logical shape: 16 hexadecimal digits.
 
@@ -684,11 +783,15 @@ class Engine:
     ) -> Callable[[Future[int]], UpdateJob]:
         check_mode(mode)
         _check_flags(donate=donate, verify=verify)
-        if flush_cache is not None and not isinstance(flush_cache, bool):
-            raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
-        flush = mode != "in_place" if flush_cache is None else flush_cache
+        flush = _flushes(mode, flush_cache)
         load = self._weight_source(source, rules)
         return functools.partial(UpdateJob, load, mode, flush, donate, verify)
+
+    def _stage_job(
+        self, source: Any, rules: Sequence[WeightRule] | None, verify: bool
+    ) -> Callable[[Future[StagedWeights]], StageJob]:
+        _check_flags(verify=verify)
+        return functools.partial(StageJob, self._weight_source(source, rules), verify)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -828,6 +931,30 @@ def _save_job(
     _check_flags(include_kv=include_kv)
     check_compression(compression)
     return functools.partial(SaveJob, Path(path), include_kv, compression)
+
+
+def _publish_job(
+    staged: StagedWeights, mode: PauseMode, flush_cache: bool | None
+) -> Callable[[Future[int]], PublishJob]:
+    _check_staged(staged)
+    check_mode(mode)
+    return functools.partial(PublishJob, staged, mode, _flushes(mode, flush_cache))
+
+
+def _discard_job(staged: StagedWeights) -> Callable[[Future[bool]], DiscardJob]:
+    _check_staged(staged)
+    return functools.partial(DiscardJob, staged)
+
+
+def _check_staged(staged: Any) -> None:
+    if not isinstance(staged, StagedWeights):
+        raise InvalidRequestError(f"staged must be StagedWeights, got {type(staged).__name__}")
+
+
+def _flushes(mode: PauseMode, flush_cache: Any) -> bool:
+    if flush_cache is not None and not isinstance(flush_cache, bool):
+        raise InvalidRequestError(f"flush_cache must be True, False or None: {flush_cache!r}")
+    return mode != "in_place" if flush_cache is None else flush_cache
 
 
 def _check_flags(**flags: Any) -> None:

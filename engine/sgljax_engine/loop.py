@@ -31,9 +31,10 @@ from sgljax_engine.progress import EngineProgress
 from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.types import FinishReason, Request
-from sgljax_engine.updates import UpdateJob, Updater
+from sgljax_engine.updates import Updater
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import WeightMaker
 from sgljax_engine.worker import Worker
@@ -93,7 +94,10 @@ class EngineLoop:
             recorder=self.recorder,
         )
         updater = Updater(weight_maker, served, self.submit, self._check_open, self.recorder)
-        self._updates = Worker(updater.update, f"{name}-updates")
+        self._stager = Stager(weight_maker, served, self.submit, self._check_open)
+        self._updates = Worker(
+            functools.partial(do_weight_job, updater, self._stager), f"{name}-updates"
+        )
         saver = Saver(runner.model_config, self.submit)
         self._saves = Worker(saver.save, f"{name}-checkpoints")
         self._pause: PauseMode | None = None
@@ -144,8 +148,8 @@ class EngineLoop:
             self._check_open()
             self._commands.put(command)
 
-    def update(self, job: UpdateJob) -> None:
-        """Queues a weight update behind earlier ones, or raises EngineShutdownError."""
+    def update(self, job: WeightJob) -> None:
+        """Queues what concerns weights behind earlier jobs, or raises EngineShutdownError."""
         with self._submit_lock:
             self._check_open()
             self._updates.put(job)
@@ -273,6 +277,8 @@ class EngineLoop:
             return core.state(self._pause)
         if isinstance(command, cmd.CheckIntegrity):
             return core.scheduler.check_integrity()
+        if isinstance(command, cmd.MakeWeights):
+            return command.make()
         if isinstance(command, cmd.TakeSnapshot):
             return take_snapshot(core, include_kv=command.include_kv)
         if isinstance(command, cmd.CopyPages):
@@ -396,6 +402,7 @@ class EngineLoop:
         while not self._commands.empty():
             _refuse(self._commands.get(), self._closed_error)
         self._updates.stop()
+        self._stager.release()
         self._saves.stop()
         atexit.unregister(self.stop)
 

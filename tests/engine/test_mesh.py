@@ -98,6 +98,11 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4, **few) as 
             assert engine.get_weights_checksum() == single.get_weights_checksum() != checksums
             engine.update_weights(elsewhere, donate=True, verify=True)
             assert engine.get_weights_checksum() == checksums
+            staged = engine.stage_weights(sharded, verify=True)
+            assert engine.get_weights_checksum() == checksums
+            engine.publish_weights(staged)
+            assert engine.get_weights_checksum() == single.get_weights_checksum()
+            engine.update_weights(elsewhere)
             engine.update_weights(sharded, donate=True, verify=True)
             assert outputs(engine) == expected
             for memory in ("numpy", "pinned_host"):
