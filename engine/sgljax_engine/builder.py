@@ -206,7 +206,7 @@ def build_loop(
         advance(len(targets))
     backends = pick_backends(config.runtime, placement, model.head_dim)
     static = _program_context(config, definition, model, placement, weights_made, backends)
-    weights_bytes = sum(weight.nbytes for weight in weights_made.values())
+    weights_bytes = placement.held_bytes(weights_made.values())
     memory = plan_memory(
         model, config, placement, max_model_len, weights_bytes, attention=backends.attention
     )

@@ -53,8 +53,9 @@ def plan_memory(
         InvalidConfigError: when the configuration does not fit; says what would.
     """
     cache = config.cache
+    num_heads = model.num_kv_heads * placement.num_kv_copies
     per_page = cache.page_size * kv_bytes_per_token(
-        model.num_layers, model.num_kv_heads, model.head_dim, placement.dtype
+        model.num_layers, num_heads, model.head_dim, placement.dtype
     )
     free = free_bytes(placement)
     if free is not None and not are_loaded:
@@ -134,7 +135,7 @@ def _plan_rows(
     else:
         shapes = row_shapes(num_rows, max_model_len, model.num_kv_heads, model.head_dim)
         elements = sum(math.prod(shape) for shape in shapes) * model.num_layers
-        size = elements * placement.dtype.itemsize
+        size = elements * placement.dtype.itemsize * placement.num_kv_copies
         left = size
         if free_bytes is not None:
             left = max(int(free_bytes * config.cache.mem_fraction_static) - kv_bytes, 0)

@@ -68,7 +68,10 @@ class EngineCounters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """What an engine took when it started, and why. Bytes are those of all shards together.
+    """What an engine took when it started, and why.
+
+    Bytes are those of all devices along the mesh axis "tp" together, copies included: norms are on
+    each of them, and kv heads on several where "tp" is larger than their number.
 
     Attributes:
         weights_bytes: Of the weights; twice as much while an update makes new ones.

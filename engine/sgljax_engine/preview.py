@@ -83,7 +83,8 @@ def preview_engine(
     placement = place(model, mesh, dtype)
     specs = get_model(model.architecture).param_specs(model)
     num_parameters = sum(math.prod(spec.shape) for spec in specs.values())
-    weights_bytes = num_parameters * placement.dtype.itemsize
+    targets = placement.weight_targets(specs).values()
+    weights_bytes = placement.held_bytes(target.stored for target in targets)
     max_model_len = pick_max_model_len(model, config)
     free = free_bytes(placement)
     backends = pick_backends(config.runtime, placement, model.head_dim)

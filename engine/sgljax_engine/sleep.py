@@ -101,8 +101,7 @@ class Sleeper:
             kept: What `keep` returned.
             refuses_requests: See the attribute.
         """
-        freed = sum(weight.nbytes for weight in self._runner.weights.values())
-        freed += self._runner.release_kv()
+        freed = self._runner.weights_bytes + self._runner.release_kv()
         self._runner.swap_weights({})
         self._kept = kept
         self.asleep = SLEEP_TAGS
@@ -120,7 +119,7 @@ class Sleeper:
         try:
             if "weights" in tags and kept.weights is not None:
                 runner.weights_from_host(kept.weights)
-                taken += sum(weight.nbytes for weight in runner.weights.values())
+                taken += runner.weights_bytes
             if "kv_cache" in tags:
                 taken += runner.take_kv()
                 if kept.pages is not None:

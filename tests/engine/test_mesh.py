@@ -155,11 +155,11 @@ for options in ({"page_size": 4, **few}, alone):
 assert bits[0] == bits[1], "deterministic sampling on a mesh"
 
 try:
-    Engine(model_config=TINY, mesh=Mesh(devices.reshape(2, 4), ("fsdp", "tp")))
+    Engine(model_config=TINY, mesh=Mesh(devices.reshape(1, 8), ("fsdp", "tp")))
 except InvalidConfigError as error:
-    assert "num_kv_heads must be a multiple of the mesh's 'tp' size (4), got 2" in str(error)
+    assert "num_heads must be a multiple of the mesh's 'tp' size (8), got 4" in str(error)
 else:
-    raise AssertionError("2 kv heads cannot be spread over 4 devices")
+    raise AssertionError("4 heads cannot be spread over 8 devices")
 print("mesh ok")
 """
 

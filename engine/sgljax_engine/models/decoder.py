@@ -30,6 +30,7 @@ from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.spec import (
+    KV_HEADS_AXIS,
     Attend,
     LayerCache,
     ModelContext,
@@ -113,8 +114,8 @@ def _param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamS
         layer = f"model.layers.{i}"
         norm(f"{layer}.input_layernorm", dim)
         project_heads(f"{layer}.self_attn.q_proj", heads, "heads")
-        project_heads(f"{layer}.self_attn.k_proj", kv_heads, "kv_heads")
-        project_heads(f"{layer}.self_attn.v_proj", kv_heads, "kv_heads")
+        project_heads(f"{layer}.self_attn.k_proj", kv_heads, KV_HEADS_AXIS)
+        project_heads(f"{layer}.self_attn.v_proj", kv_heads, KV_HEADS_AXIS)
         project(f"{layer}.self_attn.o_proj", (heads, dim), ("heads", None))
         if traits.has_qk_norm:
             norm(f"{layer}.self_attn.q_norm", config.head_dim)

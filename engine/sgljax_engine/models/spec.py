@@ -33,6 +33,10 @@ live: in pages, in rows too (decode on CPUs), or nowhere (scoring), with `layer_
 """
 
 
+KV_HEADS_AXIS = "kv_heads"
+"""The logical axis of key and value heads, which may be fewer than the devices to spread over."""
+
+
 class ParamKind(enum.Enum):
     """What a parameter is, which decides its physical layout and how HF stores it."""
 
@@ -50,7 +54,8 @@ class ParamSpec(NamedTuple):
     Attributes:
         shape: Logical shape: linear weights are [in, out], embedding tables [vocab, dim].
         kind: See `ParamKind`.
-        axes: Logical axis names, one a dimension, for sharding; None is never sharded.
+        axes: Logical axis names, one a dimension, for sharding; None is never sharded. An axis
+            of key or value heads is called `KV_HEADS_AXIS`.
         alias: The name that Tunix's `sglang_jax` mappings use for it.
     """
 

@@ -248,6 +248,11 @@ class ModelRunner:
         return differing(plan, arrays, self.weights)
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights, as of `Placement.held_bytes`."""
+        return self._placement.held_bytes(self.weights.values())
+
+    @property
     def is_on_one_device(self) -> bool:
         """Whether other threads may start programs on the engine's device."""
         return self._placement.mesh.size == 1
@@ -294,7 +299,7 @@ class ModelRunner:
     def release_kv(self) -> int:
         """Gives the memory of pages and rows back; returns its bytes. Their contents are lost."""
         arrays = jax.tree.leaves((self.kv, self.kv_rows))
-        num_bytes = sum(array.nbytes for array in arrays)
+        num_bytes = self._placement.held_bytes(arrays)
         self.wait()  # memory that a program still writes is not free
         self.kv, self.kv_rows = (), ()
         return num_bytes
@@ -304,7 +309,7 @@ class ModelRunner:
         if self.is_kv_allocated:
             return 0
         self._allocate_kv()
-        return sum(array.nbytes for array in jax.tree.leaves((self.kv, self.kv_rows)))
+        return self._placement.held_bytes(jax.tree.leaves((self.kv, self.kv_rows)))
 
     def save_pages(self, pages: Sequence[int]) -> SavedPages:
         """Copies pages to the host; waits for it."""

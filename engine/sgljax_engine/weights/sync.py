@@ -59,6 +59,12 @@ class TargetSpec(NamedTuple):
     sharding: jax.sharding.Sharding
     alias: str
 
+    @property
+    def stored(self) -> jax.ShapeDtypeStruct:
+        """What it is stored as: the physical shape, the dtype and the sharding."""
+        shape = self.shape[::-1] if self.is_transposed else self.shape
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)
+
 
 class SourceSpec(NamedTuple):
     """Shape and dtype of one source parameter."""
