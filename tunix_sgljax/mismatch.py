@@ -101,7 +101,8 @@ class MismatchReport:
     """Log-probs of the same tokens by rollout and trainer, and what their differences say.
 
     Tokens that equal the pad id are not compared: Tunix masks them. It also hides them from the
-    tokens behind them, in the trainer alone, so those differ; see `pad_rows`.
+    tokens behind them, in the trainer alone, so those differ; see `pad_rows`. The same holds for
+    pad ids inside a prompt; see `prompt_pad_rows`.
 
     Attributes:
         tokens: Sampled token ids, padded; int32.
@@ -112,6 +113,7 @@ class MismatchReport:
         logprobs_mode: The rollout's.
         temperature: Of both.
         pad_rows: Rows in which the pad id was sampled, ascending.
+        prompt_pad_rows: Rows whose prompt has the pad id behind another token, ascending.
 
     Shape:
         tokens, sampler, trainer, is_compared: [B, C].
@@ -126,6 +128,7 @@ class MismatchReport:
     logprobs_mode: str
     temperature: float
     pad_rows: tuple[int, ...]
+    prompt_pad_rows: tuple[int, ...] = ()
 
     @property
     def difference(self) -> np.ndarray:
@@ -196,6 +199,7 @@ class MismatchReport:
             "is_within": self.is_within(),
             "rows_off": {str(row): at for row, at in self.rows_off().items()},
             "pad_rows": list(self.pad_rows),
+            "prompt_pad_rows": list(self.prompt_pad_rows),
             "quantiles": list(QUANTILES),
             "overall": self.overall.to_dict(),
             "worst": self.worst._asdict(),
@@ -233,11 +237,14 @@ class MismatchReport:
             shown = [f"row {row} from position {at}" for row, at in list(off.items())[:8]]
             more = f", and {len(off) - 8} more" if len(off) > 8 else ""
             lines.append(f"  off               {', '.join(shown)}{more}")
-        if self.pad_rows:
-            lines.append(
-                f"  pad id sampled    in rows {list(self.pad_rows)}: the trainer hides it from the "
-                "tokens behind it"
-            )
+        for what, rows in (
+            ("pad id sampled   ", self.pad_rows),
+            ("pad id in prompt ", self.prompt_pad_rows),
+        ):
+            if rows:
+                lines.append(
+                    f"  {what} in rows {list(rows)}: the trainer hides it from the tokens behind it"
+                )
         return "\n".join(lines)
 
     def _statistics(self, where: Any) -> Statistics:
@@ -308,8 +315,13 @@ def mismatch_report(
         dtype=_coarser(rollout.dtype, _computed_dtype(graphdef, state)),
         logprobs_mode=rollout.logprobs_mode,
         temperature=config.temperature,
-        pad_rows=tuple(row for row, ids in enumerate(output.tokens) if (ids == pad_id).any()),
+        pad_rows=_rows_with(pad_id, output.tokens),
+        prompt_pad_rows=_rows_with(pad_id, padding.unpad_prompts(prompts_BP, pad_id)),
     )
+
+
+def _rows_with(pad_id: int, rows: Sequence[np.ndarray]) -> tuple[int, ...]:
+    return tuple(row for row, ids in enumerate(rows) if (ids == pad_id).any())
 
 
 def _computed_dtype(graphdef: Any, state: Any) -> str:

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import logging
+from collections.abc import Collection, Sequence
 
 import numpy as np
+
+from sgljax_engine import InvalidConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def check_pad_id(pad_id: int | None, eos_id: int | None) -> None:
+    """Says what follows where a tokenizer's pad and end tokens are one.
+
+    Raises:
+        InvalidConfigError: for a tokenizer that has neither, so that nothing can be padded.
+    """
+    if pad_id != eos_id:
+        return
+    if pad_id is None or pad_id < 0:
+        raise InvalidConfigError(
+            f"the tokenizer's pad and end tokens are both {pad_id}, which is no token; Tunix pads "
+            "prompts and completions, so name a pad token"
+        )
+    logger.warning(
+        "the tokenizer's pad and end tokens are both %d: completions end before it, as those of "
+        "Tunix's vanilla sampler do, and Tunix's masks hide every %d inside a prompt from the "
+        "trainer; see docs/tunix.md",
+        pad_id,
+        pad_id,
+    )
 
 
 def left_pad_prompts(
@@ -33,9 +61,33 @@ def right_pad(rows: Sequence[np.ndarray], width: int, value: int) -> np.ndarray:
     return out
 
 
-def unpad(tokens_BL: np.ndarray, pad_id: int) -> list[np.ndarray]:
-    """The tokens of each row that are not `pad_id`, in order."""
-    return [row[row != pad_id] for row in tokens_BL]
+def strip_prompt(ids: Sequence[int], pad_id: int) -> list[int]:
+    """A prompt's ids without the pad ids in front of it.
+
+    In Tunix's left-padded arrays nothing tells those from padding: its masks hide them from
+    samplers and trainers. Pad ids behind the first other token stay.
+    """
+    return list(itertools.dropwhile(lambda token: token == pad_id, ids))
+
+
+def unpad_prompts(prompts_BP: np.ndarray, pad_id: int) -> list[np.ndarray]:
+    """The tokens of each left-padded row, from the first one that is not `pad_id` on."""
+    return [row[np.logical_or.accumulate(row != pad_id)] for row in prompts_BP]
+
+
+def completion_mask(completions_BC: np.ndarray, pad_id: int) -> np.ndarray:
+    """Where right-padded rows have tokens, bool [B, C]: up to the last one that is not `pad_id`."""
+    reversed_BC = (completions_BC != pad_id)[:, ::-1]
+    return np.logical_or.accumulate(reversed_BC, axis=1)[:, ::-1]
+
+
+def num_before_end(ids: Sequence[int], pad_id: int, end_ids: Collection[int]) -> int:
+    """Tokens of a completion without a sampled end token that equals the pad id.
+
+    Tunix could not tell such a token from the padding behind it. Other end tokens count.
+    """
+    has_hidden_end = len(ids) > 0 and ids[-1] == pad_id and pad_id in end_ids
+    return len(ids) - has_hidden_end
 
 
 def spread(values: Sequence[np.ndarray], mask_BL: np.ndarray) -> np.ndarray:

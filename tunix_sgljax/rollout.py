@@ -124,11 +124,7 @@ class SglJaxRollout(BaseRollout):
         """
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
         self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
-        if self.pad_id() == self.eos_id():
-            raise InvalidConfigError(
-                f"the tokenizer's pad and end tokens are both {self.pad_id()}; Tunix masks "
-                "completions by pad id, so they must differ"
-            )
+        padding.check_pad_id(self.pad_id(), self.eos_id())
         self._mesh = mesh
         self._actor: nnx.Module | None = rollout_actor
         self._given_model_config = model_config
@@ -279,9 +275,10 @@ class SglJaxRollout(BaseRollout):
             **kwargs: None is supported.
 
         Returns:
-            Tokens with the end token, if one was sampled; log-probs of the sampled tokens (see
-            `logprobs_mode`) if `return_logprobs` is set, else None; the weight version that
-            sampled each token. Log-probs are those under the weights that sampled the token.
+            Tokens with the end token, if one was sampled that is not the pad id; log-probs of
+            these tokens (see `logprobs_mode`) if `return_logprobs` is set, else None; the weight
+            version that sampled each token. Log-probs are those under the weights that sampled
+            the token.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
@@ -294,7 +291,7 @@ class SglJaxRollout(BaseRollout):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
             raise InvalidRequestError("prompts is empty; it needs at least one prompt")
-        prompt_ids = [self._encode(str(text)) for text in texts]
+        prompt_ids = self._encode_all(texts)
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
@@ -303,7 +300,8 @@ class SglJaxRollout(BaseRollout):
         with watched, self._holding_policies(engine):
             with self._rest.call(engine):
                 outputs = engine.generate_requests(prompt_ids, params)
-            output = self._rollout_output(prompt_ids, outputs, rollout_config)
+            ends = params[0].stop_token_ids
+            output = self._rollout_output(prompt_ids, outputs, rollout_config, ends)
             if self._match is not None and rollout_config.return_logprobs:
                 output.logprobs = self._matched_logprobs(self._match, output, rollout_config)
         self._recorder.add(output)
@@ -341,23 +339,42 @@ class SglJaxRollout(BaseRollout):
         prompt_ids: list[list[int]],
         outputs: list[RequestOutput],
         config: RolloutConfig,
+        end_ids: tuple[int, ...],
     ) -> VersionedRolloutOutput:
+        lengths = [
+            padding.num_before_end(output.output_ids, self.pad_id(), end_ids) for output in outputs
+        ]
+        rows = list(zip(outputs, lengths, strict=True))
         logprobs = [
-            np.asarray(sampling.pick_logprobs(output, self._logprobs_mode), np.float32)
-            for output in outputs
+            np.asarray(sampling.pick_logprobs(output, self._logprobs_mode)[:length], np.float32)
+            for output, length in rows
         ]
         return VersionedRolloutOutput(
             text=[output.text for output in outputs],
             logits=[],
-            tokens=[np.asarray(output.output_ids, np.int32) for output in outputs],
+            tokens=[np.asarray(output.output_ids[:length], np.int32) for output, length in rows],
             left_padded_prompt_tokens=padding.left_pad_prompts(
                 prompt_ids, config.max_prompt_length, self.pad_id()
             ),
             logprobs=logprobs if config.return_logprobs else None,
             weight_versions=[
-                np.asarray(output.token_weight_versions, np.int32) for output in outputs
+                np.asarray(output.token_weight_versions[:length], np.int32)
+                for output, length in rows
             ],
         )
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each prompt from the first one on that Tunix does not take for padding."""
+        pad = self.pad_id()
+        prompt_ids = [self._encode(str(text)) for text in texts]
+        stripped = [padding.strip_prompt(ids, pad) for ids in prompt_ids]
+        for row, (ids, kept) in enumerate(zip(prompt_ids, stripped, strict=True)):
+            if ids and not kept:
+                raise InvalidRequestError(
+                    f"prompts[{row}]={str(texts[row])!r} holds the pad id {pad} alone; it needs "
+                    "another token"
+                )
+        return stripped
 
     def _encode(self, text: str) -> list[int]:
         """Token ids as Tunix's samplers make them: BOS in front, if it is there and not 0."""
@@ -389,6 +406,8 @@ class SglJaxRollout(BaseRollout):
 
         The logits are divided by the training temperature, as in Tunix's loss, unless it is 0.
         With "trainer_match" Tunix's function scores these very arrays on the trainer's weights.
+        Padding is what stands before a prompt's first and behind a completion's last token that
+        is not the pad id; pad ids between them are scored and seen like any other.
 
         Raises:
             InvalidRequestError: for a prompt that is all padding.
@@ -398,15 +417,16 @@ class SglJaxRollout(BaseRollout):
             right-padded; returns [B, C] float32, 0 at padding.
         """
         pad = self.pad_id()
-        prompts = padding.unpad(np.asarray(prompt_tokens), pad)
+        prompts = padding.unpad_prompts(np.asarray(prompt_tokens), pad)
         if any(len(prompt) == 0 for prompt in prompts):
             raise InvalidRequestError(
                 "prompt_tokens has a row of padding alone; each needs a token"
             )
         completions_BC = np.asarray(completion_tokens)
-        completions = padding.unpad(completions_BC, pad)
+        mask_BC = padding.completion_mask(completions_BC, pad)
         sequences = [
-            np.concatenate(pair).tolist() for pair in zip(prompts, completions, strict=True)
+            np.concatenate((prompt, completion[mask])).tolist()
+            for prompt, completion, mask in zip(prompts, completions_BC, mask_BC, strict=True)
         ]
         engine = self.engine
         watched = self._observers.span("get_per_token_logps", rows=len(sequences))
@@ -423,7 +443,7 @@ class SglJaxRollout(BaseRollout):
                 temperature=self._temperature or 1.0,
                 start_lens=[len(prompt) for prompt in prompts],
             )
-        return jnp.asarray(padding.spread(logps, completions_BC != pad))
+        return jnp.asarray(padding.spread(logps, mask_BC))
 
     # ------------------------------------------------------------------ weights
 

@@ -261,7 +261,8 @@ class TrainerMatch:
         scored_BC = self._score(
             max(self.versions, default=0), prompts_BP, completions_BC, temperature, None
         )
-        return np.where(completions_BC != self._pad_id, scored_BC, np.float32(0))
+        mask_BC = padding.completion_mask(completions_BC, self._pad_id)
+        return np.where(mask_BC, scored_BC, np.float32(0))
 
     def _score(
         self,

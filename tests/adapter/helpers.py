@@ -34,7 +34,7 @@ _BUCKETS = {"max_running_requests": "batch_buckets", "chunked_prefill_size": "to
 class EndingTokenizer(ref.IntegerTokenizer):
     """An integer tokenizer with special tokens of one's choice."""
 
-    def __init__(self, *, eos: int | None, pad: int = ref.PAD_ID, bos: int | None = 0):
+    def __init__(self, *, eos: int | None, pad: int | None = ref.PAD_ID, bos: int | None = 0):
         self._eos, self._pad, self._bos = eos, pad, bos
 
     def bos_id(self) -> Any:
@@ -43,7 +43,7 @@ class EndingTokenizer(ref.IntegerTokenizer):
     def eos_id(self) -> Any:
         return self._eos
 
-    def pad_id(self) -> int:
+    def pad_id(self) -> Any:
         return self._pad
 
 

@@ -328,8 +328,10 @@ def test_paddings_alone_bound_the_batch_and_the_prefill(make_rollout, model):
 # ------------------------------------------------------------------ tokenizer
 
 
-def test_pad_and_end_token_must_differ(refuse):
-    refuse("pad and end tokens are both 3", tokenizer=EndingTokenizer(eos=3, pad=3))
+def test_pad_and_end_token_may_be_one_but_must_be_a_token(refuse, make_rollout):
+    """More on them in test_pad_is_eos."""
+    make_rollout(tokenizer=EndingTokenizer(eos=3, pad=3))
+    refuse("pad and end tokens are both None", tokenizer=EndingTokenizer(eos=None, pad=None))
 
 
 def test_what_is_no_tokenizer_is_refused_by_tunix(refuse):

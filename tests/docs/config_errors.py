@@ -117,9 +117,9 @@ def _(_: Parts):
     new_engine(tokenizer=SimpleNamespace(encode=list))
 
 
-@produces("pad_is_eos")
+@produces("no_pad_token")
 def _(parts: Parts):
-    new_rollout(parts.model, tokenizer=EndingTokenizer(eos=0, pad=0))
+    new_rollout(parts.model, tokenizer=EndingTokenizer(eos=None, pad=None))
 
 
 @produces("meaningless_field")

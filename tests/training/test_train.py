@@ -62,6 +62,14 @@ def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
     assert len(trace.named("update_params")) == 1, "one step was asked for"
 
 
+@pytest.mark.slow
+def test_pad_and_end_token_may_be_one(tmp_path, caplog):
+    path = write_config(tmp_path, tokenizer__function="tiny_task:EndPaddingTokenizer")
+    assert train(path) == 0
+    check_steps(read_records(tmp_path), [1, 2], [0, 1])
+    assert caplog.text.count("pad and end tokens are both 1") == 1
+
+
 def test_quiet(tmp_path, capsys):
     path = write_config(tmp_path)
     assert train(path, "--quiet", "training.steps=1") == 0

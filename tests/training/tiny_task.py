@@ -31,6 +31,13 @@ class Tokenizer:
         return " ".join(str(int(i)) for i in ids if i > EOS)
 
 
+class EndPaddingTokenizer(Tokenizer):
+    """The same, padding with its end token."""
+
+    def pad_id(self):
+        return EOS
+
+
 def rows(num, start=0):
     """Prompts of different lengths, each with the number that it ends with."""
     prompts = [[2 + (start + 7 * i + j) % 60 for j in range(1 + i % 4)] for i in range(num)]

@@ -74,8 +74,8 @@ class TokenizerSection:
         path: A Hugging Face folder; null takes `model.path`.
         function: "module:function" instead: called without arguments, returns what Tunix's
             `TokenizerAdapter` takes.
-        pad_token: For a tokenizer that has none, or has its end token there: Tunix masks
-            completions by the pad token.
+        pad_token: Another pad token than the tokenizer's; Tunix takes the end token where it has
+            none, and then hides end tokens from the loss.
     """
 
     path: str | None = None

@@ -15,7 +15,7 @@ def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
     """Tunix's adapter around the tokenizer.
 
     Raises:
-        InvalidConfigError: it cannot be read, or its pad and end tokens are one.
+        InvalidConfigError: it cannot be read.
     """
     section = config.tokenizer
     if section.function is not None:
@@ -25,11 +25,6 @@ def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
         adapter = TokenizerAdapter(_load_folder(section.path or config.model.path))
     if section.pad_token is not None:
         _set_pad_token(adapter, section.pad_token)
-    if adapter.pad_id() == adapter.eos_id():
-        raise InvalidConfigError(
-            f"the tokenizer's pad and end tokens are both {adapter.pad_id()}; Tunix masks "
-            "completions by pad id, so name another one with tokenizer.pad_token"
-        )
     return adapter
 
 
