@@ -26,7 +26,8 @@ ALLOWED = {
     "outputs": {"sampling_params", "types"},
     "checks": {"errors"},
     "files": {"errors"},
-    "config": {"checks", "errors"},
+    "config": {"checks", "errors", "foreign_options"},
+    "foreign_options": {"errors"},
     "model_config": {"checks"},
     "seeds": {"sampling_params"},
     "io_struct": {"errors"},
@@ -118,6 +119,7 @@ HOST_ONLY = (
     "checks",
     "files",
     "config",
+    "foreign_options",
     "model_config",
     "seeds",
     "io_struct",
@@ -218,6 +220,7 @@ def test_no_environment_reads_below_the_command_line():
 def test_exported_names():
     engine = importlib.import_module("sgljax_engine")
     assert engine.__all__ == [
+        "FOREIGN_OPTIONS",
         "AbortReq",
         "AttentionConfig",
         "CacheConfig",
@@ -239,6 +242,7 @@ def test_exported_names():
         "FinishReason",
         "FlushCacheReqInput",
         "FlushCacheReqOutput",
+        "ForeignOption",
         "HfTensor",
         "InvalidConfigError",
         "InvalidRequestError",

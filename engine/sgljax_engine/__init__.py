@@ -24,6 +24,7 @@ from sgljax_engine.errors import (
     WeightsLostError,
     WeightSyncError,
 )
+from sgljax_engine.foreign_options import FOREIGN_OPTIONS, ForeignOption
 from sgljax_engine.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -81,6 +82,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "FOREIGN_OPTIONS",
     "AbortReq",
     "AttentionConfig",
     "CacheConfig",
@@ -102,6 +104,7 @@ __all__ = [
     "FinishReason",
     "FlushCacheReqInput",
     "FlushCacheReqOutput",
+    "ForeignOption",
     "HfTensor",
     "InvalidConfigError",
     "InvalidRequestError",

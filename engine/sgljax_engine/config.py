@@ -13,6 +13,7 @@ from typing import Any
 
 from sgljax_engine.checks import check_count, is_int, require
 from sgljax_engine.errors import InvalidConfigError, unknown_name_message
+from sgljax_engine.foreign_options import FOREIGN_OPTIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -244,8 +245,8 @@ class EngineConfig:
             options: Values by name; `option_names` has the names.
 
         Raises:
-            InvalidConfigError: for an unknown name, with the nearest known one, and for a value out
-                of range.
+            InvalidConfigError: for an unknown name, with what another engine's option is called
+                here or the nearest known one, and for a value out of range.
         """
         groups: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "runtime": {}}
         top: dict[str, Any] = {}
@@ -254,6 +255,10 @@ class EngineConfig:
                 top[name] = value
             elif name in _OPTION_GROUPS:
                 groups[_OPTION_GROUPS[name]][name] = value
+            elif name in FOREIGN_OPTIONS:
+                raise InvalidConfigError(
+                    f"unknown engine option {name!r}; {FOREIGN_OPTIONS[name].hint}"
+                )
             else:
                 raise InvalidConfigError(
                     unknown_name_message("engine option", name, cls.option_names())

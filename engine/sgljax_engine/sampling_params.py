@@ -45,8 +45,34 @@ REFUSED_FIELDS = {
     "stop_regex": "use stop, plain strings",
     "max_tokens": "it is called max_new_tokens here",
     "min_tokens": "it is called min_new_tokens here",
+    "max_completion_tokens": "it is called max_new_tokens here",
+    "max_tokens_to_generate": "it is called max_new_tokens here",
+    "max_length": "use max_new_tokens, which counts no prompt tokens",
+    "min_length": "use min_new_tokens, which counts no prompt tokens",
+    "sampling_seed": "it is called seed here",
+    "num_return_sequences": "it is called n here",
+    "do_sample": "temperature=0 is greedy, anything above it samples",
+    "num_beams": "beam search is not implemented",
+    "use_beam_search": "beam search is not implemented",
+    "beam_size": "beam search is not implemented",
+    "length_penalty": "beam search is not implemented",
+    "early_stopping": "beam search is not implemented",
+    "no_repeat_ngram_size": "use repetition_penalty, frequency_penalty or presence_penalty",
+    "typical_p": "use top_p or min_p",
+    "eos_token_id": "use stop_token_ids, and ignore_eos to stop at no other",
+    "eos_tokens": "use stop_token_ids, and ignore_eos to stop at no other",
+    "stop_strings": "it is called stop here",
+    "bad_words_ids": "use bad_token_ids, single tokens",
+    "structural_tag": "constrained decoding is not implemented",
+    "custom_params": "every option has a name of its own",
+    "flat_logprobs": "use the arguments return_logprob and top_logprobs_num of generate",
+    "top_logprobs": "use the argument top_logprobs_num of generate",
+    "return_logprobs": "use the argument return_logprob of generate",
+    "stream": "it is an argument of generate",
+    "prompt": "it is an argument of generate",
+    "stream_interval": "it is an option of the engine",
 }
-"""Fields that vLLM or SGLang have and this engine has not, and what to do instead."""
+"""Fields that other engines have and this engine has not, and what to do instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,205 @@
+"""What other engines call their options, and what each is called here.
+
+Names of vLLM's EngineArgs, of the server arguments of SGLang and SGLang-JAX and of Tunix, but for
+those that are options here under the same name. Host-only; no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sgljax_engine.errors import InvalidConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignOption:
+    """An option of another engine.
+
+    Attributes:
+        name: What it is called there.
+        engine: Whose it is, where it is told.
+        option: The option here that takes its place; None if there is none.
+        note: Why there is none, or in what the two differ.
+        is_opposite: Whether True there is False here.
+    """
+
+    name: str
+    engine: str = "another engine"
+    option: str | None = None
+    note: str = ""
+    is_opposite: bool = False
+
+    @property
+    def hint(self) -> str:
+        """What to tell somebody who gives this name."""
+        if self.option is None:
+            return f"it is an option of {self.engine} without a counterpart here: {self.note}"
+        what = "the opposite of " if self.is_opposite else ""
+        note = f", {self.note}" if self.note else ""
+        return f"it is {self.engine}'s name of {what}{self.option!r}{note}"
+
+    def translate(self, value: Any) -> Any:
+        """The value of `option` that means the same.
+
+        Raises:
+            InvalidConfigError: for a value that has no opposite.
+        """
+        if not self.is_opposite:
+            return value
+        if not isinstance(value, bool):
+            raise InvalidConfigError(f"{self.name} must be True or False, got {value!r}")
+        return not value
+
+
+_RENAMED = (
+    ("block_size", "vLLM", "page_size", ""),
+    ("context_length", "SGLang", "max_model_len", ""),
+    ("data_type", "Tunix", "dtype", ""),
+    ("gpu_memory_utilization", "vLLM", "mem_fraction_static", "of the memory beside the weights"),
+    ("hbm_utilization", "Tunix", "mem_fraction_static", "of the memory beside the weights"),
+    ("kv_cache_size", "Tunix", "max_model_len", ""),
+    ("max_num_batched_tokens", "vLLM", "chunked_prefill_size", ""),
+    ("max_num_seqs", "vLLM", "max_running_requests", ""),
+    ("max_prefill_tokens", "SGLang", "chunked_prefill_size", "of all requests together"),
+    ("max_seq_len", "SGLang", "max_model_len", ""),
+    ("max_total_tokens", "SGLang", "num_kv_tokens", ""),
+    ("precompile_bs_paddings", "SGLang", "batch_buckets", ""),
+    ("precompile_token_paddings", "SGLang", "token_buckets", ""),
+    ("seed", "vLLM", "random_seed", ""),
+)
+"""Name, engine, the option here and in what it differs."""
+
+_WITHOUT_COUNTERPART = (
+    (
+        "the rollout's or engine's `mesh` decides on which devices it runs, sharded over 'tp'",
+        "tensor_parallel_size tp_size tp data_parallel_size dp_size dp pipeline_parallel_size "
+        "pp_size expert_parallel_size ep_size enable_expert_parallel enable_dp_attention "
+        "device device_indexes nnodes node_rank dist_init_addr dist_timeout "
+        "distributed_executor_backend disable_custom_all_reduce all2all_backend moe_backend "
+        "enable_single_process",
+    ),
+    (
+        "the model comes from `model_path` or `model_config`, and in a rollout from the actor",
+        "model model_impl model_version hf_config_path hf_overrides json_model_override_args "
+        "load_format model_loader_extra_config download_dir revision code_revision config_format "
+        "trust_remote_code hf_token served_model_name rope_scaling rope_theta task runner convert "
+        "is_embedding init_with_random_weights",
+    ),
+    (
+        "the tokenizer is the argument `tokenizer`",
+        "tokenizer tokenizer_path tokenizer_mode tokenizer_revision skip_tokenizer_init",
+    ),
+    (
+        "logging is Python's, and get_internal_state has the numbers",
+        "log_level log_level_http log_requests log_requests_level disable_log_stats "
+        "disable_log_requests enable_log_requests kv_cache_metrics show_time_cost "
+        "decode_log_interval enable_metrics enable_cache_report enable_request_time_stats_logging "
+        "show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
+        "enable_precision_tracer crash_dump_folder kv_events_config",
+    ),
+    (
+        "LoRA comes with the weights of a Tunix actor, through the rollout",
+        "enable_lora enable_static_lora max_loras max_lora_rank max_cpu_loras max_loras_per_batch "
+        "lora_paths lora_modules lora_dtype lora_extra_vocab_size lora_target_modules lora_scaling "
+        "lora_backend fully_sharded_loras lora_config",
+    ),
+    (
+        "retracted requests are computed again, so that nothing is swapped",
+        "swap_space cpu_offload_gb preemption_mode",
+    ),
+    (
+        "weights, activations and KV cache have the one `dtype`",
+        "quantization quantization_param_path kv_cache_dtype calculate_kv_scales weight_dtype",
+    ),
+    (
+        "it is always so",
+        "async_scheduling enable_chunked_prefill enable_mixed_chunk skip_server_warmup "
+        "enable_sleep_mode enable_memory_saver enable_engine_loop_run_forever_daemon",
+    ),
+    (
+        "every program is compiled by XLA",
+        "enforce_eager compilation_config cuda_graph_sizes max_seq_len_to_capture tpu_backend_type",
+    ),
+    (
+        "every program is compiled by XLA when it is first needed, or by `Engine.warmup`",
+        "disable_precompile xla_backend",
+    ),
+    (
+        "requests are served first come, first served, and a running one's room is kept as "
+        "'init_new_token_ratio' says",
+        "scheduling_policy schedule_policy schedule_conservativeness scheduler_delay_factor "
+        "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold",
+    ),
+    (
+        "the engine is in this process and serves nobody else",
+        "host port api_key server_mode worker_cls disable_frontend_multiprocessing "
+        "watchdog_timeout sleep_on_idle tool_call_parser reasoning_parser",
+    ),
+    (
+        "thresholds are looked up exactly, without a sort",
+        "use_sort_for_toppk_minp",
+    ),
+    (
+        "the arguments return_logprob and top_logprobs_num of `generate` ask for log-probs, "
+        "`logprobs_mode` of a rollout says which",
+        "max_logprobs logprobs_mode",
+    ),
+    (
+        "each request's sampling parameters say it",
+        "generation_config override_generation_config preferred_sampling_params",
+    ),
+    (
+        "'num_kv_tokens' sets the size of the pool, in tokens",
+        "num_gpu_blocks_override kv_cache_memory_bytes num_gpu_blocks",
+    ),
+    (
+        "it is not implemented",
+        "speculative_config speculative_algorithm speculative_draft_model_path "
+        "speculative_num_steps speculative_num_draft_tokens grammar_backend "
+        "guided_decoding_backend structured_outputs_config limit_mm_per_prompt mm_processor_kwargs "
+        "multimodal kv_transfer_config disable_sliding_window disable_cascade_attn "
+        "enable_prompt_embeds",
+    ),
+    (
+        "the host always prepares and reads batches beside the device",
+        "disable_overlap_schedule stream_output",
+    ),
+    (
+        "settings of its TPU plugin and of MaxText mean nothing to this engine",
+        "additional_config",
+    ),
+    (
+        "prompts are never cut; those that are too long are refused",
+        "allow_auto_truncate",
+    ),
+    ("pages are told apart by their tokens themselves", "prefix_caching_hash_algo"),
+)
+"""Why there is none, and the names."""
+
+
+def _all_options() -> dict[str, ForeignOption]:
+    options = [
+        ForeignOption(name=name, engine=engine, option=option, note=note)
+        for name, engine, option, note in _RENAMED
+    ]
+    options.append(
+        ForeignOption(
+            name="enable_prefix_caching",
+            engine="vLLM",
+            option="disable_radix_cache",
+            is_opposite=True,
+        )
+    )
+    options += [
+        ForeignOption(name=name, note=note)
+        for note, names in _WITHOUT_COUNTERPART
+        for name in names.split()
+    ]
+    return {option.name: option for option in sorted(options, key=lambda option: option.name)}
+
+
+FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(_all_options())
+"""By name. None of them is an option of `EngineConfig`."""

@@ -1,0 +1,78 @@
+"""Names of other engines' options get an error that says what they are called here."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgljax_engine import (
+    FOREIGN_OPTIONS,
+    EngineConfig,
+    InvalidConfigError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from sgljax_engine.sampling_params import REFUSED_FIELDS
+
+
+@pytest.mark.parametrize("name", FOREIGN_OPTIONS)
+def test_every_name_is_refused_with_its_own_hint(name):
+    with pytest.raises(InvalidConfigError) as caught:
+        EngineConfig.from_options({name: 1})
+    assert str(caught.value) == f"unknown engine option {name!r}; {FOREIGN_OPTIONS[name].hint}"
+    assert "did you mean" not in str(caught.value)
+
+
+def test_no_name_is_an_option_here_and_every_counterpart_is():
+    names = set(EngineConfig.option_names())
+    assert not names & FOREIGN_OPTIONS.keys()
+    for option in FOREIGN_OPTIONS.values():
+        assert option.option in names or (option.option is None and option.note)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_num_seqs", "it is vLLM's name of 'max_running_requests'"),
+        ("gpu_memory_utilization", "vLLM's name of 'mem_fraction_static', of the memory beside"),
+        ("max_num_batched_tokens", "vLLM's name of 'chunked_prefill_size'"),
+        ("block_size", "vLLM's name of 'page_size'"),
+        ("context_length", "SGLang's name of 'max_model_len'"),
+        ("precompile_bs_paddings", "SGLang's name of 'batch_buckets'"),
+        ("enable_prefix_caching", "vLLM's name of the opposite of 'disable_radix_cache'"),
+        ("tp_size", "without a counterpart here: the rollout's or engine's `mesh` decides"),
+        ("tensor_parallel_size", "without a counterpart here: .*'tp'"),
+        ("log_requests", "without a counterpart here: logging is Python's"),
+        ("max_loras", "without a counterpart here: LoRA comes with the weights"),
+    ],
+)
+def test_hints(name, hint):
+    with pytest.raises(InvalidConfigError, match=hint):
+        EngineConfig.from_options({name: 1})
+
+
+def test_a_value_and_its_opposite():
+    prefix_caching = FOREIGN_OPTIONS["enable_prefix_caching"]
+    assert [prefix_caching.translate(value) for value in (True, False)] == [False, True]
+    with pytest.raises(InvalidConfigError, match=r"enable_prefix_caching must be .* got 'yes'"):
+        prefix_caching.translate("yes")
+    assert FOREIGN_OPTIONS["max_num_seqs"].translate(7) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "it is called max_new_tokens here"),
+        ("max_completion_tokens", "it is called max_new_tokens here"),
+        ("sampling_seed", "it is called seed here"),
+        ("do_sample", "temperature=0 is greedy"),
+        ("num_return_sequences", "it is called n here"),
+        ("eos_token_id", "stop_token_ids"),
+        ("stop_strings", "it is called stop here"),
+        ("prompt", "argument of generate"),
+        ("return_logprobs", "argument return_logprob of generate"),
+    ],
+)
+def test_hints_of_sampling_fields(name, hint):
+    assert name in REFUSED_FIELDS
+    with pytest.raises(InvalidRequestError, match=f"sampling field {name}=1 .*{hint}"):
+        SamplingParams.from_dict({name: 1})
