@@ -15,7 +15,7 @@ was_interrupted = False
 class Tokenizer:
     """Text is ids: "5 17 3" encodes to [5, 17, 3]."""
 
-    def pad_id(self):
+    def pad_id(self) -> int:
         return 0
 
     def bos_id(self):
@@ -34,7 +34,7 @@ class Tokenizer:
 class EndPaddingTokenizer(Tokenizer):
     """The same, padding with its end token."""
 
-    def pad_id(self):
+    def pad_id(self) -> int:
         return EOS
 
 
