@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from sgljax_engine.token_counts import TokenCounts
 
 
+NO_ADAPTER = -1
+"""The adapter slot of requests that use the base model alone."""
+
+
 class RequestStatus(enum.Enum):
     """Where a request is in its life."""
 
@@ -104,6 +108,8 @@ class Request:
     `arrival_s` and `first_token_s` are readings of `time.perf_counter`: when the caller submitted
     it, and at the end of the dispatch that produced its first token.
     `token_versions` holds the weight version that sampled each output token.
+    `lora` names the adapter that it is generated with, None for the base model alone; `adapter` is
+    the slot that the engine thread found for it.
     `seen` is made when a batch first needs it, by rows with penalties only.
     `pages` is an array of C ints, which numpy copies into a page table without a loop.
     """
@@ -116,6 +122,8 @@ class Request:
     edits: LogitEdits | None = None
     logprob_options: LogprobOptions = NO_LOGPROBS
     is_streaming: bool = False
+    lora: str | None = None
+    adapter: int = NO_ADAPTER
     group: str = ""
     call: int = 0
     prompt_key: int = 0

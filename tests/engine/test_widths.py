@@ -61,7 +61,9 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
     def run(weights, ids):
         positions = ids * 3 % TINY.context_length
         tokens = tokens_in_tiles((width,), len(ids), jnp.int32(len(ids)))
-        return model.definition.forward(weights, context, ids, positions, attend, None, tokens)[0]
+        return model.definition.forward(
+            weights, context, ids, positions, attend, None, tokens, None
+        )[0]
 
     options = compiler_options(model.platform)
     out = jax.jit(run, compiler_options=options)(model.weights, ids)

@@ -81,9 +81,10 @@ def decoder(
         attend: Attend,
         kv: tuple[LayerCache, ...] | None,
         tokens: Tokens,
+        adapters: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
         layers = _Layers(params, context, traits, attend, tokens)
-        return layers.forward(input_ids, positions, kv)
+        return layers.forward(input_ids, positions, kv, adapters)
 
     return ModelDefinition(config_from_hf, param_specs, forward, _logits)
 
@@ -145,9 +146,14 @@ class _Layers(NamedTuple):
     traits: DecoderTraits
     attend: Attend
     tokens: Tokens
+    adapters: jax.Array | None = None
 
     def forward(
-        self, input_ids: jax.Array, positions: jax.Array, kv: tuple[LayerCache, ...] | None
+        self,
+        input_ids: jax.Array,
+        positions: jax.Array,
+        kv: tuple[LayerCache, ...] | None,
+        adapters: jax.Array | None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
         config = self.context.config
         attention = config.attention
@@ -159,6 +165,7 @@ class _Layers(NamedTuple):
             for rope in dict.fromkeys(both)
         }
         x = self.tokens.map(self.embed, self.tokens.split(input_ids))
+        slots = None if adapters is None else self.tokens.split(adapters)
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
         new_kv: list[LayerCache] = []
         # Equal layers are traced and lowered once; XLA compiles them as if they were written out.
@@ -169,7 +176,8 @@ class _Layers(NamedTuple):
             options = AttentionOptions(scale, window, attention.logit_softcap)
             rope = (attention.sliding_rope if slides else None) or config.rope
             layer_kv = None if kv is None else kv[i]
-            x, layer_kv = layer(self.weights_of(i), x, ropes[rope], layer_kv, options=options)
+            weights = self.weights_of(i)
+            x, layer_kv = layer(weights, x, ropes[rope], slots, layer_kv, options=options)
             if layer_kv is not None:
                 new_kv.append(layer_kv)
         hidden = self.tokens.join(self.tokens.map(self.last_norm, x))
@@ -198,23 +206,28 @@ class _Layers(NamedTuple):
         weights: Params,
         x: jax.Array,
         rope: Rope,
+        adapters: jax.Array | None,
         kv: LayerCache | None,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerCache | None]:
         inner, tokens = self._replace(params=weights), self.tokens
-        q, k, v = map(tokens.join, tokens.map(inner.before_attention, (x, rope)))
+        q, k, v = map(tokens.join, tokens.map(inner.before_attention, (x, rope, adapters)))
         out, kv = self.attend(q, k, v, kv, options)
         out = tokens.split(out.reshape(out.shape[0], -1))
-        return tokens.map(inner.after_attention, (x, out)), kv
+        return tokens.map(inner.after_attention, (x, out, adapters)), kv
 
     def before_attention(
-        self, args: tuple[jax.Array, Rope]
+        self, args: tuple[jax.Array, Rope, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x, rope = args
-        return self.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
+        x, rope, adapters = args
+        inner = self._replace(adapters=adapters)
+        return inner.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
 
-    def after_attention(self, args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x, out = args
+    def after_attention(self, args: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        x, out, adapters = args
+        return self._replace(adapters=adapters).project_out(x, out)
+
+    def project_out(self, x: jax.Array, out: jax.Array) -> jax.Array:
         out = self.layout.materialize(self.layout.place(out))
         out = self.linear("self_attn.o_proj", out)
         if not self.traits.has_post_norms:
@@ -247,13 +260,9 @@ class _Layers(NamedTuple):
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
-        weight = self.params[f"{name}.weight"]
-        if self.context.has_native_linear:
-            is_deterministic = self.context.is_deterministic
-            return native_linear(weight, x, is_deterministic=is_deterministic)
-        is_narrow = self.context.is_deterministic and x.shape[self.layout.token_axis] < NARROW
-        multiply = narrow_linear if is_narrow else linear
-        return multiply(x, weight, self.layout)
+        out = _multiply(self.context, self.params[f"{name}.weight"], x)
+        change = _adapter_change(self.params, self.context, name, x, self.adapters)
+        return out if change is None else out + change
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         offset = 1.0 if self.traits.has_offset_norms else 0.0
@@ -282,7 +291,37 @@ class _Layers(NamedTuple):
         return self.context.layout
 
 
-def _logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Array:
+def _multiply(context: ModelContext, weight: jax.Array, x: jax.Array) -> jax.Array:
+    """A projection, activations and weight as the layout says."""
+    if context.has_native_linear:
+        return native_linear(weight, x, is_deterministic=context.is_deterministic)
+    is_narrow = context.is_deterministic and x.shape[context.layout.token_axis] < NARROW
+    multiply = narrow_linear if is_narrow else linear
+    return multiply(x, weight, context.layout)
+
+
+def _adapter_change(
+    params: Params, context: ModelContext, name: str, x: jax.Array, adapters: jax.Array | None
+) -> jax.Array | None:
+    """What each token's adapter adds to a projection; None where no adapter changes it.
+
+    All slots lie side by side in A and B. A token's product with A is cleared but for its own
+    slot, so that other adapters add zeros, and its sum does not depend on them.
+    """
+    down = params.get(f"{name}.lora_a")
+    if down is None or adapters is None:
+        return None
+    ranks = _multiply(context, down, x)
+    num_ranks = ranks.shape[context.layout.feature_axis]
+    slots = jnp.arange(num_ranks, dtype=jnp.int32) // context.lora_rank
+    is_own = context.layout.place(adapters[:, None] == slots)
+    ranks = jnp.where(is_own, ranks, jnp.zeros((), ranks.dtype))
+    return _multiply(context, params[f"{name}.lora_b"], ranks)
+
+
+def _logits(
+    params: Params, context: ModelContext, hidden: jax.Array, adapters: jax.Array | None
+) -> jax.Array:
     config = context.config
     table = params["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     if context.has_native_linear:
@@ -290,5 +329,9 @@ def _logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Arr
         logits = native_linear(
             table, hidden.T, is_by_token=True, is_deterministic=context.is_deterministic
         )
-        return soft_cap(logits, config.final_logit_softcap)
-    return soft_cap(unembed(hidden, table), config.final_logit_softcap)
+    else:
+        logits = unembed(hidden, table)
+    change = _adapter_change(params, context, "lm_head", context.layout.place(hidden), adapters)
+    if change is not None:
+        logits = logits + context.layout.tokens_first(change).astype(jnp.float32)
+    return soft_cap(logits, config.final_logit_softcap)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -72,12 +71,14 @@ class ModelContext(NamedTuple):
         tile_widths: Tokens that may go through the layers together, ascending, all with the same
             bits (`runner.widths`); empty for as many as a batch has, whatever bits they get.
         has_native_linear: Projections are machine code of our own; features first, float32.
+        lora_rank: Rank of each adapter slot; 0 without adapters.
     """
 
     config: ModelConfig
     layout: Layout
     tile_widths: tuple[int, ...] = ()
     has_native_linear: bool = False
+    lora_rank: int = 0
 
     @property
     def is_deterministic(self) -> bool:
@@ -91,9 +92,10 @@ class ModelDefinition(NamedTuple):
     Attributes:
         config_from_hf: From the contents of HF's config.json; refuses what is not implemented.
         param_specs: All parameters of a config, by Hugging Face's dotted names.
-        forward: (params, context, input_ids[T], positions[T], attend, kv, tokens) ->
-            (hidden[T, D], kv). `tokens` says how to take tokens through the layers.
-        logits: (params, context, hidden[T, D]) -> [T, V] float32.
+        forward: (params, context, input_ids[T], positions[T], attend, kv, tokens, adapters[T]) ->
+            (hidden[T, D], kv). `tokens` says how to take tokens through the layers, `adapters` the
+            adapter slot of each, int32, -1 for none; None where no token has one.
+        logits: (params, context, hidden[T, D], adapters[T]) -> [T, V] float32.
     """
 
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
@@ -107,10 +109,11 @@ class ModelDefinition(NamedTuple):
             Attend,
             tuple[LayerCache, ...] | None,
             Tokens,
+            jax.Array | None,
         ],
         tuple[jax.Array, tuple[LayerCache, ...] | None],
     ]
-    logits: Callable[[Params, ModelContext, jax.Array], jax.Array]
+    logits: Callable[[Params, ModelContext, jax.Array, jax.Array | None], jax.Array]
 
     def token_logits(
         self,
@@ -121,8 +124,15 @@ class ModelDefinition(NamedTuple):
         attend: Attend,
         kv: tuple[LayerCache, ...] | None,
         tokens: Tokens,
+        adapters: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
         """`forward` and the logits [T, V] of all its tokens."""
-        hidden, kv = self.forward(params, context, input_ids, positions, attend, kv, tokens)
-        to_logits = functools.partial(self.logits, params, context)
-        return tokens.join(tokens.map(to_logits, tokens.split(hidden))), kv
+        hidden, kv = self.forward(
+            params, context, input_ids, positions, attend, kv, tokens, adapters
+        )
+
+        def to_logits(args: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+            return self.logits(params, context, *args)
+
+        both = tokens.split(hidden), None if adapters is None else tokens.split(adapters)
+        return tokens.join(tokens.map(to_logits, both)), kv

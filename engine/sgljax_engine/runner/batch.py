@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.kv_rows import CHUNK, SHARING_UNIT
-from sgljax_engine.types import PageCopy, PrefillChunk, Request
+from sgljax_engine.types import NO_ADAPTER, PageCopy, PrefillChunk, Request
 
 NO_SLOT = np.iinfo(np.int32).max
 """A slot beyond every pool: writes to it are dropped."""
@@ -34,6 +34,8 @@ class ForwardBatch(NamedTuple):
         slot_mapping: [T] int32, where each token's K and V go; `NO_SLOT` for padding.
         page_table: [N, P] int32, the pages of each block's request.
         seq_lens: [N] int32, keys that each block may see, itself included; 0 for unused blocks.
+        adapters: [N] int32, the adapter slot of each block's request, -1 for none; None for an
+            engine without adapters.
     """
 
     input_ids: jax.Array
@@ -41,6 +43,7 @@ class ForwardBatch(NamedTuple):
     slot_mapping: jax.Array
     page_table: jax.Array
     seq_lens: jax.Array
+    adapters: jax.Array | None = None
 
 
 class DecodeBatch(NamedTuple):
@@ -53,6 +56,8 @@ class DecodeBatch(NamedTuple):
         step_limits: int32, steps that the row may take; 0 for padding rows.
         ends_at_limit: bool, the row reaches its max_new_tokens at `step_limits`.
         num_ready: Scalar int32, chunks of the decode rows that hold what the pages do.
+        adapters: int32, the adapter slot of each request, -1 for none; None for an engine without
+            adapters.
     """
 
     input_ids: jax.Array
@@ -61,6 +66,7 @@ class DecodeBatch(NamedTuple):
     step_limits: jax.Array
     ends_at_limit: jax.Array
     num_ready: jax.Array
+    adapters: jax.Array | None = None
 
 
 def pick_bucket(buckets: Sequence[int], size: int) -> int:
@@ -165,10 +171,11 @@ def build_prefill_batches(
     block: int,
     page_size: int,
     table_width: int,
+    has_adapters: bool = False,
 ) -> list[ForwardBatch]:
     """Packs chunks block by block; a batch for each of `prefill_parts`, in their order."""
     num_tokens = sum(-(-chunk.num_tokens // block) for chunk in chunks) * block
-    packed = _pack(chunks, num_tokens, block, page_size, table_width)
+    packed = _pack(chunks, num_tokens, block, page_size, table_width, has_adapters)
     batches, start = [], 0
     for count, bucket in prefill_parts(num_tokens, buckets, per_pass):
         batches.append(_cut(packed, start, count, bucket, block))
@@ -176,13 +183,20 @@ def build_prefill_batches(
     return batches
 
 
-def empty_prefill_batch(bucket: int, *, block: int, table_width: int) -> ForwardBatch:
+def empty_prefill_batch(
+    bucket: int, *, block: int, table_width: int, has_adapters: bool = False
+) -> ForwardBatch:
     """A batch of a bucket's shapes, without tokens."""
-    return _cut(_pack([], 0, block, 1, table_width), 0, 0, bucket, block)
+    return _cut(_pack([], 0, block, 1, table_width, has_adapters), 0, 0, bucket, block)
 
 
 def _pack(
-    chunks: Sequence[PrefillChunk], size: int, block: int, page_size: int, table_width: int
+    chunks: Sequence[PrefillChunk],
+    size: int,
+    block: int,
+    page_size: int,
+    table_width: int,
+    has_adapters: bool,
 ) -> ForwardBatch:
     """All chunks in arrays of just their blocks, `size` tokens."""
     input_ids = np.zeros(size, np.int32)
@@ -190,6 +204,7 @@ def _pack(
     slot_mapping = np.full(size, NO_SLOT, np.int32)
     page_table = np.zeros((size // block, table_width), np.int32)
     seq_lens = np.zeros(size // block, np.int32)
+    adapters = np.full(size // block, NO_ADAPTER, np.int32) if has_adapters else None
     token = row = 0
     for chunk in chunks:
         count = -(-chunk.num_tokens // block)
@@ -203,9 +218,12 @@ def _pack(
         page_table[row : row + count, : len(pages)] = pages
         ends = chunk.start + block * np.arange(1, count + 1)
         seq_lens[row : row + count] = np.minimum(ends, end)
+        if adapters is not None:
+            adapters[row : row + count] = request.adapter
         token += count * block
         row += count
-    return ForwardBatch(input_ids, positions, slot_mapping, page_table, seq_lens)  # type: ignore[arg-type]
+    arrays: Any = (input_ids, positions, slot_mapping, page_table, seq_lens, adapters)
+    return ForwardBatch(*arrays)
 
 
 def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) -> ForwardBatch:
@@ -222,6 +240,7 @@ def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) 
         slot_mapping=cut(packed.slot_mapping, 1, NO_SLOT),
         page_table=cut(packed.page_table, block),
         seq_lens=cut(packed.seq_lens, block),
+        adapters=None if packed.adapters is None else cut(packed.adapters, block, NO_ADAPTER),
     )
 
 
@@ -275,6 +294,7 @@ def build_decode_batch(
     *,
     buckets: Sequence[int],
     table_width: int,
+    has_adapters: bool = False,
 ) -> DecodeBatch:
     """One row a request, padded to a batch bucket with rows that take no step."""
     size = pick_bucket(buckets, len(requests))
@@ -290,4 +310,9 @@ def build_decode_batch(
     ends_at_limit[used] = limits[used] == [request.num_remaining for request in requests]
     for row, request in enumerate(requests):
         page_table[row, : len(request.pages)] = request.pages
-    return DecodeBatch(input_ids, positions, page_table, limits, ends_at_limit, np.int32(0))  # type: ignore[arg-type]
+    adapters = None
+    if has_adapters:
+        adapters = np.full(size, NO_ADAPTER, np.int32)
+        adapters[used] = [request.adapter for request in requests]
+    arrays: Any = (input_ids, positions, page_table, limits, ends_at_limit, np.int32(0), adapters)
+    return DecodeBatch(*arrays)

@@ -175,8 +175,9 @@ def _prefill_pass(
     num_blocks, num_queries = tables.positions.shape
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
     tokens = tokens_in_tiles(static.context.tile_widths, num_blocks * num_queries, num_used)
+    adapters = None if batch.adapters is None else jnp.repeat(batch.adapters, num_queries)
     _, caches = static.model.forward(
-        params, static.context, batch.input_ids, batch.positions, attend, kv, tokens
+        params, static.context, batch.input_ids, batch.positions, attend, kv, tokens, adapters
     )
     assert caches is not None
     return _split_caches(caches)[0]
@@ -341,7 +342,14 @@ def _next_logits(
     else:
         attend = _paged_attend(static, slots, tables)
     logits, new_caches = static.model.token_logits(
-        params, static.context, carry.input_ids, positions, attend, carry.caches, tokens
+        params,
+        static.context,
+        carry.input_ids,
+        positions,
+        attend,
+        carry.caches,
+        tokens,
+        rows.adapters,
     )
     assert new_caches is not None
     return logits, new_caches

@@ -101,6 +101,7 @@ class ModelRunner:
         self._forbid_compile = forbid_compile
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self._has_warm_score = self._has_warm_table = False
+        self._has_adapters = static.context.lora_rank > 0
         self.programs = ProgramCache(static, placement)
         self._scorer = Scorer(
             lambda call: self._run(call.name, *call.args),
@@ -108,6 +109,7 @@ class ModelRunner:
             token_block=token_block,
             max_len=table_width * static.page_size,
             vocab_size=static.context.config.vocab_size,
+            has_adapters=self._has_adapters,
         )
         self.weights: dict[str, jax.Array] = dict(weights)
         self._kv: KVPages = ()
@@ -142,6 +144,7 @@ class ModelRunner:
             block=self._token_block,
             page_size=self._static.page_size,
             table_width=self._table_width,
+            has_adapters=self._has_adapters,
         )
         for batch in batches:
             self._run("prefill", batch)
@@ -162,6 +165,7 @@ class ModelRunner:
             [output.step_limits[place] for place in order],
             buckets=self._batch_buckets,
             table_width=self._table_width,
+            has_adapters=self._has_adapters,
         )
         self._kept_rows.changed(output.started)
         if self.kv_rows:
@@ -183,10 +187,14 @@ class ModelRunner:
         return PendingDecode(result, rows, order)
 
     def score(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        temperature: float,
+        adapter: int,
     ) -> list[np.ndarray]:
         """See `Scorer.score`."""
-        return self._scorer.score(sequences, starts, temperature)
+        return self._scorer.score(sequences, starts, temperature, adapter)
 
     def score_prompt(self, request: Request) -> PromptLogprobs:
         """See `Scorer.score_prompt`."""
@@ -449,7 +457,13 @@ class ModelRunner:
         """A call of every program; those that take longest to compile come first."""
         vocab_size = self.model_config.vocab_size
         for size in self._batch_buckets:
-            batch = build_decode_batch([], [], buckets=[size], table_width=self._table_width)
+            batch = build_decode_batch(
+                [],
+                [],
+                buckets=[size],
+                table_width=self._table_width,
+                has_adapters=self._has_adapters,
+            )
             rows = batch, build_sampling_batch([], size, vocab_size)
             widths = table_buckets(vocab_size) if include_table else ()
             tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
@@ -458,7 +472,10 @@ class ModelRunner:
                 yield ProgramCall("decode", (*rows, options, np.int32(1), np.int32(1)))
         for size in self._token_buckets:
             batch = empty_prefill_batch(
-                size, block=self._token_block, table_width=self._table_width
+                size,
+                block=self._token_block,
+                table_width=self._table_width,
+                has_adapters=self._has_adapters,
             )
             yield ProgramCall("prefill", (batch,))
         if include_score:

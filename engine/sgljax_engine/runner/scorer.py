@@ -13,7 +13,7 @@ from sgljax_engine.runner.packing import PackedScores, pack_scores
 from sgljax_engine.runner.results import extras_at
 from sgljax_engine.runner.sampling_batch import build_logprob_batch
 from sgljax_engine.runner.scoring import ScoreOutput
-from sgljax_engine.types import PromptLogprobs, Request
+from sgljax_engine.types import NO_ADAPTER, PromptLogprobs, Request
 
 
 class Scorer:
@@ -27,6 +27,7 @@ class Scorer:
         token_block: int,
         max_len: int,
         vocab_size: int,
+        has_adapters: bool = False,
     ) -> None:
         """Compiles nothing yet.
 
@@ -36,7 +37,9 @@ class Scorer:
             token_block: Tokens of a block.
             max_len: Tokens of the longest sequence.
             vocab_size: The model's.
+            has_adapters: Whether the engine has adapter slots.
         """
+        self._has_adapters = has_adapters
         self._run = run
         self._block = token_block
         self._table_width = -(-max_len // token_block)
@@ -47,12 +50,17 @@ class Scorer:
         self._buckets = (*token_buckets, *more)
 
     def score(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperature: float
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        temperature: float,
+        adapter: int = NO_ADAPTER,
     ) -> list[np.ndarray]:
         """Log-probs of each sequence's tokens from its start on, one float32 array a sequence."""
         results: list[np.ndarray] = []
         for packed in self._pack(sequences, starts):
-            logprobs = np.asarray(self._run(self._call(packed, temperature)).logprobs)
+            call = self._call(packed, temperature, adapter=adapter)
+            logprobs = np.asarray(self._run(call).logprobs)
             results.extend(logprobs[slots] for slots in packed.slots)
         return results
 
@@ -63,7 +71,7 @@ class Scorer:
         head = [None] if options.start_len == 0 else []
         (packed,) = self._pack([ids], [max(options.start_len, 1)])
         batch = build_logprob_batch([request], 1, self._vocab_size)
-        scores = jax.device_get(self._run(self._call(packed, 1.0, batch)))
+        scores = jax.device_get(self._run(self._call(packed, 1.0, batch, request.adapter)))
         (slots,) = packed.slots
         logprobs: list[float | None] = [*head, *scores.logprobs[slots].tolist()]
         if scores.extras is None:
@@ -92,6 +100,12 @@ class Scorer:
             table_width=self._table_width,
         )
 
-    @staticmethod
-    def _call(packed: PackedScores, temperature: float, extras: object = None) -> ProgramCall:
-        return ProgramCall("score", (packed.batch, np.float32(temperature), extras))
+    def _call(
+        self,
+        packed: PackedScores,
+        temperature: float,
+        extras: object = None,
+        adapter: int = NO_ADAPTER,
+    ) -> ProgramCall:
+        slot = np.int32(adapter) if self._has_adapters else None
+        return ProgramCall("score", (packed.batch, np.float32(temperature), extras, slot))

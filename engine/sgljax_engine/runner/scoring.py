@@ -38,6 +38,7 @@ def score(
     batch: ScoreBatch,
     temperature: jax.Array,
     extras: LogprobBatch | None,
+    adapter: jax.Array | None,
     *,
     static: ProgramContext,
 ) -> ScoreOutput:
@@ -50,6 +51,8 @@ def score(
         batch: The tokens.
         temperature: Scalar float32, > 0.
         extras: Extra log-probs to report, the same [1, I] of all tokens; they are raw.
+        adapter: Scalar int32, the adapter slot of all tokens, -1 for none; None for an engine
+            without adapters.
         static: What the program is compiled for.
     """
     num_tokens, num_blocks = batch.input_ids.shape[0], batch.seq_lens.shape[0]
@@ -76,7 +79,14 @@ def score(
     in_passes = (per_pass,) if per_pass is not None and num_tokens > per_pass else ()
     tokens = tokens_in_tiles(widths or in_passes, num_tokens, num_used)
     hidden, _ = static.model.forward(
-        params, static.context, batch.input_ids, batch.positions, attend, None, tokens
+        params,
+        static.context,
+        batch.input_ids,
+        batch.positions,
+        attend,
+        None,
+        tokens,
+        _repeated(adapter, num_tokens),
     )
 
     def score_tile(
@@ -84,7 +94,9 @@ def score(
     ) -> tuple[jax.Array, ExtraLogprobs | None]:
         places, targets = args
         width = places.shape[0]
-        logits = static.model.logits(params, static.context, jnp.take(hidden, places, axis=0))
+        logits = static.model.logits(
+            params, static.context, jnp.take(hidden, places, axis=0), _repeated(adapter, width)
+        )
         # Not a constant, as `Tiles` says; all of the tile, since there is nothing to save.
         num_rows = jnp.where(batch.num_scored > 0, width, 0).astype(jnp.int32)
         rows = tokens_in_tiles(widths[:1], width, num_rows)
@@ -101,6 +113,10 @@ def score(
     )
     split = jax.tree.map(places.split, (batch.places, batch.targets))
     return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, split)))
+
+
+def _repeated(adapter: jax.Array | None, num_tokens: int) -> jax.Array | None:
+    return None if adapter is None else jnp.full(num_tokens, adapter, jnp.int32)
 
 
 def _extras_of_all(batch: LogprobBatch, logits: jax.Array) -> ExtraLogprobs:

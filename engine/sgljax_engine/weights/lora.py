@@ -55,37 +55,51 @@ def lora_terms(
     terms: dict[str, LoraTerm] = {}
     problems: list[str] = []
     for rule in rules:
-        missing = [name for name in (rule.weight, rule.a, rule.b) if name not in source]
-        if missing:
-            problems.append(f"the LoRA pair of {rule.weight!r} lacks {', '.join(missing)}")
-        elif rule.weight in terms:
+        if rule.weight not in source:
+            problems.append(f"the LoRA pair of {rule.weight!r} lacks {rule.weight}")
+            continue
+        if rule.weight in terms:
             problems.append(f"{rule.weight!r} has two LoRA pairs")
-        else:
-            problems.extend(_shape_problems(rule, source))
-            terms[rule.weight] = LoraTerm(rule.a, rule.b, rule.scale, rule.in_axes)
+            continue
+        term, found = lora_term(rule, source)
+        problems += found
+        if term is not None:
+            terms[rule.weight] = term
+            problems += _misfits(rule, source)
     return terms, problems
 
 
-def _shape_problems(rule: LoraRule, source: Mapping[str, ArraySpec]) -> list[str]:
+def lora_term(rule: LoraRule, source: Mapping[str, ArraySpec]) -> tuple[LoraTerm | None, list[str]]:
+    """The pair of a rule, checked without its weight: None, and what is wrong, if it is no pair."""
+    missing = [name for name in (rule.a, rule.b) if name not in source]
+    if missing:
+        return None, [f"the LoRA pair of {rule.weight!r} lacks {', '.join(missing)}"]
+    a, b = source[rule.a], source[rule.b]
+    where = f"the LoRA pair {rule.a!r} {list(a.shape)}, {rule.b!r} {list(b.shape)}"
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b)):
+        return None, [f"{where}: A and B must be of a floating-point type"]
+    if not a.shape or not b.shape or a.shape[-1] != b.shape[0]:
+        return None, [f"{where}: the ranks differ, {list(a.shape[-1:])} and {list(b.shape[:1])}"]
+    ordered, num_axes = sorted(set(rule.in_axes)), len(a.shape) + len(b.shape) - 2
+    if list(rule.in_axes) != ordered or not all(0 <= axis < num_axes for axis in ordered):
+        return None, [f"{where}: in_axes {rule.in_axes} are no ascending axes of the weight"]
+    if len(ordered) != len(a.shape) - 1:
+        return None, [f"{where}: A must have the axes {rule.in_axes} of the weight and the rank"]
+    return LoraTerm(rule.a, rule.b, rule.scale, rule.in_axes), []
+
+
+def _misfits(rule: LoraRule, source: Mapping[str, ArraySpec]) -> list[str]:
+    """What of a pair does not go with its weight."""
     weight, a, b = (source[name].shape for name in (rule.weight, rule.a, rule.b))
-    where = (
-        f"the LoRA pair {rule.a!r} {list(a)}, {rule.b!r} {list(b)} of {rule.weight!r} "
-        f"{list(weight)}"
-    )
-    if not all(jnp.issubdtype(source[name].dtype, jnp.floating) for name in (rule.a, rule.b)):
-        return [f"{where}: A and B must be of a floating-point type"]
-    ordered = sorted(set(rule.in_axes))
-    if list(rule.in_axes) != ordered or not all(0 <= axis < len(weight) for axis in ordered):
-        return [f"{where}: in_axes {rule.in_axes} are no ascending axes of the weight"]
-    inputs = [weight[axis] for axis in rule.in_axes]
+    inputs = [weight[axis] for axis in rule.in_axes if axis < len(weight)]
     outputs = [size for axis, size in enumerate(weight) if axis not in rule.in_axes]
-    if not a or not b or a[-1] != b[0]:
-        return [f"{where}: the ranks differ, {list(a[-1:])} and {list(b[:1])}"]
-    if list(a[:-1]) != inputs or list(b[1:]) != outputs:
-        return [
-            f"{where}: shapes do not fit, A must be {[*inputs, a[-1]]} and B {[b[0], *outputs]}"
-        ]
-    return []
+    if list(a[:-1]) == inputs and list(b[1:]) == outputs:
+        return []
+    return [
+        f"the LoRA pair {rule.a!r} {list(a)}, {rule.b!r} {list(b)} of {rule.weight!r} "
+        f"{list(weight)}: shapes do not fit, A must be {[*inputs, a[-1]]} and B "
+        f"{[b[0], *outputs]}"
+    ]
 
 
 def merge(

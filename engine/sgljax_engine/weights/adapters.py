@@ -1,0 +1,301 @@
+"""LoRA adapters that stay apart from the weights: slots of A and B beside each projection.
+
+An engine with adapters has, for each projection that one may change, arrays with room for a fixed
+number of them, side by side: A [in, slots x rank] and B [slots x rank, out]. Loading one writes its
+slot, with zeros beyond its rank, so that shapes never change and nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.errors import WeightSyncError
+from sgljax_engine.weights.lora import ArraySpec, LoraTerm, lora_term
+from sgljax_engine.weights.rules import LoraRule, Match, Rule, WeightRule, flatten_named, match
+from sgljax_engine.weights.sync import TargetSpec, Weights, source_spec
+
+A_SUFFIX, B_SUFFIX = ".lora_a", ".lora_b"
+"""Behind a projection's name: its slots among the engine's weights."""
+
+
+class AdapterSlots(NamedTuple):
+    """The room that an engine has. Hashable.
+
+    Attributes:
+        max_loras: Adapters at once.
+        max_rank: Of each.
+        targets: Specifications of A and B by the projection's name, without ".weight".
+    """
+
+    max_loras: int
+    max_rank: int
+    targets: tuple[tuple[str, TargetSpec, TargetSpec], ...]
+
+
+class _Step(NamedTuple):
+    """How the factors of one projection are made of a pair.
+
+    Attributes:
+        name: The projection's.
+        a, b: Source names.
+        part: Index on `part_axis` of A or of B, and which of the two; None for all.
+        a_axes, b_axes: Their axes in the projection's order, the rank left out.
+        scale: Goes into B.
+    """
+
+    name: str
+    a: str
+    b: str
+    part: tuple[str, int, int] | None
+    a_axes: tuple[int, ...]
+    b_axes: tuple[int, ...]
+    scale: float
+
+
+class AdapterPlan(NamedTuple):
+    """A checked way from a source's pairs to a slot.
+
+    Attributes:
+        steps: One for each projection that the adapter changes.
+        slots: Of the engine.
+        load: (serving A and B by name, sources, slot) -> the same with the adapter in its slot.
+    """
+
+    steps: tuple[_Step, ...]
+    slots: AdapterSlots
+    load: Callable[[Weights, list[tuple[Any, Any]], Any], Weights]
+
+    def build(self, source: Mapping[str, Any], serving: Weights, slot: int) -> Weights:
+        """The engine's A and B with the adapter in a slot; waits for them. Engine thread.
+
+        Raises:
+            WeightSyncError: when computing them fails; the serving ones are untouched.
+        """
+        pairs = [(source[step.a], source[step.b]) for step in self.steps]
+        try:
+            first = next(iter(serving.values()))
+            if isinstance(first.sharding, jax.sharding.NamedSharding):
+                everywhere = jax.sharding.NamedSharding(
+                    first.sharding.mesh, jax.sharding.PartitionSpec()
+                )
+                pairs = jax.device_put(pairs, everywhere)
+            return jax.block_until_ready(self.load(serving, pairs, jnp.int32(slot)))
+        except Exception as error:
+            raise WeightSyncError(f"loading the adapter failed: {error}") from error
+
+
+def slot_names(weights: Mapping[str, Any]) -> list[str]:
+    """Which of an engine's weights are adapter slots."""
+    return [name for name in weights if name.endswith((A_SUFFIX, B_SUFFIX))]
+
+
+def empty_slots(slots: AdapterSlots) -> Weights:
+    """Slots without any adapter: zeros."""
+    specs = {
+        f"{name}{suffix}": spec
+        for name, *both in slots.targets
+        for suffix, spec in zip((A_SUFFIX, B_SUFFIX), both, strict=True)
+    }
+    shapes = {name: _stored_shape(spec) for name, spec in specs.items()}
+
+    def zeros() -> Weights:
+        return {name: jnp.zeros(shapes[name], spec.dtype) for name, spec in specs.items()}
+
+    shardings = {name: spec.sharding for name, spec in specs.items()}
+    return jax.jit(zeros, out_shardings=shardings)()
+
+
+def _stored_shape(spec: TargetSpec) -> tuple[int, ...]:
+    return spec.shape[::-1] if spec.is_transposed else spec.shape
+
+
+# ------------------------------------------------------------------ plans
+
+
+def plan_adapter(
+    tree: Any,
+    rules: Sequence[WeightRule],
+    slots: AdapterSlots,
+    targets: Mapping[str, TargetSpec],
+) -> tuple[AdapterPlan, dict[str, Any]]:
+    """The plan for a pytree with the pairs of an adapter, and its arrays by name.
+
+    Args:
+        tree: Holds A and B of each LoRA rule; whatever else it holds is not looked at.
+        rules: LoRA rules, and the rules that map the weights that they change.
+        slots: Of the engine.
+        targets: All parameters of the model.
+
+    Raises:
+        WeightSyncError: names each pair that is not whole, does not fit, has too large a rank, or
+            changes what has no slot.
+    """
+    source = flatten_named(tree)
+    pairs = tuple(rule for rule in rules if isinstance(rule, LoraRule))
+    mapping = tuple(rule for rule in rules if isinstance(rule, Rule))
+    named = {name: source[name] for rule in pairs for name in (rule.a, rule.b) if name in source}
+    spec = source_spec(named)
+    key = (tuple(spec.items()), pairs, mapping, slots)
+    return _plan(*key, tuple(targets.items())), named
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(
+    spec: tuple[tuple[str, ArraySpec], ...],
+    pairs: tuple[LoraRule, ...],
+    mapping: tuple[Rule, ...],
+    slots: AdapterSlots,
+    targets: tuple[tuple[str, TargetSpec], ...],
+) -> AdapterPlan:
+    source = dict(spec)
+    shapes = {name: target.shape for name, target in targets}
+    names = {target.alias: name for name, target in targets} | {name: name for name, _ in targets}
+    with_slots = {name for name, *_ in slots.targets}
+    steps: dict[str, _Step] = {}
+    problems: list[str] = [] if pairs else ["there is no LoRA rule"]
+    for rule in pairs:
+        term, found = lora_term(rule, source)
+        problems += found
+        if term is None:
+            continue
+        rank = source[rule.a].shape[-1]
+        if rank > slots.max_rank:
+            problems.append(
+                f"{rule.a!r} has rank {rank}, but max_lora_rank of the engine is {slots.max_rank}"
+            )
+            continue
+        shape = weight_shape(term, source)
+        matches = match(mapping, rule.weight, shape)
+        if not matches:
+            problems.append(f"{rule.weight!r} has a LoRA pair but is mapped by no rule")
+        for each in matches:
+            target = names.get(each.target or "")
+            projection = (target or "").removesuffix(".weight")
+            if target is None or projection not in with_slots:
+                problems.append(
+                    f"{rule.weight!r} maps to {each.target!r}, which has no adapter slots; "
+                    f"max_loras gives them to {_kinds(with_slots)}"
+                )
+                continue
+            step = _step(projection, term, each, shape, shapes[target])
+            if isinstance(step, str):
+                problems.append(f"the LoRA pair of {rule.weight!r} for {target!r}: {step}")
+            elif projection in steps:
+                problems.append(f"two LoRA pairs change {target!r}")
+            else:
+                steps[projection] = step
+    if problems:
+        raise WeightSyncError(
+            f"the adapter does not fit ({len(problems)} problem(s)):\n  " + "\n  ".join(problems)
+        )
+    ordered = tuple(steps.values())
+    load = jax.jit(functools.partial(_load, steps=ordered, slots=slots))
+    return AdapterPlan(ordered, slots, load)
+
+
+def _kinds(names: set[str]) -> str:
+    return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names})) or "nothing"
+
+
+def weight_shape(term: LoraTerm, source: Mapping[str, ArraySpec]) -> tuple[int, ...]:
+    """The shape of the weight that a pair goes with, as A and B tell it."""
+    inputs, outputs = list(source[term.a].shape[:-1]), list(source[term.b].shape[1:])
+    num_axes = len(inputs) + len(outputs)
+    return tuple((inputs if axis in term.in_axes else outputs).pop(0) for axis in range(num_axes))
+
+
+def _step(
+    name: str,
+    term: LoraTerm,
+    found: Match,
+    shape: tuple[int, ...],
+    target: tuple[int, ...],
+) -> _Step | str:
+    """How A and B become the projection's; or why they cannot."""
+    rule = found.rule
+    if rule.hook is not None:
+        return "its rule has a hook, which cannot be applied to the factors; use lora='merged'"
+    axes = list(range(len(shape)))
+    in_axes, out_axes = list(term.in_axes), [axis for axis in axes if axis not in term.in_axes]
+    part = None
+    if found.part is not None:
+        at = axes[rule.part_axis]
+        if at in in_axes:
+            part = ("a", in_axes.index(at), found.part)
+            in_axes.remove(at)
+        else:
+            part = ("b", 1 + out_axes.index(at), found.part)
+            out_axes.remove(at)
+        axes.remove(at)
+    if rule.transpose is not None:
+        axes = [axes[place] for place in rule.transpose]
+    if name == "lm_head":  # logical [vocab, model], the other way round than projections
+        first = len(out_axes)
+        axes, target = [*axes[first:], *axes[:first]], target[::-1]
+    num_in = len(in_axes)
+    if set(axes[:num_in]) != set(in_axes):
+        return "its inputs and outputs are interleaved in the engine's weight; use lora='merged'"
+    sizes = (
+        math.prod(shape[axis] for axis in axes[:num_in]),
+        math.prod(shape[axis] for axis in axes[num_in:]),
+    )
+    if sizes != target:
+        return f"it is for {list(sizes)}, the projection is {list(target)}"
+    return _Step(
+        name,
+        term.a,
+        term.b,
+        part,
+        tuple(in_axes.index(axis) for axis in axes[:num_in]),
+        tuple(out_axes.index(axis) for axis in axes[num_in:]),
+        term.scale,
+    )
+
+
+# ------------------------------------------------------------------ the device program
+
+
+def _load(
+    serving: Weights,
+    sources: list[tuple[jax.Array, jax.Array]],
+    slot: jax.Array,
+    *,
+    steps: tuple[_Step, ...],
+    slots: AdapterSlots,
+) -> Weights:
+    """All slot arrays with one slot replaced; projections without a pair get zeros there."""
+    rank, specs = slots.max_rank, {name: both for name, *both in slots.targets}
+    factors = {step.name: _factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)}
+    made: Weights = {}
+    for name, (a_spec, b_spec) in specs.items():
+        num_in, num_out = a_spec.shape[0], b_spec.shape[1]
+        a, b = factors.get(name, (jnp.zeros((num_in, 0)), jnp.zeros((0, num_out))))
+        padding = rank - a.shape[1]
+        a, b = jnp.pad(a, ((0, 0), (0, padding))), jnp.pad(b, ((0, padding), (0, 0)))
+        for suffix, x, spec, axis in ((A_SUFFIX, a, a_spec, 1), (B_SUFFIX, b, b_spec, 0)):
+            stored = (x.T if spec.is_transposed else x).astype(spec.dtype)
+            at = [jnp.int32(0), jnp.int32(0)]
+            at[1 - axis if spec.is_transposed else axis] = slot * rank
+            made[name + suffix] = lax.dynamic_update_slice(serving[name + suffix], stored, at)
+    return made
+
+
+def _factors(a: jax.Array, b: jax.Array, step: _Step) -> tuple[jax.Array, jax.Array]:
+    """A [in, r] and scale B [r, out] of a projection, float32."""
+    if step.part is not None:
+        which, axis, index = step.part
+        if which == "a":
+            a = lax.index_in_dim(a, index, axis, keepdims=False)
+        else:
+            b = lax.index_in_dim(b, index, axis, keepdims=False)
+    rank = b.shape[0]
+    a = a.transpose((*step.a_axes, a.ndim - 1)).reshape(-1, rank)
+    b = b.transpose((0, *(1 + axis for axis in step.b_axes))).reshape(rank, -1)
+    return a.astype(jnp.float32), b.astype(jnp.float32) * jnp.float32(step.scale)
