@@ -41,7 +41,7 @@ def create_sgljax_rollout(
         tokenizer: A Tunix TokenizerAdapter or anything it wraps.
         model_config: The model's shape: a Tunix ModelConfig, an HF config dict or the engine's
             ModelConfig; None takes `model.config`.
-        mesh: Where to run; None takes JAX's first device.
+        mesh: Where to run; None, or an empty mesh, takes JAX's first device.
         max_model_len: Prompt plus output tokens of one sequence at most.
         rollout_config: A training RolloutConfig, when it is known already.
         sampling_params: Sampling fields that RolloutConfig does not have; see `SglJaxRollout`.

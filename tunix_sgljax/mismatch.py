@@ -14,6 +14,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError
 from tunix_sgljax import mismatch_plot, padding
+from tunix_sgljax.model_config import coarser_dtype, compute_dtype
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.trainer_match import trainer_logps
 
@@ -312,7 +313,7 @@ def mismatch_report(
         trainer=np.where(is_compared, trainer_BC, np.float32(0)),
         is_compared=is_compared,
         weight_versions=tuple(sorted({int(v) for row in output.weight_versions for v in row})),
-        dtype=_coarser(rollout.dtype, _computed_dtype(graphdef, state)),
+        dtype=coarser_dtype(rollout.dtype, _computed_dtype(trainer_model, graphdef, state)),
         logprobs_mode=rollout.logprobs_mode,
         temperature=config.temperature,
         pad_rows=_rows_with(pad_id, output.tokens),
@@ -324,8 +325,11 @@ def _rows_with(pad_id: int, rows: Sequence[np.ndarray]) -> tuple[int, ...]:
     return tuple(row for row, ids in enumerate(rows) if (ids == pad_id).any())
 
 
-def _computed_dtype(graphdef: Any, state: Any) -> str:
-    """That of the model's logits. Tunix's models compute in another dtype than their weights'."""
+def _computed_dtype(model: nnx.Module, graphdef: Any, state: Any) -> str:
+    """What a Tunix model computes in, which may be another dtype than that of its weights.
+
+    The one of its config or of its logits, which some models make float32 at the end.
+    """
     ids_BT = jax.ShapeDtypeStruct((1, 1), np.int32)
     mask_BTS = jax.ShapeDtypeStruct((1, 1, 1), np.bool_)
 
@@ -334,11 +338,8 @@ def _computed_dtype(graphdef: Any, state: Any) -> str:
         # As Tunix's own function calls it, of which not every release hands out the logits.
         return model(ids_BT, positions=ids_BT, cache=None, attention_mask=mask_BTS)[0]
 
-    return np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name
-
-
-def _coarser(*dtypes: str) -> str:
-    return max(dtypes, key=lambda name: float(jax.numpy.finfo(name).eps))
+    dtype = np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name
+    return coarser_dtype(dtype, compute_dtype(getattr(model, "config", None)) or dtype)
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from sgljax_engine import (
     AttentionConfig,
     ModelConfig,
@@ -72,6 +74,52 @@ def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
             )
             model = dataclasses.replace(model, **{name: wanted})
     return model
+
+
+def compute_dtype(actor_config: Any) -> str | None:
+    """What Tunix computes a model in, by the name of the dtype; None where that of its weights.
+
+    Tunix's Qwen2 and Qwen3 cast weights where they are used, to `dtype` of their config, which may
+    be another one than they are stored in. Its other models compute in what their weights are.
+
+    Args:
+        actor_config: A Tunix ModelConfig; others, and None, tell nothing.
+    """
+    if _converter(actor_config) is None:
+        return None
+    dtype = getattr(actor_config, "dtype", None)
+    return None if dtype is None else jnp.dtype(dtype).name
+
+
+def engine_dtype(actor_config: Any, stored: str) -> str:
+    """What the engine's weights, activations and KV cache should be, unless one is asked for.
+
+    The coarser one of what Tunix computes in and what it stores weights in: finer weights than it
+    computes with are not nearer to it, and finer ones than it stores take memory for nothing.
+
+    Args:
+        actor_config: See `compute_dtype`.
+        stored: The dtype of the actor's weights.
+    """
+    computed = compute_dtype(actor_config)
+    if computed is None or not jnp.issubdtype(stored, jnp.floating):
+        return stored
+    dtype = coarser_dtype(computed, stored)
+    if dtype != computed:
+        logger.info(
+            "Tunix computes in %s with weights of %s; the rollout computes in %s, whose rounding "
+            "is in its log-probs; dtype=%r is nearer to the trainer and takes more memory",
+            computed,
+            stored,
+            dtype,
+            computed,
+        )
+    return dtype
+
+
+def coarser_dtype(*dtypes: str) -> str:
+    """The one of them that rounds most."""
+    return max(dtypes, key=lambda name: float(jnp.finfo(name).eps))
 
 
 def _llama_like(

@@ -41,7 +41,7 @@ from tunix_sgljax.lora import (
     find_lora,
     is_lora_name,
 )
-from tunix_sgljax.model_config import as_trained, to_model_config
+from tunix_sgljax.model_config import as_trained, engine_dtype, to_model_config
 from tunix_sgljax.observers import RolloutObservers
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
 from tunix_sgljax.progress import Progress
@@ -88,7 +88,7 @@ class SglJaxRollout(BaseRollout):
         Args:
             rollout_actor: The policy being trained (a Tunix NNX model).
             tokenizer: A Tunix TokenizerAdapter or anything it wraps.
-            mesh: Where to run; None takes JAX's first device.
+            mesh: Where to run; None, or an empty mesh, takes JAX's first device.
             rollout_config: The training RolloutConfig.
             model_config: The model's shape, when the actor's `.config` does not tell.
             sampling_params: Sampling fields that RolloutConfig does not have, for every call:
@@ -125,7 +125,8 @@ class SglJaxRollout(BaseRollout):
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
         self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
         padding.check_pad_id(self.pad_id(), self.eos_id())
-        self._mesh = mesh
+        # Tunix hands over an empty mesh where it runs without one.
+        self._mesh = None if mesh is None or mesh.empty else mesh
         self._actor: nnx.Module | None = rollout_actor
         self._given_model_config = model_config
         self._extra_params = sampling.check_extra_params(sampling_params or {})
@@ -204,7 +205,7 @@ class SglJaxRollout(BaseRollout):
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The rollout mesh, as given."""
+        """The rollout mesh, as given; None for an empty one."""
         return self._mesh
 
     @property
@@ -214,7 +215,10 @@ class SglJaxRollout(BaseRollout):
 
     @property
     def dtype(self) -> str:
-        """The engine's, of weights, activations and KV cache; builds the engine."""
+        """The engine's, of weights, activations and KV cache; builds the engine.
+
+        Unless one is asked for, what Tunix computes the actor in; see `engine_dtype`.
+        """
         self.engine  # noqa: B018
         return self._dtype
 
@@ -524,7 +528,8 @@ class SglJaxRollout(BaseRollout):
         source = self._mapper.named_source(nnx.state(self._actor, nnx.Param))
         runtime = self._engine_config.runtime
         if runtime.dtype is None:
-            dtype = np.dtype(next(iter(source.values())).dtype).name
+            stored = np.dtype(next(iter(source.values())).dtype).name
+            dtype = engine_dtype(getattr(self._actor, "config", None), stored)
             runtime = dataclasses.replace(runtime, dtype=dtype)
         self._dtype = str(runtime.dtype)
         if self._match is not None:

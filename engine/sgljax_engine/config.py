@@ -124,7 +124,8 @@ class RuntimeConfig:
     """Device programs.
 
     Attributes:
-        dtype: Of weights, activations and KV cache; None takes the checkpoint's or float32.
+        dtype: Of weights but for those of norms, which are float32, of activations and of the KV
+            cache; None takes the checkpoint's or float32.
         batch_buckets: Decode batch sizes to compile for; None takes powers of four, on CPUs more.
         token_buckets: Prefill sizes in tokens to compile for; None takes powers of two, and on
             CPUs 64 and one whose time follows the tokens.

@@ -93,7 +93,8 @@ class Engine:
             tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
                 decode, bos_id, eos_id and pad_id; None takes the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
-            mesh: Where to run, sharded over its axis "tp"; None takes JAX's first device.
+            mesh: Where to run, sharded over its axis "tp"; None, or an empty mesh, takes JAX's
+                first device.
             config: All options as one object.
             progress: Told how far loading and warm-up are, on the threads that do them.
             **options: Instead of `config`: flat names of `EngineConfig`, for example

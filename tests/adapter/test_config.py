@@ -192,11 +192,13 @@ def test_fields_reach_the_engine(make_rollout):
 
 
 def test_data_type_is_that_of_the_engine(make_rollout):
-    """None is the actor's."""
+    """None is the actor's. Weights of norms are float32 in any case."""
     for data_type, expected in ((None, "float32"), (jnp.float32, "float32"), ("bfloat16",) * 2):
         runner = make_rollout(config={"data_type": data_type}).engine._loop._core.runner
-        arrays = jax.tree.leaves((runner.weights, runner.kv))
-        assert {array.dtype.name for array in arrays} == {expected}
+        norms = {name for name in runner.weights if "norm" in name}
+        others = [weight for name, weight in runner.weights.items() if name not in norms]
+        assert {array.dtype.name for array in jax.tree.leaves((others, runner.kv))} == {expected}
+        assert {runner.weights[name].dtype.name for name in norms} == {"float32"}
 
 
 def test_max_prompt_and_output_bound_the_context(make_rollout):
@@ -292,6 +294,14 @@ def mesh_of_one(*axes):
 def test_mesh(make_rollout, axes, size):
     mesh = mesh_of_one(*axes) if axes else None
     assert make_rollout(mesh=mesh, config={"tensor_parallel_size": size}).mesh is mesh
+
+
+def test_an_empty_mesh_is_none(make_rollout, rollout):
+    """Tunix hands one over where it runs without a mesh."""
+    empty = jax.sharding.Mesh(np.empty((), object), ())
+    made = make_rollout(mesh=empty)
+    assert made.mesh is None
+    assert tokens_of(made, [[1, 2, 3]]) == tokens_of(rollout, [[1, 2, 3]])
 
 
 def test_tensor_parallel_size_must_be_that_of_the_mesh(refuse, rollout):

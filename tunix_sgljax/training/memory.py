@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from sgljax_engine import EngineConfig, InvalidConfigError
+from tunix_sgljax.model_config import engine_dtype
 from tunix_sgljax.training.checks import engine_options
 from tunix_sgljax.training.models import ModelSpec, abstract_critic
 from tunix_sgljax.training.schema import TrainConfig
@@ -132,17 +133,20 @@ def _engine_bytes(
     rollout = config.rollout
     shape = config.mesh.rollout_shape or config.mesh.shape
     num_shards = dict(zip(config.mesh.axis_names, shape, strict=True))["tp"]
+    num_copies = max(num_shards // model.num_kv_heads, 1)  # of each kv head
     leaves = jax.tree.leaves(params)
     options = EngineConfig.from_options(engine_options(config))
-    own = options.runtime.dtype or dtype or leaves[0].dtype
-    itemsize = jax.numpy.dtype(own).itemsize
+    stored = np.dtype(dtype or leaves[0].dtype).name
+    itemsize = jax.numpy.dtype(options.runtime.dtype or engine_dtype(model, stored)).itemsize
     length = options.max_model_len or rollout.max_prompt_length + rollout.max_tokens_to_generate
     cache = options.cache
     num_tokens = cache.num_kv_tokens or options.scheduler.max_running_requests * (
         -(-length // cache.page_size) * cache.page_size
     )
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    kv_features = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    num_weights = sum(math.prod(leaf.shape) for leaf in leaves)
+    num_weights += (num_copies - 1) * kv_features * model.embed_dim
     return {
-        "engine_weights": sum(math.prod(leaf.shape) for leaf in leaves) * itemsize // num_shards,
-        "kv_cache": num_tokens * per_token // num_shards,
+        "engine_weights": num_weights * itemsize // num_shards,
+        "kv_cache": num_tokens * kv_features * itemsize * num_copies // num_shards,
     }

@@ -29,13 +29,20 @@ TENSOR_AXIS = "tp"
 COPIES_AXIS = "tp_copies"
 """The second part of `TENSOR_AXIS`, over which kv heads are copied; there if that is split."""
 
+_NORMS = (ParamKind.NORM, ParamKind.OFFSET_NORM)
+"""Kinds of parameters that are float32 in any case.
+
+Norms are computed in float32 by trainers too, with weights that may be float32. Rounded to
+bfloat16 they alone undo what computing in the trainer's dtype gains (docs/mismatch.md).
+"""
+
 
 class Placement(NamedTuple):
     """Devices, dtype and layout of an engine.
 
     Attributes:
         mesh: The engine's mesh, its "tp" axis split where kv heads are copied.
-        dtype: Of weights, activations and KV cache.
+        dtype: Of weights but for those of norms, of activations and of the KV cache.
         layout: Of activations and projection weights.
     """
 
@@ -88,7 +95,8 @@ class Placement(NamedTuple):
             swap = spec.kind is ParamKind.LINEAR and self.layout is Layout.FEATURES_FIRST
             axes = [self._mesh_axes(axis) for axis in spec.axes]
             sharding = NamedSharding(self.mesh, PartitionSpec(*(axes[::-1] if swap else axes)))
-            targets[name] = TargetSpec(spec.shape, self.dtype, swap, sharding, spec.alias)
+            dtype = jnp.dtype(jnp.float32) if spec.kind in _NORMS else self.dtype
+            targets[name] = TargetSpec(spec.shape, dtype, swap, sharding, spec.alias)
         return targets
 
     def held_bytes(self, arrays: Iterable[Any]) -> int:
