@@ -13,15 +13,23 @@ from pathlib import Path
 import jax
 import pytest
 
+from tunix_sgljax.tunix_versions import has_experimental
+
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+HAS_EXPERIMENTAL = has_experimental()
+# These tests import what Tunix has from 0.1.8 on: `make test-tunix TUNIX=<checkout>` runs them.
+collect_ignore = [] if HAS_EXPERIMENTAL else ["experimental"]
+
+
 def pytest_report_header():
-    """Which Tunix is tested with; see `make test-tunix`."""
+    """Which Tunix is tested with, and what it is too old for; see `make test-tunix`."""
     spec = importlib.util.find_spec("tunix")
-    return f"tunix: {spec and spec.origin}"
+    note = "" if HAS_EXPERIMENTAL else "; it has no tunix.experimental: tests/experimental left out"
+    return f"tunix: {spec and spec.origin}{note}"
 
 
 @pytest.fixture(scope="module", autouse=True)

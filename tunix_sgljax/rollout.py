@@ -27,6 +27,7 @@ from sgljax_engine import (
     ModelConfig,
     RequestOutput,
     SamplingParams,
+    WeightRule,
     derive_seed,
     flatten_named,
     load_model_config,
@@ -449,6 +450,41 @@ class SglJaxRollout(BaseRollout):
             )
         return jnp.asarray(padding.spread(logps, mask_BC))
 
+    # ------------------------------------------------------------------ for an event loop
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, as `generate` makes them."""
+        return self._encode(text)
+
+    def request_params(self, config: RolloutConfig) -> SamplingParams:
+        """How one prompt is sampled; with a `seed`, by the next draw of that seed."""
+        return self._row_params(config, 1)[0]
+
+    async def async_generate_ids(
+        self, prompt_ids: list[list[int]], params: list[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Samples prompts given as token ids; cancelling the task aborts them."""
+        engine = self.engine
+        with self._observers.generating(engine, len(prompt_ids)), self._rest.call(engine):
+            return await engine.async_generate_requests(prompt_ids, params)
+
+    @property
+    def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Names, shapes and dtypes that `update_params` takes; builds the engine."""
+        self.engine  # noqa: B018
+        return dict(self._weight_specs)
+
+    def weight_source(self, params: Any) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
+        """The trainer's parameters by name and the rules that map them onto the engine's weights.
+
+        LoRA leaves alone are completed by the actor's frozen base.
+
+        Raises:
+            WeightSyncError: for LoRA parameters that are not the actor's.
+        """
+        source = self._mapper.named_source(params)
+        return source, self._mapper.rules_for(source)
+
     # ------------------------------------------------------------------ weights
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
@@ -487,8 +523,7 @@ class SglJaxRollout(BaseRollout):
             # Offloading, Tunix passes the base alone as it moves the reference model.
             if self._rest.is_offloading and not any(map(is_lora_name, flatten_named(params))):
                 return
-        source = self._mapper.named_source(params)
-        rules = self._mapper.rules_for(source)
+        source, rules = self.weight_source(params)
         engine = self.engine
         if self._match is None:
             engine.update_weights(source, rules, mode=self._weight_update_mode)
@@ -507,8 +542,8 @@ class SglJaxRollout(BaseRollout):
         Raises:
             WeightSyncError: names each missing, extra or mis-shaped parameter.
         """
-        source = self._mapper.named_source(params)
-        return self.engine.find_differing_weights(source, self._mapper.rules_for(source))
+        source, rules = self.weight_source(params)
+        return self.engine.find_differing_weights(source, rules)
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""
@@ -525,7 +560,12 @@ class SglJaxRollout(BaseRollout):
     def _build_engine(self) -> Engine:
         if self._is_closed:
             raise EngineShutdownError("the rollout was closed")
-        source = self._mapper.named_source(nnx.state(self._actor, nnx.Param))
+        params = nnx.state(self._actor, nnx.Param)
+        self._weight_specs = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for name, x in flatten_named(params).items()
+        }
+        source, rules = self.weight_source(params)
         runtime = self._engine_config.runtime
         if runtime.dtype is None:
             stored = np.dtype(next(iter(source.values())).dtype).name
@@ -538,7 +578,7 @@ class SglJaxRollout(BaseRollout):
         return Engine(
             model_config=self._model_config,
             weights=source,
-            weight_rules=self._mapper.rules_for(source),
+            weight_rules=rules,
             tokenizer=self._tokenizer,
             mesh=self._mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),

@@ -1,0 +1,166 @@
+"""From Tunix's sampling requests to the rollout's terms, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tunix.experimental.common.datatypes import (  # pyright: ignore[reportMissingImports]
+    ErrorInfo,
+)
+from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissingImports]
+    SamplingParams,
+    SamplingRequest,
+    SamplingResponse,
+)
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import InvalidRequestError, RequestOutput
+from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.sampling import pick_logprobs
+
+_FIELDS = {
+    "max_tokens": "max_tokens_to_generate",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seed": "seed",
+    "return_logprobs": "return_logprobs",
+}
+"""Fields of `SamplingParams`, and keywords of `sample`, by their names in a RolloutConfig."""
+
+_ALIASES = {"max_generation_steps": "max_tokens"}
+"""What Tunix's workers call fields; a field's own name goes first."""
+
+_FINISH_REASONS = {"abort": "cancelled"}
+"""The engine's reasons that Tunix has another word for."""
+
+
+def as_requests(given: Any) -> tuple[list[SamplingRequest], bool]:
+    """The requests of a `sample` call, and whether it was given one, not a list.
+
+    Raises:
+        InvalidRequestError: for what is neither.
+    """
+    if isinstance(given, SamplingRequest):
+        return [given], True
+    if isinstance(given, str) or _is_ids(given) or _is_chat(given):
+        return [SamplingRequest(prompt=given)], True
+    if not isinstance(given, Sequence):
+        raise InvalidRequestError(
+            "sampling_requests must be a SamplingRequest, a prompt or a list of those, got "
+            f"{type(given).__name__}"
+        )
+    return [
+        x if isinstance(x, SamplingRequest) else SamplingRequest(prompt=x) for x in given
+    ], False
+
+
+def _is_ids(prompt: Any) -> bool:
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
+    is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+    return is_list and all(isinstance(x, (int, np.integer)) for x in prompt)
+
+
+def _is_chat(prompt: Any) -> bool:
+    is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+    return is_list and all(isinstance(x, Mapping) for x in prompt)
+
+
+def prompt_ids(rollout: SglJaxRollout, prompt: Any) -> list[int]:
+    """Token ids of a prompt: a text, token ids, a message or a conversation.
+
+    Raises:
+        InvalidRequestError: for anything else, and for a conversation without a chat template.
+    """
+    if isinstance(prompt, str):
+        return rollout.encode(prompt)
+    if _is_ids(prompt):
+        return [int(token) for token in prompt]
+    if isinstance(prompt, Mapping):
+        prompt = [prompt]
+    if _is_chat(prompt):
+        return rollout.engine.apply_chat_template(prompt)
+    raise InvalidRequestError(
+        "prompt must be a text, a list of token ids or a conversation (a list of messages), got "
+        f"{prompt!r:.80}"
+    )
+
+
+def request_config(
+    base: RolloutConfig, params: SamplingParams | None, options: Mapping[str, Any]
+) -> RolloutConfig:
+    """How one request is sampled, as a RolloutConfig.
+
+    Args:
+        base: Of the rollout; what it has and Tunix's requests have not, and all without params.
+        params: Of the request.
+        options: Keywords of the `sample` call, which win: Tunix's workers hand on what their
+            caller wrote and leave some of it out of the params.
+
+    Raises:
+        InvalidRequestError: for logits, beams and unknown keywords.
+    """
+    wanted: dict[str, Any] = {}
+    if params is not None:
+        wanted = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    for name, value in options.items():
+        field = _ALIASES.get(name, name)
+        if field == name or field not in options:
+            wanted[field] = value
+    for name, ignored in (("return_logits", (False, None)), ("beam_size", (1, None))):
+        if (value := wanted.pop(name, None)) not in ignored:
+            raise InvalidRequestError(f"{name}={value!r} is not supported by SglJaxSampler")
+    unknown = sorted(wanted.keys() - _FIELDS.keys())
+    if unknown:
+        raise InvalidRequestError(
+            f"SglJaxSampler.sample takes no option {unknown}; give sampling fields that Tunix's "
+            "requests do not have to the rollout (sampling_params=)"
+        )
+    return dataclasses.replace(base, **{_FIELDS[name]: value for name, value in wanted.items()})
+
+
+def to_response(
+    request: SamplingRequest,
+    output: RequestOutput,
+    policy_versions: np.ndarray,
+    *,
+    policy_version: int,
+    logprobs_mode: str,
+    return_logprobs: bool,
+) -> SamplingResponse:
+    """Tunix's response to a request.
+
+    `metadata` has `policy_version` (the oldest policy of any token), `policy_versions` (of each
+    token, int32) and `logprobs` (float32, asked for or not), whatever becomes of the other fields
+    on the way through Tunix's workers.
+
+    Args:
+        request: What was asked for.
+        output: The engine's answer.
+        policy_versions: Of each token.
+        policy_version: What to say for an answer without tokens.
+        logprobs_mode: Of the rollout.
+        return_logprobs: Whether log-probs were asked for.
+    """
+    finish = output.finish
+    assert finish is not None
+    logprobs = np.asarray(pick_logprobs(output, logprobs_mode), np.float32)
+    is_aborted = finish.type == "abort"
+    return SamplingResponse(
+        request_id=request.request_id,
+        text=output.text,
+        prompt_token_ids=np.asarray(output.prompt_ids, np.int32),
+        token_ids=np.asarray(output.output_ids, np.int32),
+        logprobs=logprobs if return_logprobs else None,
+        finish_reason=_FINISH_REASONS.get(finish.type, finish.type),
+        error=ErrorInfo(error_type="abort", message=finish.message) if is_aborted else None,
+        metadata={
+            "policy_version": int(min(policy_versions, default=policy_version)),
+            "policy_versions": policy_versions,
+            "logprobs": logprobs,
+        },
+    )

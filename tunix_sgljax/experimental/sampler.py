@@ -1,0 +1,438 @@
+"""Tunix's experimental `Sampler` protocol on the embedded engine, with its whole contract."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import jax
+import numpy as np
+from tunix.experimental.orchestrator.weight_sync import (  # pyright: ignore[reportMissingImports]
+    WorkUnitId,
+    WorkUnitMetadata,
+)
+from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissingImports]
+    LoadInfo,
+    SamplingResponse,
+)
+
+from sgljax_engine import (
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    StagedWeights,
+)
+from tunix_sgljax.experimental import requests
+from tunix_sgljax.experimental.rounds import SyncRounds
+from tunix_sgljax.experimental.transport import InProcessTransport, unit_metadata
+from tunix_sgljax.policy_versions import PolicyVersions
+from tunix_sgljax.rollout import SglJaxRollout
+
+_TRANSFER_STATUS = {
+    "idle": "PENDING",
+    "prepared": "IN_PROGRESS",
+    "h2d_done": "SUCCESS",
+    "committed": "SUCCESS",
+    "aborted": "FAILED",
+}
+"""By the phase of a round."""
+
+
+class SglJaxSampler:
+    """A `tunix.experimental.rollout.sampler.Sampler` over a SglJaxRollout.
+
+    A weight sync is a round of phases. `bind_weight_sync` and `get_weight_sync_metadata` run while
+    requests are served. `pre_weight_sync` closes admission, treats requests that have begun as the
+    rollout's `weight_update_mode` says (retract, wait or abort) and frees the KV cache, prefix
+    cache included; requests that come wait. `weight_sync` stages the weights that arrived beside
+    the serving ones, which it does not touch. `post_weight_sync` publishes them, all or none, and
+    opens admission; `abort_weight_sync`, at any time before that, drops them and opens admission on
+    the old weights. A round that a coordinator runs has a key, by which each phase is idempotent
+    and late calls of older rounds are refused.
+
+    One event loop calls it. Phases are serialised; `sample` is called as often at a time as one
+    likes, and all requests are batched together.
+
+    Attributes:
+        server_id: The sampler's name.
+    """
+
+    def __init__(
+        self,
+        server_id: str,
+        rollout: SglJaxRollout,
+        transport: InProcessTransport | None = None,
+        *,
+        policy_version: int = 0,
+    ) -> None:
+        """Builds no engine yet.
+
+        Args:
+            server_id: The sampler's name.
+            rollout: Samples and maps weights; `create_sgljax_rollout` makes one. The sampler closes
+                it when it is stopped.
+            transport: How weights arrive. None takes them from each request: `weights` in its
+                `extra_config`, parameters as `SglJaxRollout.update_params` takes them or the path
+                of a Hugging Face folder.
+            policy_version: Of the rollout's weights of now.
+
+        Raises:
+            InvalidConfigError: for a rollout with `weight_update_mode="in_place"`, which keeps the
+                pages that a sync must free, or with `logprobs_mode="trainer_match"`, which needs
+                the trainer's arrays.
+        """
+        if rollout.weight_update_mode == "in_place":
+            raise InvalidConfigError(
+                "SglJaxSampler needs a rollout whose weight_update_mode is not 'in_place': a "
+                "weight sync frees the KV cache"
+            )
+        if rollout.logprobs_mode == "trainer_match":
+            raise InvalidConfigError(
+                "SglJaxSampler needs a rollout whose logprobs_mode is not 'trainer_match': weights "
+                "are staged, and the trainer's arrays are not kept"
+            )
+        self.server_id = server_id
+        self._rollout = rollout
+        self._transport = transport
+        self._unit = WorkUnitId(job_name="rollout", job_replica_id=server_id)
+        self._rounds = SyncRounds()
+        self._phases = asyncio.Lock()
+        self._versions = PolicyVersions(rollout.weight_version, policy_version)
+        self._staged: StagedWeights | None = None
+        self._pending_version = policy_version
+        self._is_paused = False  # by `pause`
+        self._is_quiesced = False  # by a round
+        self._is_draining = False
+        self._num_aborts = 0  # under way
+
+    # ------------------------------------------------------------------ life
+
+    def initialize(self) -> None:
+        """Builds the engine if it is not there. Idempotent.
+
+        Raises:
+            EngineShutdownError: after `stop`.
+        """
+        self._rollout.engine  # noqa: B018
+
+    async def start(self, **kwargs: Any) -> bool:
+        """`initialize`, beside the event loop."""
+        _refuse_options("start", kwargs)
+        await asyncio.to_thread(self.initialize)
+        return True
+
+    async def stop(self, **kwargs: Any) -> bool:
+        """Ends the engine; unfinished requests fail. Idempotent."""
+        _refuse_options("stop", kwargs)
+        await asyncio.to_thread(self._rollout.close)
+        return True
+
+    async def pause(self, **kwargs: Any) -> bool:
+        """Stops generating until `resume`; requests keep their tokens, and new ones wait."""
+        _refuse_options("pause", kwargs)
+        self._is_paused = True
+        if not self._is_quiesced:
+            await self._rollout.engine.async_pause_generation("in_place")
+        return True
+
+    async def resume(self, **kwargs: Any) -> bool:
+        """Ends a `pause`. A weight sync that is under way holds requests on."""
+        _refuse_options("resume", kwargs)
+        self._is_paused = False
+        if not self._is_quiesced:
+            await self._rollout.engine.async_continue_generation()
+        return True
+
+    async def get_mesh(self, **kwargs: Any) -> jax.sharding.Mesh | None:
+        """The rollout's mesh; None for JAX's first device."""
+        _refuse_options("get_mesh", kwargs)
+        return self._rollout.mesh
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that serve."""
+        version = np.array([self._rollout.weight_version], np.int32)
+        return int(self._versions.translate(version)[0])
+
+    # ------------------------------------------------------------------ sampling
+
+    async def sample(
+        self, sampling_requests: Any, **kwargs: Any
+    ) -> SamplingResponse | list[SamplingResponse]:
+        """Samples a completion for each request; while paused or syncing, afterwards.
+
+        Cancelling the task aborts its requests.
+
+        Args:
+            sampling_requests: A SamplingRequest, or a prompt (a text, token ids or a conversation),
+                or a list of those. A request without `sampling_params` is sampled as the rollout's
+                RolloutConfig says. A `seed` makes a run reproducible; requests with the same one
+                draw different samples, each call too.
+            **kwargs: Fields of SamplingParams for all requests, which win over the requests' own.
+
+        Returns:
+            A response, or a list of them. See `requests.to_response` for `metadata`. The end token
+            is in `token_ids` when one was sampled. Aborted requests have finish_reason "cancelled",
+            what they have, and `error`.
+
+        Raises:
+            InvalidRequestError: names the field and its value.
+            EngineError: when requests fail; a failure is not hidden in a response, since Tunix's
+                workers do not look for one.
+        """
+        wanted, is_single = requests.as_requests(sampling_requests)
+        if not wanted:
+            return []
+        rollout = self._rollout
+        ids = [requests.prompt_ids(rollout, request.prompt) for request in wanted]
+        configs = [
+            requests.request_config(rollout.rollout_config, request.sampling_params, kwargs)
+            for request in wanted
+        ]
+        params = [rollout.request_params(config) for config in configs]
+        outputs = await rollout.async_generate_ids(ids, params)
+        responses = [
+            requests.to_response(
+                request,
+                output,
+                self._versions.translate(np.asarray(output.token_weight_versions, np.int32)),
+                policy_version=self.policy_version,
+                logprobs_mode=rollout.logprobs_mode,
+                return_logprobs=config.return_logprobs,
+            )
+            for request, config, output in zip(wanted, configs, outputs, strict=True)
+        ]
+        return responses[0] if is_single else responses
+
+    # ------------------------------------------------------------------ weight sync
+
+    async def bind_weight_sync(self, **kwargs: Any) -> None:
+        """Does what is to be done before metadata is asked for: builds the engine. Idempotent."""
+        _refuse_options("bind_weight_sync", kwargs)
+        await asyncio.to_thread(self.initialize)
+
+    async def get_weight_sync_metadata(self, **kwargs: Any) -> list[WorkUnitMetadata]:
+        """Names and shapes of the trainer's parameters, as `update_params` takes them.
+
+        One work unit, of the job "rollout" and the replica `server_id`. A source may shard them as
+        it likes.
+        """
+        _refuse_options("get_weight_sync_metadata", kwargs)
+        return [unit_metadata(self._unit, self._rollout.weight_specs)]
+
+    async def pre_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> bool:
+        """Opens a round: closes admission, ends or retracts what runs, frees the KV cache.
+
+        Raises:
+            EngineStateError: when the round was called off meanwhile, or another user of the engine
+                goes on generating.
+            StaleRoundError: for an older round.
+        """
+        _refuse_options("pre_weight_sync", kwargs)
+        async with self._phases:
+            if not self._rounds.admit(sync_request, "prepared"):
+                return True
+            await self._drop_weights()  # of a round that this one supersedes
+            await self._quiesce()
+            self._rounds.complete(sync_request, "prepared")
+        return True
+
+    async def weight_sync(self, sync_request: Any = None, **kwargs: Any) -> int:
+        """Stages the weights that arrived; the serving ones stay as they are.
+
+        Returns:
+            The policy version that they will be published as: the request's, or else the next one.
+
+        Raises:
+            WeightSyncError: names every missing, extra or mis-shaped parameter.
+            EngineStateError: before `pre_weight_sync`, and when nothing arrived.
+            StaleRoundError: for an older round.
+        """
+        _refuse_options("weight_sync", kwargs)
+        async with self._phases:
+            if not self._rounds.admit(sync_request, "h2d_done"):
+                return self._pending_version
+            if not self._is_quiesced:
+                raise EngineStateError("weight_sync needs pre_weight_sync first, in the same round")
+            if self._staged is not None:  # of a try before
+                await self._rollout.engine.async_discard_weights(self._staged)
+            self._staged = await self._stage(sync_request)
+            self._pending_version = self._wanted_version(sync_request)
+            self._rounds.complete(sync_request, "h2d_done")
+            return self._pending_version
+
+    async def post_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> bool:
+        """Publishes the staged weights, all or none, and opens admission. Idempotent.
+
+        Raises:
+            EngineStateError: when nothing is staged.
+            StaleRoundError: for an older round, or one that was aborted.
+        """
+        _refuse_options("post_weight_sync", kwargs)
+        async with self._phases:
+            if not self._rounds.admit(sync_request, "committed"):
+                return True
+            if self._staged is None:
+                raise EngineStateError(
+                    "post_weight_sync needs weight_sync first: nothing is staged"
+                )
+            with self._rollout.observers.updating():
+                await self._publish(self._staged)
+            await self._open()
+            # Last, so that a call that was cancelled before is done again and comes to the same.
+            self._staged = None
+            self._rounds.complete(sync_request, "committed")
+        return True
+
+    async def abort_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> None:
+        """Ends a round without its weights: drops them and opens admission on the old ones.
+
+        Not in Tunix's protocol, whose worker does not tell its sampler; `SglJaxRolloutWorker`
+        does. Idempotent, at any phase; does nothing once the round's weights serve.
+
+        Raises:
+            StaleRoundError: for an older round.
+        """
+        _refuse_options("abort_weight_sync", kwargs)
+        self._rounds.check(sync_request)
+        self._num_aborts += 1
+        try:
+            if self._is_draining:  # the phase would keep the lock until all requests are done
+                await self._rollout.engine.async_continue_generation()
+            async with self._phases:
+                await self._abort(sync_request)
+        finally:
+            self._num_aborts -= 1
+
+    def get_weight_sync_status(self) -> dict[str, Any]:
+        """The current round: `req_id`, `uuid`, `phase`; and `policy_version`, of what serves."""
+        return self._rounds.report() | {"policy_version": self.policy_version}
+
+    def check_round(self, sync_request: Any) -> None:
+        """Raises StaleRoundError for a call of an older round; changes nothing."""
+        self._rounds.check(sync_request)
+
+    async def get_transfer_status(self, req_id: str, **kwargs: Any) -> str:
+        """What became of the transfer of a round, by its `req_id`.
+
+        Returns:
+            "PENDING", "IN_PROGRESS", "SUCCESS" (staged or published) or "FAILED" (aborted) for the
+            current round, "UNKNOWN" for others.
+        """
+        _refuse_options("get_transfer_status", kwargs)
+        report = self._rounds.report()
+        if report["req_id"] is None or req_id != report["req_id"]:
+            return "UNKNOWN"
+        return _TRANSFER_STATUS[report["phase"]]
+
+    async def migrate_kv_cache(
+        self, source_server_id: str, target_server_id: str, token_ids: list[int], **kwargs: Any
+    ) -> bool:
+        """Refused: the engine's KV pages are in this process, and no wire leads out of it.
+
+        Raises:
+            NotImplementedError: always. A request that goes on elsewhere is prefilled there.
+        """
+        raise NotImplementedError(
+            f"SglJaxSampler {self.server_id!r} cannot migrate KV ({len(token_ids)} tokens from "
+            f"{source_server_id!r} to {target_server_id!r}): its pages are in one process; sample "
+            "the tokens again as a prompt where they are needed"
+        )
+
+    async def get_load_info(self, **kwargs: Any) -> LoadInfo:
+        """The engine's queues and pages, between two dispatches.
+
+        `kv_cache_usage_perc` is a fraction, as in vLLM, of tokens that requests hold; pages that
+        the prefix cache alone has count as free. `metadata` has `policy_version`, `is_paused`,
+        `is_syncing` and `total_kv_tokens`.
+        """
+        _refuse_options("get_load_info", kwargs)
+        state = await self._rollout.engine.async_get_internal_state()
+        used = state.total_kv_tokens - state.available_kv_tokens
+        return LoadInfo(
+            num_requests_waiting=state.waiting_queue_size,
+            num_requests_running=state.running_batch_size,
+            kv_cache_usage_perc=used / state.total_kv_tokens,
+            metadata={
+                "policy_version": self.policy_version,
+                "is_paused": self._is_paused,
+                "is_syncing": self._is_quiesced,
+                "total_kv_tokens": state.total_kv_tokens,
+            },
+        )
+
+    # ------------------------------------------------------------------ the parts of phases
+
+    async def _quiesce(self) -> None:
+        """Nothing runs, and nothing begins, from here until `_open`."""
+        engine, mode = self._rollout.engine, self._rollout.weight_update_mode
+        if self._num_aborts:
+            raise EngineStateError("the weight sync was called off before it began")
+        self._is_quiesced, self._is_draining = True, mode == "wait"
+        try:
+            await engine.async_pause_generation(mode)
+        finally:
+            self._is_draining = False
+        await asyncio.to_thread(engine.release_kv_cache)
+
+    async def _open(self) -> None:
+        """Requests go on, unless `pause` holds them."""
+        self._is_quiesced = False
+        if not self._is_paused:
+            await self._rollout.engine.async_continue_generation()
+
+    async def _abort(self, sync_request: Any) -> None:
+        if not self._rounds.admit(sync_request, "aborted"):
+            return
+        staged = self._staged
+        await self._drop_weights()
+        await self._open()
+        # A publication that nobody waited for to the end stands.
+        is_published = staged is not None and staged.weight_version is not None
+        self._rounds.complete(sync_request, "committed" if is_published else "aborted")
+
+    async def _stage(self, sync_request: Any) -> StagedWeights:
+        engine = self._rollout.engine
+        params = self._arrived(sync_request)
+        if isinstance(params, str):
+            return await engine.async_stage_weights(params)
+        source, rules = self._rollout.weight_source(params)
+        return await engine.async_stage_weights(source, rules)
+
+    def _arrived(self, sync_request: Any) -> Any:
+        extra = getattr(sync_request, "extra_config", None) or {}
+        if extra.get("weights") is not None:
+            return extra["weights"]
+        if self._transport is None:
+            raise InvalidRequestError(
+                "weight_sync needs weights: give the sampler a transport, or the request "
+                "extra_config={'weights': parameters or the path of a folder}"
+            )
+        return self._transport.take(self._unit, extra.get("req_id"))
+
+    def _wanted_version(self, sync_request: Any) -> int:
+        wanted = int(getattr(sync_request, "policy_version", 0) or 0)
+        return wanted if wanted > 0 else self.policy_version + 1
+
+    async def _publish(self, staged: StagedWeights) -> None:
+        engine = self._rollout.engine
+        next_version = engine.weight_version + 1
+        if staged.weight_version is None:
+            # Before they serve, so that no token of theirs is looked at too early.
+            self._versions.announce(next_version, self._pending_version)
+        version = await engine.async_publish_weights(staged)
+        if version > next_version:  # somebody else updated the engine just before
+            self._versions.announce(version, self._pending_version)
+
+    async def _drop_weights(self) -> None:
+        """Forgets what arrived and frees what is staged."""
+        if self._transport is not None:
+            self._transport.drop(self._unit)
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            await self._rollout.engine.async_discard_weights(staged)
+
+
+def _refuse_options(method: str, options: dict[str, Any]) -> None:
+    if options:
+        raise InvalidRequestError(f"SglJaxSampler.{method} takes no option {sorted(options)}")
