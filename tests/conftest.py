@@ -22,7 +22,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 HAS_EXPERIMENTAL = has_experimental()
 # These tests import what Tunix has from 0.1.8 on: `make test-tunix TUNIX=<checkout>` runs them.
-collect_ignore = [] if HAS_EXPERIMENTAL else ["experimental"]
+collect_ignore_glob = [] if HAS_EXPERIMENTAL else ["experimental", "experimental/*"]
 
 
 def pytest_report_header():
