@@ -27,10 +27,11 @@ def create_sgljax_rollout(
     max_model_len: int | None = None,
     rollout_config: RolloutConfig | None = None,
     sampling_params: Mapping[str, Any] | None = None,
-    logprobs_mode: str = "trainer_logprobs",
+    logprobs_mode: str | None = None,
     match_batch_size: int | None = None,
     weight_update_mode: WeightUpdateMode = "retract",
     release_kv_between_steps: bool = False,
+    strict_config: bool = False,
     progress: Progress | None = None,
     **engine_options: Any,
 ) -> SglJaxRollout:
@@ -49,6 +50,7 @@ def create_sgljax_rollout(
         match_batch_size: See `SglJaxRollout`.
         weight_update_mode: See `SglJaxRollout`.
         release_kv_between_steps: See `SglJaxRollout`.
+        strict_config: See `SglJaxRollout`.
         progress: See `SglJaxRollout`.
         **engine_options: Flat `EngineConfig` options.
 
@@ -69,6 +71,7 @@ def create_sgljax_rollout(
         match_batch_size=match_batch_size,
         weight_update_mode=weight_update_mode,
         release_kv_between_steps=release_kv_between_steps,
+        strict_config=strict_config,
         progress=progress,
         **engine_options,
     )

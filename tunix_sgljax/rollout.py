@@ -20,7 +20,6 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import (
     Engine,
-    EngineConfig,
     EngineShutdownError,
     InvalidConfigError,
     InvalidRequestError,
@@ -32,7 +31,8 @@ from sgljax_engine import (
     flatten_named,
     load_model_config,
 )
-from tunix_sgljax import mappings, padding, sampling
+from tunix_sgljax import engine_fields, mappings, padding, sampling
+from tunix_sgljax.field_checks import FieldChecker
 from tunix_sgljax.lora import (
     LoraActor,
     LoraMode,
@@ -47,6 +47,7 @@ from tunix_sgljax.observers import RolloutObservers
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
 from tunix_sgljax.progress import Progress
 from tunix_sgljax.resting import EngineRest
+from tunix_sgljax.sampling_fields import with_training_kwargs
 from tunix_sgljax.trainer_match import TrainerMatch
 
 _MIN_CONTEXT_LENGTH = 32768
@@ -75,12 +76,13 @@ class SglJaxRollout(BaseRollout):
         rollout_config: RolloutConfig | None = None,
         model_config: Any = None,
         sampling_params: Mapping[str, Any] | None = None,
-        logprobs_mode: str = "trainer_logprobs",
+        logprobs_mode: str | None = None,
         match_batch_size: int | None = None,
         weight_update_mode: sampling.WeightUpdateMode = "retract",
         release_kv_between_steps: bool = False,
         lora: LoraMode = "merged",
         lora_scaling: float | None = None,
+        strict_config: bool = False,
         progress: Progress | None = None,
         **engine_options: Any,
     ) -> None:
@@ -94,7 +96,8 @@ class SglJaxRollout(BaseRollout):
             model_config: The model's shape, when the actor's `.config` does not tell.
             sampling_params: Sampling fields that RolloutConfig does not have, for every call:
                 `{"min_p": 0.05, "stop": ["</answer>"]}` say.
-            logprobs_mode: What `return_logprobs` returns. "trainer_logprobs" are those that
+            logprobs_mode: What `return_logprobs` returns. "trainer_logprobs", where neither this
+                nor `rollout_vllm_logprobs_mode` of the config says otherwise, are those that
                 Tunix's trainer computes, under softmax(logits / temperature), as the engine rounds
                 them; "trainer_match" are computed again by Tunix's own function on the trainer's
                 own arrays, which stay referenced, in the trainer's shapes; "processed_logprobs"
@@ -116,11 +119,14 @@ class SglJaxRollout(BaseRollout):
             lora_scaling: alpha / rank of all pairs. None takes
                 `RolloutConfig.rollout_sglang_jax_lora_scaling`, else what the actor's qwix provider
                 says of each.
+            strict_config: Refuse fields of a RolloutConfig that have no meaning here, another
+                engine's among them; else one warning names all that are not at their defaults.
             progress: Draws bars of loading, warm-up and rollouts.
             **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
 
         Raises:
-            InvalidConfigError: for an option or a RolloutConfig field that has no meaning here.
+            InvalidConfigError: for an unknown option, a wrong value, fields that contradict the
+                mesh, and with `strict_config` a RolloutConfig field without a meaning here.
             UnsupportedModelError: for a model that the engine does not implement.
         """
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
@@ -131,7 +137,7 @@ class SglJaxRollout(BaseRollout):
         self._actor: nnx.Module | None = rollout_actor
         self._given_model_config = model_config
         self._extra_params = sampling.check_extra_params(sampling_params or {})
-        self._logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
+        self._given_logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
         self._match: TrainerMatch | None = None
         match_batch_size = sampling.check_match_batch_size(match_batch_size, logprobs_mode)
         if logprobs_mode == "trainer_match":
@@ -143,6 +149,8 @@ class SglJaxRollout(BaseRollout):
         self._lora: LoraActor | None = None
         sampling.check_weight_update_mode(weight_update_mode)
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
+        is_strict = sampling.check_flag("strict_config", strict_config)
+        self._field_checker = FieldChecker(is_strict=is_strict)
         self._rest = EngineRest(
             releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
@@ -165,21 +173,25 @@ class SglJaxRollout(BaseRollout):
         `RLCluster(rollout_worker=...)` calls it, since such a worker is made without one.
 
         Raises:
-            InvalidConfigError: for a field that has no meaning here, or that asks for another
+            InvalidConfigError: for a field that the rollout refuses, or that asks for another
                 engine than the one that is built already.
         """
-        sampling.check_config(rollout_config, self._mesh)
+        self._field_checker.check(rollout_config, self._mesh)
+        asked_mode = engine_fields.asked_logprobs_mode(rollout_config)
+        self._logprobs_mode = self._given_logprobs_mode or asked_mode or "trainer_logprobs"
         self._rollout_config = rollout_config
         self._temperature = rollout_config.temperature
         if self._engine is not None:
             self._check_same_engine(rollout_config)
             return
         sampling.apply_log_level(rollout_config)
-        options = sampling.engine_options(rollout_config) | self._explicit_options
-        wanted = options.get("max_model_len", 0)
+        asked = engine_fields.ask_options(rollout_config)
+        wanted = {**asked.values, **self._explicit_options}.get("max_model_len", 0)
         self._model_config = self._find_model_config(rollout_config, wanted)
-        implied = min(sampling.implied_model_len(rollout_config), self._model_config.context_length)
-        self._engine_config = EngineConfig.from_options({"max_model_len": implied} | options)
+        implied = engine_fields.implied_model_len(rollout_config)
+        self._engine_config = engine_fields.make_engine_config(
+            asked, self._explicit_options, min(implied, self._model_config.context_length)
+        )
         self._mapping_obj = rollout_config.rollout_mapping_config
         mapping = mappings.find_mapping(self._mapping_obj, self._actor)
         self._lora = find_lora(self._actor, self._find_lora_scaling(rollout_config))
@@ -234,10 +246,7 @@ class SglJaxRollout(BaseRollout):
         Raises:
             InvalidConfigError: names the mode and the setting that makes them differ.
         """
-        params = sampling.to_sampling_params(
-            rollout_config, eos_id=self.eos_id(), seed=None, extra=self._extra_params
-        )
-        sampling.check_comparable(self._logprobs_mode, params)
+        sampling.check_comparable(self._logprobs_mode, self._sampling_params(rollout_config))
 
     @property
     def lora_report(self) -> LoraReport | None:
@@ -287,11 +296,11 @@ class SglJaxRollout(BaseRollout):
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
-            InvalidConfigError: for a config field that has no meaning here.
+            InvalidConfigError: for a config field that the rollout refuses.
         """
         if kwargs:
             raise InvalidRequestError(f"SglJaxRollout.generate takes no option {sorted(kwargs)}")
-        sampling.check_config(rollout_config, self._mesh)
+        self._field_checker.check(rollout_config, self._mesh)
         self._check_same_engine(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
@@ -390,9 +399,7 @@ class SglJaxRollout(BaseRollout):
 
     def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
         seed = sampling.seed_to_int(config.seed)
-        params = sampling.to_sampling_params(
-            config, eos_id=self.eos_id(), seed=None, extra=self._extra_params
-        )
+        params = self._sampling_params(config)
         if seed is None:
             return [params] * count
         with self._lock:
@@ -403,6 +410,15 @@ class SglJaxRollout(BaseRollout):
             dataclasses.replace(params, seed=derive_seed(call_seed, row + 1))
             for row in range(count)
         ]
+
+    def _sampling_params(self, config: RolloutConfig) -> SamplingParams:
+        """Of any prompt, without a seed."""
+        return sampling.to_sampling_params(
+            with_training_kwargs(config, self._rollout_config),
+            eos_id=self.eos_id(),
+            seed=None,
+            extra=self._extra_params,
+        )
 
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
@@ -587,7 +603,13 @@ class SglJaxRollout(BaseRollout):
 
     def _check_same_engine(self, config: RolloutConfig) -> None:
         """Refuses engine fields of a later config that differ from what the engine runs with."""
-        sampling.check_same_engine(config, self._engine_config, self._explicit_options)
+        engine_fields.check_same_engine(config, self._engine_config, self._explicit_options)
+        asked_mode = engine_fields.asked_logprobs_mode(config)
+        if self._given_logprobs_mode is None and asked_mode not in (None, self._logprobs_mode):
+            raise InvalidConfigError(
+                f"RolloutConfig asks for logprobs_mode={asked_mode!r}, but the rollout was made "
+                f"with {self._logprobs_mode!r}; it cannot change after construction"
+            )
         mapping = config.rollout_mapping_config
         if mapping is not None and mapping is not self._mapping_obj:
             raise InvalidConfigError(

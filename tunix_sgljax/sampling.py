@@ -1,33 +1,19 @@
-"""RolloutConfig: sampling fields and engine options, every field mapped or refused."""
+"""How a rollout samples: what RolloutConfig and the rollout's own keywords say of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import EngineConfig, InvalidConfigError, RequestOutput, SamplingParams
+from sgljax_engine import InvalidConfigError, RequestOutput, SamplingParams
+from tunix_sgljax.sampling_fields import ask_sampling
 
-_PREFIX = "rollout_sglang_jax_"
 _MAX_SEED = 2**63 - 1
-
-_HONOURED = {
-    f"{_PREFIX}context_length": "max_model_len",
-    f"{_PREFIX}mem_fraction_static": "mem_fraction_static",
-    f"{_PREFIX}precompile_bs_paddings": "batch_buckets",
-    f"{_PREFIX}precompile_token_paddings": "token_buckets",
-    f"{_PREFIX}chunked_prefill_size": "chunked_prefill_size",
-    f"{_PREFIX}page_size": "page_size",
-    f"{_PREFIX}max_running_requests": "max_running_requests",
-    f"{_PREFIX}disable_radix_cache": "disable_radix_cache",
-    f"{_PREFIX}enable_deterministic_sampling": "enable_deterministic_sampling",
-}
-"""Fields that are engine options. A field left at its default leaves the engine's default."""
 
 _FROM_CONFIG = (
     "n",
@@ -47,108 +33,6 @@ LOGPROBS_MODES = ("trainer_logprobs", "trainer_match", "processed_logprobs", "ra
 WeightUpdateMode = Literal["retract", "in_place", "wait", "abort"]
 """What an update does to completions that are being sampled; see `SglJaxRollout`."""
 
-_HANDLED = {
-    # Per call, in `to_sampling_params` and the rollout.
-    "max_tokens_to_generate",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "max_prompt_length",
-    "eos_tokens",
-    "return_logprobs",
-    # At construction.
-    "data_type",
-    "rollout_mapping_config",
-    "kv_cache_size",
-    "tensor_parallel_size",
-    "data_parallel_size",
-    f"{_PREFIX}model_version",
-    f"{_PREFIX}log_level",
-    f"{_PREFIX}kwargs",
-    f"{_PREFIX}lora_scaling",
-    *_HONOURED,
-}
-
-
-def check_config(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> None:
-    """Refuses every field that has no meaning here and is not at its default.
-
-    Raises:
-        InvalidConfigError: names the field and its value.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in _HANDLED or value == _default(field):
-            continue
-        raise InvalidConfigError(
-            f"RolloutConfig.{field.name}={value!r} has no meaning for SglJaxRollout; leave it at "
-            f"its default ({_default(field)!r})"
-        )
-    if config.data_parallel_size not in (-1, 1):
-        raise InvalidConfigError(
-            "RolloutConfig.data_parallel_size must be -1 or 1, got "
-            f"{config.data_parallel_size}; data parallelism is not supported yet"
-        )
-    num_shards = dict(mesh.shape).get("tp", 1) if mesh is not None else 1
-    if config.tensor_parallel_size not in (-1, num_shards):
-        raise InvalidConfigError(
-            f"RolloutConfig.tensor_parallel_size must be -1 or the rollout mesh's 'tp' size "
-            f"({num_shards}), got {config.tensor_parallel_size}"
-        )
-
-
-def engine_options(config: RolloutConfig) -> dict[str, Any]:
-    """The engine options that a RolloutConfig asks for, by the engine's names."""
-    options: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in _HONOURED and value not in (None, _default(field)):
-            options[_HONOURED[field.name]] = tuple(value) if isinstance(value, list) else value
-    # Paddings bound the batch and the prefill unless other fields do.
-    for buckets, bound in (
-        ("batch_buckets", "max_running_requests"),
-        ("token_buckets", "chunked_prefill_size"),
-    ):
-        if buckets in options:
-            options.setdefault(bound, max(options[buckets]))
-    if config.data_type is not None:
-        options["dtype"] = np.dtype(config.data_type).name
-    return options | config.rollout_sglang_jax_kwargs
-
-
-def implied_model_len(config: RolloutConfig) -> int:
-    """The bound of a sequence when none is given: what Tunix's vanilla cache would hold."""
-    return max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate)
-
-
-def check_same_engine(
-    config: RolloutConfig, running: EngineConfig, overridden: Collection[str]
-) -> None:
-    """Refuses engine fields of a config that differ from those the engine was made with.
-
-    Args:
-        config: Of a later call; fields at their defaults ask for nothing.
-        running: What the engine was made with.
-        overridden: Option names that were given explicitly and win over any config.
-
-    Raises:
-        InvalidConfigError: names the option and both values.
-    """
-    current = {
-        field.name: getattr(group, field.name)
-        for group in (running, running.cache, running.scheduler, running.runtime)
-        for field in dataclasses.fields(group)
-    }
-    for name, value in engine_options(config).items():
-        if name.endswith("_buckets") and isinstance(value, (list, tuple)):
-            value = tuple(sorted(set(value)))  # as the engine's config keeps it
-        if name not in overridden and current.get(name) != value:
-            raise InvalidConfigError(
-                f"RolloutConfig asks for {name}={value!r}, but the engine was made with "
-                f"{current.get(name)!r}; engine options cannot change after construction"
-            )
-
 
 def apply_log_level(config: RolloutConfig) -> None:
     """Sets the level of the two packages' loggers when the config names another than "info"."""
@@ -160,7 +44,8 @@ def apply_log_level(config: RolloutConfig) -> None:
             logging.getLogger(name).setLevel(level.upper())
         except ValueError:
             raise InvalidConfigError(
-                f"RolloutConfig.{_PREFIX}log_level must name a logging level, got {level!r}"
+                "RolloutConfig.rollout_sglang_jax_log_level must name a logging level, got "
+                f"{level!r}"
             ) from None
 
 
@@ -186,14 +71,14 @@ def check_extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
     return dict(extra)
 
 
-def check_logprobs_mode(mode: str) -> str:
-    """One of `LOGPROBS_MODES`, or InvalidConfigError."""
-    if mode not in LOGPROBS_MODES:
+def check_logprobs_mode(mode: str | None) -> str | None:
+    """None or one of `LOGPROBS_MODES`, or InvalidConfigError."""
+    if mode not in (None, *LOGPROBS_MODES):
         raise InvalidConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, got {mode!r}")
     return mode
 
 
-def check_match_batch_size(size: int | None, mode: str) -> int | None:
+def check_match_batch_size(size: int | None, mode: str | None) -> int | None:
     """The value, or InvalidConfigError if it is no number of rows or the mode has no use for it."""
     if size is None:
         return None
@@ -267,25 +152,32 @@ def to_sampling_params(
 
     `top_p=None` means 1.0 (no filtering), as its type suggests; `top_k` None, -1 or 0 keep all
     tokens, as in Tunix's vanilla sampler. Generation stops at `eos_tokens` if given, else at the
-    tokenizer's end token.
+    tokenizer's end token, and at `stop_token_ids` of `rollout_vllm_sampling_kwargs`.
 
     Args:
         config: Tunix's config of this call.
         eos_id: The tokenizer's end token; None or negative when it has none.
         seed: Of this prompt, already made unique.
-        extra: Fields that RolloutConfig does not have; see `check_extra_params`.
+        extra: Fields that RolloutConfig does not have; see `check_extra_params`. They win over
+            `rollout_vllm_sampling_kwargs`.
+
+    Raises:
+        InvalidConfigError: for a wrong entry of `rollout_vllm_sampling_kwargs`.
+        InvalidRequestError: for a wrong value of another field.
     """
-    own = [] if eos_id is None or eos_id < 0 else [eos_id]
+    asked = ask_sampling(config)
+    own = [] if eos_id is None or eos_id < 0 or asked.ignores_eos else [eos_id]
     stop = config.eos_tokens if config.eos_tokens is not None else own
     return SamplingParams.from_dict(
         {
+            **asked.params,
             **(extra or {}),
             "temperature": config.temperature,
             "top_p": 1.0 if config.top_p is None else config.top_p,
             "top_k": -1 if config.top_k in (None, 0) else config.top_k,
             "max_new_tokens": config.max_tokens_to_generate,
             "seed": seed,
-            "stop_token_ids": tuple(stop),
+            "stop_token_ids": tuple(dict.fromkeys((*stop, *asked.stop_token_ids))),
             "ignore_eos": True,
         }
     )
@@ -308,9 +200,3 @@ def seed_to_int(seed: Any) -> int | None:
     for word in words.tolist():
         value = (value << 32) | (int(word) & 0xFFFFFFFF)
     return value & _MAX_SEED
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default

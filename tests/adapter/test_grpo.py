@@ -225,7 +225,9 @@ def test_without_a_worker_it_is_tunixs_cluster():
 
 def test_a_workers_config_is_checked_and_taken_over(closing):
     parts = make_parts(rollout_config=rollout_config(rollout_vllm_server_mode=True))
-    rollout = create_sgljax_rollout(parts.model, parts.arguments["tokenizer"], page_size=4)
+    rollout = create_sgljax_rollout(
+        parts.model, parts.arguments["tokenizer"], page_size=4, strict_config=True
+    )
     closing.append(rollout)
     with pytest.raises(InvalidConfigError, match="rollout_vllm_server_mode"):
         RLCluster(**parts.arguments, rollout_worker=rollout)

@@ -61,6 +61,7 @@ def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> Rol
         match_batch_size=engine.match_batch_size,
         weight_update_mode=engine.weight_update_mode,
         release_kv_between_steps=engine.release_kv_between_steps,
+        strict_config=engine.strict_config,
         progress=progress,
         **engine_options(config),
     )

@@ -313,6 +313,7 @@ class EngineSection:
         match_batch_size: Rows that "trainer_match" scores together.
         weight_update_mode: What an update does to completions in flight.
         release_kv_between_steps: Give the KV cache's memory back while the trainer works.
+        strict_config: Refuse fields of a RolloutConfig that have no meaning for the rollout.
     """
 
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -321,6 +322,7 @@ class EngineSection:
     match_batch_size: int | None = None
     weight_update_mode: str = "retract"
     release_kv_between_steps: bool = False
+    strict_config: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

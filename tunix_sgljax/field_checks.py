@@ -1,0 +1,110 @@
+"""Fields of RolloutConfig that contradict the mesh, and those that have no meaning here."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+from typing import Any
+
+import jax
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.engine_fields import ask_options, asked_logprobs_mode
+from tunix_sgljax.rollout_fields import FIELDS, default_of, lora_scaling, max_lora_rank
+from tunix_sgljax.sampling_fields import ask_sampling
+
+logger = logging.getLogger(__name__)
+
+_TP_AXIS = "tp"
+
+
+def check_fields(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> dict[str, str]:
+    """What a config sets that changes nothing here, as "field=value", and why.
+
+    Raises:
+        InvalidConfigError: for a value that is wrong, or contradicts the mesh.
+    """
+    unused: dict[str, tuple[Any, str]] = {}
+    for field in dataclasses.fields(config):
+        value, known = getattr(config, field.name), FIELDS.get(field.name)
+        if known is not None and known.treatment != "named":
+            continue
+        if value != default_of(field):
+            unused[field.name] = value, "it is not known here" if known is None else known.text
+    unused |= ask_options(config).unused
+    unused |= ask_sampling(config).unused
+    asked_logprobs_mode(config)
+    lora_scaling(config)
+    max_lora_rank(config)
+    unused |= _check_mesh_sizes(config, mesh)
+    return {f"{name}={value!r}": reason for name, (value, reason) in unused.items()}
+
+
+def _check_mesh_sizes(
+    config: RolloutConfig, mesh: jax.sharding.Mesh | None
+) -> dict[str, tuple[Any, str]]:
+    """Refuses sizes that are not the mesh's; returns one over which the rollout is replicated."""
+    sizes = {} if mesh is None else dict(mesh.shape)
+    num_shards = sizes.pop(_TP_AXIS, 1)
+    num_replicas = math.prod(sizes.values())
+    if config.tensor_parallel_size not in (-1, num_shards):
+        raise InvalidConfigError(
+            f"RolloutConfig.tensor_parallel_size must be -1 or the rollout mesh's '{_TP_AXIS}' "
+            f"size ({num_shards}), got {config.tensor_parallel_size}"
+        )
+    if config.expert_parallel_size not in (-1, 1):
+        raise InvalidConfigError(
+            "RolloutConfig.expert_parallel_size must be 1: mixtures of experts are not supported "
+            f"yet; got {config.expert_parallel_size}"
+        )
+    asked = config.data_parallel_size
+    if asked not in (-1, 1, num_replicas):
+        raise InvalidConfigError(
+            "RolloutConfig.data_parallel_size must be -1, 1 or the product of the rollout mesh's "
+            f"axes other than '{_TP_AXIS}' ({num_replicas}), got {asked}"
+        )
+    if asked in (-1, 1):
+        return {}
+    reason = f"the rollout is replicated over the mesh's axes other than '{_TP_AXIS}' for now"
+    return {"data_parallel_size": (asked, reason)}
+
+
+class FieldChecker:
+    """Names the fields that change nothing, each once, or refuses them. Any thread."""
+
+    def __init__(self, *, is_strict: bool) -> None:
+        """Has named none yet.
+
+        Args:
+            is_strict: Refuse them.
+        """
+        self._is_strict = is_strict
+        self._named: set[str] = set()
+        self._lock = threading.Lock()
+
+    def check(self, config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> None:
+        """One warning for all fields of this config that no earlier one had.
+
+        Raises:
+            InvalidConfigError: for a wrong value; where it is strict, for a field without a
+                meaning.
+        """
+        unused = check_fields(config, mesh)
+        if self._is_strict and unused:
+            field, reason = next(iter(unused.items()))
+            raise InvalidConfigError(
+                f"RolloutConfig.{field} has no meaning for SglJaxRollout: {reason}; leave it at "
+                "its default, or strict_config at False"
+            )
+        with self._lock:
+            new = {field: reason for field, reason in unused.items() if field not in self._named}
+            self._named |= new.keys()
+        if new:
+            logger.warning(
+                "RolloutConfig sets what changes nothing for SglJaxRollout: %s. "
+                "strict_config=True refuses it",
+                "; ".join(f"{field} ({reason})" for field, reason in new.items()),
+            )

@@ -1,0 +1,346 @@
+"""Every field of Tunix's RolloutConfig, and what it means for `SglJaxRollout`.
+
+Of google-tunix 0.1.7 and of its main branch. docs/switching.md is made from these tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import InvalidConfigError
+
+Treatment = Literal["mapped", "translated", "checked", "accepted", "named"]
+"""What is done with a field.
+
+"mapped" and "translated": it decides something, under vllm's name where translated. "checked": only
+values that say what is so anyway are taken. "accepted": it says what the actor tells in any case.
+"named": it has no meaning; a warning names it, or `strict_config` refuses it.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutField:
+    """A field of RolloutConfig.
+
+    Attributes:
+        name: Tunix's.
+        treatment: What is done with it.
+        target: The engine option or the sampling field that it decides, if it is one.
+        text: What it decides, or why it decides nothing; for messages and docs.
+        is_new: Whether Tunix has it since its main branch alone, after 0.1.7.
+    """
+
+    name: str
+    treatment: Treatment
+    text: str
+    target: str | None = None
+    is_new: bool = False
+
+
+_NEW = (
+    "rollout_vllm_server_mode_submission_threshold",
+    "rollout_vllm_server_mode_submission_timeout_s",
+)
+
+
+def _table(
+    *rows: tuple[str, Treatment, str | None, str], prefix: str = ""
+) -> tuple[RolloutField, ...]:
+    """Fields from their names behind a prefix, treatments, targets and texts."""
+    return tuple(
+        RolloutField(
+            name=prefix + name,
+            treatment=treatment,
+            target=target,
+            text=text,
+            is_new=prefix + name in _NEW,
+        )
+        for name, treatment, target, text in rows
+    )
+
+
+SAMPLING_FIELDS = _table(
+    ("max_tokens_to_generate", "mapped", "max_new_tokens", ""),
+    ("temperature", "mapped", "temperature", "0 is greedy"),
+    ("top_p", "mapped", "top_p", "None means 1.0"),
+    ("top_k", "mapped", "top_k", "None, -1 and 0 keep all tokens"),
+    (
+        "seed",
+        "mapped",
+        "seed",
+        "of each row. None: fresh randomness in every call. An int or a JAX key: the run is "
+        "reproducible; draws depend on the seed, on how many calls used it before and on the row",
+    ),
+    ("eos_tokens", "mapped", "stop_token_ids", "instead of the tokenizer's end token"),
+    (
+        "max_prompt_length",
+        "mapped",
+        None,
+        "width of the left-padded prompts that come back; a longer prompt is never cut, the width "
+        "grows to the next power of two",
+    ),
+    (
+        "return_logprobs",
+        "mapped",
+        None,
+        "whether `logprobs` come back: of softmax(logits / temperature), as Tunix's trainer "
+        "computes them, unless `logprobs_mode` says otherwise",
+    ),
+)
+"""Read at every call."""
+
+MODEL_FIELDS = _table(
+    ("data_type", "mapped", "dtype", "of weights, activations and KV cache; None: the actor's"),
+    (
+        "rollout_mapping_config",
+        "mapped",
+        None,
+        "weight mapping with transposes and hooks; else the model's own for `sglang_jax`, else the "
+        "one built in",
+    ),
+    (
+        "kv_cache_size",
+        "mapped",
+        None,
+        "bounds a sequence when no context length is set: the larger of it and "
+        "`max_prompt_length` + `max_tokens_to_generate`",
+    ),
+    ("tensor_parallel_size", "checked", None, "-1 or the 'tp' size of the rollout mesh"),
+    (
+        "data_parallel_size",
+        "checked",
+        None,
+        "-1, 1 or the product of the mesh's other axes, over which the rollout is replicated for "
+        "now, as a warning says",
+    ),
+    ("expert_parallel_size", "checked", None, "1 or -1; no mixture of experts yet"),
+)
+"""Model and mesh."""
+
+SGLANG_JAX_FIELDS = _table(
+    (
+        "model_version",
+        "mapped",
+        None,
+        "a local Hugging Face folder gives the model's shape; any other name is accepted, since "
+        "shape and weights come from the actor",
+    ),
+    ("context_length", "mapped", "max_model_len", ""),
+    (
+        "mem_fraction_static",
+        "mapped",
+        "mem_fraction_static",
+        "of the memory that is free beside the weights. At Tunix's default of 0.2 the engine's "
+        "applies, which is 0.2 too",
+    ),
+    ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
+    (
+        "disable_radix_cache",
+        "mapped",
+        "disable_radix_cache",
+        "its default, True, leaves the engine's default, which is to share. Turn it off with "
+        "`SglJaxRollout(disable_radix_cache=True)`",
+    ),
+    (
+        "enable_deterministic_sampling",
+        "mapped",
+        "enable_deterministic_sampling",
+        "the same bits in any company ([Deterministic sampling](determinism.md))",
+    ),
+    (
+        "use_sort_for_toppk_minp",
+        "named",
+        None,
+        "thresholds are looked up exactly, without a sort",
+    ),
+    ("enable_static_lora", "accepted", None, "the actor's parameters tell whether it has LoRA"),
+    ("enable_single_process", "named", None, "it is always one process"),
+    ("lora_target_modules", "accepted", None, "the actor's parameters tell which have LoRA"),
+    ("max_lora_rank", "mapped", None, "the rank of LoRA pairs at most"),
+    (
+        "lora_scaling",
+        "mapped",
+        None,
+        "the factor alpha / rank of LoRA pairs, which their arrays do not tell",
+    ),
+    (
+        "precompile_bs_paddings",
+        "mapped",
+        "batch_buckets",
+        "the largest is `max_running_requests` too unless that is set",
+    ),
+    (
+        "precompile_token_paddings",
+        "mapped",
+        "token_buckets",
+        "the largest is `chunked_prefill_size` too unless that is set",
+    ),
+    (
+        "chunked_prefill_size",
+        "mapped",
+        "chunked_prefill_size",
+        "-1 is the engine's default of 2048",
+    ),
+    (
+        "page_size",
+        "mapped",
+        "page_size",
+        "at Tunix's default of 128 the engine's default of 16 applies",
+    ),
+    ("load_format", "named", None, "weights come from the actor"),
+    (
+        "max_running_requests",
+        "mapped",
+        "max_running_requests",
+        "None is the engine's default of 256",
+    ),
+    ("log_level", "mapped", None, 'level of the two packages\' loggers; "info" leaves them alone'),
+    (
+        "kwargs",
+        "mapped",
+        None,
+        "engine options by their own names, and by SGLang's and vLLM's as "
+        "[below](#names-of-engine-options); unknown ones are refused",
+    ),
+    prefix="rollout_sglang_jax_",
+)
+"""Read when the rollout is made."""
+
+VLLM_FIELDS = _table(
+    ("server_mode", "named", None, "calls of all threads are always batched"),
+    ("server_mode_submission_threshold", "named", None, "requests never wait for others"),
+    ("server_mode_submission_timeout_s", "named", None, "requests never wait for others"),
+    ("model_version", "named", None, "shape and weights come from the actor"),
+    (
+        "lora_config",
+        "translated",
+        None,
+        "`max_lora_rank` is the rank of LoRA pairs at most; the actor's parameters tell the rest",
+    ),
+    (
+        "hbm_utilization",
+        "translated",
+        "mem_fraction_static",
+        "of the memory that is free beside the weights, not of all. At Tunix's default of 0.2 the "
+        "engine's applies, which is 0.2 too",
+    ),
+    ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
+    ("tpu_backend_type", "named", None, "it is always JAX"),
+    ("async_scheduling", "named", None, "the host always works beside the device"),
+    (
+        "logprobs_mode",
+        "translated",
+        None,
+        '`SglJaxRollout(logprobs_mode=...)`: "raw_logprobs" is the mode of that name; at the '
+        "default, \"processed_logprobs\", the rollout's own default applies, the trainer's, which "
+        "without filters are the same",
+    ),
+    ("hf_config_path", "named", None, "shape and weights come from the actor"),
+    ("additional_config", "named", None, "settings of vLLM's TPU plugin and of MaxText"),
+    ("enable_dp_attention", "named", None, "the mesh decides how the engine is sharded"),
+    ("delete_dst_buffers", "named", None, "old weights go when the new ones serve"),
+    (
+        "max_num_batched_tokens",
+        "translated",
+        "chunked_prefill_size",
+        "the most tokens of a prefill, whose activations take memory beside the KV cache",
+    ),
+    ("max_num_seqs", "translated", "max_running_requests", ""),
+    ("reshard_chunk_size", "named", None, "an update takes what it needs and no more"),
+    (
+        "kwargs",
+        "translated",
+        None,
+        "vLLM's engine options, as [below](#names-of-engine-options); those without a counterpart, "
+        "and those that are not known, are named in the warning",
+    ),
+    (
+        "sampling_kwargs",
+        "translated",
+        None,
+        "fields of [SamplingParams](sampling.md), by vLLM's names or these; "
+        "[below](#vllms-sampling-fields)",
+    ),
+    prefix="rollout_vllm_",
+)
+"""vLLM's; read when the rollout is made, but for `sampling_kwargs`."""
+
+FIELDS: Mapping[str, RolloutField] = MappingProxyType(
+    {
+        field.name: field
+        for table in (SAMPLING_FIELDS, MODEL_FIELDS, SGLANG_JAX_FIELDS, VLLM_FIELDS)
+        for field in table
+    }
+)
+"""All of them by name."""
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A field's default value."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def entries_of(config: RolloutConfig, name: str) -> Mapping[str, Any]:
+    """A field that holds a dict or None; None is an empty one.
+
+    Raises:
+        InvalidConfigError: for anything else.
+    """
+    value = getattr(config, name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidConfigError(f"RolloutConfig.{name} must be a dict, got {value!r}")
+    return value
+
+
+def lora_scaling(config: RolloutConfig) -> float | None:
+    """The factor of LoRA pairs that a config names, alpha / rank; None if it names none.
+
+    Raises:
+        InvalidConfigError: for what is no finite number.
+    """
+    value = config.rollout_sglang_jax_lora_scaling
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise InvalidConfigError(
+            f"RolloutConfig.rollout_sglang_jax_lora_scaling must be None or a finite number, got "
+            f"{value!r}"
+        )
+    return float(value)
+
+
+def max_lora_rank(config: RolloutConfig) -> int | None:
+    """The rank of LoRA pairs at most that a config names; None if it names none.
+
+    `rollout_sglang_jax_max_lora_rank`, else `max_lora_rank` of `rollout_vllm_lora_config`, else of
+    `rollout_vllm_kwargs`.
+
+    Raises:
+        InvalidConfigError: for what is no integer of at least 1.
+    """
+    name = "max_lora_rank"
+    places = [("rollout_sglang_jax_max_lora_rank", config.rollout_sglang_jax_max_lora_rank)]
+    places += [
+        (f"{field}[{name!r}]", entries_of(config, field).get(name))
+        for field in ("rollout_vllm_lora_config", "rollout_vllm_kwargs")
+    ]
+    for source, value in places:
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+            raise InvalidConfigError(
+                f"RolloutConfig.{source} must be None or an integer >= 1, got {value!r}"
+            )
+        return int(value)
+    return None
