@@ -63,7 +63,6 @@ _RENAMED = (
     ("kv_cache_size", "Tunix", "max_model_len", ""),
     ("max_num_batched_tokens", "vLLM", "chunked_prefill_size", ""),
     ("max_num_seqs", "vLLM", "max_running_requests", ""),
-    ("max_prefill_tokens", "SGLang", "chunked_prefill_size", "of all requests together"),
     ("max_seq_len", "SGLang", "max_model_len", ""),
     ("max_total_tokens", "SGLang", "num_kv_tokens", ""),
     ("precompile_bs_paddings", "SGLang", "batch_buckets", ""),
@@ -117,8 +116,9 @@ _WITHOUT_COUNTERPART = (
     (
         "it is always so",
         "async_scheduling enable_chunked_prefill enable_mixed_chunk skip_server_warmup "
-        "enable_sleep_mode enable_memory_saver enable_engine_loop_run_forever_daemon",
+        "enable_engine_loop_run_forever_daemon",
     ),
+    ("the engine can always sleep", "enable_sleep_mode enable_memory_saver"),
     (
         "every program is compiled by XLA",
         "enforce_eager compilation_config cuda_graph_sizes max_seq_len_to_capture tpu_backend_type",
@@ -168,13 +168,14 @@ _WITHOUT_COUNTERPART = (
         "disable_overlap_schedule stream_output",
     ),
     (
-        "settings of its TPU plugin and of MaxText mean nothing to this engine",
+        "settings of vLLM's TPU plugin and of MaxText",
         "additional_config",
     ),
     (
         "prompts are never cut; those that are too long are refused",
         "allow_auto_truncate",
     ),
+    ("'chunked_prefill_size' bounds all prompts of a batch together", "max_prefill_tokens"),
     ("pages are told apart by their tokens themselves", "prefix_caching_hash_algo"),
 )
 """Why there is none, and the names."""

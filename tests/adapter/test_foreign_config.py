@@ -73,9 +73,12 @@ def bare(model):
     made = []
 
     def make(config, **arguments):
-        arguments = {"tokenizer": EndingTokenizer(eos=1)} | arguments
-        made.append(SglJaxRollout(rollout_actor=model, rollout_config=config, **arguments))
-        return made[-1]
+        tokenizer = EndingTokenizer(eos=1)
+        rollout = SglJaxRollout(
+            rollout_actor=model, tokenizer=tokenizer, rollout_config=config, **arguments
+        )
+        made.append(rollout)
+        return rollout
 
     yield make
     for rollout in made:

@@ -27,6 +27,11 @@ def _(_: Parts):
     new_engine(max_running_request=64)
 
 
+@produces("foreign_option")
+def _(_: Parts):
+    new_engine(max_num_seqs=64)
+
+
 @produces("config_and_options")
 def _(_: Parts):
     Engine(model_config=TINY, config=EngineConfig(), page_size=16)
@@ -124,12 +129,13 @@ def _(parts: Parts):
 
 @produces("meaningless_field")
 def _(parts: Parts):
-    new_rollout(parts.model, rollout_config=rollout_config(rollout_vllm_hbm_utilization=0.5))
+    config = rollout_config(rollout_vllm_server_mode=True)
+    new_rollout(parts.model, rollout_config=config, strict_config=True)
 
 
-@produces("lora_field")
+@produces("decided_sampling")
 def _(parts: Parts):
-    config = rollout_config(rollout_sglang_jax_enable_static_lora=True)
+    config = rollout_config(rollout_vllm_sampling_kwargs={"temperature": 0.5})
     new_rollout(parts.model, rollout_config=config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 import typing
 
@@ -13,19 +14,25 @@ import pytest
 from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import EngineConfig, InvalidConfigError, SamplingParams
+from sgljax_engine import FOREIGN_OPTIONS, EngineConfig, InvalidConfigError, SamplingParams
 from tests import tunix_reference as ref
 from tests.adapter.helpers import MODEL, EndingTokenizer
 from tests.docs import doc_blocks
 from tunix_sgljax import sampling
+from tunix_sgljax.engine_fields import ask_options
+from tunix_sgljax.field_checks import check_fields
+from tunix_sgljax.rollout_fields import FIELDS, default_of
+from tunix_sgljax.sampling_fields import DECIDED, RENAMED, WITHOUT_MEANING
 
-FIELDS = {field.name: field for field in dataclasses.fields(RolloutConfig)}
-TABLE = re.findall(
-    r"^\| `(\w+)` \| (mapped|checked|refused) \| (.+) \|$",
-    (doc_blocks.DOCS / "switching.md").read_text(encoding="utf-8"),
-    re.MULTILINE,
+_SPEC = importlib.util.spec_from_file_location(
+    "make_switching_tables", doc_blocks.DOCS / "make_switching_tables.py"
 )
-ROWS = {name: (kind, text) for name, kind, text in TABLE}
+assert _SPEC is not None
+assert _SPEC.loader is not None
+maker = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(maker)
+
+INSTALLED = {field.name: field for field in dataclasses.fields(RolloutConfig)}
 OTHER: dict[str, typing.Any] = {
     "seed": 7,
     "top_k": 5,
@@ -39,58 +46,101 @@ OTHER: dict[str, typing.Any] = {
     "rollout_sglang_jax_precompile_token_paddings": [64],
     "rollout_sglang_jax_log_level": "warning",
     "rollout_sglang_jax_kwargs": {"decode_steps": 8},
+    "rollout_sglang_jax_lora_scaling": 2.0,
+    "rollout_vllm_hbm_utilization": 0.5,
+    "rollout_vllm_lora_config": {"max_lora_rank": 4},
+    "rollout_vllm_logprobs_mode": "raw_logprobs",
+    "rollout_vllm_kwargs": {"max_num_seqs": 8},
+    "rollout_vllm_sampling_kwargs": {"min_p": 0.5},
 }
 """Values that are not Tunix's defaults; for other fields one is made from the default."""
 
 
-def other_value(name: str) -> typing.Any:
-    """A value that the field does not have by default."""
-    default = getattr(RolloutConfig(), name)
+def names_of(*treatments: str) -> list[str]:
+    """Fields that the installed Tunix has and that are treated so."""
+    found = [name for name, field in FIELDS.items() if field.treatment in treatments]
+    return [name for name in found if name in INSTALLED]
+
+
+def config_with(name: str) -> RolloutConfig:
+    """A config in which one field is not at its default."""
+    default = default_of(INSTALLED[name])
+    value: typing.Any
     if name in OTHER:
-        return OTHER[name]
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, (int, float)):
-        return default + 1
-    if isinstance(default, str):
-        return default + "other"
-    if isinstance(default, dict):
-        return {"other": 1}
-    kind = str(FIELDS[name].type)
-    return {"x": 1} if "dict" in kind else 64 if "int" in kind else "other"
+        value = OTHER[name]
+    elif isinstance(default, bool):
+        value = not default
+    elif isinstance(default, (int, float)):
+        value = default + 1
+    elif isinstance(default, str):
+        value = default + "other"
+    else:
+        kind = str(INSTALLED[name].type)
+        value = {"x": 1} if "dict" in kind.lower() else 64 if "int" in kind else "other"
+    return RolloutConfig(**{name: value})
 
 
-def treated(name: str) -> dict[str, typing.Any]:
-    """What the engine and its requests are asked for, with another value of one field."""
-    config = RolloutConfig(**{name: other_value(name)})
-    sampling.check_config(config, None)
-    asked = sampling.to_sampling_params(config, eos_id=1, seed=sampling.seed_to_int(config.seed))
-    return asked.to_dict() | sampling.engine_options(config)
+def asked(config: RolloutConfig) -> dict[str, typing.Any]:
+    """What the engine and its requests are asked for."""
+    params = sampling.to_sampling_params(config, eos_id=1, seed=sampling.seed_to_int(config.seed))
+    return params.to_dict() | dict(ask_options(config).values)
 
 
-def test_every_field_is_in_the_tables_once():
-    assert len(TABLE) == len(ROWS)
-    assert ROWS.keys() == FIELDS.keys()
+def test_every_field_is_in_the_table():
+    assert INSTALLED.keys() <= FIELDS.keys()
+    for name in FIELDS.keys() - INSTALLED.keys():
+        assert FIELDS[name].is_new, f"{name} is no field of the installed Tunix"
 
 
-@pytest.mark.parametrize("name", [n for n, (kind, _) in ROWS.items() if kind != "mapped"])
-def test_refused_or_checked(name):
+def test_the_page_is_up_to_date():
+    text = maker.OUTPUT.read_text(encoding="utf-8")
+    assert text == maker.render(text), "run python docs/make_switching_tables.py"
+
+
+def test_the_page_has_every_field_once():
+    text = maker.OUTPUT.read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)` \| (mapped|translated|checked|accepted|named) \| (.+) \|$", text, re.MULTILINE
+    )
+    assert [(name, kind) for name, kind, _ in rows] == [
+        (name, field.treatment) for name, field in FIELDS.items()
+    ]
+    for name, _, words in rows:
+        assert ("(Tunix's main branch)" in words) == FIELDS[name].is_new
+    for option in FOREIGN_OPTIONS:
+        assert f"`{option}`" in text
+    for entry in (*RENAMED, *DECIDED, *WITHOUT_MEANING):
+        assert f"| `{entry}` | " in text
+
+
+@pytest.mark.parametrize("name", names_of("named"))
+def test_named(name):
+    config = config_with(name)
+    assert check_fields(config, None) == {f"{name}={getattr(config, name)!r}": FIELDS[name].text}
+    assert asked(config) == asked(RolloutConfig())
+
+
+@pytest.mark.parametrize("name", names_of("checked"))
+def test_checked(name):
     with pytest.raises(InvalidConfigError, match=rf"RolloutConfig\.{name}\b"):
-        sampling.check_config(RolloutConfig(**{name: other_value(name)}), None)
+        check_fields(config_with(name), None)
 
 
-@pytest.mark.parametrize("name", [n for n, (kind, _) in ROWS.items() if kind == "mapped"])
-def test_mapped(name):
-    """Where the table names an option or a sampling field first, that is what changes."""
-    changed = treated(name)  # it is not refused
-    first = re.match(r"`(\w+)`", ROWS[name][1])
-    names = {*EngineConfig.option_names(), *SamplingParams().to_dict()}
-    if first is None or first[1] not in names:
+@pytest.mark.parametrize("name", names_of("mapped", "translated", "accepted"))
+def test_decides_what_the_table_says(name):
+    """Where it names an option or a sampling field, that is what changes, and nothing is named."""
+    config = config_with(name)
+    assert check_fields(config, None) == {}
+    before, after = asked(RolloutConfig()), asked(config)
+    changed = {key for key in after if after[key] != before.get(key)}
+    target = FIELDS[name].target
+    if target is None:
         assert name in SHOWN_ELSEWHERE
         return
-    default = sampling.to_sampling_params(RolloutConfig(), eos_id=1, seed=None).to_dict()
-    default |= sampling.engine_options(RolloutConfig())
-    assert changed.get(first[1]) != default.get(first[1])
+    assert target in {*EngineConfig.option_names(), *SamplingParams().to_dict()}
+    assert target in changed
+    bounds = {"max_running_requests", "chunked_prefill_size"} if "_buckets" in target else set()
+    assert changed <= {target} | bounds
 
 
 SHOWN_ELSEWHERE = {
@@ -102,17 +152,15 @@ SHOWN_ELSEWHERE = {
     "rollout_sglang_jax_model_version",
     "rollout_sglang_jax_log_level",
     "rollout_sglang_jax_kwargs",
+    "rollout_sglang_jax_enable_static_lora",  # tests/adapter/test_foreign_config.py, as those below
+    "rollout_sglang_jax_lora_target_modules",
+    "rollout_sglang_jax_max_lora_rank",
+    "rollout_sglang_jax_lora_scaling",
+    "rollout_vllm_lora_config",
+    "rollout_vllm_logprobs_mode",
+    "rollout_vllm_kwargs",
+    "rollout_vllm_sampling_kwargs",
 }
-
-
-def test_fields_of_vllm_are_told_apart_in_its_section():
-    """Each of vLLM's fields is in the table of what takes its place."""
-    page = (doc_blocks.DOCS / "switching.md").read_text(encoding="utf-8")
-    section = page.partition("### From Tunix's vllm engine")[2].partition("\n## ")[0]
-    cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
-    named = set(re.findall(r"`(\w+)`", cells))
-    prefix = "rollout_vllm_"
-    assert named == {name.removeprefix(prefix) for name in FIELDS if name.startswith(prefix)}
 
 
 # Tunix enters meshes as older versions of JAX did.
