@@ -163,8 +163,8 @@ SHOWN_ELSEWHERE = {
 }
 
 
-# Tunix enters meshes as older versions of JAX did.
-@pytest.mark.filterwarnings("ignore:`with mesh.`:DeprecationWarning")
+# Tunix enters meshes as older versions of JAX did, and reads variables as those of Flax did.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_code_blocks():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     names = {
