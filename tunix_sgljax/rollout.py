@@ -47,6 +47,7 @@ from tunix_sgljax.observers import RolloutObservers
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
 from tunix_sgljax.progress import Progress
 from tunix_sgljax.resting import EngineRest
+from tunix_sgljax.rollout_fields import lora_scaling as scaling_of
 from tunix_sgljax.sampling_fields import with_training_kwargs
 from tunix_sgljax.trainer_match import TrainerMatch
 
@@ -194,7 +195,10 @@ class SglJaxRollout(BaseRollout):
         )
         self._mapping_obj = rollout_config.rollout_mapping_config
         mapping = mappings.find_mapping(self._mapping_obj, self._actor)
-        self._lora = find_lora(self._actor, self._find_lora_scaling(rollout_config))
+        self._lora = find_lora(
+            self._actor,
+            scaling_of(rollout_config) if self._lora_scaling is None else self._lora_scaling,
+        )
         architecture = self._model_config.architecture
         self._mapper = mappings.WeightMapper(mapping, architecture, self._lora)
 
@@ -615,12 +619,6 @@ class SglJaxRollout(BaseRollout):
             raise InvalidConfigError(
                 "RolloutConfig.rollout_mapping_config cannot change after construction"
             )
-
-    def _find_lora_scaling(self, rollout_config: RolloutConfig) -> float | None:
-        if self._lora_scaling is not None:
-            return self._lora_scaling
-        name = "rollout_sglang_jax_lora_scaling"
-        return check_scaling(f"RolloutConfig.{name}", getattr(rollout_config, name))
 
     def _find_model_config(self, rollout_config: RolloutConfig, wanted: int) -> ModelConfig:
         given = self._given_model_config

@@ -155,7 +155,6 @@ SHOWN_ELSEWHERE = {
     "rollout_sglang_jax_enable_static_lora",  # tests/adapter/test_foreign_config.py, as those below
     "rollout_sglang_jax_lora_target_modules",
     "rollout_sglang_jax_max_lora_rank",
-    "rollout_sglang_jax_lora_scaling",
     "rollout_vllm_lora_config",
     "rollout_vllm_logprobs_mode",
     "rollout_vllm_kwargs",

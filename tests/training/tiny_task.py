@@ -15,8 +15,10 @@ was_interrupted = False
 class Tokenizer:
     """Text is ids: "5 17 3" encodes to [5, 17, 3]."""
 
-    def pad_id(self) -> int:
-        return 0
+    pad = 0
+
+    def pad_id(self):
+        return self.pad
 
     def bos_id(self):
         return 0
@@ -34,8 +36,7 @@ class Tokenizer:
 class EndPaddingTokenizer(Tokenizer):
     """The same, padding with its end token."""
 
-    def pad_id(self) -> int:
-        return EOS
+    pad = EOS
 
 
 def rows(num, start=0):
