@@ -108,7 +108,9 @@ ALLOWED = {
     },
     "sleep": {"cache.pool", "errors", "io_struct", "offload", "runner"},
     "updates": {"commands", "io_struct", "recorder", "weights"},
-    "staging": {"commands", "errors", "io_struct", "updates", "weights"},
+    "adapters": {"errors", "types"},
+    "adapter_loading": {"commands", "errors", "io_struct", "updates", "weights"},
+    "staging": {"adapter_loading", "commands", "errors", "io_struct", "updates", "weights"},
 }
 HOST_ONLY = (
     "errors",
@@ -138,6 +140,7 @@ HOST_ONLY = (
     "cache.allocator",
     "cache.radix",
     "cache.pool",
+    "adapters",
     "scheduler",
 )
 

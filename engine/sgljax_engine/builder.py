@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 
+from sgljax_engine.adapters import AdapterRegistry
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
+from sgljax_engine.config import LORA_TARGETS, TOKEN_BLOCK, EngineConfig, LoraConfig
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
 from sgljax_engine.layers.attention import get_backend, get_decode_attention
@@ -22,7 +23,7 @@ from sgljax_engine.loop import EngineLoop
 from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model, load_model_config
-from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind
+from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, ParamSpec
 from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.requests import Limits
 from sgljax_engine.runner.backends import Backends, pick_backends
@@ -40,10 +41,20 @@ from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.updates import WeightSource
 from sgljax_engine.weights import loader, sync
+from sgljax_engine.weights.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    AdapterSlots,
+    empty_slots,
+    plan_adapter,
+)
 from sgljax_engine.weights.rules import Rule, WeightRule
 from sgljax_engine.weights.served import ServedSource
+from sgljax_engine.weights.sync import TargetSpec
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+_WITH_SLOTS = (ParamKind.LINEAR, ParamKind.EMBEDDING)
 
 _FILLS = {ParamKind.NORM: 1.0, ParamKind.OFFSET_NORM: 0.0, ParamKind.BIAS: 0.0}
 """What vectors are in a model of random weights."""
@@ -130,6 +141,62 @@ def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
     return WeightSource(loader.random_weights(shapes, fills, seed), identity_rules(model))
 
 
+def adapter_slots(
+    lora: LoraConfig, specs: Mapping[str, ParamSpec], placement: Placement
+) -> AdapterSlots | None:
+    """The room for adapters beside a model's projections; None without."""
+    if not lora.max_loras:
+        return None
+    kinds = LORA_TARGETS[:-1] if lora.lora_targets is None else lora.lora_targets
+    size = lora.max_loras * lora.max_lora_rank
+    wanted: dict[str, ParamSpec] = {}
+    names = []
+    for name, spec in specs.items():
+        projection = name.removesuffix(".weight")
+        if projection.rsplit(".", 1)[-1] not in kinds or spec.kind not in _WITH_SLOTS:
+            continue
+        # The output projection is [vocab, model], all others [in, out].
+        is_head = spec.kind is ParamKind.EMBEDDING
+        num_in, num_out = spec.shape[::-1] if is_head else spec.shape
+        in_axis, out_axis = spec.axes[::-1] if is_head else spec.axes
+        names.append(projection)
+        for suffix, shape, axes in (
+            (A_SUFFIX, (num_in, size), (in_axis, None)),
+            (B_SUFFIX, (size, num_out), (None, out_axis)),
+        ):
+            wanted[projection + suffix] = ParamSpec(shape, ParamKind.LINEAR, axes, "")
+    if not names:
+        raise InvalidConfigError(f"lora_targets {kinds} are no projections of this model")
+    targets = placement.weight_targets(wanted)
+    return AdapterSlots(
+        lora.max_loras,
+        lora.max_lora_rank,
+        tuple((name, targets[name + A_SUFFIX], targets[name + B_SUFFIX]) for name in names),
+    )
+
+
+def first_adapters(
+    adapters: Mapping[str, WeightSource], slots: AdapterSlots, targets: Mapping[str, TargetSpec]
+) -> dict[str, jax.Array]:
+    """The slots with the adapters that an engine starts with, in their order."""
+    made = empty_slots(slots)
+    for slot, source in enumerate(adapters.values()):
+        plan, arrays = plan_adapter(source.arrays, source.rules, slots, targets)
+        made = plan.build(arrays, made, slot)
+    return made
+
+
+def check_adapters(adapters: Mapping[str, Any], lora: LoraConfig) -> None:
+    """Refuses more adapters than there are slots, and names that are none."""
+    if len(adapters) > lora.max_loras:
+        raise InvalidConfigError(
+            f"adapters holds {len(adapters)}, but max_loras is {lora.max_loras}"
+        )
+    for name in adapters:
+        if not isinstance(name, str) or not name:
+            raise InvalidConfigError(f"adapters must have names, got {name!r}")
+
+
 def pick_dtype(config: EngineConfig, folder: str | Path | None) -> str:
     """The dtype asked for, else the one that the folder's config.json names, else float32."""
     if config.runtime.dtype is not None:
@@ -185,6 +252,7 @@ def build_loop(
     config: EngineConfig,
     dtype: str,
     weights: WeightSource,
+    adapters: Mapping[str, WeightSource],
     tokenizer: Tokenizer | None,
     mesh: jax.sharding.Mesh | None,
     progress: ProgressListener | None,
@@ -195,7 +263,9 @@ def build_loop(
     placement = place(model, mesh, dtype)
     page_size = config.cache.page_size
     definition = get_model(model.architecture)
-    targets = placement.weight_targets(definition.param_specs(model))
+    specs = definition.param_specs(model)
+    targets = placement.weight_targets(specs)
+    slots = adapter_slots(config.lora, specs, placement)
     maker = sync.WeightMaker(targets)
     with reporting(progress, "place weights", len(targets), "tensor") as advance:
         plan, arrays = maker.plan(weights.arrays, weights.rules)
@@ -203,6 +273,8 @@ def build_loop(
         served = ServedSource()
         served.remember(plan, arrays)
         del arrays
+        if slots is not None:
+            weights_made |= first_adapters(adapters, slots, targets)
         advance(len(targets))
     backends = pick_backends(config.runtime, placement, model.head_dim)
     static = _program_context(config, definition, model, placement, weights_made, backends)
@@ -224,6 +296,7 @@ def build_loop(
         token_block=TOKEN_BLOCK,
         row_shapes=memory.row_shapes,
         forbid_compile=config.runtime.forbid_compile,
+        slots=slots,
     )
     pool = PagePool(
         PageAllocator(num_pages), page_size, is_sharing=not config.cache.disable_radix_cache
@@ -241,6 +314,8 @@ def build_loop(
         runner=runner,
         weight_maker=maker,
         served=served,
+        slots=slots,
+        adapters=AdapterRegistry(config.lora.max_loras, tuple(adapters)),
         memory=memory.report,
         tokenizer=tokenizer,
         name=f"sgljax-engine-{next(_names)}",
@@ -257,7 +332,12 @@ def _program_context(
     backends: Backends,
 ) -> ProgramContext:
     runtime = config.runtime
-    context = ModelContext(model, placement.layout, has_native_linear=backends.linear == "native")
+    context = ModelContext(
+        model,
+        placement.layout,
+        has_native_linear=backends.linear == "native",
+        lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
+    )
     if runtime.enable_deterministic_sampling:
         widths = agreeing_widths(definition, context, weights, placement.platform)
         context = context._replace(tile_widths=widths)

@@ -138,6 +138,31 @@ class SwapWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SwapAdapter:
+    """Serve an adapter, a new one or in the place of one with its name.
+
+    Attributes:
+        name: Of the adapter.
+        build: (serving A and B by name, slot) -> the same with the adapter in its slot.
+        mode, flush_cache, future: As of `SwapWeights`.
+    """
+
+    name: str
+    build: Callable[[Weights, int], Weights]
+    mode: PauseMode
+    flush_cache: bool
+    future: Future[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class UnloadAdapter:
+    """Give an adapter's slot back."""
+
+    name: str
+    future: Future[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MakeWeights:
     """Make weights that do not serve; answers with them."""
 
@@ -192,6 +217,7 @@ class Score:
     sequences: list[list[int]]
     starts: list[int]
     temperature: float
+    lora: str | None
     future: Future[list[np.ndarray]]
 
 
@@ -236,6 +262,8 @@ Command = (
     | Sleep
     | WakeUp
     | SwapWeights
+    | SwapAdapter
+    | UnloadAdapter
     | MakeWeights
     | ChecksumWeights
     | CompareWeights

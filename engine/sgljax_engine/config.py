@@ -23,6 +23,18 @@ ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas"
 LINEAR_BACKENDS = ("auto", "native", "xla")
 """Names that `runner.backends.pick_backends` knows."""
 
+LORA_TARGETS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "lm_head",
+)
+"""Kinds of projections that adapters may change."""
+
 TOKEN_BLOCK = 16
 """Query tokens of one request that prefill attention handles together."""
 
@@ -196,6 +208,41 @@ class RuntimeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters that stay apart from the weights; see `Engine.load_adapter`.
+
+    Attributes:
+        max_loras: Adapters that may be loaded at once. 0 makes an engine without, which pays
+            nothing for them.
+        max_lora_rank: The largest rank of an adapter. Every slot takes the memory and the time of
+            it, whatever its own rank.
+        lora_targets: Kinds of projections that adapters may change, of `LORA_TARGETS`; None takes
+            all but "lm_head". Others cost nothing.
+    """
+
+    max_loras: int = 0
+    max_lora_rank: int = 16
+    lora_targets: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        check_count("max_loras", self.max_loras, 0)
+        check_count("max_lora_rank", self.max_lora_rank)
+        targets = self.lora_targets
+        if targets is None:
+            return
+        require(
+            isinstance(targets, (list, tuple))
+            and len(targets) > 0
+            and all(name in LORA_TARGETS for name in targets),
+            "lora_targets",
+            targets,
+            f"None or some of {LORA_TARGETS}",
+        )
+        object.__setattr__(self, "lora_targets", tuple(dict.fromkeys(targets)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that shapes an engine but its model, weights, tokenizer and mesh.
 
@@ -203,6 +250,7 @@ class EngineConfig:
         cache: The KV pool and the prefix cache.
         scheduler: Batches, chunks and the length of dispatches.
         runtime: Dtype, buckets, compilation, attention, determinism and seeds.
+        lora: Adapters.
         max_model_len: Prompt plus output tokens of one sequence at most; None takes the model's
             context length.
     """
@@ -210,6 +258,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    lora: LoraConfig = LoraConfig()
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -249,7 +298,7 @@ class EngineConfig:
             InvalidConfigError: for an unknown name, with what another engine's option is called
                 here or the nearest known one, and for a value out of range.
         """
-        groups: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "runtime": {}}
+        groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
         top: dict[str, Any] = {}
         for name, value in options.items():
             if name == "max_model_len":
@@ -268,16 +317,20 @@ class EngineConfig:
             cache=CacheConfig(**groups["cache"]),
             scheduler=SchedulerConfig(**groups["scheduler"]),
             runtime=RuntimeConfig(**groups["runtime"]),
+            lora=LoraConfig(**groups["lora"]),
             **top,
         )
 
 
+_GROUPS: dict[str, type[Any]] = {
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "runtime": RuntimeConfig,
+    "lora": LoraConfig,
+}
+
 _OPTION_GROUPS: dict[str, str] = {
     field.name: group
-    for group, config_class in (
-        ("cache", CacheConfig),
-        ("scheduler", SchedulerConfig),
-        ("runtime", RuntimeConfig),
-    )
+    for group, config_class in _GROUPS.items()
     for field in dataclasses.fields(config_class)
 }

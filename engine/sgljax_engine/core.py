@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from sgljax_engine import commands as cmd
+from sgljax_engine.adapters import AdapterRegistry
 from sgljax_engine.answers import Answers
 from sgljax_engine.books import Books, DispatchTimes
 from sgljax_engine.cache.pool import PagePool
@@ -28,6 +29,7 @@ from sgljax_engine.errors import (
 )
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, PauseMode, SleepTag
 from sgljax_engine.metrics import EngineState, MemoryReport
+from sgljax_engine.offload import to_device
 from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
@@ -40,6 +42,7 @@ from sgljax_engine.types import (
     SchedulerOutput,
     StepOutput,
 )
+from sgljax_engine.weights.adapters import slot_names
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class EngineCore:
         memory: MemoryReport,
         detokenizer: Detokenizer,
         recorder: Recorder,
+        adapters: AdapterRegistry,
     ) -> None:
         """Starts idle.
 
@@ -73,8 +77,10 @@ class EngineCore:
             memory: What weights and pages take.
             detokenizer: Answers requests.
             recorder: Notes what is done.
+            adapters: Those that the weights hold.
         """
         self.weight_version = 0
+        self.adapters = adapters
         self.scheduler = scheduler
         self.pool = pool
         self.runner = runner
@@ -104,6 +110,7 @@ class EngineCore:
                     raise InvalidRequestError(f"rid {taken[0]!r} is the id of another request")
                 self.check_takes_requests()
                 self.runner.check_warm(request)
+                request.adapter = self.adapters.find(request.lora)
             except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
                 reject(answer.future, error)
                 continue
@@ -134,19 +141,24 @@ class EngineCore:
             self.answers.fail(request, type(error)(str(error)))
             self.end([request], FinishReason("error", message=str(error)))
 
-    def retract_all(self) -> None:
-        """Sends all running requests back to the queue, without their pages."""
-        for request in list(self.scheduler.running):
+    def retract_all(self, adapter: int | None = None) -> None:
+        """Sends running requests, all or an adapter's, back to the queue, without their pages."""
+        for request in [r for r in self.scheduler.running if adapter in (None, r.adapter)]:
             self.scheduler.retract(request)
             self.books.retracted([request])
 
-    def disturb(self, mode: PauseMode) -> None:
-        """Does to the requests what a pause, or an update, of this mode does."""
+    def disturb(self, mode: PauseMode, adapter: int | None = None) -> None:
+        """Does to the requests what a pause, or an update, of this mode does.
+
+        Args:
+            mode: Of the pause or update.
+            adapter: Slot of an adapter whose requests alone are meant; None for all.
+        """
         if mode == "abort":
             reason = FinishReason("abort", message="generation was paused, or weights changed")
-            self.end(self.scheduler.requests(), reason)
+            self.end([r for r in self.scheduler.requests() if adapter in (None, r.adapter)], reason)
         elif mode == "retract":
-            self.retract_all()
+            self.retract_all(adapter)
 
     # ------------------------------------------------------------------ state
 
@@ -168,6 +180,7 @@ class EngineCore:
             total_kv_tokens=self.pool.num_pages * size,
             is_kv_allocated=self.runner.is_kv_allocated,
             weight_version=self.weight_version,
+            adapters=self.adapters.names,
             new_token_ratio=scheduler.policy.new_token_ratio,
             forward_ct_decode=self._num_decodes,
             num_compiles=self.runner.programs.num_compiles,
@@ -209,6 +222,12 @@ class EngineCore:
             return 0
         started = time.perf_counter()
         keeps_all = command.preserve_state
+        if command.level == 2 and not keeps_all and self.adapters.names:
+            raise EngineStateError(
+                "sleep(level=2) would give up the adapters "
+                f"{', '.join(map(repr, self.adapters.names))} with the weights: unload them "
+                "before, or sleep with level=1"
+            )
         self.runner.wait()
         kept = self.sleeper.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
         if not keeps_all and "kv_cache" not in self.sleeper.asleep:
@@ -269,8 +288,8 @@ class EngineCore:
 
     # ------------------------------------------------------------------ weights
 
-    def swap_weights(self, command: cmd.SwapWeights) -> int:
-        """Serves other weights from the next dispatch on; returns their version.
+    def swap_weights(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> int:
+        """Serves other weights, or another adapter, from the next dispatch on; returns the version.
 
         Whatever fails leaves weights and requests as they were, but for a donating update. Weights
         that sleep are awake afterwards.
@@ -283,13 +302,16 @@ class EngineCore:
             )
         started = time.perf_counter()
         try:
-            weights: Mapping[str, jax.Array] = command.build(self.runner.weights)
-            self.runner.swap_weights(weights)
+            if isinstance(command, cmd.SwapAdapter):
+                self._swap_adapter(command)
+            else:
+                self.runner.swap_weights(self._with_adapters(command.build(self.runner.weights)))
         except WeightsLostError as error:
             if self.sleeper.keeps_weights:  # on the host, where nothing was taken apart
                 raise WeightSyncError(str(error)) from error
             self._weights_problem = str(error)
             self.runner.swap_weights({})
+            self.adapters.clear()
             self.fail_all(EngineStateError(self._weights_problem))
             raise
         self.sleeper.weights_came()
@@ -298,14 +320,7 @@ class EngineCore:
         self.weight_version += 1
         self._digest = None
         self._weights_problem = None
-        # Nothing that other weights computed is ever matched again. Pages of requests that run on
-        # are theirs alone from now on, since the cache takes no page from before its reset.
-        self.pool.reset_cache()
-        # "wait" found nobody to wait for, or no weights to wait under.
-        self.disturb("retract" if command.mode == "wait" else command.mode)
-        for request in self.scheduler.waiting:
-            if not request.output_ids:  # scored when it starts again
-                request.prompt_logprobs = None
+        self._forget_computed(command)
         self.counters.num_weight_updates += 1
         ended = time.perf_counter()
         self.counters.update_s += ended - started
@@ -313,6 +328,65 @@ class EngineCore:
             args = {"weight_version": self.weight_version, "mode": command.mode}
             self.books.recorder.slice(ENGINE_TRACK, "swap weights", started, ended, args)
         return self.weight_version
+
+    def _forget_computed(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
+        """Nothing that other weights, or another adapter, computed is ever matched again.
+
+        Pages of requests that run on are theirs alone from now on, since the cache takes no page
+        from before its reset.
+        """
+        # "wait" found nobody to wait for, or no weights to wait under.
+        mode: PauseMode = "retract" if command.mode == "wait" else command.mode
+        if isinstance(command, cmd.SwapAdapter):
+            slot = self.adapters.find(command.name)
+            self.pool.reset_cache(slot)
+        else:
+            slot = None
+            self.pool.reset_cache()
+        self.disturb(mode, slot)
+        for request in self.scheduler.waiting:
+            if not request.output_ids and slot in (None, request.adapter):
+                request.prompt_logprobs = None  # scored when it starts again
+
+    def _swap_adapter(self, command: cmd.SwapAdapter) -> None:
+        """Puts an adapter into its slot; weights that sleep on the host are woken for it."""
+        if not self.runner.weights and self.sleeper.keeps_weights:
+            self.wake_up(["weights"])
+        if not self.runner.weights:
+            raise EngineStateError(
+                "the engine has no weights to load an adapter beside: update_weights first"
+            )
+        slot = self.adapters.reserve(command.name)
+        weights = self.runner.weights
+        serving = {name: weights[name] for name in slot_names(weights)}
+        self.runner.swap_weights(weights | command.build(serving, slot))
+        self.adapters.add(command.name, slot)
+
+    def _with_adapters(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """New weights with the adapters that serve, wherever those are."""
+        serving = self.runner.weights
+        kept = self.sleeper.kept_weights
+        slots = {name: serving[name] for name in slot_names(serving)}
+        if not slots and kept:
+            slots = to_device({name: kept[name] for name in slot_names(kept)})
+        return dict(weights) | (slots or self.runner.empty_slots())
+
+    def unload_adapter(self, name: str) -> None:
+        """Gives an adapter's slot back.
+
+        Raises:
+            InvalidRequestError: for an adapter that is not loaded.
+            EngineStateError: while requests use it.
+        """
+        slot = self.adapters.find(name)
+        users = [request for request in self.scheduler.requests() if request.adapter == slot]
+        if users:
+            raise EngineStateError(
+                f"adapter {name!r} cannot be unloaded: {len(users)} unfinished request(s) use it, "
+                f"{users[0].rid!r} among them"
+            )
+        self.pool.reset_cache(slot)
+        self.adapters.remove(name)
 
     @property
     def weights_digest(self) -> WeightsDigest:

@@ -20,6 +20,7 @@ import numpy as np
 
 from sgljax_engine import builder
 from sgljax_engine import commands as cmd
+from sgljax_engine.adapter_loading import AdapterJob
 from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.checkpointing import SaveJob, load_checkpoint, restoration
@@ -76,6 +77,7 @@ class Engine:
         weight_rules: Sequence[WeightRule] | None = None,
         tokenizer: Any = None,
         load_format: str = "auto",
+        adapters: Mapping[str, tuple[Any, Sequence[WeightRule]]] | None = None,
         mesh: jax.sharding.Mesh | None = None,
         config: EngineConfig | None = None,
         progress: ProgressListener | None = None,
@@ -93,6 +95,8 @@ class Engine:
             tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
                 decode, bos_id, eos_id and pad_id; None takes the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
+            adapters: Adapters to start with, in the first slots: pytrees with their pairs and the
+                rules, by name; see `load_adapter`. At most `max_loras`.
             mesh: Where to run, sharded over its axis "tp"; None, or an empty mesh, takes JAX's
                 first device.
             config: All options as one object.
@@ -113,6 +117,7 @@ class Engine:
         if model_config is None:
             assert model_path is not None
             model_config = load_model_config(model_path)
+        builder.check_adapters(adapters or {}, config.lora)
         self._model = model_config
         self._generation = read_generation_config(model_path) if model_path is not None else {}
         if tokenizer is not None:
@@ -127,6 +132,7 @@ class Engine:
             weights=builder.pick_weights(
                 model_config, config, model_path, weights, weight_rules, load_format, progress
             ),
+            adapters={name: WeightSource(*each) for name, each in (adapters or {}).items()},
             tokenizer=tokenizer,
             mesh=mesh,
             progress=progress,
@@ -224,6 +230,7 @@ class Engine:
         token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Any:
         """Generates and waits; while generation is paused, until it continues.
 
@@ -241,6 +248,8 @@ class Engine:
             stream: Return an iterator at once; see `TokenStream`.
             rid: The caller's id of each prompt, for `abort_request` and checkpoints; no request of
                 a call that is not answered may have it. Sample i of several is `<rid>-<i>`.
+            lora: The adapter of all prompts by its name, or a list with one for each; None is the
+                base model alone.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
@@ -255,7 +264,7 @@ class Engine:
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
-        made = self._make_requests(prompt, sampling_params, input_ids, logprobs, stream, rid)
+        made = self._make_requests(prompt, sampling_params, input_ids, logprobs, stream, rid, lora)
         if stream:
             return self._client.stream(made[0])
         return _dicts(self._client.generate(made[0]), made[1])
@@ -271,6 +280,7 @@ class Engine:
         token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests.
 
@@ -280,7 +290,7 @@ class Engine:
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
         requests, is_single = self._make_requests(
-            prompt, sampling_params, input_ids, logprobs, stream, rid
+            prompt, sampling_params, input_ids, logprobs, stream, rid, lora
         )
         if stream:
             return self._client.async_stream(requests)
@@ -296,6 +306,7 @@ class Engine:
         template_options: Mapping[str, Any] | None = None,
         return_logprob: bool = False,
         stream: bool = False,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Any:
         """`generate` for conversations, written out by the tokenizer's chat template.
 
@@ -306,6 +317,7 @@ class Engine:
             template_options: More variables of the template, `{"enable_thinking": False}` say.
             return_logprob: As in `generate`.
             stream: As in `generate`.
+            lora: As in `generate`.
 
         Returns:
             As `generate`: for one conversation and n = 1 a dict, else a list, or a stream.
@@ -327,6 +339,7 @@ class Engine:
             sampling_params=sampling_params,
             return_logprob=return_logprob,
             stream=stream,
+            lora=lora,
         )
 
     def apply_chat_template(
@@ -359,12 +372,14 @@ class Engine:
         self,
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """`generate` for token ids with typed outputs.
 
         Args:
             input_ids: Token ids of each prompt.
             sampling_params: For all prompts, or one for each.
+            lora: The adapter of all prompts; None is the base model alone.
 
         Returns:
             All samples of all prompts in order, n of a prompt in a row.
@@ -372,16 +387,21 @@ class Engine:
         Raises:
             InvalidRequestError: names the field, its value and its limit.
         """
-        made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
+        made = self._make_requests(
+            None, sampling_params, input_ids, LogprobArgs(), False, lora=lora
+        )
         return self._client.generate(made[0])
 
     async def async_generate_requests(
         self,
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """`generate_requests` for asyncio; cancelling the task aborts its requests."""
-        made = self._make_requests(None, sampling_params, input_ids, LogprobArgs(), False)
+        made = self._make_requests(
+            None, sampling_params, input_ids, LogprobArgs(), False, lora=lora
+        )
         return await self._client.async_generate(made[0])
 
     def score(
@@ -389,6 +409,7 @@ class Engine:
         sequences: Sequence[Sequence[int]],
         temperature: float = 1.0,
         start_lens: Sequence[int] | None = None,
+        lora: str | None = None,
     ) -> list[np.ndarray]:
         """Log-probs of given tokens under the current weights.
 
@@ -400,6 +421,7 @@ class Engine:
             temperature: Divides the logits; > 0.
             start_lens: Leading tokens of each sequence that need no log-prob, at least 1: those
                 of a prompt, say; None for 1.
+            lora: The adapter of all sequences; None is the base model alone.
 
         Returns:
             For each sequence a float32 array of its length - start: entry t is
@@ -412,7 +434,8 @@ class Engine:
         checked, starts = self._requests.check_scored(sequences, temperature, start_lens)
         if not checked:
             return []
-        return self._client.ask(functools.partial(cmd.Score, checked, starts, float(temperature)))
+        command = functools.partial(cmd.Score, checked, starts, float(temperature), lora)
+        return self._client.ask(command)
 
     # ------------------------------------------------------------------ control
 
@@ -736,6 +759,81 @@ class Engine:
         except EngineShutdownError:
             return False
 
+    def load_adapter(
+        self,
+        name: str,
+        source: Any,
+        rules: Sequence[WeightRule],
+        *,
+        mode: PauseMode = "retract",
+        flush_cache: bool | None = None,
+    ) -> int:
+        """Loads a LoRA adapter beside the weights, or another one in the place of its namesake.
+
+        Requests name it as `lora=`; those of other adapters and of the base model go on
+        undisturbed, in the same batches. An engine has room for `max_loras` of rank
+        `max_lora_rank`. Only the pairs are moved, and nothing is compiled again for other pairs of
+        the same shapes. Weights that sleep are awake afterwards.
+
+        Args:
+            name: Of the adapter.
+            source: A pytree that holds A and B of each `LoraRule`; it is copied, never aliased.
+            rules: LoRA rules, and the rules that map the weights that they change; reuse them.
+            mode: What becomes of requests of this name that have begun; see `update_weights`.
+            flush_cache: As in `update_weights`.
+
+        Returns:
+            The new weight version.
+
+        Raises:
+            WeightSyncError: names each pair that is not whole, does not fit, has too large a rank,
+                or changes a projection without room for adapters. The old adapter keeps serving.
+            EngineStateError: when there is no free slot, or no weights to load it beside.
+            InvalidRequestError: for a name that is none.
+        """
+        return self._client.update(self._adapter_job(name, source, rules, mode, flush_cache))
+
+    async def async_load_adapter(
+        self,
+        name: str,
+        source: Any,
+        rules: Sequence[WeightRule],
+        *,
+        mode: PauseMode = "retract",
+        flush_cache: bool | None = None,
+    ) -> int:
+        """`load_adapter` for asyncio; a cancelled task does not take it back."""
+        job = self._adapter_job(name, source, rules, mode, flush_cache)
+        return await self._client.async_update(job)
+
+    def unload_adapter(self, name: str) -> None:
+        """Gives an adapter's slot back.
+
+        Raises:
+            InvalidRequestError: for an adapter that is not loaded.
+            EngineStateError: while unfinished requests use it.
+        """
+        self._client.ask(functools.partial(cmd.UnloadAdapter, name))
+
+    async def async_unload_adapter(self, name: str) -> None:
+        """`unload_adapter` for asyncio."""
+        await self._client.async_ask(functools.partial(cmd.UnloadAdapter, name))
+
+    def _adapter_job(
+        self,
+        name: str,
+        source: Any,
+        rules: Sequence[WeightRule],
+        mode: PauseMode,
+        flush_cache: bool | None,
+    ) -> Callable[[Future[int]], AdapterJob]:
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"name must be a string of an adapter, got {name!r}")
+        check_mode(mode)
+        flush = _flushes(mode, flush_cache)
+        load = functools.partial(WeightSource, source, tuple(rules))
+        return functools.partial(AdapterJob, name, load, mode, flush)
+
     def get_weights_checksum(self) -> dict[str, str]:
         """A checksum of each serving weight's bits in its logical shape: 16 hexadecimal digits.
 
@@ -909,12 +1007,13 @@ class Engine:
         logprobs: LogprobArgs,
         stream: bool,
         rid: Any = None,
+        lora: Any = None,
     ) -> tuple[list[Request], bool]:
         _check_flags(stream=stream)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._requests.make(
-            prompt, sampling_params, input_ids, logprobs, rid, is_streaming=stream
+            prompt, sampling_params, input_ids, logprobs, rid, lora, is_streaming=stream
         )
 
 

@@ -61,6 +61,8 @@ _RENAMED = (
     ("gpu_memory_utilization", "vLLM", "mem_fraction_static", "of the memory beside the weights"),
     ("hbm_utilization", "Tunix", "mem_fraction_static", "of the memory beside the weights"),
     ("kv_cache_size", "Tunix", "max_model_len", ""),
+    ("lora_target_modules", "SGLang", "lora_targets", ""),
+    ("max_loras_per_batch", "SGLang", "max_loras", ""),
     ("max_num_batched_tokens", "vLLM", "chunked_prefill_size", ""),
     ("max_num_seqs", "vLLM", "max_running_requests", ""),
     ("max_seq_len", "SGLang", "max_model_len", ""),
@@ -100,10 +102,10 @@ _WITHOUT_COUNTERPART = (
         "enable_precision_tracer crash_dump_folder kv_events_config",
     ),
     (
-        "LoRA comes with the weights of a Tunix actor, through the rollout",
-        "enable_lora enable_static_lora max_loras max_lora_rank max_cpu_loras max_loras_per_batch "
-        "lora_paths lora_modules lora_dtype lora_extra_vocab_size lora_target_modules lora_scaling "
-        "lora_backend fully_sharded_loras lora_config",
+        "`max_loras` above 0 makes an engine with adapters, which `load_adapter` loads; a rollout "
+        "takes LoRA from the Tunix actor, as its own `lora` and `lora_scaling` say",
+        "enable_lora enable_static_lora max_cpu_loras lora_paths lora_modules lora_dtype "
+        "lora_extra_vocab_size lora_scaling lora_backend fully_sharded_loras lora_config",
     ),
     (
         "retracted requests are computed again, so that nothing is swapped",

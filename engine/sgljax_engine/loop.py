@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from sgljax_engine import commands as cmd
+from sgljax_engine.adapter_loading import AdapterLoader
+from sgljax_engine.adapters import AdapterRegistry
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.checkpointing import SaveJob, Saver
 from sgljax_engine.core import EngineCore
@@ -35,6 +37,7 @@ from sgljax_engine.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.types import FinishReason, Request
 from sgljax_engine.updates import Updater
+from sgljax_engine.weights.adapters import AdapterSlots
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import WeightMaker
 from sgljax_engine.worker import Worker
@@ -66,6 +69,8 @@ class EngineLoop:
         runner: ModelRunner,
         weight_maker: WeightMaker,
         served: ServedSource,
+        slots: AdapterSlots | None,
+        adapters: AdapterRegistry,
         memory: MemoryReport,
         tokenizer: Tokenizer | None,
         name: str,
@@ -78,6 +83,8 @@ class EngineLoop:
             runner: Holds weights and pages.
             weight_maker: Makes the weights of updates.
             served: What the first weights were made of.
+            slots: Room for adapters.
+            adapters: Those that the weights hold.
             memory: What weights and pages take.
             tokenizer: For output text.
             name: Of the threads.
@@ -92,18 +99,20 @@ class EngineLoop:
                 tokenizer, f"{name}-detokenizer", self._end_answered, self.recorder
             ),
             recorder=self.recorder,
+            adapters=adapters,
         )
         updater = Updater(weight_maker, served, self.submit, self._check_open, self.recorder)
+        loader = AdapterLoader(slots, weight_maker.targets, self.submit, self._check_open)
         self._stager = Stager(weight_maker, served, self.submit, self._check_open)
         self._updates = Worker(
-            functools.partial(do_weight_job, updater, self._stager), f"{name}-updates"
+            functools.partial(do_weight_job, updater, loader, self._stager), f"{name}-updates"
         )
         saver = Saver(runner.model_config, self.submit)
         self._saves = Worker(saver.save, f"{name}-checkpoints")
         self._pause: PauseMode | None = None
         # What is answered once no request is left that has begun.
         self._quiet_futures: list[Future[None]] = []
-        self._waiting_swap: cmd.SwapWeights | None = None
+        self._waiting_swap: cmd.SwapWeights | cmd.SwapAdapter | None = None
         self._is_step_due = False
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
@@ -237,7 +246,7 @@ class EngineLoop:
                 self._core.add(command.requests, command.answers)
             elif isinstance(command, cmd.Pause):
                 self._pause_generation(command.request.mode, command.future)
-            elif isinstance(command, cmd.SwapWeights):
+            elif isinstance(command, (cmd.SwapWeights, cmd.SwapAdapter)):
                 self._swap(command)
             else:
                 _answer(command, functools.partial(self._result, command))
@@ -279,6 +288,8 @@ class EngineLoop:
             return core.scheduler.check_integrity()
         if isinstance(command, cmd.MakeWeights):
             return command.make()
+        if isinstance(command, cmd.UnloadAdapter):
+            return core.unload_adapter(command.name)
         if isinstance(command, cmd.TakeSnapshot):
             return take_snapshot(core, include_kv=command.include_kv)
         if isinstance(command, cmd.CopyPages):
@@ -291,7 +302,8 @@ class EngineLoop:
         if isinstance(command, cmd.CompareWeights):
             return core.runner.differing_weights(command.source, command.rules)
         if isinstance(command, cmd.Score):
-            return core.runner.score(command.sequences, command.starts, command.temperature)
+            slot = core.adapters.find(command.lora)
+            return core.runner.score(command.sequences, command.starts, command.temperature, slot)
         assert isinstance(command, cmd.Warmup)
         return core.warmup(command)
 
@@ -337,7 +349,7 @@ class EngineLoop:
         self._refuse_quiet("continue_generation ended the pause")
         self._set_admission()
 
-    def _swap(self, command: cmd.SwapWeights) -> None:
+    def _swap(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
         try:
             # Without weights no request ever finishes, so there is nothing to wait for.
             if command.mode != "wait" or not self._core.holds_weights:

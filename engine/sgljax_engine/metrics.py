@@ -116,6 +116,7 @@ class EngineState:
         is_kv_allocated: Whether the pages take memory; not between `release_kv_cache` and the next
             dispatch, nor while they sleep.
         weight_version: 0 for the first weights, one more with every update.
+        adapters: Names of the adapters that are loaded.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
         forward_ct_decode: Decode dispatches since the start or the last flush.
         num_compiles: Device programs made ready so far; compiled, unless an equal engine of the
@@ -139,6 +140,7 @@ class EngineState:
     total_kv_tokens: int
     is_kv_allocated: bool
     weight_version: int
+    adapters: tuple[str, ...]
     new_token_ratio: float
     forward_ct_decode: int
     num_compiles: int

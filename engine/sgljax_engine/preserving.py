@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
 from sgljax_engine.core import EngineCore
 from sgljax_engine.detokenizer import reject
-from sgljax_engine.errors import CheckpointError, CompileForbiddenError, EngineStepError
+from sgljax_engine.errors import (
+    CheckpointError,
+    CompileForbiddenError,
+    EngineStepError,
+    InvalidRequestError,
+)
 from sgljax_engine.snapshot import (
     CopiedPages,
     PrefixSnapshot,
@@ -146,9 +151,10 @@ def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
         try:
             if each.is_unfinished:
                 core.runner.check_warm(each.request)
-        except CompileForbiddenError as error:
+                each.request.adapter = core.adapters.find(each.request.lora)
+        except (CompileForbiddenError, InvalidRequestError) as error:
             # A new one: the raised one holds this frame, and with it all pages.
-            reject(each.answer.future, CompileForbiddenError(str(error)))
+            reject(each.answer.future, type(error)(str(error)))
         else:
             calls.setdefault(each.call, []).append(each)
     for call in calls.values():

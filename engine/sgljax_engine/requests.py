@@ -17,7 +17,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
 from sgljax_engine.seeds import SeedSource, derive_seed
 from sgljax_engine.tokenizer import Tokenizer, decode_options
-from sgljax_engine.types import LogitEdits, Request, RequestStatus
+from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
 
 class Limits(NamedTuple):
@@ -96,6 +96,7 @@ class RequestFactory:
         input_ids: Any,
         logprobs: LogprobArgs,
         rid: Any = None,
+        lora: Any = None,
         *,
         is_streaming: bool,
     ) -> tuple[list[Request], bool]:
@@ -104,13 +105,16 @@ class RequestFactory:
         groups = _groups(rid, len(prompts))
         params = _params_of_each(sampling_params, len(prompts))
         options = logprobs.of_each(len(prompts))
+        loras = _loras(lora, len(prompts))
         now = time.perf_counter()
         requests: list[Request] = []
-        for ids, settings, reported, group in zip(prompts, params, options, groups, strict=True):
+        for ids, settings, reported, group, adapter in zip(
+            prompts, params, options, groups, loras, strict=True
+        ):
             stop_ids = self._check_request(ids, settings)
             self._check_logprobs(ids, reported)
             edits = self._logit_edits(settings, stop_ids)
-            key = hash(tuple(ids))
+            key = prompt_key(ids, adapter)
             seed = self._seeds.fresh() if settings.seed is None else settings.seed
             requests.extend(
                 Request(
@@ -123,6 +127,7 @@ class RequestFactory:
                     edits=edits,
                     logprob_options=reported,
                     is_streaming=is_streaming,
+                    lora=adapter,
                     prompt_key=key,
                     arrival_s=now,
                 )
@@ -325,6 +330,15 @@ class RequestFactory:
             np.fromiter(values.values(), np.float32, len(values)),
             allowed is not None,
         )
+
+
+def _loras(lora: Any, count: int) -> list[str | None]:
+    """The adapter of each prompt."""
+    names = _one_for_each("lora", lora, count)
+    for name in names:
+        if name is not None and (not isinstance(name, str) or not name):
+            raise InvalidRequestError(f"lora must be None or an adapter's name, got {name!r}")
+    return list(names)
 
 
 def _groups(rid: Any, count: int) -> list[str]:

@@ -95,6 +95,11 @@ class PromptLogprobs(NamedTuple):
     extras: list[TopLogprobs | None]
 
 
+def prompt_key(prompt_ids: Sequence[int], lora: str | None) -> int:
+    """The same for prompts that have the same keys and values; nearly always another for others."""
+    return hash((lora, *prompt_ids))
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
     """One sequence being generated. Owned and changed by the engine thread alone.

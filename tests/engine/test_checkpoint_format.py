@@ -31,6 +31,7 @@ from sgljax_engine.types import (
     Request,
     RequestStatus,
     TopLogprobs,
+    prompt_key,
 )
 from tests.engine.checkpoint_cases import (
     RICH_PARAMS,
@@ -250,6 +251,7 @@ def make_live_request() -> Request:
         params=RICH_PARAMS,
         seed=9,
         stop_ids=(1, 2),
+        lora="policy",
         arrival_s=now - 2.0,
         first_token_s=now - 1.5,
         status=RUNNING,
@@ -295,7 +297,7 @@ def test_a_request_goes_on_after_a_checkpoint():
             case "pages" | "num_computed" | "arrival":
                 assert not ours
             case "prompt_key":
-                assert ours == hash((4, 5))
+                assert ours == prompt_key([4, 5], "policy")
             case "arrival_s" | "first_token_s":
                 assert ours == pytest.approx(theirs + 100.0)
             case _:

@@ -42,7 +42,8 @@ def test_no_name_is_an_option_here_and_every_counterpart_is():
         ("tp_size", "without a counterpart here: the rollout's or engine's `mesh` decides"),
         ("tensor_parallel_size", "without a counterpart here: .*'tp'"),
         ("log_requests", "without a counterpart here: logging is Python's"),
-        ("max_loras", "without a counterpart here: LoRA comes with the weights"),
+        ("enable_lora", "without a counterpart here: `max_loras` above 0 makes an engine with"),
+        ("max_loras_per_batch", "'max_loras'"),
     ],
 )
 def test_hints(name, hint):

@@ -217,7 +217,7 @@ class TestExamples:
     def test_integrity_check_finds_planted_faults(self, fault):
         _, cache = self.make()
         self.store(cache, [1, 1, 2, 2])
-        first = cache._root.children[1, 1]
+        first = cache._root(0).children[1, 1]
         second = first.children[2, 2]
         cache.check_integrity()
         if fault == "lost":

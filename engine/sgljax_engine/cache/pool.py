@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.radix import PrefixHandle, RadixCache
 from sgljax_engine.errors import EngineError
-from sgljax_engine.types import PageCopy, PageStamp, Request
+from sgljax_engine.types import NO_ADAPTER, PageCopy, PageStamp, Request
 
 
 class PagePool:
@@ -65,7 +65,7 @@ class PagePool:
     def find_prefix(self, request: Request) -> PrefixHandle:
         """The cached part of what a waiting request has to prefill; hand it on or release it."""
         tokens = request.tokens(0, request.kv_len) if self.is_sharing else []
-        return self._cache.acquire(tokens)
+        return self._cache.acquire(tokens, request.adapter - NO_ADAPTER)
 
     def release_prefix(self, handle: PrefixHandle) -> None:
         """Gives a prefix back that no request was started with."""
@@ -149,14 +149,19 @@ class PagePool:
         request.pages = array("i")
         request.num_computed = 0
 
-    def reset_cache(self) -> int:
+    def reset_cache(self, adapter: int | None = None) -> int:
         """Empties the prefix cache: none of its contents is used again. Returns pages freed.
 
         Running requests keep the pages that they share until they end.
+
+        Args:
+            adapter: Slot of an adapter, whose prefixes alone are meant; None for all.
         """
         self.settle()
         self._num_resets += 1
-        return self._cache.reset()
+        if adapter is None:
+            return self._cache.reset()
+        return self._cache.reset_space(adapter - NO_ADAPTER)
 
     def cached_prefixes(self, running: Sequence[Request]) -> list[tuple[int, tuple[int, ...], int]]:
         """All full pages of the prefix cache, with those of running requests; see `full_pages`."""

@@ -75,7 +75,7 @@ class RadixCache:
         """Starts empty; every allocation from the pool must go through this object."""
         self._allocator = allocator
         self._page_size = page_size
-        self._root = _Node((), -1, None, 1)
+        self._roots: dict[int, _Node] = {}
         self._unused: OrderedDict[_Node, None] = OrderedDict()
         self.num_cached = 0
 
@@ -99,10 +99,16 @@ class RadixCache:
                 self._evict()
         return self._allocator.allocate(count)
 
-    def acquire(self, tokens: Sequence[int]) -> PrefixHandle:
-        """The longest cached prefix of whole pages; with a tail if the cache has all tokens."""
+    def acquire(self, tokens: Sequence[int], space: int = 0) -> PrefixHandle:
+        """The longest cached prefix of whole pages; with a tail if the cache has all tokens.
+
+        Args:
+            tokens: Of the prefix.
+            space: Spaces have nothing in common: the same tokens have other keys and values there.
+        """
         size = self._page_size
-        node, num_pages = self._root, 0
+        root = self._root(space)
+        node, num_pages = root, 0
         for start in range(0, len(tokens) - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -114,11 +120,11 @@ class RadixCache:
         tail = node.children.get(rest) if 0 < len(rest) < size else None
         if tail is not None:
             self._hold(tail)
-        return PrefixHandle(self._root, node, num_pages, tail)
+        return PrefixHandle(root, node, num_pages, tail)
 
     def is_current(self, handle: PrefixHandle) -> bool:
         """False when the cache was reset since the handle was made: it may not be extended."""
-        return handle.root is self._root
+        return self._is_current(handle.root)
 
     def extend(
         self, handle: PrefixHandle, tokens: Sequence[int], pages: Sequence[int], *, merge: bool
@@ -189,18 +195,32 @@ class RadixCache:
         for node in self._unused:
             self._drop(node)
         self._unused.clear()
-        self._root = _Node((), -1, None, 1)
+        self._roots.clear()
+        return num_freed
+
+    def reset_space(self, space: int) -> int:
+        """`reset` of one space alone."""
+        root = self._roots.pop(space, None)
+        stack = [] if root is None else list(root.children.values())
+        num_freed = 0
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.refs == 0:
+                del self._unused[node]
+                self._drop(node)
+                num_freed += 1
         return num_freed
 
     # ------------------------------------------------------------------ as a whole
 
     def full_pages(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """(place of the page before it in this list or -1, tokens, page) of all full pages.
+        """(place of the page before it in this list or -1, tokens, page) of space 0's full pages.
 
         Pages come before those behind them.
         """
         found: list[tuple[int, tuple[int, ...], int]] = []
-        stack = [(self._root, -1)]
+        stack = [(self._root(0), -1)]
         while stack:
             node, place = stack.pop()
             for key, child in node.children.items():
@@ -210,13 +230,14 @@ class RadixCache:
         return found
 
     def adopt(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
-        """Takes in what `full_pages` of another cache gave, as far as pages are free.
+        """Takes what `full_pages` of another cache gave into space 0, as far as pages are free.
 
         Returns:
             The page for each place in `nodes` that was not cached before. Its contents must be
             there before anybody looks for a prefix.
         """
-        held: dict[int, _Node] = {-1: self._root}
+        root = self._root(0)
+        held: dict[int, _Node] = {-1: root}
         pages: dict[int, int] = {}
         try:
             for place, (parent, key) in enumerate(nodes):
@@ -235,10 +256,16 @@ class RadixCache:
         finally:
             for place in reversed(held):
                 if place >= 0:
-                    self._let_go(held[place], self._root)
+                    self._let_go(held[place], root)
         return pages
 
     # ------------------------------------------------------------------ nodes
+
+    def _root(self, space: int) -> _Node:
+        return self._roots.setdefault(space, _Node((), -1, None, 1))
+
+    def _is_current(self, root: _Node) -> bool:
+        return any(root is known for known in self._roots.values())
 
     def _add(self, parent: _Node, key: tuple[int, ...], page: int) -> _Node:
         if key in parent.children:
@@ -256,7 +283,7 @@ class RadixCache:
     def _let_go(self, node: _Node, root: _Node) -> None:
         node.refs -= 1
         if node.refs == 0:
-            if root is self._root:
+            if self._is_current(root):
                 self._unused[node] = None
             else:
                 self._drop(node)
@@ -274,9 +301,9 @@ class RadixCache:
     # ------------------------------------------------------------------ integrity
 
     def prefixes(self) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """(tokens from the root, page, handles) of every node of the current tree."""
+        """(tokens from the root, page, handles) of every node of the current trees."""
         stack: list[tuple[tuple[int, ...], _Node]]
-        stack = [((), child) for child in self._root.children.values()]
+        stack = [((), child) for root in self._roots.values() for child in root.children.values()]
         while stack:
             above, node = stack.pop()
             tokens = (*above, *node.key)
@@ -286,7 +313,7 @@ class RadixCache:
     def check_integrity(self) -> None:
         """Raises EngineError when tree, reference counts and eviction order contradict."""
         seen: set[_Node] = set()
-        stack = [self._root]
+        stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             for key, child in node.children.items():

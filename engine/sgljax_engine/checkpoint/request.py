@@ -32,6 +32,7 @@ from sgljax_engine.types import (
     Request,
     RequestStatus,
     TopLogprobs,
+    prompt_key,
 )
 
 _COUNTS = ("call", "seed", "num_cached", "num_retractions", "num_cache_misses")
@@ -43,7 +44,7 @@ class RequestCheckpoint:
     """One request at the moment of a checkpoint. What follows from `params` is not kept.
 
     Attributes:
-        rid, group, prompt_ids, params, seed, logprob_options, is_streaming: As of `Request`.
+        rid, group, prompt_ids, params, seed, logprob_options, is_streaming, lora: As of `Request`.
         call: Requests that were submitted together share it.
         status: FINISHED if and only if there is a `finish` or an `error`.
         finish: Why it ended.
@@ -65,6 +66,7 @@ class RequestCheckpoint:
     seed: int
     logprob_options: LogprobOptions = NO_LOGPROBS
     is_streaming: bool = False
+    lora: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish: FinishReason | None = None
     error: str | None = None
@@ -161,6 +163,7 @@ class RequestCheckpoint:
             seed=request.seed,
             logprob_options=request.logprob_options,
             is_streaming=request.is_streaming,
+            lora=request.lora,
             status=status,
             finish=finish,
             error=error,
@@ -200,8 +203,9 @@ class RequestCheckpoint:
             edits=edits,
             logprob_options=self.logprob_options,
             is_streaming=self.is_streaming,
+            lora=self.lora,
             group=self.group,
-            prompt_key=hash(tuple(self.prompt_ids)),
+            prompt_key=prompt_key(self.prompt_ids, self.lora),
             arrival_s=arrival_s,
             first_token_s=None if first is None else arrival_s + first,
             status=RequestStatus.FINISHED if is_finished else RequestStatus.WAITING,
@@ -232,6 +236,7 @@ class RequestCheckpoint:
             "call": self.call,
             "seed": self.seed,
             "is_streaming": self.is_streaming,
+            "lora": self.lora,
             "status": self.status.value,
             "params": non_default(self.params),
             "logprob_options": non_default(self.logprob_options),
@@ -277,6 +282,7 @@ class RequestCheckpoint:
             seed=fields.count("seed"),
             logprob_options=options,
             is_streaming=fields.flag("is_streaming"),
+            lora=fields.optional_text("lora"),
             status=read_status(fields),
             finish=read_finish(fields),
             error=fields.optional_text("error"),

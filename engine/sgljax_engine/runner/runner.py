@@ -46,6 +46,7 @@ from sgljax_engine.types import (
     Request,
     SchedulerOutput,
 )
+from sgljax_engine.weights.adapters import AdapterSlots, empty_slots
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.sync import WeightMaker, checksums, differing
 
@@ -75,6 +76,7 @@ class ModelRunner:
         token_block: int,
         row_shapes: RowShapes | None,
         forbid_compile: bool,
+        slots: AdapterSlots | None = None,
     ) -> None:
         """Allocates the KV pages.
 
@@ -89,7 +91,9 @@ class ModelRunner:
             token_block: Tokens in a prefill block.
             row_shapes: Shapes of the rows that decode attention reads; None if it reads pages.
             forbid_compile: Refuse to compile once `warmup` has run.
+            slots: Room for adapters, which is among the weights; None without.
         """
+        self._slots = slots
         self._static = static
         self._placement = placement
         self._num_pages = num_pages
@@ -219,6 +223,10 @@ class ModelRunner:
         """Serves these weights from the next dispatch on; the old ones are let go."""
         self._kept_rows.forget()
         self.weights = dict(weights)
+
+    def empty_slots(self) -> dict[str, jax.Array]:
+        """Room for adapters without any; nothing for an engine without."""
+        return {} if self._slots is None else empty_slots(self._slots)
 
     def checksum_weights(
         self, asleep: Mapping[str, HostArray] | None = None

@@ -552,11 +552,14 @@ class WeightMaker:
     """Makes engine weights from sources, and plans again only when source or rules change.
 
     Not thread-safe: whoever builds the engine uses it first, then the thread of its updates.
+
+    Attributes:
+        targets: The parameters that it makes.
     """
 
     def __init__(self, targets: Mapping[str, TargetSpec]) -> None:
         """Makes the parameters of `targets`."""
-        self._targets = targets
+        self.targets = targets
         self._plan: tuple[Any, SyncPlan] | None = None
 
     def plan(self, tree: Any, rules: Sequence[WeightRule]) -> tuple[SyncPlan, dict[str, Any]]:
@@ -565,7 +568,7 @@ class WeightMaker:
         spec = source_spec(source)
         key = (tuple(spec.items()), tuple(rules))
         if self._plan is None or self._plan[0] != key:
-            self._plan = (key, plan_sync(spec, rules, self._targets))
+            self._plan = (key, plan_sync(spec, rules, self.targets))
         return self._plan[1], source
 
     def make(self, tree: Any, rules: Sequence[WeightRule]) -> Weights:

@@ -1,0 +1,80 @@
+"""Loading adapters: pairs are planned beside the decode loop and written between two dispatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from sgljax_engine import commands as cmd
+from sgljax_engine.errors import EngineStateError
+from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.updates import WeightSource
+from sgljax_engine.weights import sync
+from sgljax_engine.weights.adapters import AdapterSlots, plan_adapter
+from sgljax_engine.weights.sync import TargetSpec
+
+
+class AdapterJob(NamedTuple):
+    """One `load_adapter` call.
+
+    Attributes:
+        name: Of the adapter.
+        load: Reads the source; called on the worker's thread.
+        mode: What becomes of requests that have begun with an adapter of this name.
+        flush_cache: See `commands.SwapWeights`.
+        future: Gets the new weight version.
+    """
+
+    name: str
+    load: Callable[[], WeightSource]
+    mode: PauseMode
+    flush_cache: bool
+    future: Future[int]
+
+
+class AdapterLoader:
+    """Loads adapters, on the thread of a `Worker`: that of the `Updater`."""
+
+    def __init__(
+        self,
+        slots: AdapterSlots | None,
+        targets: Mapping[str, TargetSpec],
+        submit: Callable[[cmd.Command], None],
+        check_open: Callable[[], None],
+    ) -> None:
+        """Loads nothing yet.
+
+        Args:
+            slots: The room that the engine has; None without.
+            targets: All parameters of the model.
+            submit: Queues a command for the engine thread.
+            check_open: Raises once the engine is shut down.
+        """
+        self._slots = slots
+        self._targets = dict(targets)
+        self._submit = submit
+        self._check_open = check_open
+
+    def load(self, job: AdapterJob) -> int:
+        """Has an adapter loaded; returns the version of the weights with it.
+
+        Raises:
+            EngineStateError: for an engine without adapters.
+        """
+        self._check_open()
+        if self._slots is None:
+            raise EngineStateError(
+                f"adapter {job.name!r} finds no slot: the engine was made with max_loras=0"
+            )
+        source = job.load()
+        plan, arrays = plan_adapter(source.arrays, source.rules, self._slots, self._targets)
+        del source
+        sync.await_source(arrays)
+        future: Future[int] = Future()
+
+        def build(serving: sync.Weights, slot: int) -> sync.Weights:
+            return plan.build(arrays, serving, slot)
+
+        self._submit(cmd.SwapAdapter(job.name, build, job.mode, job.flush_cache, future))
+        return future.result()
