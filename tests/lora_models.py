@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 from flax import nnx
-from tunix.rl.common import compute_per_token_logps
+from tunix.rl.common import process_ids
 
 from tests import tunix_families as families
 from tests import tunix_reference as ref
@@ -71,17 +71,11 @@ def regrets(
     Greedy tokens have 0, but for rounding where two logits are nearly equal. All prompts, and all
     completions, must have one length. float32 [B, C].
     """
-    graphdef, state = nnx.split(model)
     tokens = np.stack(completions)
-    _, logits = compute_per_token_logps(
-        graphdef,
-        state,
-        jnp.asarray(np.stack(prompts)),
-        jnp.asarray(tokens),
-        pad_id=ref.PAD_ID,
-        eos_id=ref.NO_EOS_ID,
-        return_logits=True,
+    ids, positions, mask, _ = process_ids(
+        jnp.asarray(np.stack(prompts)), jnp.asarray(tokens), ref.PAD_ID, ref.NO_EOS_ID
     )
-    logits = np.asarray(logits)
+    logits, _ = model(ids, positions=positions, cache=None, attention_mask=mask)
+    logits = np.asarray(logits)[:, -tokens.shape[1] - 1 : -1]
     chosen = np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
     return logits.max(-1) - chosen

@@ -495,7 +495,7 @@ class SglJaxRollout(BaseRollout):
         return dict(self._weight_specs)
 
     def weight_source(self, params: Any) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
-        """The trainer's parameters by name and the rules that map them onto the engine's weights.
+        """Parameters by name and the rules that map them, as `Engine` takes them.
 
         LoRA leaves alone are completed by the actor's frozen base.
 

@@ -12,6 +12,7 @@ from tunix.experimental.orchestrator.weight_sync_coordinator import (  # pyright
 )
 
 from sgljax_engine import EngineStateError, InvalidRequestError, WeightLoadError, WeightSyncError
+from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter.helpers import params_of
 from tests.engine.interrupts import device_bytes
@@ -388,3 +389,32 @@ def test_a_source_needs_parameters():
     source = InProcessSource(InProcessTransport(), dict)
     with pytest.raises(InvalidRequestError, match="no parameters"):
         run(source.prepare_weight_sync())
+
+
+def test_a_lora_actor_syncs_its_pairs_alone():
+    """They are staged merged into the base, which came once."""
+    model = lora_models.make("gqa2_tied")
+    lora_models.draw(model, seed=1)
+    transport = InProcessTransport()
+    source = InProcessSource(transport, lambda: lora_models.leaves(model))
+
+    async def scenario(sampler):
+        before = await greedy(sampler)
+        lora_models.draw(model, seed=2)
+        (theirs,) = await source.prepare_weight_sync()
+        (ours,) = await sampler.get_weight_sync_metadata()
+        assert theirs.variables == ours.variables
+        for unit in (theirs, ours):
+            transport.register_work_unit(unit)
+        wanted = sync_request(None, key=1)
+        await sampler.pre_weight_sync(wanted)
+        assert transport.transfer([theirs.unit], [ours.unit], req_id="r1").success
+        await sampler.weight_sync(wanted)
+        assert sampler._rollout.find_differing_weights(lora_models.leaves(model)) != []
+        await sampler.post_weight_sync(wanted)
+        assert sampler._rollout.find_differing_weights(lora_models.leaves(model)) == []
+        assert await greedy(sampler) != before
+
+    with new_sampler(model, transport=transport) as sampler:
+        sampler.initialize()
+        run(scenario(sampler))
