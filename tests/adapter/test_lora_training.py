@@ -91,7 +91,7 @@ sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
 for actor, rollout in ((shared, shared), (trainer, sampler)):
     meshes = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.ROLLOUT: rollout}
     made = lora.lora_parts(meshes=meshes, rollout_engine=lora.ENGINE)
-    cluster: Any = RLCluster(**made.arguments)
+    cluster = RLCluster(**made.arguments)
     GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
     found = cluster.rollout.find_differing_weights(
         lora.lora_models.leaves(cluster.actor_trainer.model)
