@@ -111,7 +111,33 @@ print("meshes ok")
 """
 
 
-@pytest.mark.parametrize("script", [GRPO, WEIGHTS], ids=["grpo", "weights"])
+KV_COPIES = """
+import tests.conftest
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tests import tunix_families as families
+from tests.adapter.helpers import new_rollout, params_of, tokens_of
+
+mesh = Mesh(np.array(jax.devices()).reshape(1, 4), ("fsdp", "tp"))
+model, other = families.make("gemma_mqa"), families.make("gemma_mqa", seed=1)
+prompts = families.make_prompts("gemma_mqa")
+single, rollout = new_rollout(model), new_rollout(model, mesh=mesh)
+for params in map(params_of, (other, model)):
+    for each in (single, rollout):
+        each.update_params(params)
+        assert each.find_differing_weights(params) == []
+    assert rollout.engine.get_weights_checksum() == single.engine.get_weights_checksum()
+    assert tokens_of(rollout, prompts) == tokens_of(single, prompts)
+pages = rollout.engine._loop._core.runner.kv[0].k
+assert {shard.data.shape for shard in pages.addressable_shards} == {pages.shape}
+rollout.close()
+single.close()
+print("meshes ok")
+"""
+
+
+@pytest.mark.parametrize("script", [GRPO, WEIGHTS, KV_COPIES], ids=["grpo", "weights", "kv_copies"])
 def test_four_devices(script):
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

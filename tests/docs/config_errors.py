@@ -117,6 +117,14 @@ def _(_: Parts):
     Engine(model_config=TINY, load_format="dummy", mesh=Mesh(devices, ("tp",)))
 
 
+@produces("mesh_kv_heads")
+def _(_: Parts):
+    sizes = {"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 96, "vocab_size": 96}
+    model = dataclasses.replace(TINY, **sizes)
+    devices = np.array(jax.devices()[:1] * 6)
+    Engine(model_config=model, load_format="dummy", mesh=Mesh(devices, ("tp",)))
+
+
 @produces("tokenizer_type")
 def _(_: Parts):
     new_engine(tokenizer=SimpleNamespace(encode=list))

@@ -134,6 +134,26 @@ def check_golden(name: str, mesh: Mesh) -> None:
     assert tokens == [golden[f"greedy_{i}"].tolist()[:24] for i in rows], name
 
 
+def deterministic() -> None:
+    """Requests that share a batch have the bits of the same ones alone."""
+    model, bits = tiny(1), []
+    seeded = [SamplingParams(temperature=0.8, seed=i, max_new_tokens=24) for i in range(9)]
+    alone: dict[str, Any] = {"page_size": 16, "max_running_requests": 1, "decode_steps": 3}
+    fixed: dict[str, Any] = {
+        "model_config": model,
+        "weights": spread_weights(model),
+        "mesh": mesh_of(2, 4),
+        "enable_deterministic_sampling": True,
+    }
+    for options in (FEW, alone):
+        with Engine(**fixed, **options) as engine:
+            made = engine.generate_requests(PROMPTS, seeded)
+        bits.append(
+            [(o.output_ids, np.asarray(o.scaled_logprobs, np.float32).tobytes()) for o in made]
+        )
+    assert bits[0] == bits[1]
+
+
 def states() -> None:
     """Updates, sleep and checkpoints with pages, also between engines of other meshes."""
     saved_pages._CHUNK_BYTES = 8192  # pages move a few at a time

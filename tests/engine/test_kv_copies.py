@@ -22,6 +22,7 @@ from tests.threads import LIMIT_S
         "families",
         "states",
         pytest.param("more_families", marks=pytest.mark.slow),
+        pytest.param("deterministic", marks=pytest.mark.slow),
     ],
 )
 def test_on_eight_devices(case):

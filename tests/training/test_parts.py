@@ -1,5 +1,6 @@
 """Parts of a training run: rewards, rows, batches, optimizers, models, the critic, memory."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,18 @@ def test_memory_is_that_of_the_arrays(config):
     assert memory.kv_cache == 2 * 2 * 2 * 8 * 4 * 8 * 16
     parts = (memory.optimizer, memory.logits, memory.kv_cache)
     assert memory.total == 4 * size + sum(parts)
+
+
+@pytest.mark.parametrize(("num_shards", "num_copies"), [(1, 1), (2, 1), (4, 2), (8, 4)])
+def test_memory_counts_copies_of_kv_heads(config, num_shards, num_copies):
+    mesh, _ = make_meshes(config)
+    spec, optimizers = find_model(config.model), make_optimizers(config)
+    whole = estimate_memory(config, spec, mesh, optimizers)
+    sharded = dataclasses.replace(config.mesh, rollout_shape=[1, num_shards])
+    config = dataclasses.replace(config, mesh=sharded)
+    part = estimate_memory(config, spec, mesh, optimizers)
+    assert part.kv_cache == whole.kv_cache * num_copies // num_shards
+    # Projections to keys and values of 2 layers, 2 heads of 8 channels, float32.
+    copied = 2 * 2 * 2 * 8 * spec.config.embed_dim * 4
+    size = whole.engine_weights + (num_copies - 1) * copied
+    assert part.engine_weights == size // num_shards
