@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reporting import ROOT, report_head, write_report
-from sgljax_engine import Engine
+from sgljax_engine import Engine, logical_rules
 from sgljax_engine.models.registry import get_model
 from tunix_sgljax.bench.environment import Environment, describe_environment
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
@@ -83,6 +83,7 @@ def measure_sync(engine: Engine, num_updates: int) -> dict[str, list[float]]:
     """Times updates in turns with plain copies of as many bytes."""
     specs = get_model(SMALL.architecture).param_specs(SMALL)
     source = {name: jnp.full(spec.shape, 0.01) for name, spec in specs.items()}
+    rules = logical_rules(SMALL)  # the orientation that trainers have
     arrays = [np.asarray(array) for array in source.values()]
     warm = [np.ones_like(array) for array in arrays]
 
@@ -91,7 +92,7 @@ def measure_sync(engine: Engine, num_updates: int) -> dict[str, list[float]]:
             np.copyto(target, array)
 
     turns: dict[str, Callable[[], Any]] = {
-        "update_s": lambda: engine.update_weights(source),
+        "update_s": lambda: engine.update_weights(source, rules),
         "copy_s": copy_into_warm,
     }
     times: dict[str, list[float]] = {name: [] for name in turns}

@@ -97,7 +97,13 @@ SAMPLING_FIELDS = _table(
 """Read at every call."""
 
 MODEL_FIELDS = _table(
-    ("data_type", "mapped", "dtype", "of weights, activations and KV cache; None takes [what Tunix computes the actor in](tunix.md#dtype)"),
+    (
+        "data_type",
+        "mapped",
+        "dtype",
+        "of weights, activations and KV cache; None takes "
+        "[what Tunix computes the actor in](tunix.md#dtype)",
+    ),
     (
         "rollout_mapping_config",
         "mapped",

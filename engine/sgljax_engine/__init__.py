@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from sgljax_engine.engine import Engine
     from sgljax_engine.export import to_hf_tensors
+    from sgljax_engine.model_rules import hf_rules, logical_rules
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.preview import EnginePreview, preview_engine
     from sgljax_engine.staging import StagedWeights
@@ -73,7 +74,9 @@ _LAZY = {
     "Rule": "sgljax_engine.weights.rules",
     "WeightRule": "sgljax_engine.weights.rules",
     "flatten_named": "sgljax_engine.weights.rules",
+    "hf_rules": "sgljax_engine.model_rules",
     "load_model_config": "sgljax_engine.models.registry",
+    "logical_rules": "sgljax_engine.model_rules",
     "model_config_from_hf": "sgljax_engine.models.registry",
     "preview_engine": "sgljax_engine.preview",
     "read_hf_tensors": "sgljax_engine.weights.hf_files",
@@ -134,7 +137,9 @@ __all__ = [
     "WeightsLostError",
     "derive_seed",
     "flatten_named",
+    "hf_rules",
     "load_model_config",
+    "logical_rules",
     "model_config_from_hf",
     "preview_engine",
     "read_hf_tensors",

@@ -23,6 +23,7 @@ class AdapterJob(NamedTuple):
         load: Reads the source; called on the worker's thread.
         mode: What becomes of requests that have begun with an adapter of this name.
         flush_cache: See `commands.SwapWeights`.
+        check_finite: Refuse pairs that hold NaN or infinity.
         future: Gets the new weight version.
     """
 
@@ -30,6 +31,7 @@ class AdapterJob(NamedTuple):
     load: Callable[[], WeightSource]
     mode: PauseMode
     flush_cache: bool
+    check_finite: bool
     future: Future[int]
 
 
@@ -74,7 +76,7 @@ class AdapterLoader:
         future: Future[int] = Future()
 
         def build(serving: sync.Weights, slot: int) -> sync.Weights:
-            return plan.build(arrays, serving, slot)
+            return plan.build(arrays, serving, slot, check_finite=job.check_finite)
 
         self._submit(cmd.SwapAdapter(job.name, build, job.mode, job.flush_cache, future))
         return future.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax
 from sgljax_engine.adapters import AdapterRegistry
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.checks import require
 from sgljax_engine.config import LORA_TARGETS, TOKEN_BLOCK, EngineConfig, LoraConfig
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
@@ -22,6 +24,7 @@ from sgljax_engine.layers.ordered_attention import ordered_backend
 from sgljax_engine.loop import EngineLoop
 from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.model_rules import hf_rules, logical_rules
 from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, ParamSpec
 from sgljax_engine.progress import ProgressListener, reporting
@@ -48,7 +51,7 @@ from sgljax_engine.weights.adapters import (
     empty_slots,
     plan_adapter,
 )
-from sgljax_engine.weights.rules import Rule, WeightRule
+from sgljax_engine.weights.rules import WeightRule, check_rules
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import TargetSpec
 
@@ -77,8 +80,7 @@ def check_sources(
     """Refuses arguments that contradict one another; none is ever ignored."""
     if (model_path is None) == (model_config is None):
         raise InvalidConfigError("give exactly one of model_path and model_config")
-    if model_path is not None and not Path(model_path).is_dir():
-        raise InvalidConfigError(f"model_path must be a folder, got {str(model_path)!r}")
+    _check_types(model_path, model_config, weights)
     if load_format not in LOAD_FORMATS:
         raise InvalidConfigError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
     if weights is not None and load_format != "auto":
@@ -89,20 +91,34 @@ def check_sources(
         raise InvalidConfigError("load_format='safetensors' needs model_path")
 
 
-def identity_rules(model: ModelConfig) -> list[Rule]:
-    """Rules for a source that already has the engine's names and logical shapes."""
-    return [Rule(name, name) for name in get_model(model.architecture).param_specs(model)]
+def _check_types(
+    model_path: str | Path | None, model_config: ModelConfig | None, weights: Any
+) -> None:
+    if isinstance(weights, (str, os.PathLike)):
+        raise InvalidConfigError(
+            f"weights must be arrays, got {str(weights)!r}; a folder goes into model_path"
+        )
+    if model_config is not None:
+        kind = type(model_config).__name__
+        expected = "a ModelConfig (model_config_from_hf makes one of a config.json's contents)"
+        require(isinstance(model_config, ModelConfig), "model_config", kind, expected)
+        return
+    assert model_path is not None
+    folder = Path(model_path)
+    if not folder.exists():
+        raise InvalidConfigError(
+            f"model_path must be a folder, and there is no {str(folder)!r}; models are not "
+            "downloaded"
+        )
+    require(folder.is_dir(), "model_path", str(folder), "a folder")
 
 
 def folder_weights(
     model: ModelConfig, folder: str | Path, progress: ProgressListener | None = None
 ) -> WeightSource:
     """The weights of a Hugging Face folder, still on the host."""
-    specs = get_model(model.architecture).param_specs(model)
-    kinds = {name: spec.kind is ParamKind.LINEAR for name, spec in specs.items()}
-    rules = loader.hf_rules(kinds, tied=model.tie_word_embeddings)
     with reporting(progress, "read weights", loader.folder_bytes(folder), "B") as advance:
-        return WeightSource(loader.read_hf_folder(folder, advance), rules)
+        return WeightSource(loader.read_hf_folder(folder, advance), hf_rules(model))
 
 
 def same_model_weights(
@@ -111,26 +127,32 @@ def same_model_weights(
     """`folder_weights` of a folder that must describe the same model.
 
     Raises:
-        WeightLoadError: for a folder that is not there, or whose config.json differs in more than
-            its end-of-sequence ids and context length.
+        WeightLoadError: for a folder that is not there, has no config.json, or one that differs in
+            more than its end-of-sequence ids and context length.
     """
     if not Path(folder).is_dir():
+        if Path(folder).exists():
+            raise WeightLoadError(f"weights must be arrays or a folder, got the file {folder}")
         raise WeightLoadError(f"no such folder of weights: {str(folder)!r}")
-    if (Path(folder) / "config.json").exists():
-        try:
-            found = load_model_config(folder)
-        except EngineError as error:
-            raise WeightLoadError(f"{folder}: {error}") from error
-        differing = [
-            f"{field.name} {getattr(found, field.name)!r}, not {getattr(model, field.name)!r}"
-            for field in dataclasses.fields(model)
-            if field.name not in ("eos_token_ids", "context_length")
-            and getattr(found, field.name) != getattr(model, field.name)
-        ]
-        if differing:
-            raise WeightLoadError(f"{folder} holds another model: {'; '.join(differing)}")
+    if not (Path(folder) / "config.json").exists():
+        raise WeightLoadError(
+            f"{folder} has no config.json, so nothing tells whether it is of the same model; give "
+            "arrays instead, safetensors.numpy.load_file reads them"
+        )
+    try:
+        found = load_model_config(folder)
+    except EngineError as error:
+        raise WeightLoadError(f"{folder}: {error}") from error
+    differing = [
+        f"{field.name} {getattr(found, field.name)!r}, not {getattr(model, field.name)!r}"
+        for field in dataclasses.fields(model)
+        if field.name not in ("eos_token_ids", "context_length")
+        and getattr(found, field.name) != getattr(model, field.name)
+    ]
+    if differing:
+        raise WeightLoadError(f"{folder} holds another model: {'; '.join(differing)}")
     source = folder_weights(model, folder)
-    return source if rules is None else source._replace(rules=rules)
+    return source if rules is None else source._replace(rules=check_rules(rules))
 
 
 def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
@@ -138,7 +160,7 @@ def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
     specs = get_model(model.architecture).param_specs(model)
     shapes = {name: spec.shape for name, spec in specs.items()}
     fills = {name: _FILLS[spec.kind] for name, spec in specs.items() if spec.kind in _FILLS}
-    return WeightSource(loader.random_weights(shapes, fills, seed), identity_rules(model))
+    return WeightSource(loader.random_weights(shapes, fills, seed), logical_rules(model))
 
 
 def adapter_slots(
@@ -218,7 +240,7 @@ def pick_weights(
 ) -> WeightSource:
     """The first weights: given ones, random ones, or the folder's."""
     if weights is not None:
-        return WeightSource(weights, identity_rules(model) if rules is None else rules)
+        return WeightSource(weights, hf_rules(model) if rules is None else check_rules(rules))
     if load_format == "dummy" or folder is None:
         return dummy_weights(model, config.runtime.random_seed or 0)
     return folder_weights(model, folder, progress)
@@ -268,7 +290,9 @@ def build_loop(
     slots = adapter_slots(config.lora, specs, placement)
     maker = sync.WeightMaker(targets)
     with reporting(progress, "place weights", len(targets), "tensor") as advance:
-        plan, arrays = maker.plan(weights.arrays, weights.rules)
+        plan, arrays = maker.plan(
+            weights.arrays, weights.rules, check_finite=config.runtime.check_finite
+        )
         weights_made = sync.apply(plan, arrays)
         served = ServedSource()
         served.remember(plan, arrays)

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from sgljax_engine.checks import check_count, is_int, require
 from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_OPTIONS
@@ -131,13 +133,22 @@ class SchedulerConfig:
         require(0 <= decay <= 1, "new_token_ratio_decay", decay, "in [0, 1]")
 
 
+def _dtype_name(dtype: Any) -> Any:
+    """Of numpy's and JAX's dtypes too, such as `jnp.bfloat16`; what is none is given back."""
+    try:
+        return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        return dtype
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """Device programs.
 
     Attributes:
         dtype: Of weights but for those of norms, which are float32, of activations and of the KV
-            cache; None takes the checkpoint's or float32.
+            cache; one of `DTYPES` or JAX's own of that name. None takes the checkpoint's or
+            float32.
         batch_buckets: Decode batch sizes to compile for; None takes powers of four, on CPUs more.
         token_buckets: Prefill sizes in tokens to compile for; None takes powers of two, and on
             CPUs 64 and one whose time follows the tokens.
@@ -156,6 +167,8 @@ class RuntimeConfig:
             docs/determinism.md.
         random_seed: Seeds the fresh seeds of requests that bring none, and random weights. None
             takes the operating system's entropy for requests and 0 for weights.
+        check_finite: Refuse weights that hold NaN or infinity: those to start with, and those of
+            each update that does not say otherwise.
     """
 
     dtype: str | None = None
@@ -167,10 +180,14 @@ class RuntimeConfig:
     linear_backend: str = "auto"
     enable_deterministic_sampling: bool = False
     random_seed: int | None = None
+    check_finite: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
-        require(self.dtype in (None, *DTYPES), "dtype", self.dtype, f"None or one of {DTYPES}")
+        if self.dtype is not None:
+            name = _dtype_name(self.dtype)
+            require(name in DTYPES, "dtype", self.dtype, f"None or one of {DTYPES}")
+            object.__setattr__(self, "dtype", name)
         for name, known in (
             ("attention_backend", ATTENTION_BACKENDS),
             ("linear_backend", LINEAR_BACKENDS),
@@ -196,7 +213,7 @@ class RuntimeConfig:
             self.token_buckets,
             f"multiples of {TOKEN_BLOCK}",
         )
-        for name in ("forbid_compile", "enable_deterministic_sampling"):
+        for name in ("forbid_compile", "enable_deterministic_sampling", "check_finite"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
         if self.enable_deterministic_sampling:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,6 +44,7 @@ from sgljax_engine.io_struct import (
 )
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.model_rules import hf_rules
 from sgljax_engine.models.registry import load_model_config
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.progress import EngineProgress, ProgressListener
@@ -54,7 +56,7 @@ from sgljax_engine.staging import DiscardJob, PublishJob, StagedWeights, StageJo
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
 from sgljax_engine.updates import UpdateJob, WeightSource
-from sgljax_engine.weights.rules import WeightRule
+from sgljax_engine.weights.rules import WeightRule, check_rules
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +92,7 @@ class Engine:
                 is one.
             model_config: The model's shape, instead of `model_path`.
             weights: A pytree of arrays to start with, instead of a checkpoint.
-            weight_rules: Map `weights` onto the model; None expects the engine's own names and
-                logical shapes.
+            weight_rules: Map `weights` onto the model, as in `update_weights`.
             tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
                 decode, bos_id, eos_id and pad_id; None takes the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
@@ -108,10 +109,14 @@ class Engine:
             InvalidConfigError: names the option, its value and its limit.
             UnsupportedModelError: for an architecture that is not implemented.
             WeightLoadError: for a missing or broken checkpoint.
-            WeightSyncError: when the weights do not cover or fit the model.
+            WeightSyncError: when the weights do not cover or fit the model, or are not finite.
         """
         if config is not None and options:
             raise InvalidConfigError(f"give config or options, not both; got {sorted(options)}")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise InvalidConfigError(
+                f"config must be an EngineConfig, got {type(config).__name__}; give options flat"
+            )
         config = config or EngineConfig.from_options(options)
         builder.check_sources(model_path, model_config, weights, weight_rules, load_format)
         if model_config is None:
@@ -119,6 +124,7 @@ class Engine:
             model_config = load_model_config(model_path)
         builder.check_adapters(adapters or {}, config.lora)
         self._model = model_config
+        self._checks_finite = config.runtime.check_finite
         self._generation = read_generation_config(model_path) if model_path is not None else {}
         if tokenizer is not None:
             tokenizer = wrap_tokenizer(tokenizer)
@@ -614,6 +620,7 @@ class Engine:
         flush_cache: bool | None = None,
         donate: bool = False,
         verify: bool = False,
+        check_finite: bool | None = None,
     ) -> int:
         """Replaces all weights between two dispatches, while other callers generate.
 
@@ -623,10 +630,12 @@ class Engine:
         weights computed.
 
         Args:
-            source: A pytree of arrays, on any devices; it is copied, never aliased. Or the path of
-                a Hugging Face folder of the same model.
-            rules: Map it onto the model. None expects the engine's own names and logical shapes,
-                or HF's for a folder. Reuse a rules object to reuse the compiled transformation.
+            source: A pytree of arrays, or a list of pairs of name and array, on any devices; it is
+                copied, never aliased. Or the path of a Hugging Face folder of the same model.
+            rules: Map it onto the model. None expects weights as Hugging Face has them, see
+                `hf_rules`: its names, and projections [out, in]. `logical_rules` is for the same
+                names with projections [in, out]. Reuse a rules object to reuse the compiled
+                transformation.
             mode: What becomes of requests that have begun; see `io_struct.PauseMode`. With
                 "in_place" they go on over keys and values of the old weights, which no other
                 request ever uses; with "retract" all is prefilled again under the new ones.
@@ -638,19 +647,22 @@ class Engine:
                 requests, and refuses new ones until an update succeeds.
             verify: Compare checksums of the new weights and of the mapped source. Hooks must only
                 move and cast, since arithmetic may round otherwise when it is done again.
+            check_finite: Refuse new weights that hold NaN or infinity. None does as the engine's
+                option of that name says, which is to refuse them. With `donate` that takes a
+                second look at the source, before the first old weight is freed.
 
         Returns:
             The new weight version.
 
         Raises:
-            WeightSyncError: names every missing, extra or mis-shaped parameter. As with all other
-                errors, the old weights keep serving.
+            WeightSyncError: names every missing, extra or mis-shaped parameter, or those that are
+                not finite. As with all other errors, the old weights keep serving.
             WeightsLostError: the one exception to that; see `donate`.
             WeightLoadError: for a folder that is missing, broken or of another model.
             EngineStateError: for mode "wait" in a pause that keeps requests from finishing, and as
                 `flush_cache` asks.
         """
-        job = self._update_job(source, rules, mode, flush_cache, donate, verify)
+        job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
         return self._client.update(job)
 
     async def async_update_weights(
@@ -662,12 +674,13 @@ class Engine:
         flush_cache: bool | None = None,
         donate: bool = False,
         verify: bool = False,
+        check_finite: bool | None = None,
     ) -> int:
         """`update_weights` for asyncio; a cancelled task does not take the update back.
 
         Nor does that end the reading of `source`: it must stay as it is until the update is done.
         """
-        job = self._update_job(source, rules, mode, flush_cache, donate, verify)
+        job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
         return await self._client.async_update(job)
 
     def stage_weights(
@@ -832,7 +845,7 @@ class Engine:
         check_mode(mode)
         flush = _flushes(mode, flush_cache)
         load = functools.partial(WeightSource, source, tuple(rules))
-        return functools.partial(AdapterJob, name, load, mode, flush)
+        return functools.partial(AdapterJob, name, load, mode, flush, self._checks_finite)
 
     def get_weights_checksum(self) -> dict[str, str]:
         """A checksum of each serving weight's bits in its logical shape: 16 hexadecimal digits.
@@ -866,10 +879,10 @@ class Engine:
     def _weight_source(
         self, source: Any, rules: Sequence[WeightRule] | None
     ) -> Callable[[], WeightSource]:
-        if isinstance(source, (str, Path)):
-            return functools.partial(builder.same_model_weights, self._model, source, rules)
-        rules = builder.identity_rules(self._model) if rules is None else rules
-        return functools.partial(WeightSource, source, tuple(rules))
+        if isinstance(source, (str, os.PathLike)):
+            return functools.partial(builder.same_model_weights, self._model, Path(source), rules)
+        rules = hf_rules(self._model) if rules is None else check_rules(rules)
+        return functools.partial(WeightSource, source, rules)
 
     def _update_job(
         self,
@@ -879,12 +892,14 @@ class Engine:
         flush_cache: bool | None,
         donate: bool,
         verify: bool,
+        check_finite: bool | None,
     ) -> Callable[[Future[int]], UpdateJob]:
         check_mode(mode)
-        _check_flags(donate=donate, verify=verify)
+        checks_finite = self._checks_finite if check_finite is None else check_finite
+        _check_flags(donate=donate, verify=verify, check_finite=checks_finite)
         flush = _flushes(mode, flush_cache)
         load = self._weight_source(source, rules)
-        return functools.partial(UpdateJob, load, mode, flush, donate, verify)
+        return functools.partial(UpdateJob, load, mode, flush, donate, verify, checks_finite)
 
     def _stage_job(
         self, source: Any, rules: Sequence[WeightRule] | None, verify: bool

@@ -37,6 +37,7 @@ class UpdateJob(NamedTuple):
         flush_cache: See `commands.SwapWeights`.
         donate: Make each weight in the place of the old one.
         verify: Compare checksums of the new weights and the source.
+        check_finite: Refuse weights that hold NaN or infinity.
         future: Gets the new weight version.
     """
 
@@ -45,6 +46,7 @@ class UpdateJob(NamedTuple):
     flush_cache: bool
     donate: bool
     verify: bool
+    check_finite: bool
     future: Future[int]
 
 
@@ -80,7 +82,7 @@ class Updater:
         self._check_open()
         began = time.perf_counter()
         source = job.load()
-        plan, arrays = self._maker.plan(source.arrays, source.rules)
+        plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=job.check_finite)
         del source
         # The checksums of `verify` are those of all weights.
         changed = plan if job.verify else self._served.changed(plan, arrays)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from sgljax_engine import Engine, Rule
+from sgljax_engine import Engine, hf_rules
 from tests.adapter.helpers import new_rollout, rollout_config
 from tests.docs.error_cases import OPTIONS, Parts, Producers, held_request, new_engine
 from tests.engine.models import TINY, spread_weights
@@ -157,7 +157,9 @@ def _(parts: Parts):
         return weight + jax.pure_callback(lambda: np.float32(next(calls)), number)
 
     weights = spread_weights()
-    rules = [Rule(name, name, hook=unsteady if "norm" in name else None) for name in weights]
+    rules = [
+        rule._replace(hook=unsteady if "norm" in rule.source else None) for rule in hf_rules(TINY)
+    ]
     try:
         parts.engine.update_weights(weights, rules, donate=True, verify=True)
     finally:

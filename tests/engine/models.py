@@ -8,6 +8,7 @@ import numpy as np
 
 from sgljax_engine import ModelConfig, RopeConfig, SamplingParams
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.types import Request
 
 TINY = ModelConfig(
@@ -27,7 +28,19 @@ TINY = ModelConfig(
 
 
 def spread_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights large enough that logits are well spread, so greedy choices are not close."""
+    """`logical_weights` as Hugging Face has them: projections are [out, in]."""
+    specs = get_model(model.architecture).param_specs(model)
+    return {
+        name: np.ascontiguousarray(w.T) if specs[name].kind is ParamKind.LINEAR else w
+        for name, w in logical_weights(model, seed).items()
+    }
+
+
+def logical_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights large enough that logits are well spread, so greedy choices are not close.
+
+    In the shapes that models compute with, so they go with `logical_rules`.
+    """
     rng = np.random.default_rng(seed)
     weights = {}
     for name, spec in get_model(model.architecture).param_specs(model).items():

@@ -62,7 +62,7 @@ def distribution(adjusted: np.ndarray, params: SamplingParams) -> np.ndarray:
 def forward(
     weights: Mapping[str, np.ndarray], model: ModelConfig, tokens: Sequence[int]
 ) -> np.ndarray:
-    """Logits [T, V] of an untied Qwen3, dense and in float64."""
+    """Logits [T, V] of an untied Qwen3, dense and in float64; weights as Hugging Face has them."""
 
     def get(name: str) -> np.ndarray:
         return weights[name + ".weight"].astype(np.float64)
@@ -84,15 +84,15 @@ def forward(
         layer = f"model.layers.{i}."
         attn = layer + "self_attn."
         h = norm(x, layer + "input_layernorm")
-        q, k, v = ((h @ get(f"{attn}{p}_proj")).reshape(num, -1, dim) for p in "qkv")
+        q, k, v = ((h @ get(f"{attn}{p}_proj").T).reshape(num, -1, dim) for p in "qkv")
         q, k = rotate(norm(q, attn + "q_norm")), rotate(norm(k, attn + "k_norm"))
         group = model.num_heads // model.num_kv_heads
         k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
         scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(dim) + future
         mixed = np.einsum("nts,snh->tnh", np.exp(log_softmax(scores)), v)
-        x = x + mixed.reshape(num, -1) @ get(attn + "o_proj")
+        x = x + mixed.reshape(num, -1) @ get(attn + "o_proj").T
         h = norm(x, layer + "post_attention_layernorm")
-        gate = h @ get(layer + "mlp.gate_proj")
-        up = h @ get(layer + "mlp.up_proj")
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ get(layer + "mlp.down_proj")
+        gate = h @ get(layer + "mlp.gate_proj").T
+        up = h @ get(layer + "mlp.up_proj").T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ get(layer + "mlp.down_proj").T
     return norm(x, "model.norm") @ get("lm_head").T

@@ -14,9 +14,10 @@ from sgljax_engine import (
     Rule,
     SamplingParams,
     WeightSyncError,
+    logical_rules,
 )
 from sgljax_engine.adapters import AdapterRegistry
-from sgljax_engine.builder import dummy_weights, identity_rules
+from sgljax_engine.builder import dummy_weights
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S
 
@@ -48,7 +49,7 @@ def shapes():
 def make_adapter(seed, rank=4, kinds=KINDS, scale=0.5):
     """Random pairs, and their rules with those of the weights."""
     rng = np.random.default_rng(seed)
-    arrays, rules = {}, list(identity_rules(TINY))
+    arrays, rules = {}, list(logical_rules(TINY))
     for name, (num_in, num_out) in shapes().items():
         if name.rsplit(".", 1)[-1] not in kinds:
             continue
@@ -62,7 +63,7 @@ def make_engine(**options):
     return Engine(
         model_config=TINY,
         weights=spread_weights(TINY),
-        weight_rules=identity_rules(TINY),
+        weight_rules=logical_rules(TINY),
         **(OPTIONS | options),
     )
 
@@ -200,14 +201,14 @@ def test_nothing_is_compiled_for_other_adapters():
 def test_adapters_outlive_weight_updates(engine, merged):
     weights = spread_weights(TINY)
     other = {name: x * 0.5 if "down_proj" in name else x for name, x in weights.items()}
-    engine.update_weights(other, identity_rules(TINY))
+    engine.update_weights(other, logical_rules(TINY))
     assert generate(engine, "one")[0] != merged[1][0]
-    engine.update_weights(weights, identity_rules(TINY))
+    engine.update_weights(weights, logical_rules(TINY))
     check_same(generate(engine, "one"), merged[1])
 
 
 def test_adapters_outlive_a_donating_update(engine, merged):
-    engine.update_weights(spread_weights(TINY), identity_rules(TINY), donate=True)
+    engine.update_weights(spread_weights(TINY), logical_rules(TINY), donate=True)
     check_same(generate(engine, "two"), merged[2])
 
 
@@ -229,7 +230,7 @@ def test_an_adapter_comes_while_the_engine_sleeps(engine, merged):
 
 def test_weights_come_while_adapters_sleep(engine, merged):
     engine.sleep()
-    engine.update_weights(spread_weights(TINY), identity_rules(TINY))
+    engine.update_weights(spread_weights(TINY), logical_rules(TINY))
     engine.wake_up()
     check_same(generate(engine, "one"), merged[1])
 
@@ -315,11 +316,11 @@ BAD = {
         (_without(make_adapter(1)[0], "layers.0.mlp.up_proj.b"), make_adapter(1)[1]),
         r"the LoRA pair of 'model\.layers\.0\.mlp\.up_proj\.weight' lacks .*up_proj\.b",
     ),
-    "no pair": (({}, tuple(identity_rules(TINY))), "there is no LoRA rule"),
+    "no pair": (({}, tuple(logical_rules(TINY))), "there is no LoRA rule"),
     "a weight without slots": (
         (
             {"a": np.ones((8, 1), np.float32), "b": np.ones((1, 8), np.float32)},
-            (*identity_rules(TINY), LoraRule("model.norm.weight", "a", "b", 1.0)),
+            (*logical_rules(TINY), LoraRule("model.norm.weight", "a", "b", 1.0)),
         ),
         r"maps to 'model\.norm\.weight', which has no adapter slots",
     ),

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from sgljax_engine import Engine, InvalidConfigError, SamplingParams
-from sgljax_engine.builder import identity_rules
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams, logical_rules
 from sgljax_engine.config import RuntimeConfig
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.models.registry import get_model
@@ -19,7 +18,7 @@ from sgljax_engine.runner import backends
 from sgljax_engine.runner.backends import Backends, pick_backends
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.weights import sync
-from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
 from tests.engine.native_cases import needs_machine_code
 
 
@@ -128,11 +127,11 @@ def test_both_ways_give_the_same_answers(no_machine_code, monkeypatch):
 def test_weights_are_the_same_bits(no_machine_code, monkeypatch):
     targets = placement().weight_targets(get_model(TINY.architecture).param_specs(TINY))
     sync._build_program.cache_clear()
-    weights = spread_weights()
-    portable = sync.WeightMaker(targets).make(weights, identity_rules(TINY))
+    weights = logical_weights()
+    portable = sync.WeightMaker(targets).make(weights, logical_rules(TINY))
     monkeypatch.undo()
     sync._build_program.cache_clear()
-    native = sync.WeightMaker(targets).make(weights, identity_rules(TINY))
+    native = sync.WeightMaker(targets).make(weights, logical_rules(TINY))
     assert native.keys() == portable.keys()
     for name, weight in native.items():
         np.testing.assert_array_equal(weight, portable[name])

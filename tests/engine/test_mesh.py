@@ -19,6 +19,7 @@ import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
+from sgljax_engine import WeightsLostError, WeightSyncError
 from sgljax_engine.runner import saved_pages
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.interrupts import LONG as long, results, start_all, update_in_flight
@@ -104,6 +105,19 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4, **few) as 
             assert engine.get_weights_checksum() == single.get_weights_checksum()
             engine.update_weights(elsewhere)
             engine.update_weights(sharded, donate=True, verify=True)
+            # One value that is not finite, on one device, of weights here and elsewhere.
+            for source in (sharded, elsewhere):
+                for name in ("model.norm.weight", "model.layers.1.mlp.down_proj.weight"):
+                    weight = source[name].at[(-1,) * source[name].ndim].set(np.nan)
+                    bad = source | {name: jax.device_put(weight, source[name].sharding)}
+                    for donate in (False, True):
+                        try:
+                            engine.update_weights(bad, donate=donate)
+                        except WeightSyncError as error:
+                            assert str(error).endswith(f": {name!r}"), error
+                            assert not isinstance(error, WeightsLostError)
+                        else:
+                            raise AssertionError("NaN was taken")
             assert outputs(engine) == expected
             for memory in ("numpy", "pinned_host"):
                 sleep_and_wake(engine, memory)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from sgljax_engine.native.copy import copy
 from sgljax_engine.native.linear import linear
 from sgljax_engine.native.linear_few import FEW, linear_of_few
 from sgljax_engine.native.transpose import transpose
@@ -90,10 +91,41 @@ def test_nothing_at_all():
 )
 def test_transpose(shape):
     x = draw(*shape)
-    np.testing.assert_array_equal(jax.jit(transpose)(x), x.T)
+    found, is_finite = jax.jit(transpose)(x)
+    np.testing.assert_array_equal(found, x.T)
+    assert is_finite
 
 
-def test_transpose_moves_bits():
+@pytest.mark.parametrize("shape", [(0,), (1,), (63,), (64, 3), (1 << 15,), (3, 40_001)])
+def test_copy(shape):
+    x = draw(*shape)
+    found, is_finite = jax.jit(copy)(x)
+    np.testing.assert_array_equal(found, x)
+    assert is_finite
+
+
+@pytest.mark.parametrize("move", [transpose, copy])
+def test_moves_bits(move):
     bits = np.random.default_rng(0).integers(0, 2**32, (80, 48), dtype=np.uint32)
-    found = np.asarray(jax.jit(transpose)(bits.view(np.float32)))
-    np.testing.assert_array_equal(found.view(np.uint32), bits.T)
+    found = np.asarray(jax.jit(move)(bits.view(np.float32))[0])
+    np.testing.assert_array_equal(found.view(np.uint32), bits.T if move is transpose else bits)
+
+
+@pytest.mark.parametrize("move", [transpose, copy])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_sees_what_is_not_finite_wherever_it_is(move, value):
+    run = jax.jit(move)
+    x = np.full((37, 99), np.finfo(np.float32).max, np.float32)
+    assert run(x)[1]
+    for place in np.ndindex(*x.shape):
+        if sum(place) % 5 == 0 or 36 in place or 98 in place:
+            kept, x[place] = x[place], value
+            assert not run(x)[1], place
+            x[place] = kept
+
+
+def test_two_that_are_not_finite_do_not_hide_one_another():
+    x = np.zeros((200, 20_000), np.float32)  # in several chunks, so of several threads
+    x[0, 0], x[-1, -1] = np.inf, -np.inf
+    assert not jax.jit(transpose)(x)[1]
+    assert not jax.jit(copy)(x)[1]

@@ -567,11 +567,7 @@ def write_folder(folder, weights, **changes):
         "max_position_embeddings": 512,
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
-    tensors = {
-        name: np.ascontiguousarray(w.T) if name.endswith("proj.weight") else w
-        for name, w in weights.items()
-    }
-    save_file(tensors, folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

@@ -25,6 +25,7 @@ from sgljax_engine import (
     WeightLoadError,
     WeightSyncError,
     flatten_named,
+    hf_rules,
     load_model_config,
 )
 from sgljax_engine.builder import dummy_weights
@@ -320,13 +321,24 @@ class TestPlanErrors:
             {"w": (2,)},
             ["'b' and 'a' both map to 'w'"],
         ),
-        ({"w": (2, 3)}, [Rule("w", "w")], {"w": (3, 2)}, ["'w' [2, 3] for 'w' [3, 2]"]),
+        (
+            {"w": (2, 3)},
+            [Rule("w", "w")],
+            {"w": (3, 2)},
+            ["'w' [2, 3] for 'w' [3, 2]: shapes do not fit; with transpose=(1, 0) they do"],
+        ),
+        (
+            {"w": (2, 3, 4)},
+            [Rule("w", "a", (1, 0), lambda x: x[:1], 0), Rule("w", "b", part=1)],
+            {"a": (3, 4), "b": (12,)},
+            ["shapes do not fit (after part 0 and transpose (1, 0) and hook: [1, 3])"],
+        ),
         ({"w": (6,)}, [Rule("w", "w")], {"w": (5,)}, ["'w' [6] for 'w' [5]"]),
         (
             {"w": (2, 3)},
             [Rule("w", "w", (1, 0))],
             {"w": (2, 3)},
-            ["after transpose and hook: [3, 2]"],
+            ["(after transpose (1, 0): [3, 2]); without the transpose they do, see logical_rules"],
         ),
         ({"w": (2, 3)}, [Rule("w", "w", (0,))], {"w": (2, 3)}, ["'w' [2, 3]"]),
         (
@@ -357,7 +369,7 @@ class TestPlanErrors:
             {"w": (2, 3)},
             [Rule("w", "a", part=0), Rule("w", None, part=1)],
             {"a": (2,)},
-            ["'w' [2, 3] for 'a' [2]: shapes do not fit (after transpose and hook: [3])"],
+            ["'w' [2, 3] for 'a' [2]: shapes do not fit (after part 0: [3])"],
         ),
     )
 
@@ -426,7 +438,7 @@ class TestEngineUpdate:
             del weights[name]
         elif fault == "extra":
             name = "model.layers.7.mlp.up_proj.weight"
-            weights[name] = np.ones((32, 64), np.float32)
+            weights[name] = np.ones((64, 32), np.float32)
         elif fault == "shape":
             weights[name] = weights[name].T
         else:
@@ -471,7 +483,7 @@ class TestEngineUpdate:
             raise SystemExit("planted")
 
         weights = spread_weights(seed=1)
-        rules = [Rule(name, name, None, leave) for name in weights]
+        rules = [rule._replace(hook=leave) for rule in hf_rules(TINY)]
         with pytest.raises(SystemExit, match="planted"):
             engine.update_weights(weights, rules)
         self.run(engine)  # the old weights serve

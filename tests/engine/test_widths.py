@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, EngineConfig, InvalidConfigError, ModelConfig
-from sgljax_engine.builder import identity_rules
+from sgljax_engine import Engine, EngineConfig, InvalidConfigError, ModelConfig, logical_rules
 from sgljax_engine.layers.basic import NARROW
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
@@ -21,7 +20,7 @@ from sgljax_engine.runner.placement import place
 from sgljax_engine.runner.widths import CANDIDATES, agreeing_widths
 from sgljax_engine.weights import sync
 from sgljax_engine.xla_options import compiler_options
-from tests.engine.models import TINY, spread_weights
+from tests.engine.models import TINY, logical_weights, spread_weights
 
 ODD = dataclasses.replace(
     TINY,
@@ -46,7 +45,7 @@ class Model(NamedTuple):
 def make_model(config: ModelConfig = TINY, dtype: str = "float32") -> Model:
     definition, placement = get_model(config.architecture), place(config, None, dtype)
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(config)))
-    weights = maker.make(spread_weights(config), identity_rules(config))
+    weights = maker.make(logical_weights(config), logical_rules(config))
     return Model(definition, ModelContext(config, placement.layout), weights, placement.platform)
 
 

@@ -3,6 +3,8 @@
 Squares of as many rows as a vector has lanes are turned in registers, by exchanging halves of ever
 shorter runs of lanes between pairs of rows (Eklundh, 1972). Several squares side by side are read
 before the next rows, so that memory is read in runs of some cache lines.
+
+What passes by is looked at for NaN and infinity; see `native.copy`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 
+from sgljax_engine.native.copy import SeenValues, clear_flag, is_unset
 from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Number, Value, vector
 from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.native.machine import Vectors
@@ -22,17 +25,20 @@ _COLUMNS = 64
 """Columns of a chunk: of each row, some cache lines next to each other."""
 
 
-def transpose(x: jax.Array) -> jax.Array:
-    """[m, n] float32 to [n, m]."""
-    result = jax.ShapeDtypeStruct(x.shape[::-1], x.dtype)
-    return jax.ffi.ffi_call(register(_TRANSPOSE), result)(x)
+def transpose(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[m, n] float32 to [n, m], and bool []: whether all of it is finite."""
+    results = jax.ShapeDtypeStruct(x.shape[::-1], x.dtype), jax.ShapeDtypeStruct((), x.dtype)
+    transposed, flag = jax.ffi.ffi_call(register(_TRANSPOSE), results)(x)
+    return transposed, is_unset(flag)
 
 
 def _plan(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
     del threads
-    x, y = buffers
+    x, y, flag = buffers
     num_rows, num_columns = x.dim(0), x.dim(1)
-    return Job(code.ceil_div(num_columns, _COLUMNS), [x.data, y.data, num_rows, num_columns])
+    clear_flag(code, flag.data)
+    values = [x.data, y.data, flag.data, num_rows, num_columns]
+    return Job(code.ceil_div(num_columns, _COLUMNS), values)
 
 
 def _write_chunk(module: Module, vectors: Vectors) -> Value:
@@ -41,13 +47,14 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
     squares = [_write_square(module, lanes, is_past_caches) for is_past_caches in (False, True)]
     with Code(module, "columns", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        x, y, num_rows, num_columns = read_values(code, values, 2, 2)
+        x, y, flag, num_rows, num_columns = read_values(code, values, 3, 2)
         begin = code.mul(chunk, _COLUMNS)
         end = code.min(code.add(begin, _COLUMNS), num_columns)
         whole_rows = code.mul(code.div(num_rows, lanes), lanes)
         whole_end = code.add(begin, code.mul(code.div(code.sub(end, begin), lanes), lanes))
         # Then rows of squares are whole cache lines, of which nothing has to be read before.
         address = code.convert("ptrtoint", y, I64)
+        seen = SeenValues(code, lanes)
         is_aligned = code.both(
             code.equal(code.rem(address, 4 * _LINE), 0), code.equal(code.rem(num_rows, _LINE), 0)
         )
@@ -61,22 +68,28 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
             target = code.at(y, code.add(code.mul(column, num_rows), row))
             for square, condition in zip(squares, (code.unless, code.when), strict=True):
                 with condition(is_aligned):
-                    code.call(square, VOID, [source, target, num_columns, num_rows])
+                    arguments = [source, target, num_columns, num_rows]
+                    seen.add_zeros(code.call(square, vector(lanes), arguments))
 
         def one_by_one(rows: tuple[Number, Value], columns: tuple[Value, Value]) -> None:
             with code.loop(*columns) as column, code.loop(*rows) as row:
                 value = code.load(code.at(x, code.add(code.mul(row, num_columns), column)), F32)
                 code.store(value, code.at(y, code.add(code.mul(column, num_rows), row)))
+                seen.add_one(value)
 
         one_by_one((whole_rows, num_rows), (begin, whole_end))
         one_by_one((0, num_rows), (whole_end, end))
+        seen.set_flag(flag)
     return code.function
 
 
 def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
-    """f(source, target, source_stride, target_stride): a square of `lanes` rows."""
+    """f(source, target, source_stride, target_stride): a square of `lanes` rows.
+
+    Returns the sum of its rows, each times 0.
+    """
     name = f"square_{'past' if is_past_caches else 'through'}_caches"
-    with Code(module, name, VOID, [PTR, PTR, I64, I64]) as code:
+    with Code(module, name, vector(lanes), [PTR, PTR, I64, I64]) as code:
         source, target, source_stride, target_stride = code.arguments
         rows = [
             code.load(code.at(source, code.mul(source_stride, row)), vector(lanes), 4)
@@ -88,6 +101,10 @@ def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
                 code.store_past_caches(turned, place, lanes * 4)
             else:
                 code.store(turned, place, 4)
+        zeros = code.zeros(lanes)
+        for row in rows:
+            zeros = code.fma(row, code.zeros(lanes), zeros)
+        code.give(zeros)
     return code.function
 
 
@@ -118,4 +135,4 @@ def _exchange(
     return code.shuffle(low, high, new_low), code.shuffle(low, high, new_high)
 
 
-_TRANSPOSE = Operation("transpose", 1, 1, _write_chunk, _plan)
+_TRANSPOSE = Operation("transpose", 1, 2, _write_chunk, _plan)

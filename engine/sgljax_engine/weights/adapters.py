@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.errors import WeightSyncError
+from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.lora import ArraySpec, LoraTerm, lora_term
 from sgljax_engine.weights.rules import LoraRule, Match, Rule, WeightRule, flatten_named, match
 from sgljax_engine.weights.sync import TargetSpec, Weights, source_spec
@@ -65,18 +66,32 @@ class AdapterPlan(NamedTuple):
     Attributes:
         steps: One for each projection that the adapter changes.
         slots: Of the engine.
-        load: (serving A and B by name, sources, slot) -> the same with the adapter in its slot.
+        load: (serving A and B by name, sources, slot) -> the same with the adapter in its slot,
+            and for each step whether its factors are finite.
     """
 
     steps: tuple[_Step, ...]
     slots: AdapterSlots
-    load: Callable[[Weights, list[tuple[Any, Any]], Any], Weights]
+    load: Callable[[Weights, list[tuple[Any, Any]], Any], tuple[Weights, jax.Array]]
 
-    def build(self, source: Mapping[str, Any], serving: Weights, slot: int) -> Weights:
+    def build(
+        self,
+        source: Mapping[str, Any],
+        serving: Weights,
+        slot: int,
+        *,
+        check_finite: bool = True,
+    ) -> Weights:
         """The engine's A and B with the adapter in a slot; waits for them. Engine thread.
 
+        Args:
+            source: Arrays by name.
+            serving: The engine's A and B, which stay as they are.
+            slot: Where the adapter goes.
+            check_finite: Refuse factors that hold NaN or infinity.
+
         Raises:
-            WeightSyncError: when computing them fails; the serving ones are untouched.
+            WeightSyncError: when computing them fails, or factors are not finite.
         """
         pairs = [(source[step.a], source[step.b]) for step in self.steps]
         try:
@@ -86,7 +101,12 @@ class AdapterPlan(NamedTuple):
                     first.sharding.mesh, jax.sharding.PartitionSpec()
                 )
                 pairs = jax.device_put(pairs, everywhere)
-            return jax.block_until_ready(self.load(serving, pairs, jnp.int32(slot)))
+            made, flags = jax.block_until_ready(self.load(serving, pairs, jnp.int32(slot)))
+            names = [f"{step.name} (LoRA)" for step in self.steps]
+            refuse_not_finite(names, flags if check_finite else None)
+            return made
+        except WeightSyncError:
+            raise
         except Exception as error:
             raise WeightSyncError(f"loading the adapter failed: {error}") from error
 
@@ -269,7 +289,7 @@ def _load(
     *,
     steps: tuple[_Step, ...],
     slots: AdapterSlots,
-) -> Weights:
+) -> tuple[Weights, jax.Array]:
     """All slot arrays with one slot replaced; projections without a pair get zeros there."""
     rank, specs = slots.max_rank, {name: both for name, *both in slots.targets}
     factors = {step.name: _factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)}
@@ -284,7 +304,7 @@ def _load(
             at = [jnp.int32(0), jnp.int32(0)]
             at[1 - axis if spec.is_transposed else axis] = slot * rank
             made[name + suffix] = lax.dynamic_update_slice(serving[name + suffix], stored, at)
-    return made
+    return made, jnp.stack([is_finite(a) & is_finite(b) for a, b in factors.values()])
 
 
 def _factors(a: jax.Array, b: jax.Array, step: _Step) -> tuple[jax.Array, jax.Array]:

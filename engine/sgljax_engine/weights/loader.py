@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
-from sgljax_engine.weights.rules import Rule
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -67,20 +66,6 @@ def _read_file(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[str
                 yield name, tensor
     except (SafetensorError, OSError) as error:
         raise WeightLoadError(f"cannot read {path}: {error} (truncated download?)") from error
-
-
-def hf_rules(kinds: Mapping[str, bool], *, tied: bool) -> list[Rule]:
-    """Rules for weights as HF stores them.
-
-    Args:
-        kinds: For each engine parameter, whether it is a projection: HF stores those [out, in].
-        tied: The model has no output projection; a checkpoint may carry a copy all the same.
-    """
-    rules = [Rule(name, name, (1, 0) if is_linear else None) for name, is_linear in kinds.items()]
-    rules.append(Rule("model.layers.*.self_attn.rotary_emb.inv_freq", None))
-    if tied:
-        rules.append(Rule("lm_head.weight", None))
-    return rules
 
 
 def random_weights(

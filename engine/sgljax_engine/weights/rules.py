@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -75,6 +75,15 @@ class Match(NamedTuple):
     part: int | None
 
 
+def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
+    """The rules; raises WeightSyncError for anything else."""
+    checked = tuple(rules)
+    for rule in checked:
+        if not isinstance(rule, (Rule, LoraRule)):
+            raise WeightSyncError(f"rules must be a list of Rule, got {rule!r} in it")
+    return checked
+
+
 def match(rules: Sequence[Rule], source: str, shape: Sequence[int] = ()) -> list[Match]:
     """The first rule whose pattern is the source name; with its fellows, if it takes a part.
 
@@ -124,7 +133,8 @@ def flatten_named(tree: Any) -> dict[str, Any]:
 
     Args:
         tree: Nested dicts and lists, or a `flax.nnx.State`, whose `Variable` wrappers leave no
-            trace in the names. A flat dict with dotted keys stays as it is.
+            trace in the names. A flat dict with dotted keys stays as it is. Or pairs of name and
+            array: a list of them, `dict.items()` or an iterator.
 
     Returns:
         The leaves, not copied, by their dotted names.
@@ -132,12 +142,24 @@ def flatten_named(tree: Any) -> dict[str, Any]:
     Raises:
         WeightSyncError: for a leaf without a name, and for two with the same.
     """
+    if isinstance(tree, (Iterator, ItemsView)):
+        tree = list(tree)
+    if isinstance(tree, (list, tuple)) and tree and all(map(_is_pair, tree)):
+        pairs, tree = tree, dict(tree)
+        if len(tree) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise WeightSyncError(f"two parameters of the source are both called {twice!r}")
     leaves, structure = jax.tree_util.tree_flatten(tree)
     names = _leaf_names(structure)
     if "" in names:
         bare = leaves[names.index("")]
         raise WeightSyncError(f"weights must be named, got a bare {type(bare).__name__}")
     return dict(zip(names, leaves, strict=True))
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
 
 
 @functools.lru_cache(maxsize=16)

@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.errors import WeightsLostError, WeightSyncError
+from sgljax_engine.native.copy import copy
 from sgljax_engine.native.ffi import unavailable
 from sgljax_engine.native.transpose import transpose
 from sgljax_engine.weights.checksum import checksum, to_hex
+from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.lora import LoraTerm, lora_terms, merge
 from sgljax_engine.weights.rules import (
     Hook,
@@ -40,6 +42,9 @@ Weights = dict[str, jax.Array]
 
 Sources = tuple[Any, ...]
 """Arrays that one step reads."""
+
+Made = tuple[Weights, jax.Array | None]
+"""Weights, and for each whether it is finite, in the order of the steps; None if nobody asked."""
 
 
 class TargetSpec(NamedTuple):
@@ -92,6 +97,11 @@ class Step(NamedTuple):
         names = (self.source,) if self.lora is None else (self.source, self.lora.a, self.lora.b)
         return tuple(source[name] for name in names)
 
+    def without_names(self) -> Step:
+        """The same work on unnamed arrays."""
+        lora = None if self.lora is None else self.lora._replace(a="", b="")
+        return self._replace(source="", target="", lora=lora)
+
     def operands(self, source: Mapping[str, Any]) -> Sources:
         """`arrays` in one kind of memory, which what computes with several of them needs."""
         arrays = self.arrays(source)
@@ -104,17 +114,17 @@ class Program(NamedTuple):
     Attributes:
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
         at_source: For sources elsewhere; its results have to be moved.
-        one: `at_target` for one parameter: its arrays, step, target, and whether by machine code of
-            our own; compiled once for each.
+        one: `at_target` for one parameter, with a flag of its own: its arrays, step, target, and
+            whether by machine code of our own; compiled once for each.
         checksums: Of what it makes, in logical shapes. All in one program: many small ones over
             several devices, all under way at once, can starve one another on CPUs.
         shardings: Where each engine parameter lives.
         is_native: Whether `at_target` transposes by machine code of our own.
     """
 
-    at_target: Callable[[list[Sources]], dict[str, jax.Array]]
-    at_source: Callable[[list[Sources]], dict[str, jax.Array]]
-    one: Callable[[Sources, Step, TargetSpec, bool], jax.Array]
+    at_target: Callable[[list[Sources]], Made]
+    at_source: Callable[[list[Sources]], Made]
+    one: Callable[[Sources, Step, TargetSpec, bool], tuple[jax.Array, jax.Array]]
     checksums: Callable[[list[Sources]], dict[str, jax.Array]]
     shardings: dict[str, jax.sharding.Sharding]
     is_native: bool
@@ -128,12 +138,14 @@ class SyncPlan(NamedTuple):
         steps: One step a target parameter.
         targets: The parameters to make.
         program: The transformation of all parameters at once.
+        checks_finite: Refuse weights that hold NaN or infinity.
     """
 
     source_spec: dict[str, SourceSpec]
     steps: tuple[Step, ...]
     targets: Mapping[str, TargetSpec]
     program: Program
+    checks_finite: bool
 
     @property
     def names(self) -> frozenset[str]:
@@ -158,18 +170,31 @@ def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
         try:
             spec[name] = SourceSpec(tuple(array.shape), jnp.dtype(array.dtype))
         except (AttributeError, TypeError):
+            hint = "; jax.numpy.from_dlpack makes one of it" if _is_foreign(array) else ""
             raise WeightSyncError(
-                f"source parameter {name!r} must be an array, got {type(array).__name__}"
+                f"source parameter {name!r} must be an array, got {type(array).__name__}{hint}"
             ) from None
     return spec
+
+
+def _is_foreign(array: Any) -> bool:
+    """Whether it is another framework's array, say a torch.Tensor."""
+    return hasattr(array, "__dlpack__")
 
 
 def plan_sync(
     source: Mapping[str, SourceSpec],
     rules: Sequence[WeightRule],
     targets: Mapping[str, TargetSpec],
+    check_finite: bool = True,
 ) -> SyncPlan:
     """Matches rules and proves coverage and shapes.
+
+    Args:
+        source: Shapes and dtypes by name.
+        rules: Map them onto `targets`.
+        targets: The parameters to make.
+        check_finite: Have whoever applies the plan refuse weights that hold NaN or infinity.
 
     Raises:
         WeightSyncError: names every parameter that is missing, unused, mapped twice, mapped to
@@ -220,23 +245,27 @@ def plan_sync(
             + "\n  ".join(problems)
         )
     ordered = tuple(steps[name] for name in targets)
-    return _with_program(dict(source), ordered, targets)
+    return _with_program(dict(source), ordered, targets, check_finite)
 
 
 def part_of_plan(plan: SyncPlan, names: AbstractSet[str]) -> SyncPlan:
     """The plan that makes some of a plan's parameters from the same source."""
     steps = tuple(step for step in plan.steps if step.target in names)
     targets = {name: target for name, target in plan.targets.items() if name in names}
-    return _with_program(plan.source_spec, steps, targets)
+    return _with_program(plan.source_spec, steps, targets, plan.checks_finite)
 
 
 def _with_program(
-    source: dict[str, SourceSpec], steps: tuple[Step, ...], targets: Mapping[str, TargetSpec]
+    source: dict[str, SourceSpec],
+    steps: tuple[Step, ...],
+    targets: Mapping[str, TargetSpec],
+    check_finite: bool,
 ) -> SyncPlan:
     # A hook belongs to whoever gave it, and may hold on to much: it is not kept longer than a plan.
     has_hooks = any(step.hook is not None for step in steps)
     build = _build_program.__wrapped__ if has_hooks else _build_program
-    return SyncPlan(source, steps, targets, build(steps, tuple(targets.items())))
+    program = build(steps, tuple(targets.items()), check_finite)
+    return SyncPlan(source, steps, targets, program, check_finite)
 
 
 def _coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) -> list[str]:
@@ -269,9 +298,28 @@ def _shape_problems(spec: SourceSpec, step: Step, target: TargetSpec) -> list[st
     except Exception as error:  # a user's hook may raise anything
         return [f"{where}: {error}"]
     if not _is_regrouping(shape, target.shape):
-        after = f" (after transpose and hook: {list(shape)})" if shape != spec.shape else ""
-        return [f"{where}: shapes do not fit{after}"]
+        return [f"{where}: shapes do not fit{_after(spec, step, target, shape)}"]
     return []
+
+
+def _after(spec: SourceSpec, step: Step, target: TargetSpec, shape: tuple[int, ...]) -> str:
+    """What a rule made of a shape that does not fit, and whether another transpose would do."""
+    done = [] if step.part is None else [f"part {step.part}"]
+    if step.transpose is not None:
+        done.append(f"transpose {step.transpose}")
+    if step.hook is not None:
+        done.append("hook")
+    after = f" (after {' and '.join(done)}: {list(shape)})" if done else ""
+    taken = list(spec.shape)
+    if step.part is not None:
+        del taken[step.part_axis]
+    taken = tuple(taken)
+    if step.hook is None and len(taken) == 2:
+        if step.transpose == (1, 0) and _is_regrouping(taken, target.shape):
+            return f"{after}; without the transpose they do, see logical_rules"
+        if step.transpose is None and _is_regrouping(taken[::-1], target.shape):
+            return f"{after}; with transpose=(1, 0) they do"
+    return after
 
 
 def _is_regrouping(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -310,17 +358,27 @@ def _mapped(sources: Sources, step: Step, target: TargetSpec) -> jax.Array:
     return _transform(sources, step).reshape(target.shape).astype(target.dtype)
 
 
-def _stored(sources: Sources, step: Step, target: TargetSpec, is_native: bool) -> jax.Array:
-    """The engine parameter as it is stored. The copy keeps JAX from handing a source back."""
-    if not target.is_transposed:
-        return jnp.copy(_mapped(sources, step, target))
+def _stored(
+    sources: Sources, step: Step, target: TargetSpec, is_native: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The engine parameter as it is stored, and whether it is finite.
+
+    Copies keep JAX from handing a source back.
+    """
+    is_turned_back = step.transpose == (1, 0) and step.hook is None  # XLA drops both transposes
     x = _transform(sources, step)
     if is_native and x.dtype == target.dtype == jnp.float32:
-        return transpose(x.reshape(target.shape))
-    if x.dtype.itemsize >= target.dtype.itemsize:
-        return jnp.copy(_swapped(x.astype(target.dtype), target.shape))
-    # XLA on CPUs takes twice as long to transpose what it widens at once.
-    return lax.optimization_barrier(jnp.copy(_swapped(x, target.shape))).astype(target.dtype)
+        if target.is_transposed and not is_turned_back:
+            return transpose(x.reshape(target.shape))
+        return copy(_swapped(x, target.shape) if target.is_transposed else x.reshape(target.shape))
+    if not target.is_transposed:
+        stored = jnp.copy(x.reshape(target.shape).astype(target.dtype))
+    elif x.dtype.itemsize >= target.dtype.itemsize:
+        stored = jnp.copy(_swapped(x.astype(target.dtype), target.shape))
+    else:
+        # XLA on CPUs takes twice as long to transpose what it widens at once.
+        stored = lax.optimization_barrier(jnp.copy(_swapped(x, target.shape))).astype(target.dtype)
+    return stored, is_finite(stored)
 
 
 def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -338,16 +396,20 @@ def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @functools.lru_cache(maxsize=16)
 def _build_program(
-    steps: tuple[Step, ...], named_targets: tuple[tuple[str, TargetSpec], ...]
+    steps: tuple[Step, ...],
+    named_targets: tuple[tuple[str, TargetSpec], ...],
+    check_finite: bool,
 ) -> Program:
     """The same object for equal plans, so that an engine made anew compiles nothing again."""
     targets = dict(named_targets)
 
-    def run(sources: list[Sources], is_native: bool) -> dict[str, jax.Array]:
-        return {
+    def run(sources: list[Sources], is_native: bool) -> Made:
+        made = {
             step.target: _stored(x, step, targets[step.target], is_native)
             for x, step in zip(sources, steps, strict=True)
         }
+        flags = jnp.stack([flag for _, flag in made.values()]) if check_finite else None
+        return {name: stored for name, (stored, _) in made.items()}, flags
 
     def sums(sources: list[Sources]) -> dict[str, jax.Array]:
         return {
@@ -362,7 +424,7 @@ def _build_program(
     is_native = platform == "cpu" and is_on_one_device and unavailable() is None
     at_target = functools.partial(run, is_native=is_native)
     return Program(
-        jax.jit(at_target, out_shardings=shardings, compiler_options=options),
+        jax.jit(at_target, out_shardings=(shardings, None), compiler_options=options),
         jax.jit(functools.partial(run, is_native=False)),
         jax.jit(_stored, static_argnums=(1, 2, 3), compiler_options=options),
         jax.jit(sums),
@@ -405,13 +467,15 @@ def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) ->
         verify: Compare checksums of what was made and of the source.
 
     Raises:
-        WeightSyncError: when the source is not what was planned, the transformation fails or the
-            checksums differ.
+        WeightSyncError: when the source is not what was planned, the transformation fails, weights
+            are not finite though the plan asks for that, or the checksums differ.
     """
     _check_planned(plan, source)
     try:
         arrays = [step.operands(source) for step in plan.steps]
         made = jax.block_until_ready(_make(plan, arrays))
+    except WeightSyncError:
+        raise
     except Exception as error:
         raise WeightSyncError(f"transforming the new weights failed: {error}") from error
     if verify:
@@ -431,10 +495,12 @@ def apply_donating(
         verify: Compare checksums of what was made and of the source.
 
     Raises:
-        WeightSyncError: when the source is not what was planned; the old weights are whole.
+        WeightSyncError: when the source is not what was planned, or what it maps to is not finite;
+            the old weights are whole.
         WeightsLostError: when it fails later.
     """
     _check_planned(plan, source)
+    _check_finite(plan, source)
     try:
         made: Weights = {}
         for step in plan.steps:
@@ -458,7 +524,32 @@ def _store_one(plan: SyncPlan, sources: Sources, step: Step) -> jax.Array:
         not isinstance(x, jax.Array) or all(device.platform == "cpu" for device in x.devices())
         for x in sources
     )
-    return plan.program.one(sources, step, plan.targets[step.target], is_native)
+    return plan.program.one(sources, step, plan.targets[step.target], is_native)[0]
+
+
+def _check_finite(plan: SyncPlan, source: Mapping[str, Any]) -> None:
+    """Looks at what the source maps to, one weight after the other, before any old one is freed.
+
+    Raises:
+        WeightSyncError: when that is not finite, or cannot be computed.
+    """
+    if not plan.checks_finite:
+        return
+    flags: list[bool] = []
+    for step in plan.steps:
+        target = plan.targets[step.target]
+        nameless = step.without_names()  # so that equal ones are compiled once
+        with _near(target):
+            flag = _is_mapped_finite(step.operands(source), nameless, target.shape, target.dtype)
+            flags.append(bool(flag))
+    refuse_not_finite([step.target for step in plan.steps], flags)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _is_mapped_finite(
+    sources: Sources, step: Step, shape: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:
+    return is_finite(_transform(sources, step).reshape(shape).astype(dtype))
 
 
 def _in_device_memory(x: Any) -> Any:
@@ -494,12 +585,15 @@ def _check_alive(source: Mapping[str, Any]) -> None:
 def _make(plan: SyncPlan, arrays: list[Sources]) -> Weights:
     """Dispatches the transformation, where the source is if that is in one place, and the moves.
 
+    Waits for the transformation if weights are to be finite, and refuses those that are not.
+
     JAX takes longer to find that a hundred arrays need no move than to check the source.
     """
     arrays, is_at_target = _together(plan, arrays)
-    if is_at_target:
-        return plan.program.at_target(arrays)
-    return jax.device_put(plan.program.at_source(arrays), plan.program.shardings)
+    run = plan.program.at_target if is_at_target else plan.program.at_source
+    weights, flags = run(arrays)
+    refuse_not_finite([step.target for step in plan.steps], flags)
+    return weights if is_at_target else jax.device_put(weights, plan.program.shardings)
 
 
 def _together(plan: SyncPlan, arrays: list[Sources]) -> tuple[list[Sources], bool]:
@@ -562,18 +656,20 @@ class WeightMaker:
         self.targets = targets
         self._plan: tuple[Any, SyncPlan] | None = None
 
-    def plan(self, tree: Any, rules: Sequence[WeightRule]) -> tuple[SyncPlan, dict[str, Any]]:
+    def plan(
+        self, tree: Any, rules: Sequence[WeightRule], *, check_finite: bool = True
+    ) -> tuple[SyncPlan, dict[str, Any]]:
         """The plan for a pytree of arrays, and its arrays by name; see `plan_sync`."""
         source = flatten_named(tree)
         spec = source_spec(source)
-        key = (tuple(spec.items()), tuple(rules))
+        key = (tuple(spec.items()), tuple(rules), check_finite)
         if self._plan is None or self._plan[0] != key:
-            self._plan = (key, plan_sync(spec, rules, self.targets))
+            self._plan = (key, plan_sync(spec, rules, self.targets, check_finite))
         return self._plan[1], source
 
-    def make(self, tree: Any, rules: Sequence[WeightRule]) -> Weights:
+    def make(self, tree: Any, rules: Sequence[WeightRule], *, check_finite: bool = True) -> Weights:
         """All engine parameters from a pytree of arrays; see `plan_sync` and `apply`."""
-        return apply(*self.plan(tree, rules))
+        return apply(*self.plan(tree, rules, check_finite=check_finite))
 
 
 def _target_devices(shardings: Mapping[str, jax.sharding.Sharding]) -> tuple[Any, ...] | None:
