@@ -166,6 +166,10 @@ class RequestFactory:
             raise InvalidRequestError(f"temperature must be > 0 to score, got {temperature!r}")
         if isinstance(sequences, (str, bytes, Mapping)) or not hasattr(sequences, "__iter__"):
             raise InvalidRequestError(f"sequences must be a list of lists, got {sequences!r}")
+        if any(_is_number(ids) for ids in sequences):
+            raise InvalidRequestError(
+                f"sequences must be a list of lists of integers, got {sequences!r}"
+            )
         checked = [self._check_ids(ids) for ids in sequences]
         longest = max((len(ids) for ids in checked), default=0)
         if longest > self.limits.max_model_len:
@@ -203,7 +207,8 @@ class RequestFactory:
             or not hasattr(given, "__iter__")
         ):
             name = "input_ids" if prompt is None else "prompt"
-            raise InvalidRequestError(f"{name} must be a list, got {type(given).__name__}")
+            hint = _prompt_hint(given) if prompt is not None else _ids_hint(given)
+            raise InvalidRequestError(f"{name} must be a list, got {type(given).__name__}{hint}")
         if prompt is not None:
             return [self._encode(text) for text in prompt], False
         is_single = len(input_ids) == 0 or _is_number(input_ids[0])
@@ -212,7 +217,9 @@ class RequestFactory:
 
     def _encode(self, text: Any) -> list[int]:
         if not isinstance(text, str):
-            raise InvalidRequestError(f"prompt must be text, got {type(text).__name__}")
+            raise InvalidRequestError(
+                f"prompt must be text, got {type(text).__name__}{_prompt_hint(text)}"
+            )
         if self._tokenizer is None:
             raise InvalidRequestError(
                 "prompt needs a tokenizer and the engine has none; use input_ids"
@@ -231,6 +238,7 @@ class RequestFactory:
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise InvalidRequestError(
                 f"input_ids must be a list of integers, got shape {array.shape} of {array.dtype}"
+                f"{_ids_hint(array.flat[0]) if array.size else ''}"
             )
         bad = (array < 0) | (array >= self._model.vocab_size)
         if bad.any():
@@ -355,6 +363,23 @@ def _groups(rid: Any, count: int) -> list[str]:
     if len(set(groups)) < count:
         raise InvalidRequestError(f"rid must have different ids for the prompts, got {rid!r}")
     return list(groups)
+
+
+def _prompt_hint(given: Any) -> str:
+    """What to do with a prompt that is no text, as others' habits have it."""
+    if isinstance(given, Mapping):
+        if "role" in given:
+            return "; messages go into Engine.chat"
+        return "; give its text as prompt, or its token ids as input_ids"
+    if isinstance(given, (list, tuple)) or _is_number(given):
+        return "; give token ids as input_ids"
+    return ""
+
+
+def _ids_hint(given: Any) -> str:
+    if isinstance(given, str):
+        return "; give text as prompt"
+    return "; give its ['input_ids']" if isinstance(given, Mapping) else ""
 
 
 def _is_number(value: Any) -> bool:

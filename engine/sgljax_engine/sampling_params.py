@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 
@@ -59,6 +59,7 @@ REFUSED_FIELDS = {
     "early_stopping": "beam search is not implemented",
     "no_repeat_ngram_size": "use repetition_penalty, frequency_penalty or presence_penalty",
     "typical_p": "use top_p or min_p",
+    "pad_token_id": "nothing is padded",
     "eos_token_id": "use stop_token_ids, and ignore_eos to stop at no other",
     "eos_tokens": "use stop_token_ids, and ignore_eos to stop at no other",
     "stop_strings": "it is called stop here",
@@ -104,7 +105,8 @@ class SamplingParams:
             this many tokens. In [0, max_new_tokens].
         stop: Generation stops when the text contains one of these; the text is cut before it.
             A string, several of them or None.
-        stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`.
+        stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`. At
+            most 16, the model's end-of-sequence tokens included unless they are ignored.
         ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
         include_stop_str_in_output: Cut the text after the stop string, not before it.
         detokenize: False leaves the text empty and spares the tokenizer.
@@ -134,6 +136,11 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+
+    def __new__(cls, **fields: Any) -> Self:
+        """Refuses names that are no fields, as `from_dict` does."""
+        _check_names(fields)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Checks every field; raises InvalidRequestError naming field, value and limit."""
@@ -238,6 +245,10 @@ class SamplingParams:
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
         """Builds from a dict.
 
+        Args:
+            fields: By name. None is a field's default, as in JSON of other clients, but for
+                max_new_tokens: there it would mean "no limit" elsewhere.
+
         Raises:
             InvalidRequestError: for an unknown key, with the nearest known one; for one of
                 `REFUSED_FIELDS`, with what to do instead.
@@ -246,19 +257,26 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
             )
-        known = {field.name for field in dataclasses.fields(cls)}
-        for key, value in fields.items():
-            if key in REFUSED_FIELDS:
-                raise InvalidRequestError(
-                    f"sampling field {key}={value!r} is not supported: {REFUSED_FIELDS[key]}"
-                )
-            if key not in known:
-                raise InvalidRequestError(unknown_name_message("sampling field", str(key), known))
-        return cls(**fields)
+        _check_names(fields)
+        given: dict[str, Any] = {
+            k: v for k, v in fields.items() if v is not None or k == "max_new_tokens"
+        }
+        return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as a dict that `from_dict` accepts."""
         return dataclasses.asdict(self)
+
+
+def _check_names(fields: Mapping[str, Any]) -> None:
+    for key, value in fields.items():
+        if key in REFUSED_FIELDS:
+            raise InvalidRequestError(
+                f"sampling field {key}={value!r} is not supported: {REFUSED_FIELDS[key]}"
+            )
+        if key not in SamplingParams.__slots__:
+            known = SamplingParams.__slots__
+            raise InvalidRequestError(unknown_name_message("sampling field", str(key), known))
 
 
 _SWITCHES = (

@@ -42,8 +42,10 @@ def test_nothing_there(tmp_path):
     manager = CheckpointManager(tmp_path / "a" / "b")
     assert not manager.has_checkpoint()
     assert not (tmp_path / "a").exists()
-    with pytest.raises(CheckpointError, match=r"no such file: .*manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"no such folder of a checkpoint: '.*/a/b'"):
         manager.load()
+    with pytest.raises(CheckpointError, match=r"no such file: .*manifest\.json"):
+        CheckpointManager(tmp_path).load()
     manager.save(make_checkpoint([]))
     assert manager.has_checkpoint()
     assert manager.load().metadata == {"weight_version": 7}

@@ -243,6 +243,8 @@ class CheckpointManager:
             CheckpointError: there is none, a file is missing, truncated, damaged, of a newer
                 version or inconsistent, or zstandard is needed and not installed.
         """
+        if not self._path.exists():
+            raise CheckpointError(f"no such folder of a checkpoint: {str(self._path)!r}")
         while True:
             manifest = read_manifest(self._path)
             try:
