@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from sgljax_engine import InvalidRequestError, SamplingParams
-from sgljax_engine.sampling_params import REFUSED_FIELDS, LogprobOptions
+from sgljax_engine.sampling_params import DEFAULT_IF_NONE, REFUSED_FIELDS, LogprobOptions
 
 OUTPUT = Path(__file__).with_name("sampling.md")
 _ROWS = "tests/engine/test_sampling_table.py::TestRows::test_"
@@ -50,6 +50,7 @@ _HEAD = """# Sampling
 Every row of vLLM's `SamplingParams`, and every one of this engine's: supported, with the test that
 shows it, or refused, with the error that tells what to do instead. Nothing is ignored. Fields go
 into `SamplingParams` or into a dict of the same names, for all prompts of a call or one for each.
+In a dict, None is the default of {defaults}.
 """
 
 _TAIL = """## Order of operations
@@ -164,7 +165,7 @@ def _short(node: str) -> str:
 def render() -> str:
     """The text of docs/sampling.md."""
     sections = [
-        _HEAD,
+        _HEAD.format(defaults=", ".join(f"`{name}`" for name in DEFAULT_IF_NONE)),
         "## Supported\n\nTests are below `tests/engine/`.\n",
         "\n".join(_field_rows()) + "\n",
         "\n".join(_logprob_rows()) + "\n",

@@ -371,9 +371,7 @@ def _prompt_hint(given: Any) -> str:
         if "role" in given:
             return "; messages go into Engine.chat"
         return "; give its text as prompt, or its token ids as input_ids"
-    if isinstance(given, (list, tuple)) or _is_number(given):
-        return "; give token ids as input_ids"
-    return ""
+    return "" if isinstance(given, bytes) else "; give token ids as input_ids"
 
 
 def _ids_hint(given: Any) -> str:

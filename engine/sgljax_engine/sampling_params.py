@@ -76,6 +76,20 @@ REFUSED_FIELDS = {
 """Fields that other engines have and this engine has not, and what to do instead."""
 
 
+DEFAULT_IF_NONE = (
+    "n",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_new_tokens",
+)
+"""Numbers that may be None in a dict, as clients that write JSON have them. Not max_new_tokens: for
+vLLM its None means no limit."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How to continue one prompt. Immutable; `dataclasses.replace` makes a changed copy.
@@ -246,8 +260,7 @@ class SamplingParams:
         """Builds from a dict.
 
         Args:
-            fields: By name. None is a field's default, as in JSON of other clients, but for
-                max_new_tokens: there it would mean "no limit" elsewhere.
+            fields: By name. None is the default of those in `DEFAULT_IF_NONE`.
 
         Raises:
             InvalidRequestError: for an unknown key, with the nearest known one; for one of
@@ -259,7 +272,9 @@ class SamplingParams:
             )
         _check_names(fields)
         given: dict[str, Any] = {
-            k: v for k, v in fields.items() if v is not None or k == "max_new_tokens"
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in DEFAULT_IF_NONE
         }
         return cls(**given)
 
