@@ -287,6 +287,9 @@ class SglJaxRollout(BaseRollout):
 
         Args:
             prompts: Texts; a bare string is one prompt. Repeated prompts get samples of their own.
+                Each gets the tokenizer's BOS in front, as in Tunix's samplers, if it has one (an id
+                above 0) and the tokens do not begin with it. `Engine.generate` leaves that to a
+                Hugging Face tokenizer, which may add none.
             rollout_config: How to sample, and the padding of prompts. With `seed` set, a run is
                 reproducible: draws depend on the seed, on how many calls used that seed before
                 and on the row, so no two calls repeat the same noise.

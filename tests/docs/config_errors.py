@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from sgljax_engine import Engine, EngineConfig
 from tests.adapter.helpers import EndingTokenizer, new_rollout, params_of, rollout_config
 from tests.docs.error_cases import Parts, Producers, new_engine
-from tests.engine.models import TINY, spread_weights
+from tests.engine.models import TINY, ForeignTensor, spread_weights
 from tunix_sgljax import RLCluster, SglJaxRollout
 from tunix_sgljax.model_config import to_model_config
 
@@ -40,6 +41,23 @@ def _(_: Parts):
 @produces("not_a_folder")
 def _(_: Parts):
     Engine("Qwen/Qwen3-0.6B")
+
+
+@produces("model_config_type")
+def _(_: Parts):
+    contents: Any = {"vocab_size": 128}
+    Engine(model_config=contents)
+
+
+@produces("config_type")
+def _(_: Parts):
+    options: Any = {"page_size": 16}
+    Engine(model_config=TINY, config=options)
+
+
+@produces("weights_are_a_path")
+def _(_: Parts):
+    Engine(model_config=TINY, weights="path/to/checkpoint")
 
 
 @produces("no_config_json")
@@ -253,6 +271,43 @@ def _(parts: Parts):
     weights["model.norm.weight"] = np.ones(16, np.float32)
     del weights["lm_head.weight"]
     parts.engine.update_weights(weights)
+
+
+@produces("other_orientation")
+def _(parts: Parts):
+    weights, name = spread_weights(), "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].T
+    parts.engine.update_weights(weights)
+
+
+@produces("not_finite")
+def _(parts: Parts):
+    weights = spread_weights()
+    weights["model.norm.weight"][3] = np.nan
+    parts.engine.update_weights(weights)
+
+
+@produces("rules_type")
+def _(parts: Parts):
+    rules: Any = [("embed", "model.embed_tokens.weight")]
+    parts.engine.update_weights(spread_weights(), rules)
+
+
+@produces("foreign_array")
+def _(parts: Parts):
+    parts.engine.update_weights(spread_weights() | {"model.norm.weight": ForeignTensor()})
+
+
+@produces("folder_without_config")
+def _(parts: Parts):
+    folder = parts.folder("no_config_to_update")
+    (folder / "config.json").unlink()
+    parts.engine.update_weights(folder)
+
+
+@produces("weights_file")
+def _(parts: Parts):
+    parts.engine.update_weights(parts.folder("a_file") / "model.safetensors")
 
 
 @produces("deleted_source")

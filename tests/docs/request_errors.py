@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,6 +67,30 @@ def _(parts: Parts):
 @produces("no_tokenizer")
 def _(parts: Parts):
     parts.engine.generate("The capital of France is")
+
+
+@produces("ids_as_prompt")
+def _(parts: Parts):
+    prompt: Any = [5, 6]
+    parts.engine.generate(prompt)
+
+
+@produces("messages_as_prompt")
+def _(parts: Parts):
+    messages: Any = [{"role": "user", "content": "Count to ten."}]
+    parts.engine.generate(messages)
+
+
+@produces("text_as_ids")
+def _(parts: Parts):
+    text: Any = "The capital of France is"
+    parts.engine.generate(input_ids=text)
+
+
+@produces("one_sequence_to_score")
+def _(parts: Parts):
+    sequence: Any = [1, 2, 3]
+    parts.engine.score(sequence)
 
 
 @produces("empty_prompt")
@@ -205,6 +230,12 @@ def _(_: Parts):
 @produces("no_checkpoint")
 def _(parts: Parts):
     parts.engine.restore_checkpoint(parts.tmp_path / "none.ckpt")
+
+
+@produces("folder_without_checkpoint")
+def _(parts: Parts):
+    (parts.tmp_path / "empty").mkdir()
+    parts.engine.restore_checkpoint(parts.tmp_path / "empty")
 
 
 @produces("damaged_checkpoint")

@@ -31,6 +31,10 @@ def test_installation():
     assert doc_blocks.run("installation.md", {}) == 1
 
 
+def test_weights():
+    assert doc_blocks.run("weights.md", {}) == 5
+
+
 def test_blocks_of_other_pages_are_python():
     """Those that are not run are at least compiled."""
     num_compiled = 0

@@ -51,6 +51,15 @@ def logical_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.nd
     return weights
 
 
+class ForeignTensor:
+    """What another framework's array looks like from here."""
+
+    shape, dtype = (32,), "torch.float32"
+
+    def __dlpack__(self) -> object:
+        raise NotImplementedError
+
+
 def with_eos(model: ModelConfig, *ids: int) -> ModelConfig:
     """The same model with end-of-sequence ids."""
     return dataclasses.replace(model, eos_token_ids=ids)

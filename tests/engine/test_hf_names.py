@@ -23,7 +23,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.runner.placement import place
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.loader import read_hf_folder
-from tests.engine.models import TINY, logical_weights, spread_weights
+from tests.engine.models import TINY, ForeignTensor, logical_weights, spread_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = ["qwen2_bias_untied", "qwen3_gqa_tied", "gemma3_window", "llama_scaled_untied"]
@@ -143,15 +143,6 @@ class TestPairs:
         pairs = list(spread_weights().items())
         with pytest.raises(WeightSyncError, match=r"both called 'model\.norm\.weight'"):
             engine.update_weights([*pairs, ("model.norm.weight", np.ones(32, np.float32))])
-
-
-class ForeignTensor:
-    """What another framework's array looks like from here."""
-
-    shape, dtype = (32,), "torch.float32"
-
-    def __dlpack__(self):
-        raise NotImplementedError
 
 
 class TestBadSources:

@@ -120,7 +120,7 @@ class TestPrompts:
 
 class TestSamplingParams:
     def test_none_is_a_numbers_default(self, engine):
-        nothing = dict.fromkeys(DEFAULT_IF_NONE)
+        nothing: dict[str, Any] = dict.fromkeys(DEFAULT_IF_NONE)
         assert SamplingParams.from_dict(nothing) == SamplingParams()
         given = nothing | GREEDY | {"stop": None, "seed": None, "top_k": None}
         (out,) = engine.generate(["ab"], given)
@@ -149,7 +149,7 @@ class TestSamplingParams:
 
     def test_copies(self):
         """The check of names is in the way of none."""
-        params = SamplingParams(stop="a", logit_bias={3: 1.0}, temperature=1)
+        params = SamplingParams(stop=("a",), logit_bias={3: 1.0}, temperature=1)
         assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
         assert dataclasses.replace(params, temperature=0).stop == ("a",)
         assert SamplingParams.from_dict(params.to_dict()) == params
