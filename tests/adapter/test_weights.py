@@ -189,6 +189,10 @@ BAD_UPDATES = {
         lambda p: p | {"final_norm.w": p["final_norm.w"].astype(np.int32)},
         [r"final_norm\.w", "int32"],
     ),
+    "not finite": (
+        lambda p: p | {GATE: p[GATE] * np.float32("nan")},
+        [r"^1 of \d+ new weights hold NaN", r"model\.layers\.1\.mlp\.gate_proj\.weight"],
+    ),
     "no arrays": (lambda p: p | {"final_norm.w": "text"}, [r"final_norm\.w", "str"]),
     "several": (
         lambda p: without(p, GATE) | {"other.w": p["final_norm.w"]},
@@ -207,6 +211,12 @@ def test_a_bad_update_is_refused_and_the_old_weights_serve(serving, other_model,
         assert caught.match(word)
     assert serving.weight_version == version
     assert tokens_of(serving, PROMPTS) == expected
+
+
+def test_weights_that_are_not_finite_may_be_asked_for(make_rollout, other_model):
+    rollout = make_rollout(check_finite=False)
+    rollout.update_params(BAD_UPDATES["not finite"][0](named_params(other_model)), FILTER)
+    assert rollout.weight_version == 1
 
 
 def test_a_deleted_source_is_refused_and_the_old_weights_serve(serving, other_model, expected):
@@ -278,7 +288,7 @@ def test_an_update_before_the_first_call_counts(make_rollout, other_model):
     assert rollout.weight_version == 2
 
 
-@pytest.mark.parametrize("kind", ["missing", "unknown", "transposed"])
+@pytest.mark.parametrize("kind", ["missing", "unknown", "transposed", "not finite"])
 def test_a_bad_update_before_the_first_call(make_rollout, model, expected, kind):
     """Refused right there, and the actor's weights serve."""
     change, words = BAD_UPDATES[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from pathlib import Path
 
@@ -108,6 +109,18 @@ class TestUpdate:
         ):
             other.update_weights(folder)
 
+    @pytest.mark.parametrize("donate", [False, True])
+    def test_leaves_no_memory_behind(self, engine, donate):
+        """Also for whoever keeps the error."""
+        source = jax.tree.map(jnp.asarray, broken(NEW))
+        with refused():  # the first of a kind makes what later ones use again
+            engine.update_weights(source, donate=donate)
+        before = settled_bytes(engine)
+        with refused() as caught:
+            engine.update_weights(source, donate=donate)
+        assert settled_bytes(engine) == before
+        assert caught.value.__traceback__ is not None
+
     def test_all_of_them(self, engine):
         weights = {name: np.full_like(array, np.nan) for name, array in NEW.items()}
         with pytest.raises(WeightSyncError, match=r"^25 of 25 .* and 17 more$"):
@@ -146,6 +159,15 @@ class TestStart:
         folder = write_golden(tmp_path / "broken", PROJECTION)
         with pytest.raises(WeightSyncError, match=f"hold NaN or infinity .*: '{PROJECTION}'"):
             Engine(folder, dtype="float32")
+
+
+def settled_bytes(engine):
+    """Of live arrays, once the engine's threads are done with all updates."""
+    with pytest.raises(WeightSyncError, match="is missing"):
+        engine.update_weights({})
+    engine.check_integrity()
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
 def write_golden(folder: Path, name: str) -> Path:
