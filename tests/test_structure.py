@@ -251,6 +251,7 @@ def test_exported_names():
         "InvalidConfigError",
         "InvalidRequestError",
         "Llama3Scaling",
+        "LoraConfig",
         "LoraRule",
         "MemoryReport",
         "ModelConfig",

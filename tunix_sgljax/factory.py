@@ -14,9 +14,11 @@ from tunix.rl.grpo import grpo_learner as tunix_grpo
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.lora import LoraMode
 from tunix_sgljax.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.sampling import WeightUpdateMode
+from tunix_sgljax.wrapping import find_sgljax_rollout
 
 
 def create_sgljax_rollout(
@@ -33,6 +35,8 @@ def create_sgljax_rollout(
     release_kv_between_steps: bool = False,
     strict_config: bool = False,
     progress: Progress | None = None,
+    lora: LoraMode = "merged",
+    lora_scaling: float | None = None,
     **engine_options: Any,
 ) -> SglJaxRollout:
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
@@ -52,6 +56,8 @@ def create_sgljax_rollout(
         release_kv_between_steps: See `SglJaxRollout`.
         strict_config: See `SglJaxRollout`.
         progress: See `SglJaxRollout`.
+        lora: See `SglJaxRollout`.
+        lora_scaling: See `SglJaxRollout`.
         **engine_options: Flat `EngineConfig` options.
 
     Raises:
@@ -73,6 +79,8 @@ def create_sgljax_rollout(
         release_kv_between_steps=release_kv_between_steps,
         strict_config=strict_config,
         progress=progress,
+        lora=lora,
+        lora_scaling=lora_scaling,
         **engine_options,
     )
 
@@ -116,6 +124,7 @@ class RLCluster(tunix_cluster.RLCluster):
             engine = functools.partial(_ExistingRollout, rollout_worker=rollout_worker)
             # Tunix's annotation leaves out the partial that its code accepts.
             cluster_config = dataclasses.replace(cluster_config, rollout_engine=engine)
+        self._has_reference = reference is not None
         super().__init__(
             actor=actor,
             critic=critic,
@@ -125,6 +134,43 @@ class RLCluster(tunix_cluster.RLCluster):
             cluster_config=cluster_config,
             perf_config=perf_config,
         )
+
+    def get_ref_per_token_logps(
+        self,
+        prompt_tokens: jax.Array,
+        completion_tokens: jax.Array,
+        pad_id: int,
+        eos_id: int,
+        micro_batch_size: int | None = None,
+    ) -> jax.Array:
+        """As Tunix's; without a reference model, the rollout's frozen base is the reference.
+
+        That is for a LoRA actor and a rollout with lora="adapter".
+
+        Args:
+            prompt_tokens: [B, P] int32, left-padded.
+            completion_tokens: [B, C] int32, right-padded.
+            pad_id: See Tunix.
+            eos_id: See Tunix.
+            micro_batch_size: Of the reference model; the engine batches by itself.
+
+        Returns:
+            [B, C] float32.
+
+        Raises:
+            InvalidConfigError: without a reference model and such a rollout.
+        """
+        if self._has_reference:
+            return super().get_ref_per_token_logps(
+                prompt_tokens, completion_tokens, pad_id, eos_id, micro_batch_size
+            )
+        worker = find_sgljax_rollout(self.rollout)
+        if worker is None or worker.adapter is None:
+            raise InvalidConfigError(
+                "reference must be a model, got None: only a LoRA actor's SglJaxRollout with "
+                "lora='adapter' can do without"
+            )
+        return worker.get_ref_per_token_logps(prompt_tokens, completion_tokens)
 
 
 class _ExistingRollout(BaseRollout):

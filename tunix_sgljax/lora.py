@@ -22,7 +22,7 @@ from sgljax_engine import InvalidConfigError, LoraRule, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
-LoraMode = Literal["merged"]
+LoraMode = Literal["merged", "adapter"]
 """How the engine applies a LoRA actor's pairs; see `SglJaxRollout`."""
 
 BaseHolder = Literal["the actor", "the rollout"]
@@ -272,6 +272,21 @@ class LoraActor:
         self._quantised = dict(quantised)
         self._given: dict[str, Any] | None = None  # another base than the actor's
         self._pairs: dict[str, Any] = {}
+        self._pending: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the weights that have a pair."""
+        return [rule.weight for rule in self.rules]
+
+    @property
+    def brings_base(self) -> bool:
+        """Whether what was completed last has another base than the actor's."""
+        return self._pending[0] is not None
+
+    def accept(self) -> None:
+        """What was completed last serves: it is what later parameters are completed by."""
+        self._given, self._pairs = self._pending
 
     def report(self, mode: LoraMode) -> LoraReport:
         """For users."""
@@ -282,8 +297,8 @@ class LoraActor:
     def complete(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """All parameters, from all of them, from LoRA leaves alone, or from a base alone.
 
-        What is not given is the actor's base, and the pairs that were given last. A given base
-        that is not the actor's is kept, and holds from then on. A quantised one is given back in
+        What is not given is the actor's base, and the pairs that were accepted last. A given base
+        that is not the actor's is kept once it is accepted. A quantised one is given back in
         floating point.
 
         Raises:
@@ -300,18 +315,19 @@ class LoraActor:
                 f"LoRA parameters are not those of the actor ({len(problems)} problem(s)):\n  "
                 + "\n  ".join(sorted(problems))
             )
+        given = self._given
         if base:
             own = self._own()
             is_own = base.keys() == own.keys() and all(base[name] is own[name] for name in own)
-            self._given = None if is_own else base
-        base = self._base()
+            given = None if is_own else base
+        base = self._own() if given is None else given
         deleted = [n for n, x in base.items() if isinstance(x, jax.Array) and x.is_deleted()]
         if deleted:
             raise WeightSyncError(
                 f"the frozen base of the LoRA actor was deleted or donated: {deleted[0]!r} and "
                 f"{len(deleted) - 1} more"
             )
-        self._pairs = pairs
+        self._pending = given, pairs
         if self._quantised:
             # On its own thread: Tunix's transfer guards are thread-local, and forbid constants.
             with ThreadPoolExecutor(1) as pool:

@@ -126,7 +126,7 @@ class WeightMapper:
         self._mapping = mapping
         self._architecture = architecture
         self._lora = lora
-        self._rules: dict[tuple[str, ...], tuple[WeightRule, ...]] = {}
+        self._rules: dict[tuple[Any, ...], tuple[WeightRule, ...]] = {}
 
     def named_source(self, params: Any) -> dict[str, Any]:
         """The parameters by dotted name, after the mapping's preprocessing.
@@ -149,15 +149,31 @@ class WeightMapper:
             )
         return source
 
-    def rules_for(self, source: Mapping[str, Any]) -> tuple[WeightRule, ...]:
-        """Rules for parameters of these names; see `to_rules`."""
-        names = tuple(source)
-        if names not in self._rules:
-            plain = [name for name in names if not is_lora_name(name)]
+    def lora_targets(self) -> tuple[str, ...]:
+        """Kinds of the engine's projections that the actor's pairs change, "q_proj" say."""
+        weights = [] if self._lora is None else self._lora.weights
+        kinds: dict[str, None] = {}
+        for rule in to_rules(self._mapping, weights, self._architecture):
+            if rule.target is not None and _matching(rule.source, weights):
+                kinds[rule.target.removesuffix(".weight").rsplit(".", 1)[-1]] = None
+        return tuple(kinds)
+
+    def rules_for(
+        self, source: Mapping[str, Any], *, with_lora: bool = True
+    ) -> tuple[WeightRule, ...]:
+        """Rules for parameters of these names; see `to_rules`.
+
+        Args:
+            source: Parameters by name.
+            with_lora: The rules of the actor's pairs too.
+        """
+        key = (with_lora, *source)
+        if key not in self._rules:
+            plain = [name for name in source if not is_lora_name(name)]
             rules = to_rules(self._mapping, plain, self._architecture)
-            pairs = () if self._lora is None else self._lora.rules
-            self._rules[names] = (*rules, *pairs)
-        return self._rules[names]
+            pairs = self._lora.rules if self._lora is not None and with_lora else ()
+            self._rules[key] = (*rules, *pairs)
+        return self._rules[key]
 
 
 def to_rules(

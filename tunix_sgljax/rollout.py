@@ -34,7 +34,6 @@ from sgljax_engine import (
 from tunix_sgljax import engine_fields, mappings, padding, sampling
 from tunix_sgljax.field_checks import FieldChecker
 from tunix_sgljax.lora import (
-    LoraActor,
     LoraMode,
     LoraReport,
     check_lora_mode,
@@ -45,9 +44,11 @@ from tunix_sgljax.lora import (
 from tunix_sgljax.model_config import as_trained, engine_dtype, to_model_config
 from tunix_sgljax.observers import RolloutObservers
 from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
+from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.progress import Progress
 from tunix_sgljax.resting import EngineRest
 from tunix_sgljax.rollout_fields import lora_scaling as scaling_of
+from tunix_sgljax.rollout_fields import max_lora_rank
 from tunix_sgljax.sampling_fields import with_training_kwargs
 from tunix_sgljax.trainer_match import TrainerMatch
 
@@ -115,8 +116,10 @@ class SglJaxRollout(BaseRollout):
                 episodes) release and take it each time. While other users of the same engine
                 have requests running, nothing is released.
             lora: How the pairs of a LoRA actor are applied. "merged" adds them to the frozen base
-                whenever they come, so that sampling costs what it costs without LoRA. Without LoRA
-                parameters in the actor it means nothing.
+                whenever they come, so that sampling costs what it costs without LoRA. "adapter"
+                keeps them apart: a sync moves the pairs alone, the base serves too (the reference's
+                log-probs, say), and so may other adapters; decoding takes a little longer. Without
+                LoRA parameters in the actor it means nothing.
             lora_scaling: alpha / rank of all pairs. None takes
                 `RolloutConfig.rollout_sglang_jax_lora_scaling`, else what the actor's qwix provider
                 says of each.
@@ -147,7 +150,6 @@ class SglJaxRollout(BaseRollout):
             )
         self._lora_mode: LoraMode = check_lora_mode(lora)
         self._lora_scaling = check_scaling("lora_scaling", lora_scaling)
-        self._lora: LoraActor | None = None
         sampling.check_weight_update_mode(weight_update_mode)
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
         is_strict = sampling.check_flag("strict_config", strict_config)
@@ -195,12 +197,15 @@ class SglJaxRollout(BaseRollout):
         )
         self._mapping_obj = rollout_config.rollout_mapping_config
         mapping = mappings.find_mapping(self._mapping_obj, self._actor)
-        self._lora = find_lora(
-            self._actor,
-            scaling_of(rollout_config) if self._lora_scaling is None else self._lora_scaling,
+        asked_scaling = scaling_of(rollout_config)
+        scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
+        lora = find_lora(self._actor, scaling)
+        mapper = mappings.WeightMapper(mapping, self._model_config.architecture, lora)
+        self._weights = PolicyWeights(mapper, lora, self._lora_mode)
+        slots = self._weights.adapter_config(
+            self._engine_config.lora, self._explicit_options, max_lora_rank(rollout_config)
         )
-        architecture = self._model_config.architecture
-        self._mapper = mappings.WeightMapper(mapping, architecture, self._lora)
+        self._engine_config = dataclasses.replace(self._engine_config, lora=slots)
 
     # ------------------------------------------------------------------ facts
 
@@ -255,7 +260,12 @@ class SglJaxRollout(BaseRollout):
     @property
     def lora_report(self) -> LoraReport | None:
         """The actor's LoRA pairs, and who holds the frozen base; None without LoRA parameters."""
-        return None if self._lora is None else self._lora.report(self._lora_mode)
+        return self._weights.lora_report()
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter that is the policy, with lora="adapter"; else None."""
+        return self._weights.adapter
 
     @property
     def weight_version(self) -> int:
@@ -320,7 +330,7 @@ class SglJaxRollout(BaseRollout):
         watched = self._observers.generating(engine, len(texts))
         with watched, self._holding_policies(engine):
             with self._rest.call(engine):
-                outputs = engine.generate_requests(prompt_ids, params)
+                outputs = engine.generate_requests(prompt_ids, params, lora=self.adapter)
             ends = params[0].stop_token_ids
             output = self._rollout_output(prompt_ids, outputs, rollout_config, ends)
             if self._match is not None and rollout_config.return_logprobs:
@@ -427,6 +437,23 @@ class SglJaxRollout(BaseRollout):
             extra=self._extra_params,
         )
 
+    def get_ref_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """`get_per_token_logps` of the frozen base: the reference policy of a LoRA run.
+
+        It needs no second model; `RLCluster` of this package takes it where there is no reference.
+
+        Raises:
+            InvalidConfigError: unless lora="adapter", where the engine has the base by itself.
+        """
+        if self.adapter is None:
+            raise InvalidConfigError(
+                "log-probs of the base need a LoRA actor and lora='adapter'; the engine's weights "
+                "are the policy's"
+            )
+        return self._score(prompt_tokens, completion_tokens, None)
+
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
@@ -444,6 +471,36 @@ class SglJaxRollout(BaseRollout):
             prompt_tokens: [B, P] int32, left-padded; completion_tokens: [B, C] int32,
             right-padded; returns [B, C] float32, 0 at padding.
         """
+        if self._match is None:
+            return self._score(prompt_tokens, completion_tokens, self.adapter)
+        self._sequences(prompt_tokens, completion_tokens)  # refuses what cannot be scored
+        prompts_BP, completions_BC = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+        watched = self._observers.span("get_per_token_logps", rows=len(prompts_BP))
+        with watched, self._holding_policies(self.engine):
+            temperature = self._temperature or 1.0
+            return jnp.asarray(
+                self._match.given_logps(prompts_BP, completions_BC, temperature=temperature)
+            )
+
+    def _score(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array, adapter: str | None
+    ) -> jax.Array:
+        sequences, start_lens, mask_BC = self._sequences(prompt_tokens, completion_tokens)
+        engine = self.engine
+        watched = self._observers.span("get_per_token_logps", rows=len(sequences))
+        with watched, self._rest.call(engine):
+            logps = engine.score(
+                sequences,
+                temperature=self._temperature or 1.0,
+                start_lens=start_lens,
+                lora=adapter,
+            )
+        return jnp.asarray(padding.spread(logps, mask_BC))
+
+    def _sequences(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> tuple[list[list[int]], list[int], np.ndarray]:
+        """Token ids without padding, the lengths of their prompts, and which completions' count."""
         pad = self.pad_id()
         prompts = padding.unpad_prompts(np.asarray(prompt_tokens), pad)
         if any(len(prompt) == 0 for prompt in prompts):
@@ -456,22 +513,7 @@ class SglJaxRollout(BaseRollout):
             np.concatenate((prompt, completion[mask])).tolist()
             for prompt, completion, mask in zip(prompts, completions_BC, mask_BC, strict=True)
         ]
-        engine = self.engine
-        watched = self._observers.span("get_per_token_logps", rows=len(sequences))
-        if self._match is not None:
-            prompts_BP, temperature = np.asarray(prompt_tokens), self._temperature or 1.0
-            with watched, self._holding_policies(engine):
-                matched = self._match.given_logps(
-                    prompts_BP, completions_BC, temperature=temperature
-                )
-            return jnp.asarray(matched)
-        with watched, self._rest.call(engine):
-            logps = engine.score(
-                sequences,
-                temperature=self._temperature or 1.0,
-                start_lens=[len(prompt) for prompt in prompts],
-            )
-        return jnp.asarray(padding.spread(logps, mask_BC))
+        return sequences, [len(prompt) for prompt in prompts], mask_BC
 
     # ------------------------------------------------------------------ for an event loop
 
@@ -489,7 +531,7 @@ class SglJaxRollout(BaseRollout):
         """Samples prompts given as token ids; cancelling the task aborts them."""
         engine = self.engine
         with self._observers.generating(engine, len(prompt_ids)), self._rest.call(engine):
-            return await engine.async_generate_requests(prompt_ids, params)
+            return await engine.async_generate_requests(prompt_ids, params, lora=self.adapter)
 
     @property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -505,8 +547,7 @@ class SglJaxRollout(BaseRollout):
         Raises:
             WeightSyncError: for LoRA parameters that are not the actor's.
         """
-        source = self._mapper.named_source(params)
-        return source, self._mapper.rules_for(source)
+        return self._weights.source(params)
 
     # ------------------------------------------------------------------ weights
 
@@ -541,19 +582,17 @@ class SglJaxRollout(BaseRollout):
             self._update(params)
 
     def _update(self, params: Any) -> None:
-        if self._lora is not None:
+        if self._weights.has_lora:
             self.engine  # noqa: B018  built from the actor, which has the frozen base
             # Offloading, Tunix passes the base alone as it moves the reference model.
             if self._rest.is_offloading and not any(map(is_lora_name, flatten_named(params))):
                 return
-        source, rules = self.weight_source(params)
-        engine = self.engine
+        engine, mode = self.engine, self._weight_update_mode
         if self._match is None:
-            engine.update_weights(source, rules, mode=self._weight_update_mode)
+            self._weights.update(engine, params, mode)
         else:
             with self._match.update(params) as versions:
-                version = engine.update_weights(source, rules, mode=self._weight_update_mode)
-                versions.append(version)
+                versions.append(self._weights.update(engine, params, mode))
         self._rest.updated(engine)
 
     def find_differing_weights(self, params: Any) -> list[str]:
@@ -565,8 +604,7 @@ class SglJaxRollout(BaseRollout):
         Raises:
             WeightSyncError: names each missing, extra or mis-shaped parameter.
         """
-        source, rules = self.weight_source(params)
-        return self.engine.find_differing_weights(source, rules)
+        return self._weights.differing(self.engine, params)
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""
@@ -588,10 +626,10 @@ class SglJaxRollout(BaseRollout):
             name: jax.ShapeDtypeStruct(x.shape, x.dtype)
             for name, x in flatten_named(params).items()
         }
-        source, rules = self.weight_source(params)
+        first = self._weights.first(params)
         runtime = self._engine_config.runtime
         if runtime.dtype is None:
-            stored = np.dtype(next(iter(source.values())).dtype).name
+            stored = np.dtype(next(iter(first.weights.values())).dtype).name
             dtype = engine_dtype(getattr(self._actor, "config", None), stored)
             runtime = dataclasses.replace(runtime, dtype=dtype)
         self._dtype = str(runtime.dtype)
@@ -600,8 +638,9 @@ class SglJaxRollout(BaseRollout):
             self._match.start(self._actor)
         return Engine(
             model_config=self._model_config,
-            weights=source,
-            weight_rules=rules,
+            weights=first.weights,
+            weight_rules=first.weight_rules,
+            adapters=first.adapters,
             tokenizer=self._tokenizer,
             mesh=self._mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),

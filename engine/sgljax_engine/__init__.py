@@ -8,7 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sgljax_engine.config import CacheConfig, EngineConfig, RuntimeConfig, SchedulerConfig
+from sgljax_engine.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    RuntimeConfig,
+    SchedulerConfig,
+)
 from sgljax_engine.errors import (
     CheckpointError,
     CompileForbiddenError,
@@ -112,6 +118,7 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "Llama3Scaling",
+    "LoraConfig",
     "LoraRule",
     "MemoryReport",
     "ModelConfig",

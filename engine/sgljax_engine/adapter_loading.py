@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -35,6 +36,14 @@ class AdapterJob(NamedTuple):
     future: Future[int]
 
 
+class CompareJob(NamedTuple):
+    """One `find_differing_adapter` call; gets the names of projections that differ."""
+
+    name: str
+    load: Callable[[], WeightSource]
+    future: Future[list[str]]
+
+
 class AdapterLoader:
     """Loads adapters, on the thread of a `Worker`: that of the `Updater`."""
 
@@ -64,6 +73,21 @@ class AdapterLoader:
         Raises:
             EngineStateError: for an engine without adapters.
         """
+        build = self._prepare(job, check_finite=job.check_finite)
+        future: Future[int] = Future()
+        self._submit(cmd.SwapAdapter(job.name, build, job.mode, job.flush_cache, future))
+        return future.result()
+
+    def compare(self, job: CompareJob) -> list[str]:
+        """Names of projections whose adapter is not what the source makes of it."""
+        build = self._prepare(job, check_finite=False)
+        future: Future[list[str]] = Future()
+        self._submit(cmd.CompareAdapter(job.name, build, future))
+        return future.result()
+
+    def _prepare(
+        self, job: AdapterJob | CompareJob, *, check_finite: bool
+    ) -> Callable[[sync.Weights, int], sync.Weights]:
         self._check_open()
         if self._slots is None:
             raise EngineStateError(
@@ -73,10 +97,4 @@ class AdapterLoader:
         plan, arrays = plan_adapter(source.arrays, source.rules, self._slots, self._targets)
         del source
         sync.await_source(arrays)
-        future: Future[int] = Future()
-
-        def build(serving: sync.Weights, slot: int) -> sync.Weights:
-            return plan.build(arrays, serving, slot, check_finite=job.check_finite)
-
-        self._submit(cmd.SwapAdapter(job.name, build, job.mode, job.flush_cache, future))
-        return future.result()
+        return functools.partial(plan.build, arrays, check_finite=check_finite)

@@ -155,6 +155,18 @@ class SwapAdapter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CompareAdapter:
+    """Names of projections whose adapter differs from what a source makes of it.
+
+    `build` is as of `SwapAdapter`.
+    """
+
+    name: str
+    build: Callable[[Weights, int], Weights]
+    future: Future[list[str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class UnloadAdapter:
     """Give an adapter's slot back."""
 
@@ -263,6 +275,7 @@ Command = (
     | WakeUp
     | SwapWeights
     | SwapAdapter
+    | CompareAdapter
     | UnloadAdapter
     | MakeWeights
     | ChecksumWeights

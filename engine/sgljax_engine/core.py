@@ -362,6 +362,16 @@ class EngineCore:
         self.runner.swap_weights(weights | command.build(serving, slot))
         self.adapters.add(command.name, slot)
 
+    def differing_adapter(
+        self, name: str, build: Callable[[cmd.Weights, int], cmd.Weights]
+    ) -> list[str]:
+        """Names of projections whose A or B is not what `build` makes for an adapter's slot."""
+        weights = self.runner.weights
+        serving = {each: weights[each] for each in slot_names(weights)}
+        made = build(serving, self.adapters.find(name))
+        differing = [each for each, x in made.items() if not bool((x == serving[each]).all())]
+        return sorted({each.rsplit(".", 1)[0] for each in differing})
+
     def _with_adapters(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """New weights with the adapters that serve, wherever those are."""
         serving = self.runner.weights

@@ -21,7 +21,7 @@ import numpy as np
 
 from sgljax_engine import builder
 from sgljax_engine import commands as cmd
-from sgljax_engine.adapter_loading import AdapterJob
+from sgljax_engine.adapter_loading import AdapterJob, CompareJob
 from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.checkpointing import SaveJob, load_checkpoint, restoration
@@ -819,6 +819,24 @@ class Engine:
         job = self._adapter_job(name, source, rules, mode, flush_cache)
         return await self._client.async_update(job)
 
+    def find_differing_adapter(
+        self, name: str, source: Any, rules: Sequence[WeightRule]
+    ) -> list[str]:
+        """Names of projections whose adapter has other bits than a source makes of it.
+
+        Args:
+            name: Of a loaded adapter.
+            source: As in `load_adapter`.
+            rules: As in `load_adapter`.
+
+        Raises:
+            WeightSyncError: as `load_adapter`.
+            InvalidRequestError: for an adapter that is not loaded.
+            EngineStateError: while the engine sleeps or has no weights.
+        """
+        load = functools.partial(WeightSource, source, check_rules(rules))
+        return self._client.update(functools.partial(CompareJob, name, load))
+
     def unload_adapter(self, name: str) -> None:
         """Gives an adapter's slot back.
 
@@ -844,7 +862,7 @@ class Engine:
             raise InvalidRequestError(f"name must be a string of an adapter, got {name!r}")
         check_mode(mode)
         flush = _flushes(mode, flush_cache)
-        load = functools.partial(WeightSource, source, tuple(rules))
+        load = functools.partial(WeightSource, source, check_rules(rules))
         return functools.partial(AdapterJob, name, load, mode, flush, self._checks_finite)
 
     def get_weights_checksum(self) -> dict[str, str]:

@@ -301,6 +301,8 @@ class EngineLoop:
             return core.runner.checksum_weights()()
         if isinstance(command, cmd.CompareWeights):
             return core.runner.differing_weights(command.source, command.rules)
+        if isinstance(command, cmd.CompareAdapter):
+            return core.differing_adapter(command.name, command.build)
         if isinstance(command, cmd.Score):
             slot = core.adapters.find(command.lora)
             return core.runner.score(command.sequences, command.starts, command.temperature, slot)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from sgljax_engine import commands as cmd
-from sgljax_engine.adapter_loading import AdapterJob, AdapterLoader
+from sgljax_engine.adapter_loading import AdapterJob, AdapterLoader, CompareJob
 from sgljax_engine.errors import EngineStateError, InvalidRequestError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.updates import UpdateJob, Updater, WeightSource
@@ -131,7 +131,7 @@ class DiscardJob(NamedTuple):
     future: Future[bool]
 
 
-WeightJob = UpdateJob | AdapterJob | StageJob | PublishJob | DiscardJob
+WeightJob = UpdateJob | AdapterJob | CompareJob | StageJob | PublishJob | DiscardJob
 """What the thread of weight updates does, in the order of the calls."""
 
 
@@ -216,6 +216,8 @@ def do_weight_job(updater: Updater, loader: AdapterLoader, stager: Stager, job: 
         return updater.update(job)
     if isinstance(job, AdapterJob):
         return loader.load(job)
+    if isinstance(job, CompareJob):
+        return loader.compare(job)
     if isinstance(job, StageJob):
         return stager.stage(job)
     if isinstance(job, PublishJob):

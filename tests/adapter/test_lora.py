@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,29 +22,32 @@ from tests.adapter.helpers import (
     tokens_of,
 )
 from tests.adapter.test_weights import sync_guards
+from tunix_sgljax.lora import LoraMode
 
 FILTER = (nnx.LoRAParam,)
 NUM_TOKENS = 24
 PROMPTS = ref.make_prompts(90, (7, 7, 7), seed=3)
 TOLERANCE = 1e-4
 
-FAST = ("gqa2_tied-all", "gemma2-two")
+FAST = ("gqa2_tied-all-merged", "gemma2-two-merged", "gemma3-two-adapter")
 """The others are of the slow tier."""
 
 
 def cases():
     for name in lora_models.MODELS:
         for rules in lora_models.RULES:
-            label = f"{name}-{rules}"
-            marks = () if label in FAST else (pytest.mark.slow,)
-            yield pytest.param((name, rules), id=label, marks=marks)
+            for mode in get_args(LoraMode):
+                label = f"{name}-{rules}-{mode}"
+                marks = () if label in FAST else (pytest.mark.slow,)
+                yield pytest.param((name, rules, mode), id=label, marks=marks)
 
 
 @pytest.fixture(scope="module", params=cases())
 def case(request):
     """A LoRA model and its rollout."""
-    model = lora_models.make(*request.param)
-    rollout = new_rollout(model, rollout_config=config(), max_model_len=64)
+    name, rules, mode = request.param
+    model = lora_models.make(name, rules)
+    rollout = new_rollout(model, rollout_config=config(), max_model_len=64, lora=mode)
     yield types.SimpleNamespace(model=model, rollout=rollout)
     rollout.close()
 
@@ -99,11 +103,11 @@ def test_the_weights_are_found_to_be_the_trainers(case):
 # ------------------------------------------------------------------ one rollout for what follows
 
 
-@pytest.fixture(scope="module")
-def shared():
+@pytest.fixture(scope="module", params=get_args(LoraMode))
+def shared(request):
     """A LoRA model of Qwen3 and its rollout."""
     model = lora_models.make("gqa2_tied")
-    rollout = new_rollout(model)
+    rollout = new_rollout(model, lora=request.param)
     rollout.engine  # noqa: B018  built, so that updates count
     yield types.SimpleNamespace(model=model, rollout=rollout)
     rollout.close()
@@ -146,7 +150,7 @@ BAD = {
     ),
     "a shape that does not fit": (
         lambda m: changed(m, w_lora_a=np.ones((63, 4), np.float32)),
-        r"q_proj\.w_lora_a' \[63, 4\].*A must be \[64, 4\] and B \[4, 4, 16\]",
+        r"\[63, 4\].*A must be \[64, 4\] and B \[4, 4, 16\]|it is for \[63, 64\], the projection",
     ),
     "integers": (
         lambda m: changed(m, w_lora_a=np.ones((64, 4), np.int32)),
@@ -173,12 +177,15 @@ def test_pairs_are_never_merged_into_merged_weights(serving):
 
 
 def test_weights_without_pairs_are_not_made_again(serving):
-    """What serves on is the very array that served before."""
+    """What serves on is the very array that served before; with an adapter, all of the base."""
     runner = serving.rollout.engine._loop._core.runner
     before = dict(runner.weights)
     serving.rollout.update_params(lora_models.draw(serving.model, 2), FILTER)
-    same = {name for name, weight in runner.weights.items() if weight is before[name]}
-    assert same == {name for name in before if "norm" in name or "embed" in name}
+    changed = {name for name, weight in runner.weights.items() if weight is not before[name]}
+    if serving.rollout.adapter is None:
+        assert changed == {name for name in before if "proj" in name}
+    else:
+        assert changed == {name for name in before if "lora" in name}
 
 
 def test_a_whole_state_brings_a_new_base(serving):
@@ -187,12 +194,32 @@ def test_a_whole_state_brings_a_new_base(serving):
     base = ref.make_tunix_qwen3("gqa2_tied", seed=77)
     nnx.update(other, nnx.state(base, nnx.Param))
     lora_models.draw(other, 3)
-    serving.rollout.update_params(nnx.state(other, nnx.Param))
-    check_follows(serving.rollout, other)
-    serving.rollout.update_params(lora_models.draw(other, 4), FILTER)
-    check_follows(serving.rollout, other)
+    if serving.rollout.adapter is not None:
+        with pytest.raises(WeightSyncError, match="lora='adapter' keeps the actor's frozen base"):
+            serving.rollout.update_params(nnx.state(other, nnx.Param))
+    else:
+        serving.rollout.update_params(nnx.state(other, nnx.Param))
+        check_follows(serving.rollout, other)
+        serving.rollout.update_params(lora_models.draw(other, 4), FILTER)
+        check_follows(serving.rollout, other)
+        assert serving.rollout.lora_report.base_holder == "the rollout"
     serving.rollout.update_params(nnx.state(serving.model, nnx.Param))
     assert tokens_of(serving.rollout, PROMPTS) == serving.tokens
+    assert serving.rollout.lora_report.base_holder == "the actor"
+
+
+def test_a_failed_update_is_forgotten(serving):
+    """What it brought completes no later one."""
+    broken = {".".join(map(str, k)): v.get_value() for k, v in _flat(serving.model)}
+    broken["layers.0.mlp.up_proj.kernel"] = np.ones((3, 3), np.float32)
+    with pytest.raises(WeightSyncError):
+        serving.rollout.update_params(broken)
+    serving.rollout.update_params(lora_models.leaves(serving.model), FILTER)
+    assert tokens_of(serving.rollout, PROMPTS) == serving.tokens
+
+
+def _flat(model):
+    return nnx.to_flat_state(nnx.state(model, nnx.Param))
 
 
 def test_scores_follow_too(serving):
@@ -203,10 +230,11 @@ def test_scores_follow_too(serving):
 
 def test_a_sleeping_engine_takes_pairs(serving):
     engine = serving.rollout.engine
-    for level in (1, 2):
+    levels = (1, 2) if serving.rollout.adapter is None else (1,)  # 2 would give the base up
+    for level in levels:
         engine.sleep(level=level)
         serving.rollout.update_params(lora_models.draw(serving.model, 5 + level), FILTER)
-        engine.wake_up()
+        engine.wake_up(["kv_cache"])
         check_follows(serving.rollout, serving.model)
 
 

@@ -16,14 +16,21 @@ from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster
 
+from sgljax_engine import InvalidConfigError
 from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter import grpo_parts as parts
 from tests.adapter.helpers import ENGINE_OPTIONS, max_difference, new_rollout, scores
 from tests.threads import LIMIT_S
+from tunix_sgljax import RLCluster as OurCluster
 from tunix_sgljax import SglJaxRollout, mismatch_report
 
 ENGINE = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
+
+TOKENS = (
+    jax.numpy.asarray([[0, 0, 3, 4], [5, 6, 7, 8]]),
+    jax.numpy.asarray([[9, 10, 11, 0], [12, 13, 0, 0]]),
+)
 
 # Warnings of Tunix itself and of what it uses, while it trains.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -53,9 +60,11 @@ def check_follows(cluster):
         assert (max_difference(got, logps) < 1e-4) == is_near
 
 
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
 @pytest.mark.parametrize("offloads", [False, True])
-def test_a_grpo_run(offloads):
-    made = lora_parts(rollout_engine=ENGINE, offload_to_cpu=offloads)
+def test_a_grpo_run(offloads, mode):
+    engine = functools.partial(ENGINE, lora=mode)
+    made = lora_parts(rollout_engine=engine, offload_to_cpu=offloads)
     cluster: Any = RLCluster(**made.arguments)
     learner = GRPOLearner(cluster, parts.grpo_config(), parts.reward)
     learner.train(parts.list_batches())
@@ -63,7 +72,7 @@ def test_a_grpo_run(offloads):
         assert cluster.rollout.weight_version == parts.NUM_STEPS
     # Training replaced the frozen arrays by others, and the rollout refers to those: no copy.
     model = cluster.actor_trainer.model
-    base = cluster.rollout._lora._base()
+    base = cluster.rollout._weights._lora._base()
     assert base["layers.0.mlp.up_proj.kernel"] is model.layers[0].mlp.up_proj.kernel.get_value()
     report = cluster.rollout.lora_report
     assert report.base_holder == "the actor"
@@ -75,6 +84,7 @@ def test_a_grpo_run(offloads):
 
 
 MESHES = """
+import functools
 import numpy as np
 from absl import logging
 logging.set_verbosity(logging.ERROR)
@@ -88,9 +98,12 @@ devices = np.array(jax.devices())
 shared = Mesh(devices.reshape(2, 2), ("fsdp", "tp"))
 trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
 sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
-for actor, rollout in ((shared, shared), (trainer, sampler)):
+for actor, rollout, mode in (
+    (shared, shared, "merged"), (trainer, sampler, "merged"), (trainer, sampler, "adapter")
+):
     meshes = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.ROLLOUT: rollout}
-    made = lora.lora_parts(meshes=meshes, rollout_engine=lora.ENGINE)
+    engine = functools.partial(lora.ENGINE, lora=mode)
+    made = lora.lora_parts(meshes=meshes, rollout_engine=engine)
     cluster = RLCluster(**made.arguments)
     GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
     found = cluster.rollout.find_differing_weights(
@@ -101,6 +114,33 @@ for actor, rollout in ((shared, shared), (trainer, sampler)):
     cluster.rollout.close()
 print("lora meshes ok")
 """
+
+
+def test_the_rollout_stands_in_for_the_reference():
+    """With lora="adapter" a run with a KL penalty needs no second model."""
+    logps = []
+    for reference in (True, False):
+        made = lora_parts(rollout_engine=functools.partial(ENGINE, lora="adapter"))
+        if not reference:
+            made.arguments["reference"] = None
+        cluster: Any = OurCluster(**made.arguments)
+        GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
+        check_follows(cluster)
+        logps.append(np.asarray(cluster.get_ref_per_token_logps(*TOKENS, pad_id=0, eos_id=1)))
+        cluster.rollout.close()
+    mask = np.asarray(TOKENS[1]) != 0
+    assert np.abs(logps[0] - logps[1])[mask].max() < 1e-4
+
+
+def test_without_a_reference_and_adapters_an_error_says_so():
+    made = lora_parts(rollout_engine=ENGINE)
+    made.arguments["reference"] = None
+    cluster: Any = OurCluster(**made.arguments)
+    with pytest.raises(InvalidConfigError, match=r"reference must be a model.*lora='adapter'"):
+        cluster.get_ref_per_token_logps(*TOKENS, pad_id=0, eos_id=1)
+    with pytest.raises(InvalidConfigError, match="log-probs of the base need a LoRA actor"):
+        cluster.rollout.get_ref_per_token_logps(*TOKENS)
+    cluster.rollout.close()
 
 
 @pytest.mark.slow
@@ -128,9 +168,10 @@ def test_the_trainers_bits():
     rollout.close()
 
 
-def test_the_default_log_probs_are_within_rounding():
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+def test_the_default_log_probs_are_within_rounding(mode):
     model = lora_models.make("gqa2_tied")
-    rollout = new_rollout(model)
+    rollout = new_rollout(model, lora=mode)
     rollout.engine  # noqa: B018
     rollout.update_params(lora_models.draw(model, 1), (nnx.LoRAParam,))
     report = mismatch_report(rollout, model, ["5 6 7", "8 9"])

@@ -13,6 +13,7 @@ from sgljax_engine import (
     LoraRule,
     Rule,
     SamplingParams,
+    WeightRule,
     WeightSyncError,
     logical_rules,
 )
@@ -49,7 +50,8 @@ def shapes():
 def make_adapter(seed, rank=4, kinds=KINDS, scale=0.5):
     """Random pairs, and their rules with those of the weights."""
     rng = np.random.default_rng(seed)
-    arrays, rules = {}, list(logical_rules(TINY))
+    arrays: dict[str, np.ndarray] = {}
+    rules: list[WeightRule] = list(logical_rules(TINY))
     for name, (num_in, num_out) in shapes().items():
         if name.rsplit(".", 1)[-1] not in kinds:
             continue

@@ -91,6 +91,10 @@ class SglJaxSampler:
                 "SglJaxSampler needs a rollout whose logprobs_mode is not 'trainer_match': weights "
                 "are staged, and the trainer's arrays are not kept"
             )
+        if rollout.adapter is not None:
+            raise InvalidConfigError(
+                "SglJaxSampler needs a rollout with lora='merged': it stages whole weights"
+            )
         self.server_id = server_id
         self._rollout = rollout
         self._transport = transport

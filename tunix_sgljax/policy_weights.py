@@ -1,0 +1,130 @@
+"""The trainer's parameters on their way into the engine, LoRA pairs merged or beside the base."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from sgljax_engine import (
+    Engine,
+    InvalidConfigError,
+    LoraConfig,
+    WeightRule,
+    WeightSyncError,
+)
+from tunix_sgljax.lora import LoraActor, LoraMode, LoraReport, is_lora_name
+from tunix_sgljax.mappings import WeightMapper
+from tunix_sgljax.sampling import WeightUpdateMode
+
+POLICY = "policy"
+"""The name of the adapter that is the policy, with lora="adapter"."""
+
+
+class FirstWeights(NamedTuple):
+    """What an engine starts with; see the arguments of `Engine`."""
+
+    weights: dict[str, Any]
+    weight_rules: tuple[WeightRule, ...]
+    adapters: dict[str, tuple[Any, tuple[WeightRule, ...]]]
+
+
+class PolicyWeights:
+    """Maps parameters and hands them to the engine. Calls come one at a time.
+
+    Attributes:
+        adapter: Name of the adapter that is the policy; None where weights alone are.
+    """
+
+    def __init__(self, mapper: WeightMapper, lora: LoraActor | None, mode: LoraMode) -> None:
+        """Hands nothing over yet.
+
+        Args:
+            mapper: Maps names.
+            lora: Of a LoRA actor.
+            mode: How its pairs are applied.
+        """
+        self._mapper = mapper
+        self._lora = lora
+        self._mode: LoraMode = mode
+        self.adapter = POLICY if lora is not None and mode == "adapter" else None
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether the actor has LoRA parameters."""
+        return self._lora is not None
+
+    def lora_report(self) -> LoraReport | None:
+        """See `SglJaxRollout.lora_report`."""
+        return None if self._lora is None else self._lora.report(self._mode)
+
+    def adapter_config(
+        self, asked: LoraConfig, explicit: Collection[str], max_rank: int | None
+    ) -> LoraConfig:
+        """The engine's room for the policy's adapter, and for others that were asked for.
+
+        Args:
+            asked: Of the engine's configuration.
+            explicit: Names of options that were given for the engine.
+            max_rank: The largest rank that the training config announces.
+
+        Raises:
+            InvalidConfigError: for a `max_lora_rank` below the actor's.
+        """
+        if self._lora is None or self.adapter is None:
+            return asked
+        rank = self._lora.max_rank
+        if "max_lora_rank" not in explicit:
+            asked = dataclasses.replace(asked, max_lora_rank=max(rank, max_rank or 0))
+        if asked.max_lora_rank < rank:
+            raise InvalidConfigError(
+                f"max_lora_rank must be at least the actor's rank {rank}, got {asked.max_lora_rank}"
+            )
+        if asked.lora_targets is None:
+            asked = dataclasses.replace(asked, lora_targets=self._mapper.lora_targets())
+        return dataclasses.replace(asked, max_loras=max(asked.max_loras, 1))
+
+    def source(self, params: Any) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
+        """Parameters by name and the rules that map them, as `Engine.update_weights` takes them."""
+        named = self._mapper.named_source(params)
+        return named, self._mapper.rules_for(named)
+
+    def first(self, params: Any) -> FirstWeights:
+        """What an engine starts with, of all parameters of the actor."""
+        named, rules = self.source(params)
+        self._accept()
+        if self.adapter is None:
+            return FirstWeights(named, rules, {})
+        base, base_rules = self._base_of(named)
+        return FirstWeights(base, base_rules, {self.adapter: (named, rules)})
+
+    def update(self, engine: Engine, params: Any, mode: WeightUpdateMode) -> int:
+        """Replaces the policy; returns the new weight version."""
+        named, rules = self.source(params)
+        if self.adapter is None:
+            version = engine.update_weights(named, rules, mode=mode)
+        elif self._lora is not None and self._lora.brings_base:
+            raise WeightSyncError(
+                "lora='adapter' keeps the actor's frozen base, but parameters with another base "
+                "came; lora='merged' takes them"
+            )
+        else:
+            version = engine.load_adapter(self.adapter, named, rules, mode=mode)
+        self._accept()
+        return version
+
+    def _accept(self) -> None:
+        if self._lora is not None:
+            self._lora.accept()
+
+    def _base_of(self, named: dict[str, Any]) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
+        base = {name: x for name, x in named.items() if not is_lora_name(name)}
+        return base, self._mapper.rules_for(base, with_lora=False)
+
+    def differing(self, engine: Engine, params: Any) -> list[str]:
+        """Names of engine weights, or of projections with adapters, that differ from the mapped."""
+        named, rules = self.source(params)
+        if self.adapter is None:
+            return engine.find_differing_weights(named, rules)
+        found = engine.find_differing_weights(*self._base_of(named))
+        return found + engine.find_differing_adapter(self.adapter, named, rules)
