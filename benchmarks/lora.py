@@ -150,7 +150,7 @@ def peak_of_swaps(rollout: SglJaxRollout, peak: list[int]) -> Iterator[None]:
         peak.append(live_bytes())
         swap(weights)
 
-    runner.swap_weights = watched  # type: ignore[method-assign]
+    runner.swap_weights = watched
     try:
         yield
     finally:

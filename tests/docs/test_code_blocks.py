@@ -35,6 +35,10 @@ def test_weights():
     assert doc_blocks.run("weights.md", {}) == 5
 
 
+def test_adapters():
+    assert doc_blocks.run("adapters.md", {}) == 2
+
+
 def test_blocks_of_other_pages_are_python():
     """Those that are not run are at least compiled."""
     num_compiled = 0
