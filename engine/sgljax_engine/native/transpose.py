@@ -95,15 +95,15 @@ def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
             code.load(code.at(source, code.mul(source_stride, row)), vector(lanes), 4)
             for row in range(lanes)
         ]
+        zeros = code.zeros(lanes)
+        for row in rows:
+            zeros = code.fma(row, code.zeros(lanes), zeros)
         for row, turned in enumerate(turn(code, rows)):
             place = code.at(target, code.mul(target_stride, row))
             if is_past_caches:
                 code.store_past_caches(turned, place, lanes * 4)
             else:
                 code.store(turned, place, 4)
-        zeros = code.zeros(lanes)
-        for row in rows:
-            zeros = code.fma(row, code.zeros(lanes), zeros)
         code.give(zeros)
     return code.function
 

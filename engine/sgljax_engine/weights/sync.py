@@ -378,7 +378,7 @@ def _stored(
     else:
         # XLA on CPUs takes twice as long to transpose what it widens at once.
         stored = lax.optimization_barrier(jnp.copy(_swapped(x, target.shape))).astype(target.dtype)
-    return stored, is_finite(stored)
+    return stored, is_finite(x.astype(target.dtype))  # as it came: it is read in order
 
 
 def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
