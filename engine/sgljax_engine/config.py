@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from sgljax_engine.checks import check_count, is_int, require
 from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_OPTIONS
@@ -135,8 +133,12 @@ class SchedulerConfig:
 
 def _dtype_name(dtype: Any) -> Any:
     """Of numpy's and JAX's dtypes too, such as `jnp.bfloat16`; what is none is given back."""
+    if isinstance(dtype, str):
+        return dtype
+    import numpy as np  # it reads the environment, which importing this package must not
+
     try:
-        return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return np.dtype(dtype).name
     except TypeError:
         return dtype
 
