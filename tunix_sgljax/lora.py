@@ -294,12 +294,16 @@ class LoraActor:
         num_bytes = sum(int(x.nbytes) for x in self._base().values())
         return LoraReport(mode, len(self.rules), self.max_rank, num_bytes, holder)
 
-    def complete(self, named: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(self, named: Mapping[str, Any], *, with_base: bool = True) -> dict[str, Any]:
         """All parameters, from all of them, from LoRA leaves alone, or from a base alone.
 
         What is not given is the actor's base, and the pairs that were accepted last. A given base
         that is not the actor's is kept once it is accepted. A quantised one is given back in
         floating point.
+
+        Args:
+            named: Parameters by name.
+            with_base: Without, pairs that come alone are all that is given back.
 
         Raises:
             WeightSyncError: names LoRA leaves that the actor does not have, pairs that are missing,
@@ -316,6 +320,9 @@ class LoraActor:
                 + "\n  ".join(sorted(problems))
             )
         given = self._given
+        if not base and not with_base:
+            self._pending = given, pairs
+            return pairs
         if base:
             own = self._own()
             is_own = base.keys() == own.keys() and all(base[name] is own[name] for name in own)

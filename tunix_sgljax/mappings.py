@@ -128,10 +128,14 @@ class WeightMapper:
         self._lora = lora
         self._rules: dict[tuple[Any, ...], tuple[WeightRule, ...]] = {}
 
-    def named_source(self, params: Any) -> dict[str, Any]:
+    def named_source(self, params: Any, *, with_base: bool = True) -> dict[str, Any]:
         """The parameters by dotted name, after the mapping's preprocessing.
 
         LoRA leaves alone are completed by the frozen base of the actor.
+
+        Args:
+            params: As `SglJaxRollout.update_params` takes them.
+            with_base: Without, LoRA leaves alone stay alone.
 
         Raises:
             WeightSyncError: for LoRA parameters that are not the actor's.
@@ -141,7 +145,7 @@ class WeightMapper:
         if preprocess is not None and not all(map(is_lora_name, source)):
             source = flatten_named(preprocess(params))
         if self._lora is not None:
-            return self._lora.complete(source)
+            return self._lora.complete(source, with_base=with_base)
         lora = [name for name in source if is_lora_name(name)]
         if lora:
             raise WeightSyncError(

@@ -47,6 +47,7 @@ class PolicyWeights:
         self._mapper = mapper
         self._lora = lora
         self._mode: LoraMode = mode
+        self._adapter_rules: tuple[WeightRule, ...] = ()
         self.adapter = POLICY if lora is not None and mode == "adapter" else None
 
     @property
@@ -95,12 +96,14 @@ class PolicyWeights:
         self._accept()
         if self.adapter is None:
             return FirstWeights(named, rules, {})
+        self._adapter_rules = rules
         base, base_rules = self._base_of(named)
         return FirstWeights(base, base_rules, {self.adapter: (named, rules)})
 
     def update(self, engine: Engine, params: Any, mode: WeightUpdateMode) -> int:
         """Replaces the policy; returns the new weight version."""
-        named, rules = self.source(params)
+        named = self._mapper.named_source(params, with_base=self.adapter is None)
+        rules = self._mapper.rules_for(named) if self.adapter is None else self._adapter_rules
         if self.adapter is None:
             version = engine.update_weights(named, rules, mode=mode)
         elif self._lora is not None and self._lora.brings_base:

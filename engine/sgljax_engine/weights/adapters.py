@@ -95,12 +95,7 @@ class AdapterPlan(NamedTuple):
         """
         pairs = [(source[step.a], source[step.b]) for step in self.steps]
         try:
-            first = next(iter(serving.values()))
-            if isinstance(first.sharding, jax.sharding.NamedSharding):
-                everywhere = jax.sharding.NamedSharding(
-                    first.sharding.mesh, jax.sharding.PartitionSpec()
-                )
-                pairs = jax.device_put(pairs, everywhere)
+            pairs = _beside(pairs, next(iter(serving.values())))
             made, flags = jax.block_until_ready(self.load(serving, pairs, jnp.int32(slot)))
             names = [f"{step.name} (LoRA)" for step in self.steps]
             refuse_not_finite(names, flags if check_finite else None)
@@ -109,6 +104,18 @@ class AdapterPlan(NamedTuple):
             raise
         except Exception as error:
             raise WeightSyncError(f"loading the adapter failed: {error}") from error
+
+
+def _beside(pairs: list[tuple[Any, Any]], serving: jax.Array) -> list[tuple[Any, Any]]:
+    """The pairs on the engine's devices; JAX takes long to find that many arrays need no move."""
+    devices = serving.devices()
+    if len(devices) == 1 and all(
+        isinstance(x, jax.Array) and x.devices() == devices for pair in pairs for x in pair
+    ):
+        return pairs
+    assert isinstance(serving.sharding, jax.sharding.NamedSharding)
+    everywhere = jax.sharding.NamedSharding(serving.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(pairs, everywhere)
 
 
 def slot_names(weights: Mapping[str, Any]) -> list[str]:
