@@ -2,11 +2,13 @@
 
     python examples/grpo_addition.py                      # our engine samples
     python examples/grpo_addition.py --rollout vanilla    # Tunix's own sampler
+    python examples/grpo_addition.py --lora 8             # trains LoRA pairs of rank 8 alone
 
 It is a plain Tunix program: a policy, a frozen reference, `RLCluster`, `GRPOLearner`, and a reward
-function. The rollout engine is one line of it, in `rollout_engine`; `tunix-sgljax train --config
-configs/grpo_addition.yaml` is the same run without a program. The policy starts from the supervised
-checkpoint that `make_addition_checkpoint.py` made.
+function. The rollout engine is one line of it, in `choose_rollout`; `tunix-sgljax train --config
+configs/grpo_addition.yaml` is the same run without a program, and with grpo_addition_lora.yaml that
+of `--lora 8`. The policy starts from the supervised checkpoint that `make_addition_checkpoint.py`
+made.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import optax
+import qwix
 from absl import logging as absl_logging
+from flax import nnx
+from tunix.models.qwen3 import model as qwen3
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
@@ -39,6 +45,7 @@ from tunix_sgljax.training.report import (
     write_plot,
 )
 from tunix_sgljax.training.rollouts import SeededVanillaRollout, TimedRollout, weight_version_of
+from tunix_sgljax.training.schema import LoraSection
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_GAIN = 0.2  # by which `--check` tells that the policy has learnt
@@ -48,7 +55,23 @@ def choose_rollout(config: TrainConfig) -> Callable[..., BaseRollout]:
     """Returns the rollout engine that the config names: the one line that differs."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
-    return functools.partial(SglJaxRollout, **config.engine.options, random_seed=config.seed)
+    options = dict(config.engine.options)
+    if config.lora is not None:
+        options["lora"] = config.lora.mode
+    return functools.partial(SglJaxRollout, **options, random_seed=config.seed)
+
+
+def add_lora(base: qwen3.Qwen3, lora: LoraSection, seed: int) -> qwen3.Qwen3:
+    """Returns a policy with LoRA pairs beside the weights of the base, which it shares."""
+    provider = qwix.LoraProvider(
+        module_path=lora.module_path,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        weight_qtype=lora.weight_qtype,
+    )
+    inputs = base.get_model_input()
+    policy: Any = qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(seed))
+    return policy
 
 
 def make_cluster(config: TrainConfig, rollout_engine: Callable[..., BaseRollout]) -> RLCluster:
@@ -59,9 +82,14 @@ def make_cluster(config: TrainConfig, rollout_engine: Callable[..., BaseRollout]
     assert optimizer.max_grad_norm is not None
     assert config.model.checkpoint is not None
     checkpoint = Path(config.model.checkpoint)
+    reference = load_checkpoint(checkpoint, mesh)
+    if config.lora is None:
+        actor = load_checkpoint(checkpoint, mesh)
+    else:
+        actor = add_lora(reference, config.lora, config.seed)
     return RLCluster(
-        actor=load_checkpoint(checkpoint, mesh),
-        reference=load_checkpoint(checkpoint, mesh),
+        actor=actor,
+        reference=reference,
         tokenizer=Tokenizer(),
         cluster_config=ClusterConfig(
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
@@ -123,7 +151,10 @@ def train(config: TrainConfig, on_step: Callable[[StepRecord], None]) -> list[St
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Returns the command line's options."""
     parser = argparse.ArgumentParser(description="GRPO on addition.")
-    parser.add_argument("--config", type=Path, default=ROOT / "configs/grpo_addition.yaml")
+    parser.add_argument("--config", type=Path, help="default: the one in configs/")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train LoRA pairs, with grpo_addition_lora.yaml"
+    )
     parser.add_argument("--rollout", choices=("sgljax", "vanilla"), help="instead of the config's")
     parser.add_argument("--steps", type=int, help="instead of the config's")
     parser.add_argument("--seed", type=int, help="instead of the config's")
@@ -142,10 +173,12 @@ def main(argv: list[str] | None = None) -> int:
         "training.steps": args.steps,
         "seed": args.seed,
         "training.output_dir": args.output_dir,
+        "lora.rank": args.lora,
     }
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
-    config = load_config(args.config, overrides)
-    full_steps = load_config(args.config).training.steps
+    name = "grpo_addition" if args.lora is None else "grpo_addition_lora"
+    path = args.config or ROOT / f"configs/{name}.yaml"
+    config, full_steps = load_config(path, overrides), load_config(path).training.steps
     training, device = config.training, jax.devices()[0].device_kind
     absl_logging.set_verbosity(absl_logging.ERROR)
 

@@ -91,6 +91,38 @@ _BUILT_IN: dict[str, tuple[Rule, ...]] = {
 names of Tunix's own. Tunix ships none for Gemma."""
 
 
+_LORA_IN_AXES = {
+    "o_proj.w": (0, 1),
+    "attn_vec_einsum.w": (0, 1),
+    "q_einsum.w": (1,),
+    "kv_einsum.w": (2,),
+    "qkv_einsum.w": (2,),
+}
+"""Axes that a layer contracts with its input, and a LoRA A has; of other weights the first one."""
+
+
+def built_in_targets(name: str, architecture: str) -> list[tuple[str, Rule]]:
+    """The Hugging Face tensors that a weight of Tunix's own models is mapped to.
+
+    Args:
+        name: Its dotted name.
+        architecture: The engine's name of it.
+
+    Returns:
+        One for each part of a fused weight, with its rule; none for a name that is not known.
+    """
+    return [
+        (_fill(rule.target, rule.source, name), rule)
+        for rule in to_rules(None, (), architecture)
+        if rule.target is not None and _matching(rule.source, [name])
+    ]
+
+
+def lora_in_axes(name: str) -> tuple[int, ...]:
+    """The axes of a weight of Tunix's own models that A of its LoRA pair has."""
+    return _LORA_IN_AXES.get(".".join(name.split(".")[-2:]), (0,))
+
+
 def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
     """The user's mapping, else the one that the model ships for `sglang_jax`, else None.
 

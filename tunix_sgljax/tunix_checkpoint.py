@@ -54,11 +54,37 @@ def _steps(folder: Path) -> list[int]:
     ]
 
 
+def find_latest(path: str | Path) -> Path | None:
+    """`find_step` of the latest step; None where no checkpoint has been written yet."""
+    folder = Path(path) / _ACTOR
+    return find_step(folder) if folder.is_dir() and _steps(folder) else None
+
+
+def stored_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters in a `model_params` folder, by the trainer's dotted names.
+
+    Raises:
+        WeightLoadError: when Orbax cannot read it.
+    """
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler()
+    path: Any = Path(folder).resolve()
+    try:
+        entries = handler.metadata(path).tree
+    except Exception as error:  # whatever Orbax and its storage raise
+        raise WeightLoadError(f"cannot read the checkpoint {folder}: {error}") from error
+    finally:
+        handler.close()
+    named = flatten_named(entries)
+    return {_without_value(name): tuple(entry.shape) for name, entry in named.items()}
+
+
 def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
     """The parameters in a `model_params` folder, on the host, by the trainer's dotted names.
 
     Raises:
-        WeightLoadError: when Orbax cannot read it, and for a checkpoint of LoRA adapters.
+        WeightLoadError: when Orbax cannot read it, and for weights that qwix quantised.
     """
     import jax
     import orbax.checkpoint as ocp  # seconds, and needed by no other path
@@ -75,13 +101,19 @@ def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
     finally:
         handler.close()
     weights = {_without_value(name): array for name, array in flatten_named(arrays).items()}
-    lora = [name for name in weights if "lora" in name.rsplit(".", 1)[-1]]
-    if lora:
+    quantised = [name for name in weights if name.endswith(".array.qvalue")]
+    if quantised:
         raise WeightLoadError(
-            f"{folder} holds LoRA adapters ({lora[0]!r} and {len(lora) - 1} more), which cannot be "
-            "converted; merge them first, with Tunix's save_lora_merged_model_as_safetensors"
+            f"{folder} holds quantised weights ({quantised[0]!r} and {len(quantised) - 1} more), "
+            "which cannot be converted; save the LoRA parameters alone, as Tunix's trainers do"
         )
     return weights
+
+
+def root_of(step_folder: Path) -> Path:
+    """The folder given to Tunix, of a `model_params` folder that `find_step` found."""
+    folder = step_folder.parent.parent
+    return folder.parent if folder.name == _ACTOR else folder
 
 
 def _without_value(name: str) -> str:

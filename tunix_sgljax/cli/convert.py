@@ -1,36 +1,46 @@
-"""`tunix-sgljax convert`: Tunix checkpoints and Hugging Face folders to Hugging Face folders."""
+"""`tunix-sgljax convert`: Tunix checkpoints and Hugging Face folders to HF folders or adapters."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sgljax_engine import InvalidConfigError, RopeConfig, WeightSyncError
+from sgljax_engine import InvalidConfigError
 from tunix_sgljax.cli.engine_options import model_folder
 from tunix_sgljax.cli.output import say
 
 if TYPE_CHECKING:
-    from sgljax_engine import HfTensor, ModelConfig
+    import numpy as np
 
-SUMMARY = "Write a Tunix checkpoint, or a Hugging Face folder, as a Hugging Face folder."
+    from sgljax_engine import HfTensor
+    from tunix_sgljax.lora_files import LoraScale
+
+SUMMARY = "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter."
 
 EXAMPLES = """examples:
   tunix-sgljax convert checkpoints --base Qwen3-0.6B --output trained
   tunix-sgljax convert checkpoints/actor/200 --base Qwen3-0.6B --output trained --dtype bfloat16
   tunix-sgljax convert Qwen3-0.6B --output Qwen3-0.6B-float32 --dtype float32 --max-shard-size 1GB
+  tunix-sgljax convert checkpoints --base Qwen3-0.6B --output merged --lora-alpha 16
+  tunix-sgljax convert checkpoints --base Qwen3-0.6B --output adapter --lora-alpha 16 --peft
 
 A Tunix checkpoint is the folder given as checkpoint_root_directory, its `actor`, or one step.
 --base is the Hugging Face folder that training began with: the output has its config and tokenizer,
-and must have all its tensors, in the same shapes."""
+and must have all its tensors, in the same shapes.
+
+LoRA pairs are added to the weights beside which they stand, or written as an adapter with --peft.
+Their scale is in no checkpoint: `tunix-sgljax train` writes it beside them, and others are told."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.npz")
 _WEIGHT_INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
@@ -46,99 +56,122 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the latest")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the source's")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file: 500MB, 2GiB (5GB)"
+        "--max-shard-size", metavar="SIZE", help=f"of a file: 500MB, 2GiB ({_SHARD_SIZE})"
+    )
+    parser.add_argument(
+        "--lora-alpha", type=float, metavar="ALPHA", help="of LoRA pairs, to be divided by the rank"
+    )
+    parser.add_argument(
+        "--lora-scaling", type=float, metavar="SCALE", help="of LoRA pairs: alpha / rank"
+    )
+    parser.add_argument(
+        "--peft", action="store_true", help="write the LoRA pairs as a PEFT adapter of --base"
     )
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
 
 
 def run(args: argparse.Namespace) -> int:
     """Converts; returns 0."""
-    from sgljax_engine import read_hf_tensors, write_hf_tensors
-
-    max_bytes = parse_size(args.max_shard_size)
     output = Path(args.output)
     if output.exists():
         raise InvalidConfigError(f"--output must not exist, got {args.output!r}")
     source = Path(args.source)
+    if args.peft:
+        if args.max_shard_size is not None:
+            raise InvalidConfigError("--max-shard-size goes with a model; an adapter is one file")
+        written = _write_adapter(args, source, output)
+    else:
+        written = _write_model(args, source, output)
+    if not args.quiet:
+        say(written)
+    return 0
+
+
+def _write_model(args: argparse.Namespace, source: Path, output: Path) -> str:
+    from sgljax_engine import read_hf_tensors, write_hf_tensors
+    from tunix_sgljax.cli.tunix_model import read_tunix_model
+
+    max_bytes = parse_size(args.max_shard_size or _SHARD_SIZE)
     if (source / "config.json").is_file():
-        if args.base is not None or args.step is not None:
-            raise InvalidConfigError("--base and --step go with a Tunix checkpoint, not a model")
+        _refuse_checkpoint_options(args)
         base, tensors = source, read_hf_tensors(source)
     else:
-        if args.base is None:
-            raise InvalidConfigError(
-                f"--base must name a Hugging Face folder: {args.source!r} has no config.json"
-            )
-        base = model_folder(args.base)
-        tensors = tunix_checkpoint(source, args.step, base)
-    partial = output.with_name(output.name + ".partial")
-    partial.mkdir(parents=True)
-    try:
+        base = _base_folder(args)
+        scale, dtype = lora_scale(args), _numpy_dtype(args.dtype)
+        tensors = read_tunix_model(source, args.step, base).merged(scale, dtype)
+    with _partial_folder(output) as partial:
         copy_other_files(base, partial)
         paths = write_hf_tensors(tensors, partial, dtype=args.dtype, max_shard_bytes=max_bytes)
         write_config(base, partial, args.dtype or common_dtype(tensors))
+    size = sum((output / path.name).stat().st_size for path in paths)
+    return f"wrote {len(tensors)} tensors, {size / 1e6:.1f} MB in {len(paths)} file(s): {output}"
+
+
+def _write_adapter(args: argparse.Namespace, source: Path, output: Path) -> str:
+    from tunix_sgljax.cli.tunix_model import check_same, read_tunix_model
+    from tunix_sgljax.lora_files import write_peft
+
+    if (source / "config.json").is_file():
+        raise InvalidConfigError(f"--peft needs a Tunix checkpoint, but {args.source!r} is a model")
+    base, scale = _base_folder(args), lora_scale(args)
+    found = read_tunix_model(source, args.step, base)
+    if not found.pairs:
+        raise InvalidConfigError(f"--peft needs LoRA parameters; {found.folder} has none")
+    if found.tensors is not None:
+        check_same(found.tensors, found.originals, str(base))
+    pairs = found.hf_pairs(scale)
+    with _partial_folder(output) as partial:
+        dtype = _numpy_dtype(args.dtype)
+        write_peft(partial, pairs, found.originals, base_name=str(args.base), dtype=dtype)
+    return f"wrote an adapter of {len(pairs)} pairs for {args.base}: {output}"
+
+
+@contextlib.contextmanager
+def _partial_folder(output: Path) -> Iterator[Path]:
+    """A new folder that becomes the output if nothing goes wrong, and else is removed."""
+    partial = output.with_name(output.name + ".partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
         partial.rename(output)
     except BaseException:
         shutil.rmtree(partial)
         raise
-    if not args.quiet:
-        size = sum((output / path.name).stat().st_size for path in paths)
-        say(f"wrote {len(tensors)} tensors, {size / 1e6:.1f} MB in {len(paths)} file(s): {output}")
-    return 0
 
 
-def tunix_checkpoint(source: Path, step: int | None, base: Path) -> dict[str, HfTensor]:
-    """The tensors of a checkpoint, which must be those of the base.
+def lora_scale(args: argparse.Namespace) -> LoraScale | None:
+    """The scale that the user gave; None if there is none.
 
     Raises:
-        WeightLoadError: for a checkpoint that cannot be read.
-        WeightSyncError: names all tensors that are missing, unknown or of another shape.
+        InvalidConfigError: for both options at once, and for a value that is no scale.
     """
-    from sgljax_engine import load_model_config, read_hf_tensors, to_hf_tensors
-    from tunix_sgljax.mappings import to_rules
-    from tunix_sgljax.tunix_checkpoint import find_step, read_checkpoint
+    from tunix_sgljax.lora_files import LoraScale
 
-    model = load_model_config(base)
-    folder = find_step(source, step)
-    weights = read_checkpoint(folder)
-    tensors = to_hf_tensors(model, weights, to_rules(None, weights, model.architecture))
-    originals = {
-        name: tensor
-        for name, tensor in read_hf_tensors(base).items()
-        if not name.endswith(".rotary_emb.inv_freq")
-    }
-    if model.tie_word_embeddings and _HEAD in originals:  # a copy of what it is tied to
-        tensors[_HEAD] = tensors[_EMBEDDING]
-    check_like(tensors, originals, str(base))
-    warn_of_rope(model, base)
-    return tensors
+    for name in ("lora_alpha", "lora_scaling"):
+        value = getattr(args, name)
+        if value is not None and not math.isfinite(value):
+            raise InvalidConfigError(f"--{name.replace('_', '-')} must be finite, got {value}")
+    if args.lora_alpha is None and args.lora_scaling is None:
+        return None
+    if args.lora_alpha is not None and args.lora_scaling is not None:
+        raise InvalidConfigError("--lora-alpha and --lora-scaling say the same; give one of them")
+    return LoraScale(args.lora_scaling, args.lora_alpha)
 
 
-def check_like(tensors: Mapping[str, HfTensor], base: Mapping[str, HfTensor], where: str) -> None:
-    """Raises WeightSyncError unless names and shapes are the same; lists all that differ."""
-    problems = [f"{name!r} of {where} would be missing" for name in base if name not in tensors]
-    problems += [f"{name!r} is not in {where}" for name in tensors if name not in base]
-    problems += [
-        f"{name!r} is {list(tensor.shape)}, but {list(base[name].shape)} in {where}"
-        for name, tensor in tensors.items()
-        if name in base and tensor.shape != base[name].shape
-    ]
-    if problems:
-        listed = "\n  ".join(problems)
-        raise WeightSyncError(f"the checkpoint does not fit --base:\n  {listed}")
+def _base_folder(args: argparse.Namespace) -> Path:
+    if args.base is None:
+        raise InvalidConfigError(
+            f"--base must name a Hugging Face folder: {args.source!r} has no config.json"
+        )
+    return model_folder(args.base)
 
 
-def warn_of_rope(model: ModelConfig, base: Path) -> None:
-    """Says so if the base's config.json rotates otherwise than Tunix did in training."""
-    from tunix_sgljax.model_config import trained_rope_theta
-
-    theta = trained_rope_theta(model.architecture)
-    if theta is None:
-        return
-    if model.rope != RopeConfig(theta=theta):
-        say(
-            f"warning: {base}/config.json has {model.rope}, but Tunix trains such models with "
-            f"theta={theta}, unscaled: edit the output's config.json to compute what was trained"
+def _refuse_checkpoint_options(args: argparse.Namespace) -> None:
+    given = (args.base, args.step, args.lora_alpha, args.lora_scaling)
+    if any(value is not None for value in given):
+        raise InvalidConfigError(
+            "--base, --step, --lora-alpha and --lora-scaling go with a Tunix checkpoint, not a "
+            "model"
         )
 
 
@@ -164,6 +197,12 @@ def common_dtype(tensors: Mapping[str, HfTensor]) -> str | None:
     """The dtype of all tensors; None if they differ."""
     names = {tensor.dtype.name for tensor in tensors.values()}
     return names.pop() if len(names) == 1 else None
+
+
+def _numpy_dtype(name: str | None) -> np.dtype | None:
+    import jax.numpy as jnp
+
+    return None if name is None else jnp.dtype(name)
 
 
 def parse_size(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import string
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -26,6 +27,7 @@ _CHOICES = {
     "model.family": FAMILIES,
     "model.dtype": ("float32", "bfloat16", "float16"),
     "model.remat": ("none", "block", "decoder"),
+    "lora.weight_qtype": ("int8", "int4", "nf4"),
     "training.optimizer.opt_type": ("adam", "adamw", "sgd"),
     "training.optimizer.schedule_type": ("constant", "linear", "warmup_cosine_decay"),
     "training.critic_optimizer.opt_type": ("adam", "adamw", "sgd"),
@@ -60,6 +62,7 @@ _AT_LEAST = {
     "algorithm.ppo.num_iterations": 1,
     "algorithm.ppo.beta": 0,
     "model.init_seed": 0,
+    "lora.rank": 1,
 }
 
 
@@ -81,6 +84,7 @@ def check_config(config: TrainConfig, changed: Collection[str]) -> None:
             raise InvalidConfigError(f"{key} must be at least {low}, got {value}")
     _check_unread(config, changed)
     _check_model(config)
+    _check_lora(config)
     _check_task(config)
     _check_batches(config)
     _check_sampling(config)
@@ -181,6 +185,20 @@ def _check_model(config: TrainConfig) -> None:
         )
     if not (tokenizer.function or tokenizer.path or model.path):
         raise InvalidConfigError("tokenizer.path must be given where model.path is null")
+
+
+def _check_lora(config: TrainConfig) -> None:
+    lora = config.lora
+    if lora is None:
+        return
+    if not (math.isfinite(lora.alpha) and lora.alpha > 0):
+        raise InvalidConfigError(f"lora.alpha must be finite and above 0, got {lora.alpha}")
+    try:
+        re.compile(lora.module_path)
+    except re.error as error:
+        raise InvalidConfigError(
+            f"lora.module_path {lora.module_path!r} is no regular expression: {error}"
+        ) from None
 
 
 def _check_task(config: TrainConfig) -> None:

@@ -20,10 +20,13 @@ from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 
+from tunix_sgljax.lora import check_lora_mode
 from tunix_sgljax.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.training.checks import check_num_devices, engine_options, num_updates
+from tunix_sgljax.training.lora import apply_lora
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
+from tunix_sgljax.training.resuming import checkpoint_root
 from tunix_sgljax.training.rewards import whole_numbers
 from tunix_sgljax.training.rollouts import SeededVanillaRollout
 from tunix_sgljax.training.schema import OptimizerSection, TrainConfig
@@ -62,6 +65,7 @@ def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> Rol
         weight_update_mode=engine.weight_update_mode,
         release_kv_between_steps=engine.release_kv_between_steps,
         strict_config=engine.strict_config,
+        lora="merged" if config.lora is None else check_lora_mode(config.lora.mode),
         progress=progress,
         **engine_options(config),
     )
@@ -125,7 +129,7 @@ def cluster_config(
     roles = (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
     optimizer, critic_optimizer = make_optimizers(config)
     every = training.eval_every_n_steps or num_updates(config) + 1
-    checkpoints = training.checkpoint_root_directory
+    checkpoints = checkpoint_root(config)
     return ClusterConfig(
         role_to_mesh={**dict.fromkeys(roles, trainer), Role.ROLLOUT: rollout},
         rollout_engine=engine,  # pyright: ignore[reportArgumentType]  a partial will do
@@ -142,7 +146,7 @@ def cluster_config(
             or training.batch_size,
             rollout_micro_batch_size=training.rollout_micro_batch_size or training.batch_size,
             compute_logps_micro_batch_size=training.compute_logps_micro_batch_size,
-            checkpoint_root_directory=None if checkpoints is None else _absolute(checkpoints),
+            checkpoint_root_directory=None if checkpoints is None else str(checkpoints),
             checkpointing_options=ocp.CheckpointManagerOptions(
                 save_interval_steps=training.save_interval_steps,
                 max_to_keep=training.max_to_keep,
@@ -166,14 +170,15 @@ def make_cluster(
     """The cluster, with its models' weights loaded; `perf_config` has Tunix trace its steps."""
     meshes = make_meshes(config)
     policy = load_policy(config.model, spec, meshes[0])
+    actor, reference = _actor_and_reference(config, policy)
     is_ppo = config.algorithm.name == "ppo"
     beta = config.algorithm.ppo.beta if is_ppo else config.algorithm.grpo.beta
     critic: nnx.Module | None = None
     if is_ppo:
         critic = make_critic(spec, policy, meshes[0], config.seed)
     cluster = RLCluster(
-        actor=policy,
-        reference=copy_of(policy) if beta else None,
+        actor=actor,
+        reference=reference if beta else None,
         critic=critic,
         tokenizer=tokenizer,
         cluster_config=cluster_config(config, meshes, engine),
@@ -184,6 +189,15 @@ def make_cluster(
     if is_ppo:
         cluster.critic_trainer.config.max_steps = None
     return cluster
+
+
+def _actor_and_reference(config: TrainConfig, policy: nnx.Module) -> tuple[nnx.Module, nnx.Module]:
+    """What is trained, and what it begins as; both have the same arrays."""
+    if config.lora is None:
+        return policy, copy_of(policy)
+    actor = apply_lora(policy, config.lora, config.seed)
+    # Its pairs change nothing yet; a quantised base is another model than the policy.
+    return actor, policy if config.lora.weight_qtype is None else copy_of(actor)
 
 
 def make_learner(

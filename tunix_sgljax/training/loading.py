@@ -17,7 +17,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, Vali
 
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.training.checks import check_config, value_of
-from tunix_sgljax.training.schema import TrainConfig
+from tunix_sgljax.training.schema import LoraSection, TrainConfig
 
 INPUT_PATHS = ("model.path", "model.checkpoint", "tokenizer.path", "task.code_dir")
 """Paths of things to read: relative to the config file, or to the working directory where the
@@ -124,11 +124,12 @@ def _section_of(annotation: Any) -> type | None:
 def _unknown_key(name: str, prefix: str, known: list[str]) -> str:
     import difflib
 
-    if "lora" in name.lower():
-        return f"{prefix}{name}: LoRA is not supported; all parameters are trained"
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"unknown key {prefix}{name}; did you mean {prefix}{near[0]}?"
+    if "lora" in name.lower():  # Tunix has a lora_config in each model's section
+        keys = ", ".join(_field_types(LoraSection))
+        return f"unknown key {prefix}{name}; LoRA is the section lora, with the keys {keys}"
     everywhere = {key.rpartition(".")[2]: key for key, _, _ in field_rows()}
     near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
     if near:

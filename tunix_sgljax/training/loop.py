@@ -31,6 +31,7 @@ from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
 from tunix_sgljax.training.models import ModelSpec, find_model
 from tunix_sgljax.training.records import StepRecorder, settings_of
 from tunix_sgljax.training.report import EvalRecord, StepRecord, write_json, write_plot
+from tunix_sgljax.training.resuming import check_resume, keep_lora_settings
 from tunix_sgljax.training.rollouts import TimedRollout, weight_version_of
 from tunix_sgljax.training.schema import TrainConfig
 from tunix_sgljax.training.task import Task, batches, load_task, to_batch
@@ -96,6 +97,7 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     mesh, _ = make_meshes(config)
     spec = find_model(config.model)
+    check_resume(config, spec)
     memory = estimate_memory(config, spec, mesh, make_optimizers(config))
     tokenizer = load_tokenizer(config)
     return Prepared(
@@ -130,6 +132,7 @@ def run(
     """
     _check_timeline(config, timeline)
     prepared = prepare(config)
+    keep_lora_settings(config)
     recorder = StepRecorder(on_step)
     tracer = None if timeline is None else Timeline()
     timed = functools.partial(

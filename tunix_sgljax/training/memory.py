@@ -14,6 +14,7 @@ from flax import nnx
 from sgljax_engine import EngineConfig, InvalidConfigError
 from tunix_sgljax.model_config import engine_dtype
 from tunix_sgljax.training.checks import engine_options
+from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec, abstract_critic
 from tunix_sgljax.training.schema import TrainConfig
 
@@ -25,10 +26,11 @@ class MemoryEstimate:
     """Bytes on one device of the trainer's mesh; activations but for the logits are not counted.
 
     Attributes:
-        policy: The policy's parameters.
-        gradients: Of the policy.
-        optimizer: Its state.
-        reference: Parameters of the frozen reference.
+        policy: The policy's parameters; with LoRA the frozen base, quantised or not, and the pairs.
+        gradients: Of what is trained: all of them, or the pairs.
+        optimizer: Its state for that.
+        reference: Parameters of the frozen reference. A LoRA policy begins with the reference's
+            arrays, but Tunix's first step gives it others.
         critic: PPO's critic with its gradients and optimizer state.
         logits: Of a micro batch in the trainer, in float32, with their gradients.
         engine_weights: The engine's copy, on its own devices.
@@ -73,30 +75,32 @@ def estimate_memory(
         InvalidConfigError: a parameter cannot be split over the mesh.
     """
     dtype = None if config.model.dtype is None else np.dtype(config.model.dtype)
-    model = spec.abstract()
-    policy = _shards(model, mesh, dtype)
+    base = nnx.state(spec.abstract(), nnx.Param)
+    trained, frozen, reference = _shards(base, mesh, dtype), {}, _shards(base, mesh, dtype)
+    if config.lora is not None:
+        actor = abstract_actor(spec, config.lora)
+        trained, frozen = _shards(actor.pairs, mesh, dtype), _shards(actor.base, mesh, dtype)
+        reference = frozen if config.lora.weight_qtype is None else trained | frozen
     algorithm = config.algorithm
     is_ppo = algorithm.name == "ppo"
     section = algorithm.ppo if is_ppo else algorithm.grpo
-    bytes_of_policy = _num_bytes(policy)
     of_critic = 0
     if is_ppo:
-        critic = _shards(abstract_critic(spec), mesh, dtype)
+        critic = _shards(nnx.state(abstract_critic(spec), nnx.Param), mesh, dtype)
         of_critic = 2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic))
     return MemoryEstimate(
-        policy=bytes_of_policy,
-        gradients=bytes_of_policy,
-        optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, policy)),
-        reference=bytes_of_policy if section.beta else 0,
+        policy=_num_bytes([trained, frozen]),
+        gradients=_num_bytes(trained),
+        optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, trained)),
+        reference=_num_bytes(reference) if section.beta else 0,
         critic=of_critic,
         logits=_logits_bytes(config, spec, mesh),
-        **_engine_bytes(config, spec.config, nnx.state(model, nnx.Param), dtype),
+        **_engine_bytes(config, spec.config, base, dtype),
     )
 
 
-def _shards(model: nnx.Module, mesh: jax.sharding.Mesh, dtype: np.dtype | None) -> dict[str, Any]:
-    """What one device holds of each parameter."""
-    state = nnx.state(model, nnx.Param)
+def _shards(state: nnx.State, mesh: jax.sharding.Mesh, dtype: np.dtype | None) -> dict[str, Any]:
+    """What one device holds of each parameter; a dtype that is given is that of the floats."""
     shardings = nnx.to_flat_state(nnx.get_named_sharding(state, mesh))
     shards = {}
     for (key, param), (_, sharding) in zip(nnx.to_flat_state(state), shardings, strict=True):
@@ -108,7 +112,8 @@ def _shards(model: nnx.Module, mesh: jax.sharding.Mesh, dtype: np.dtype | None) 
                 f"mesh.shape {dict(mesh.shape)} cannot split {name} of shape {param.shape}, which "
                 f"Tunix shards by {sharding.get_value().spec}"
             ) from None
-        shards[name] = jax.ShapeDtypeStruct(shape, dtype or param.dtype)
+        is_float = jax.numpy.issubdtype(param.dtype, jax.numpy.floating)
+        shards[name] = jax.ShapeDtypeStruct(shape, dtype if dtype and is_float else param.dtype)
     return shards
 
 

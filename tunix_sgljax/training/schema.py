@@ -41,7 +41,7 @@ class ShapeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The policy, which is also the reference and what the critic is made of.
+    """The policy, which is also the reference, the base of LoRA and what the critic is made of.
 
     Attributes:
         path: A Hugging Face folder: config.json and safetensors.
@@ -64,6 +64,27 @@ class ModelSection:
     init_seed: int = 0
     dtype: str | None = None
     remat: str = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraSection:
+    """LoRA: a frozen base, and a low-rank pair that is trained beside each chosen weight.
+
+    Attributes:
+        rank: Of the pairs.
+        alpha: Of the scale, alpha / rank, by which a pair counts. Checkpoints do not hold it.
+        module_path: A regular expression that must match the whole path of a module, such as
+            "layers/0/attn/q_proj". The default takes all projections of the layers.
+        mode: How the engine applies the pairs: "merged" adds them to the base at each sync.
+        weight_qtype: Quantise the frozen weights that have a pair (QLoRA): "int8", "int4" or "nf4";
+            null leaves them.
+    """
+
+    rank: int
+    alpha: float
+    module_path: str = ".*(attn|mlp).*"
+    mode: str = "merged"
+    weight_qtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -347,10 +368,11 @@ class TrainConfig:
 
     Attributes:
         title: For the plot.
-        seed: Of data order, sampling and the critic's head.
+        seed: Of data order, sampling, the critic's head and new LoRA pairs.
         rollout_engine: Who samples: "sgljax", or "vanilla", Tunix's own sampler.
         offload_to_cpu: Keep models in host memory while they are not used.
         model: The policy.
+        lora: Train low-rank pairs beside it; null trains all parameters.
         tokenizer: Its tokenizer.
         task: Data and rewards.
         algorithm: GRPO or PPO.
@@ -365,6 +387,7 @@ class TrainConfig:
     rollout_engine: str = "sgljax"
     offload_to_cpu: bool = False
     model: ModelSection
+    lora: LoraSection | None = None
     tokenizer: TokenizerSection = TokenizerSection()
     task: TaskSection
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -1,0 +1,255 @@
+"""`convert` of LoRA checkpoints: merged into a folder, and as an adapter that PEFT loads."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from sgljax_engine import HfTensor, load_model_config, read_hf_tensors, to_hf_tensors
+from tests import lora_models
+from tests.adapter.helpers import named_params
+from tests.cli import lora_checkpoints as checkpoints
+from tests.cli.test_convert import FAMILIES, assert_same, convert, tensors_of
+from tests.engine.small_tokenizers import GOLDEN
+from tunix_sgljax.lora import find_lora
+from tunix_sgljax.lora_files import HfPair, LoraScale, hf_pairs, peft_config
+from tunix_sgljax.lora_settings import LoraSettings, write_settings
+from tunix_sgljax.mappings import lora_in_axes, to_rules
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+
+BASE = GOLDEN / "qwen3_gqa_tied"
+
+
+def engines_own(name, model):
+    """The merged tensors by the engine's LoRA rules, whose scale and axes are the model's own."""
+    config = load_model_config(GOLDEN / name)
+    weights = {key: np.asarray(value) for key, value in named_params(model).items()}
+    plain = {key: value for key, value in weights.items() if "_lora_" not in key}
+    found = find_lora(model, None)
+    assert found is not None
+    rules = (*to_rules(None, plain, config.architecture), *found.rules)
+    return {k: v.load() for k, v in to_hf_tensors(config, weights, rules).items()}
+
+
+def differing(got, base):
+    return {name for name, tensor in got.items() if not np.array_equal(tensor, base[name])}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The Qwen3 golden with pairs everywhere: the model, and a checkpoint of its pairs."""
+    model = checkpoints.make("qwen3_gqa_tied")
+    return model, checkpoints.save(model, tmp_path_factory.mktemp("lora"))
+
+
+# ------------------------------------------------------------------ merged
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pairs_are_merged_as_the_engine_does_it(name, tmp_path):
+    model = checkpoints.make(name, "two")
+    root = checkpoints.save(model, tmp_path / "root")
+    output = tmp_path / "out"
+    argv = [root, "--base", GOLDEN / name, "--output", output]
+    assert convert(*argv, "--lora-alpha", checkpoints.ALPHA) == 0
+    got, wanted = tensors_of(output), engines_own(name, model)
+    assert set(got) == set(wanted)
+    for key, tensor in wanted.items():
+        np.testing.assert_allclose(got[key], tensor, rtol=1e-6, atol=1e-6, err_msg=key)
+    changed = differing(got, tensors_of(GOLDEN / name))
+    num_layers = load_model_config(GOLDEN / name).num_layers
+    assert len(changed) == 4 * num_layers + 2
+
+
+@pytest.mark.parametrize("name", lora_models.MODELS)
+def test_the_axes_of_each_pair_are_known(name):
+    found = find_lora(lora_models.make(name), None)
+    assert found is not None
+    for rule in found.rules:
+        assert lora_in_axes(rule.weight) == rule.in_axes, rule.weight
+
+
+def test_a_checkpoint_of_everything_gives_the_same(saved, tmp_path):
+    model, root = saved
+    whole = checkpoints.save(model, tmp_path / "whole", only_pairs=False)
+    argv = ["--base", BASE, "--lora-scaling", checkpoints.ALPHA / 4, "--quiet"]
+    assert convert(whole, *argv, "--output", tmp_path / "a") == 0
+    assert convert(root, *argv, "--output", tmp_path / "b") == 0
+    assert_same(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+
+
+def test_sums_are_rounded_once(saved, tmp_path):
+    base = tmp_path / "base"
+    assert convert(BASE, "--output", base, "--dtype", "bfloat16") == 0
+    argv = [saved[1], "--base", base, "--lora-alpha", checkpoints.ALPHA]
+    assert convert(*argv, "--output", tmp_path / "half") == 0
+    assert convert(*argv, "--output", tmp_path / "full", "--dtype", "float32") == 0
+    half, full = tensors_of(tmp_path / "half"), tensors_of(tmp_path / "full")
+    assert_same(half, {name: full[name].astype(half[name].dtype) for name in half})
+    assert differing({name: tensor.astype(np.float32) for name, tensor in half.items()}, full)
+
+
+def test_what_train_wrote_beside_the_checkpoint_tells_the_scale(saved, tmp_path):
+    model, _ = saved
+    root = checkpoints.save(model, tmp_path / "root")
+    write_settings(root, LoraSettings(4, checkpoints.ALPHA, ".*", None))
+    base = ["--base", BASE, "--quiet"]
+    assert convert(root, *base, "--output", tmp_path / "a") == 0
+    assert convert(root / "actor/5", *base, "--output", tmp_path / "b") == 0
+    assert convert(root, *base, "--output", tmp_path / "c", "--lora-alpha", 6) == 0
+    assert convert(root, *base, "--output", tmp_path / "d", "--lora-alpha", 3) == 0
+    a, b, c, d = (tensors_of(tmp_path / letter) for letter in "abcd")
+    assert_same(a, b)
+    assert_same(a, c)
+    assert differing(a, d)
+
+
+# ------------------------------------------------------------------ adapters
+
+
+@pytest.mark.parametrize("name", checkpoints.ADAPTERS)
+def test_the_adapter_is_the_one_that_peft_was_given(name, tmp_path):
+    """tests/golden/make_peft_goldens.py has loaded these very files with PEFT."""
+    root = checkpoints.save(checkpoints.make(name, checkpoints.ADAPTERS[name]), tmp_path / "root")
+    output = tmp_path / "out"
+    argv = [root, "--base", GOLDEN / name, "--output", output, "--peft"]
+    assert convert(*argv, "--lora-alpha", checkpoints.ALPHA) == 0
+    golden = GOLDEN / "adapters" / name
+    assert sorted(path.name for path in output.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    got, wanted = (load_file(f / "adapter_model.safetensors") for f in (output, golden))
+    assert_same(got, wanted)
+    configs = [json.loads((f / "adapter_config.json").read_text()) for f in (output, golden)]
+    assert configs[0].pop("base_model_name_or_path") == str(GOLDEN / name)
+    configs[1].pop("base_model_name_or_path")
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", checkpoints.ADAPTERS)
+def test_peft_computes_what_was_trained(name):
+    golden = np.load(GOLDEN / "adapters" / name / "peft.npz")
+    model = checkpoints.make(name, checkpoints.ADAPTERS[name])
+    for i in range(int(golden["num_prompts"])):
+        logits = checkpoints.logits(model, golden[f"prompt_{i}"])
+        np.testing.assert_allclose(logits, golden[f"logits_{i}"], atol=2e-3, rtol=1e-4)
+
+
+def test_config_of_an_adapter():
+    def pair(rank, scale):
+        return HfPair(np.zeros((rank, 2)), np.zeros((3, rank)), scale)
+
+    layers = [f"model.layers.{i}.self_attn." for i in range(3)]
+    base = [f"{layer}{name}.weight" for layer in layers for name in ("q_proj", "v_proj", "o_proj")]
+    tensors = {name: HfTensor((3, 2), np.dtype(np.float32), lambda: np.zeros(0)) for name in base}
+    pairs = {name: pair(4, 2.0) for name in base if "q_proj" in name}
+    assert peft_config(pairs, tensors, "x") == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "x",
+        "inference_mode": True,
+        "r": 4,
+        "lora_alpha": 8.0,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": ["q_proj"],
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    pairs |= {name: pair(2, 2.0) for name in base if "v_proj" in name}
+    pairs["model.layers.1.self_attn.o_proj.weight"] = pair(2, 4.0)
+    config = peft_config(pairs, tensors, "x")
+    only = "model.layers.1.self_attn.o_proj"
+    assert config["target_modules"] == [only, "q_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0) or (config["r"]) == 2
+    ranks, alphas = config["rank_pattern"], config["alpha_pattern"]
+    for name in ("q_proj", "v_proj", "o_proj"):
+        wanted = {"q_proj": (4, 8.0), "v_proj": (2, 4.0), "o_proj": (2, 8.0)}[name]
+        assert (ranks.get(name, config["r"]), alphas.get(name, config["lora_alpha"])) == wanted
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing tells the scale of the LoRA pairs"),
+        (["--peft"], "give --lora-alpha"),
+        (["--lora-alpha", "8", "--lora-scaling", "2"], "give one of them"),
+        (["--lora-scaling", "nan"], "--lora-scaling must be finite, got nan"),
+        (["--lora-alpha", "8", "--peft", "--max-shard-size", "1GB"], "an adapter is one file"),
+    ],
+)
+def test_bad_options(saved, tmp_path, capsys, options, message):
+    argv = [saved[1], "--base", BASE, "--output", tmp_path / "out"]
+    assert convert(*argv, *options) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_nothing_reads(tmp_path, capsys):
+    root = checkpoints.save(
+        checkpoints.load_into_tunix("qwen3_gqa_tied"), tmp_path / "root", only_pairs=False
+    )
+    argv = [root, "--base", BASE, "--output", tmp_path / "out"]
+    assert convert(*argv, "--lora-alpha", 8) == 2
+    assert "go with LoRA parameters" in capsys.readouterr().err
+    assert convert(*argv, "--peft") == 2
+    assert "--peft needs LoRA parameters" in capsys.readouterr().err
+    assert convert(BASE, "--output", tmp_path / "out", "--lora-alpha", 8) == 2
+    assert "--lora-alpha and --lora-scaling go with a Tunix checkpoint" in capsys.readouterr().err
+    assert convert(BASE, "--output", tmp_path / "out", "--peft") == 2
+    assert "--peft needs a Tunix checkpoint" in capsys.readouterr().err
+
+
+def test_an_adapter_never_leaves_out_what_else_was_trained(saved, tmp_path, capsys):
+    model, _ = saved
+    other = checkpoints.make("qwen3_gqa_tied")
+    other.final_norm.w[...] = model.final_norm.w[...] + 1
+    root = checkpoints.save(other, tmp_path / "root", only_pairs=False)
+    argv = [root, "--base", BASE, "--output", tmp_path / "out", "--lora-alpha", 8, "--peft"]
+    assert convert(*argv) == 2
+    assert "'model.norm.weight' of the checkpoint is not that of" in capsys.readouterr().err
+
+
+def test_pairs_of_another_model_are_all_listed(saved, tmp_path, capsys):
+    argv = [saved[1], "--base", GOLDEN / "qwen3_mqa_untied", "--output", tmp_path / "out"]
+    assert convert(*argv, "--lora-alpha", 8) == 2
+    message = capsys.readouterr().err
+    assert "do not fit (" in message
+    assert "'layers.0.attn.k_proj.w': A and B make" in message
+    assert not (tmp_path / "out").exists()
+
+
+BAD = {
+    "half a pair": ({"w_lora_b": None}, r"'layers.0.attn.q_proj.w_lora_b' is missing: half a pair"),
+    "ranks": ({"w_lora_a": np.ones((64, 3), np.float32)}, r"A \[64, 3\] and B \[4, .* A must be"),
+    "axes": ({"w_lora_a": np.ones(4, np.float32)}, r"A must be \[1 axes, rank\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_pairs_are_named(saved, name):
+    changes, message = BAD[name]
+    model, _ = saved
+    weights = {k: np.asarray(v) for k, v in named_params(model).items() if "_lora_" in k}
+    for half, value in changes.items():
+        key = f"layers.0.attn.q_proj.{half}"
+        weights.pop(key)
+        if value is not None:
+            weights[key] = value
+    with pytest.raises(ValueError, match=message):
+        hf_pairs(weights, "Qwen3ForCausalLM", LoraScale(2.0, None), read_hf_tensors(BASE))
+    weights = {
+        "layers.0.other.w_lora_a": np.ones((2, 2)),
+        "layers.0.other.w_lora_b": np.ones((2, 2)),
+    }
+    with pytest.raises(ValueError, match=r"'layers.0.other.w': no weight of a Qwen3ForCausalLM"):
+        hf_pairs(weights, "Qwen3ForCausalLM", LoraScale(2.0, None), read_hf_tensors(BASE))

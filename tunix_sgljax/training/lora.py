@@ -1,0 +1,109 @@
+"""The `lora` section of a config: low-rank pairs beside a frozen base, put there by qwix."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import qwix
+from flax import nnx
+
+from sgljax_engine import InvalidConfigError
+from tunix_sgljax.lora import check_lora_mode
+from tunix_sgljax.training.models import ModelSpec
+from tunix_sgljax.training.schema import LoraSection
+
+_EMBEDDER = "embedder"
+
+
+class AbstractActor(NamedTuple):
+    """What a LoRA actor consists of, as states of shapes and dtypes.
+
+    Attributes:
+        pairs: What is trained.
+        base: What is frozen, quantised if the section says so.
+    """
+
+    pairs: nnx.State
+    base: nnx.State
+
+
+def apply_lora(model: nnx.Module, section: LoraSection, seed: int) -> nnx.Module:
+    """The model with pairs that change nothing yet: A is random, and B is 0.
+
+    Args:
+        model: A Tunix model. It stays as it is, and the result shares its arrays, but for weights
+            that are quantised.
+        section: Which weights, and how.
+        seed: Of A.
+    """
+    given: Any = model
+    provider = qwix.LoraProvider(
+        module_path=section.module_path,
+        rank=section.rank,
+        alpha=section.alpha,
+        weight_qtype=section.weight_qtype,
+    )
+    rngs = nnx.Rngs(seed)
+    actor: Any = qwix.apply_lora_to_model(given, provider, **given.get_model_input(), rngs=rngs)
+    return actor
+
+
+def abstract_actor(spec: ModelSpec, section: LoraSection) -> AbstractActor:
+    """A LoRA actor without weights.
+
+    Raises:
+        InvalidConfigError: for a mode that the rollout does not have; for a `module_path` that fits
+            no projection, naming those that there are, or fits the embedding; and for weights with
+            which Tunix cannot compute once they are quantised.
+    """
+    try:
+        check_lora_mode(section.mode)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"lora.mode: {error}") from None
+    try:
+        made = _abstract(spec, section)
+    except TypeError as error:  # of Tunix's layers, for a weight that is no array
+        if section.weight_qtype is None:
+            raise
+        raise InvalidConfigError(
+            f"lora.weight_qtype {section.weight_qtype!r} with lora.module_path "
+            f"{section.module_path!r}: Tunix's {spec.family} cannot compute with all of these "
+            f"weights quantised ({error}); try '.*mlp.*', or null"
+        ) from None
+    pairs = nnx.state(made, nnx.LoRAParam)
+    paths = _module_paths(pairs)
+    if _EMBEDDER in paths:
+        raise InvalidConfigError(
+            f"lora.module_path {section.module_path!r} fits the embedding, beside which Tunix "
+            "cannot train a pair; '.*(attn|mlp).*' leaves it out"
+        )
+    if not paths:
+        everything = LoraSection(rank=1, alpha=1.0, module_path=".*")
+        paths = _module_paths(nnx.state(_abstract(spec, everything), nnx.LoRAParam))
+        raise InvalidConfigError(
+            f"lora.module_path {section.module_path!r} fits no projection of the model; it must "
+            f"match the whole of a path: {', '.join(p for p in paths if p != _EMBEDDER)}"
+        )
+    return AbstractActor(pairs, nnx.state(made, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
+
+
+def _abstract(spec: ModelSpec, section: LoraSection) -> nnx.Module:
+    def make() -> nnx.Module:
+        actor: Any = apply_lora(spec.model_class(spec.config, rngs=nnx.Rngs(0)), section, 0)
+        if section.weight_qtype is not None:
+            # qwix needs another call to find quantised kernels that are abstract, and it is the
+            # first one in which Tunix's layers see what was quantised.
+            actor.set_attributes(qwix_rngs=nnx.Rngs(0))
+            actor(**actor.get_model_input())
+        return actor
+
+    return nnx.eval_shape(make)
+
+
+def _module_paths(pairs: nnx.State) -> list[str]:
+    """Modules that have a pair, as qwix spells them, all layers as one."""
+    names = (
+        "/".join("<layer>" if isinstance(part, int) else str(part) for part in key[:-1])
+        for key, _ in nnx.to_flat_state(pairs)
+    )
+    return list(dict.fromkeys(names))
