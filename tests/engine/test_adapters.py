@@ -19,7 +19,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.adapters import AdapterRegistry
 from sgljax_engine.builder import dummy_weights
-from tests.engine.models import TINY, spread_weights
+from tests.engine.models import TINY, logical_weights
 from tests.threads import LIMIT_S
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [5] * 9, [1, 2, 3, 4, 5]]
@@ -64,7 +64,7 @@ def make_adapter(seed, rank=4, kinds=KINDS, scale=0.5):
 def make_engine(**options):
     return Engine(
         model_config=TINY,
-        weights=spread_weights(TINY),
+        weights=logical_weights(TINY),
         weight_rules=logical_rules(TINY),
         **(OPTIONS | options),
     )
@@ -95,7 +95,7 @@ def merged():
     outputs[None] = generate(engine, None)
     for seed in (1, 2, 3):
         arrays, rules = make_adapter(seed)
-        engine.update_weights(spread_weights(TINY) | arrays, rules)
+        engine.update_weights(logical_weights(TINY) | arrays, rules)
         outputs[seed] = generate(engine, None)
     engine.shutdown()
     assert len({str(out) for out in outputs.values()}) == 4
@@ -154,7 +154,7 @@ def test_a_smaller_adapter_leaves_nothing_of_the_one_before(engine):
     engine.load_adapter("one", *small)
     found = generate(engine, "one")
     fresh = make_engine(max_loras=0)
-    fresh.update_weights(spread_weights(TINY) | small[0], small[1])
+    fresh.update_weights(logical_weights(TINY) | small[0], small[1])
     check_same(found, generate(fresh, None))
     fresh.shutdown()
 
@@ -201,7 +201,7 @@ def test_nothing_is_compiled_for_other_adapters():
 
 
 def test_adapters_outlive_weight_updates(engine, merged):
-    weights = spread_weights(TINY)
+    weights = logical_weights(TINY)
     other = {name: x * 0.5 if "down_proj" in name else x for name, x in weights.items()}
     engine.update_weights(other, logical_rules(TINY))
     assert generate(engine, "one")[0] != merged[1][0]
@@ -210,7 +210,7 @@ def test_adapters_outlive_weight_updates(engine, merged):
 
 
 def test_adapters_outlive_a_donating_update(engine, merged):
-    engine.update_weights(spread_weights(TINY), logical_rules(TINY), donate=True)
+    engine.update_weights(logical_weights(TINY), logical_rules(TINY), donate=True)
     check_same(generate(engine, "two"), merged[2])
 
 
@@ -232,7 +232,7 @@ def test_an_adapter_comes_while_the_engine_sleeps(engine, merged):
 
 def test_weights_come_while_adapters_sleep(engine, merged):
     engine.sleep()
-    engine.update_weights(spread_weights(TINY), logical_rules(TINY))
+    engine.update_weights(logical_weights(TINY), logical_rules(TINY))
     engine.wake_up()
     check_same(generate(engine, "one"), merged[1])
 
@@ -401,7 +401,7 @@ def test_first_adapters_and_few_targets(merged):
     slots = [name for name in engine._loop._core.runner.weights if name.endswith(".lora_a")]
     assert len(slots) == 2 * TINY.num_layers
     other = make_engine(max_loras=0)
-    other.update_weights(spread_weights(TINY) | adapter[0], adapter[1])
+    other.update_weights(logical_weights(TINY) | adapter[0], adapter[1])
     check_same(generate(engine, "first"), generate(other, None))
     check_same(generate(engine, None), merged[None])
     with pytest.raises(WeightSyncError, match=r"q_proj.*no adapter slots.*down_proj, gate_proj"):
