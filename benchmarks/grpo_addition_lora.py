@@ -99,10 +99,10 @@ def format_report(runs: Sequence[Run], environment: Environment) -> list[str]:
             "benchmarks/grpo_addition_lora.py",
             environment,
         ),
-        f"The config is that of `make demo`, {num_steps} steps, but for LoRA and the learning rate. "
-        f"The first reward is that of step 1, the last one the mean of the last 10 steps. Good is "
-        f"the step at which the mean of {WINDOW} rewards has reached {GOOD_REWARD}. Other work ran "
-        "on the machine, so no seconds are given.",
+        f"The config is that of `make demo`, {num_steps} steps, but for LoRA and the learning "
+        "rate. The first reward is that of step 1, the last one the mean of the last 10 steps. "
+        f"Good is the step at which the mean of {WINDOW} rewards has reached {GOOD_REWARD}. Other "
+        "work ran on the machine, so no seconds are given.",
         "",
         "| trained | alpha | learning rate | seed | first reward | last reward | gain | good |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

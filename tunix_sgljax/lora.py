@@ -236,8 +236,19 @@ def _dequantised(named: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str
             named.get(f"{name}.array.{part}") for part in ("qvalue", "scale", "zero_point")
         )
         if qvalue is not None and scale is not None:  # else the engine's plan names what is missing
-            out[name] = qwix.dequantize(qwix.QArray(qvalue, scale, zero_point, qtype))
+            quantised = qwix.QArray(qvalue, scale, zero_point, qtype)
+            out[name] = qwix.dequantize(jax.tree.map(_in_device_memory, quantised))
     return out
+
+
+def _in_device_memory(x: Any) -> Any:
+    """The array, moved there if Tunix has put it into the host's memory (`offload_to_cpu`)."""
+    if not isinstance(x, jax.Array):
+        return x
+    default = next(iter(x.sharding.device_set)).default_memory().kind
+    if x.sharding.memory_kind == default:
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind(default))
 
 
 def _is_inside(name: str, types: Mapping[str, Any]) -> bool:

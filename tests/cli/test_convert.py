@@ -286,12 +286,12 @@ def test_sizes():
         assert parse_size(text) == size
 
 
-def test_adapters_are_refused(tmp_path, capsys):
+def test_half_of_a_lora_pair_is_refused(tmp_path, capsys):
     class Adapter(nnx.Module):
         def __init__(self):
             self.w_lora_a = nnx.LoRAParam(np.ones((2, 2), np.float32))
 
     save(Adapter(), tmp_path / "root", 1)
-    argv = [tmp_path / "root", "--base", BASE, "--output", tmp_path / "out"]
+    argv = [tmp_path / "root", "--base", BASE, "--output", tmp_path / "out", "--lora-alpha", "8"]
     assert convert(*argv) == 2
-    assert "holds LoRA adapters ('w_lora_a' and 0 more)" in capsys.readouterr().err
+    assert "'w_lora_b' is missing: half a pair" in capsys.readouterr().err

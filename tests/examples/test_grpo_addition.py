@@ -1,5 +1,6 @@
 """The demo: its parts, and a short run with Tunix's own sampler."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from addition_task import MAX_NEW_TOKENS, MAX_PROMPT_LENGTH, Problem, Tokenizer
 from tunix_sgljax.training import load_config, to_yaml
 
 CONFIG = grpo_addition.ROOT / "configs/grpo_addition.yaml"
+LORA_CONFIG = grpo_addition.ROOT / "configs/grpo_addition_lora.yaml"
 CHECKPOINT = grpo_addition.ROOT / "examples/data/addition_sft.safetensors"
 
 
@@ -110,6 +112,20 @@ def test_config_is_the_baseline():
     assert config.engine.options == {"page_size": 16, "max_running_requests": 128}
 
 
+def test_lora_differs_from_the_baseline_in_what_is_trained():
+    full, lora = load_config(CONFIG), load_config(LORA_CONFIG)
+    assert full.lora is None
+    assert lora.lora is not None
+    assert (lora.lora.rank, lora.lora.mode) == (8, "merged")
+    optimizer = dataclasses.replace(
+        lora.training.optimizer, learning_rate=full.training.optimizer.learning_rate
+    )
+    training = dataclasses.replace(
+        lora.training, optimizer=optimizer, output_dir=full.training.output_dir
+    )
+    assert dataclasses.replace(lora, title=full.title, lora=None, training=training) == full
+
+
 def test_example_and_command_train_on_the_same_problems():
     config = load_config(CONFIG)
     rows = addition_task.problem_rows(**config.task.dataset_args)
@@ -179,3 +195,29 @@ def test_two_steps_with_vanilla(tmp_path, capsys, config_steps, expected_code):
     output = capsys.readouterr()
     assert "mean reward first 2 steps" in output.out
     assert ("WARNING" in output.err) == (expected_code == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lora_trains_pairs_alone(tmp_path, monkeypatch):
+    models = []
+    make = grpo_addition.make_cluster
+
+    def watched(config, rollout_engine):
+        cluster = make(config, rollout_engine)
+        models.append((cluster.actor_trainer.model, cluster.rollout))
+        return cluster
+
+    monkeypatch.setattr(grpo_addition, "make_cluster", watched)
+    arguments = ["--lora", "4", "--steps", "2", "--output-dir", str(tmp_path)]
+    assert grpo_addition.main(arguments) == 0
+    content = json.loads((tmp_path / "records.json").read_text())
+    assert content["settings"]["lora"]["rank"] == 4
+    assert [step["weight_version"] for step in content["steps"]] == [0, 1]
+    ((model, timed),) = models
+    report = timed.inner.lora_report
+    assert (report.num_pairs, report.max_rank) == (4 * 7, 4)
+    before = addition_task.load_checkpoint(CHECKPOINT, timed.inner.mesh)
+    trained, frozen = model.layers[0].attn.q_proj, before.layers[0].attn.q_proj
+    np.testing.assert_array_equal(trained.w[...], frozen.w[...])
+    assert np.abs(np.asarray(trained.w_lora_b[...])).max() > 0

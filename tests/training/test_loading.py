@@ -30,6 +30,7 @@ def load(tmp_path, *overrides, **changes):
 def test_every_kind_of_shipped_config_is_found():
     assert {path.stem for path in SHIPPED} == {
         "grpo_addition",
+        "grpo_addition_lora",
         "ppo_addition",
         "qwen3_0p6b_gpu",
         "llama3p2_3b_tpu_host",
@@ -72,7 +73,11 @@ def test_what_must_be_given_is_asked_for(key):
         ("engine.page_size=16", "unknown key engine.page_size; known here: options"),
         ("engine.options.page_sise=16", "unknown engine option 'page_sise'; did you mean"),
         ("engine.sampling_params.min_q=0.1", "engine.sampling_params: unknown"),
-        ("model.lora_config.rank=8", "model.lora_config: LoRA is not supported"),
+        (
+            "model.lora_config.rank=8",
+            "unknown key model.lora_config; LoRA is the section lora",
+        ),
+        ("lora.lora_alpha=8", "unknown key lora.lora_alpha; did you mean lora.alpha?"),
     ],
 )
 def test_unknown_key_is_refused_with_the_nearest(tmp_path, override, message):
@@ -129,6 +134,11 @@ def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
         ("engine.logprobs_mode=raw", "engine.logprobs_mode must not be 'raw'"),
         ("model.family=null", "model.family and model.shape belong together"),
         ("model.name=qwen3-0.6b", "model must have one of path, name, and family with shape"),
+        ("lora.rank=0 lora.alpha=1", "lora.rank must be at least 1, got 0"),
+        ("lora.rank=4 lora.alpha=0", "lora.alpha must be finite and above 0, got 0"),
+        ("lora.rank=4 lora.alpha=.inf", "lora.alpha must be finite and above 0, got inf"),
+        ("lora.rank=4 lora.alpha=8 lora.module_path=(", "lora.module_path '(' is no regular"),
+        ("lora.rank=4 lora.alpha=8 lora.weight_qtype=int3", "lora.weight_qtype must not be 'int3'"),
         ("model.path=x", "model.family must be null with model.path"),
         ("tokenizer.path=x", "tokenizer.path must be null with tokenizer.function"),
         ("tokenizer.function=null", "tokenizer.path must be given where model.path is null"),

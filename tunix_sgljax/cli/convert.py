@@ -167,11 +167,11 @@ def _base_folder(args: argparse.Namespace) -> Path:
 
 
 def _refuse_checkpoint_options(args: argparse.Namespace) -> None:
-    given = (args.base, args.step, args.lora_alpha, args.lora_scaling)
-    if any(value is not None for value in given):
+    if args.base is not None or args.step is not None:
+        raise InvalidConfigError("--base and --step go with a Tunix checkpoint, not a model")
+    if args.lora_alpha is not None or args.lora_scaling is not None:
         raise InvalidConfigError(
-            "--base, --step, --lora-alpha and --lora-scaling go with a Tunix checkpoint, not a "
-            "model"
+            "--lora-alpha and --lora-scaling go with a Tunix checkpoint, not a model"
         )
 
 

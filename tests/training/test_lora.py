@@ -1,0 +1,261 @@
+"""The `lora` section: what is trained, what is kept, what it takes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from sgljax_engine import InvalidConfigError
+from tests.training.test_train import check_steps, read_records, train
+from tests.training.tiny import write_config
+from tunix_sgljax.lora_settings import read_settings
+from tunix_sgljax.training import load_config
+from tunix_sgljax.training.cluster import make_cluster, make_meshes, make_optimizers, rollout_engine
+from tunix_sgljax.training.lora import abstract_actor, apply_lora
+from tunix_sgljax.training.memory import estimate_memory
+from tunix_sgljax.training.models import find_model, load_policy
+from tunix_sgljax.training.tokenizers import load_tokenizer
+from tunix_sgljax.tunix_checkpoint import find_step, read_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
+
+LORA = {"rank": 4, "alpha": 8.0}
+QUANTISED = {"qwen3": ".*mlp.*", "llama3": ".*(attn|mlp).*"}
+"""What Tunix 0.1.7 can compute with quantised, by family."""
+
+
+def config_of(tmp_path, *overrides, **changes):
+    return load_config(write_config(tmp_path, **({"lora": LORA} | changes)), overrides)
+
+
+def actor_of(config) -> Any:
+    spec = find_model(config.model)
+    policy = load_policy(config.model, spec, make_meshes(config)[0])
+    return apply_lora(policy, config.lora, config.seed)
+
+
+def memory_of(config):
+    mesh = make_meshes(config)[0]
+    return estimate_memory(config, find_model(config.model), mesh, make_optimizers(config))
+
+
+def num_bytes(state):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+# ------------------------------------------------------------------ parts
+
+
+@pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
+@pytest.mark.parametrize("family", QUANTISED)
+def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
+    overrides = [f"model.family={family}", f"lora.module_path={QUANTISED[family]}"]
+    overrides += [] if qtype is None else [f"lora.weight_qtype={qtype}"]
+    config = config_of(tmp_path, *overrides)
+    full = memory_of(config_of(tmp_path, *overrides[:1], lora=None))
+    actor, found = actor_of(config), memory_of(config)
+    pairs = num_bytes(nnx.state(actor, nnx.LoRAParam))
+    assert found.policy == num_bytes(nnx.state(actor, nnx.Param))
+    assert found.gradients == pairs
+    assert 2 * pairs <= found.optimizer < 2 * pairs + 64  # Adam's moments and its counts
+    assert found.reference == found.policy - (pairs if qtype is None else 0)
+    assert found.engine_weights == full.engine_weights == full.policy
+    assert found.total < full.total
+    if qtype is not None:
+        assert found.policy < full.policy
+    no_penalty = memory_of(config_of(tmp_path, *overrides, "algorithm.grpo.beta=0"))
+    assert no_penalty.reference == 0
+
+
+def test_abstract_pairs_are_the_actors(tmp_path):
+    config = config_of(tmp_path, "model.remat=block")
+    assert config.lora is not None
+    abstract = abstract_actor(find_model(config.model), config.lora)
+    for state, kind in ((abstract.pairs, nnx.LoRAParam), (abstract.base, nnx.Param)):
+        real = nnx.state(actor_of(config), kind)
+        shapes = {key: (leaf.shape, leaf.dtype) for key, leaf in nnx.to_flat_state(state)}
+        wanted = {key: (leaf.shape, leaf.dtype) for key, leaf in nnx.to_flat_state(real)}
+        if kind is nnx.Param:
+            wanted = {key: value for key, value in wanted.items() if "_lora_" not in key[-1]}
+        assert shapes == wanted
+
+
+def test_new_pairs_change_nothing_and_follow_the_seed(tmp_path):
+    config = config_of(tmp_path)
+    a, b, other = actor_of(config), actor_of(config), actor_of(config_of(tmp_path, "seed=1"))
+    pair = lambda model: model.layers[0].attn.q_proj  # noqa: E731
+    np.testing.assert_array_equal(pair(a).w_lora_a[...], pair(b).w_lora_a[...])
+    assert np.abs(np.asarray(pair(a).w_lora_a[...] - pair(other).w_lora_a[...])).max() > 0
+    assert not np.asarray(pair(a).w_lora_b[...]).any()
+
+
+def base_buffers(model):
+    base = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(base)]
+
+
+@pytest.mark.parametrize("qtype", [None, "int8"])
+def test_the_reference_begins_with_the_actors_arrays(tmp_path, qtype):
+    overrides = [] if qtype is None else ["lora.weight_qtype=int8", "lora.module_path=.*mlp.*"]
+    config = config_of(tmp_path, *overrides)
+    engine, spec = rollout_engine(config), find_model(config.model)
+    cluster: Any = make_cluster(config, spec, load_tokenizer(config), engine)
+    reference = cluster.inference_worker.get_model("reference")
+    assert base_buffers(reference) == base_buffers(cluster.actor_trainer.model)
+    assert cluster.rollout.lora_report.base_holder == "the actor"
+    cluster.rollout.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "lora.module_path=q_proj",
+            "fits no projection of the model; it must match the",
+        ),
+        ("lora.module_path=q_proj", "layers/<layer>/attn/q_proj, layers/<layer>/attn/v_proj"),
+        ("lora.module_path=.*", "fits the embedding, beside which Tunix cannot train a pair"),
+        ("lora.mode=mixed", "lora.mode: lora must be one of"),
+        ("lora.weight_qtype=int8", "Tunix's qwen3 cannot compute with all of these"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(tmp_path, capsys, overrides, message):
+    path = write_config(tmp_path, lora=LORA)
+    assert train(path, "--dry-run", *overrides.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_untied_output_projection_may_have_a_pair(tmp_path):
+    config = config_of(
+        tmp_path, "lora.module_path=.*lm_head.*", "model.shape.use_tied_embedding=false"
+    )
+    assert config.lora is not None
+    pairs = nnx.to_flat_state(abstract_actor(find_model(config.model), config.lora).pairs)
+    assert {key[0] for key, _ in pairs} == {"lm_head"}
+
+
+# ------------------------------------------------------------------ runs
+
+
+def test_pairs_alone_are_trained_and_saved_and_a_run_resumes(tmp_path, capsys):
+    checkpoints = tmp_path / "checkpoints"
+    path = write_config(tmp_path, lora=LORA, training__checkpoint_root_directory=str(checkpoints))
+    config = load_config(path)
+    first = {
+        ".".join(map(str, key)): np.asarray(leaf[...])
+        for key, leaf in nnx.to_flat_state(nnx.state(actor_of(config), nnx.LoRAParam))
+    }
+    assert train(path, "training.steps=1") == 0
+    check_steps(read_records(tmp_path), [1], [0])
+    assert json.loads((checkpoints / "lora.json").read_text()) == {
+        "rank": 4,
+        "alpha": 8.0,
+        "module_path": ".*(attn|mlp).*",
+        "weight_qtype": None,
+    }
+    assert train(path) == 0
+    check_steps(read_records(tmp_path), [2], [0])
+    one, two = (read_checkpoint(find_step(checkpoints, step)) for step in (1, 2))
+    assert set(one) == set(two) == set(first)
+    for name in first:
+        if name.endswith("_lora_b"):  # the gradient of A is 0 as long as B is
+            assert np.abs(one[name] - first[name]).max() > 0, name
+        assert np.abs(two[name] - one[name]).max() > 0, name
+    check_refusals(tmp_path, path, checkpoints, capsys)
+
+
+def check_refusals(tmp_path, path, checkpoints, capsys):
+    """Runs that would go on with other pairs than the checkpoint's, or none."""
+    for override, message in (
+        ("lora.alpha=4", "was trained with LoraSettings(rank=4, alpha=8.0"),
+        ("lora.rank=2", "but lora is LoraSettings(rank=2, alpha=8.0"),
+        ("lora=null", "holds LoRA pairs, but lora is null"),
+    ):
+        assert train(path, "--dry-run", override) == 2
+        assert message in capsys.readouterr().err
+    (checkpoints / "lora.json").unlink()  # as of another program
+    assert train(path, "--dry-run", "lora.rank=2") == 2
+    assert "k_proj.w_lora_a has shape (32, 4) there and (32, 2) in the" in capsys.readouterr().err
+    assert train(path, "--dry-run", "lora.module_path=.*mlp.*") == 2
+    assert "k_proj.w_lora_a has shape (32, 4) there and None in the" in capsys.readouterr().err
+    assert train(path, "--dry-run") == 0
+    shutil.rmtree(checkpoints)
+    assert read_settings(checkpoints) is None
+    assert train(path, "--dry-run", "lora.rank=2") == 0
+
+
+@pytest.mark.slow
+def test_a_full_checkpoint_is_no_base_of_pairs(tmp_path, capsys):
+    path = write_config(tmp_path, training__checkpoint_root_directory=str(tmp_path / "full"))
+    assert train(path, "training.steps=1") == 0
+    assert not (tmp_path / "full/lora.json").exists()
+    assert train(path, "lora={rank: 4, alpha: 8}") == 2
+    assert "holds whole models, but lora is given" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_vanilla_trains_the_same_pairs(tmp_path):
+    assert train(write_config(tmp_path, lora=LORA), "rollout_engine=vanilla") == 0
+    check_steps(read_records(tmp_path), [1, 2], [None, None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offloads", [False, True])
+def test_quantised_bases_are_trained_beside(tmp_path, offloads):
+    path = write_config(
+        tmp_path,
+        lora=LORA | {"weight_qtype": "nf4"},
+        model__family="llama3",
+        offload_to_cpu=offloads,
+        training__checkpoint_root_directory=str(tmp_path / "checkpoints"),
+    )
+    assert train(path) == 0
+    if not offloads:  # that brings updates of its own
+        check_steps(read_records(tmp_path), [1, 2], [0, 1])
+    pairs = read_checkpoint(find_step(tmp_path / "checkpoints"))
+    assert len(pairs) == 2 * 7 * 2
+    assert all(np.abs(pair).max() > 0 for pair in pairs.values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
+def test_ppo_trains_pairs_and_all_of_the_critic(tmp_path):
+    path = write_config(
+        tmp_path,
+        lora=LORA,
+        algorithm={"name": "ppo", "ppo": {"beta": 0.04}},
+        task__reward_functions=["tiny_task:first_is_even"],
+        training__batch_size=8,
+        training__checkpoint_root_directory=str(tmp_path / "checkpoints"),
+        training__save_interval_steps=1,
+    )
+    assert train(path) == 0
+    check_steps(read_records(tmp_path), [1, 2], [0, 1])
+    actor = [read_checkpoint(find_step(tmp_path / "checkpoints", step)) for step in (1, 2)]
+    critic = [read_checkpoint(find_step(tmp_path / "checkpoints/critic", step)) for step in (1, 2)]
+    assert all("_lora_" in name for name in actor[0])
+    assert not any("_lora_" in name for name in critic[0])
+    for before, after in (actor, critic):
+        assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
+
+
+def test_settings_that_cannot_be_read(tmp_path):
+    (tmp_path / "lora.json").write_text('{"rank": 4}')
+    with pytest.raises(ValueError, match=r"lora\.json cannot be read"):
+        read_settings(tmp_path)
+    (tmp_path / "lora.json").write_text(
+        '{"rank": 0, "alpha": 1.0, "module_path": "", "weight_qtype": null}'
+    )
+    with pytest.raises(ValueError, match="must hold a rank >= 1"):
+        read_settings(tmp_path)
+
+
+def test_rank_and_alpha_must_be_given(tmp_path):
+    with pytest.raises(InvalidConfigError, match=r"lora\.alpha must be given"):
+        config_of(tmp_path, lora={"rank": 4})
