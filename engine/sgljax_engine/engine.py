@@ -684,7 +684,12 @@ class Engine:
         return await self._client.async_update(job)
 
     def stage_weights(
-        self, source: Any, rules: Sequence[WeightRule] | None = None, *, verify: bool = False
+        self,
+        source: Any,
+        rules: Sequence[WeightRule] | None = None,
+        *,
+        verify: bool = False,
+        check_finite: bool | None = None,
     ) -> StagedWeights:
         """Makes new weights beside those that serve, which go on serving untouched.
 
@@ -697,18 +702,26 @@ class Engine:
             source: As in `update_weights`.
             rules: As in `update_weights`.
             verify: As in `update_weights`.
+            check_finite: As in `update_weights`.
 
         Raises:
-            WeightSyncError: names every missing, extra or mis-shaped parameter.
+            WeightSyncError: names every missing, extra or mis-shaped parameter, or those that are
+                not finite.
             WeightLoadError: for a folder that is missing, broken or of another model.
         """
-        return self._client.update(self._stage_job(source, rules, verify))
+        return self._client.update(self._stage_job(source, rules, verify, check_finite))
 
     async def async_stage_weights(
-        self, source: Any, rules: Sequence[WeightRule] | None = None, *, verify: bool = False
+        self,
+        source: Any,
+        rules: Sequence[WeightRule] | None = None,
+        *,
+        verify: bool = False,
+        check_finite: bool | None = None,
     ) -> StagedWeights:
         """`stage_weights` for asyncio; what a cancelled task staged is freed when it is made."""
-        return await self._client.async_update(self._stage_job(source, rules, verify))
+        job = self._stage_job(source, rules, verify, check_finite)
+        return await self._client.async_update(job)
 
     def publish_weights(
         self,
@@ -920,10 +933,16 @@ class Engine:
         return functools.partial(UpdateJob, load, mode, flush, donate, verify, checks_finite)
 
     def _stage_job(
-        self, source: Any, rules: Sequence[WeightRule] | None, verify: bool
+        self,
+        source: Any,
+        rules: Sequence[WeightRule] | None,
+        verify: bool,
+        check_finite: bool | None,
     ) -> Callable[[Future[StagedWeights]], StageJob]:
-        _check_flags(verify=verify)
-        return functools.partial(StageJob, self._weight_source(source, rules), verify)
+        checks_finite = self._checks_finite if check_finite is None else check_finite
+        _check_flags(verify=verify, check_finite=checks_finite)
+        load = self._weight_source(source, rules)
+        return functools.partial(StageJob, load, verify, checks_finite)
 
     # ------------------------------------------------------------------ checkpoints
 

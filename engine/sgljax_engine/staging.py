@@ -95,11 +95,13 @@ class StageJob(NamedTuple):
     Attributes:
         load: Reads the source; called on the worker's thread.
         verify: Compare checksums of the new weights and the source.
+        check_finite: Refuse weights that hold NaN or infinity.
         future: Gets the staged weights.
     """
 
     load: Callable[[], WeightSource]
     verify: bool
+    check_finite: bool
     future: Future[StagedWeights]
 
 
@@ -164,7 +166,7 @@ class Stager:
         """Makes weights beside those that serve."""
         self._check_open()
         source = job.load()
-        plan, arrays = self._maker.plan(source.arrays, source.rules)
+        plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=job.check_finite)
         del source
         sync.await_source(arrays)
         make = functools.partial(sync.apply, plan, arrays, verify=job.verify)

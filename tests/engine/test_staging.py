@@ -203,6 +203,18 @@ def test_a_failure_leaves_nothing_staged(engine, expected, tmp_path):
     assert tokens_of(engine) == expected[0]
 
 
+def test_weights_that_are_not_finite_are_not_staged(engine, expected):
+    before = device_bytes()
+    broken = {name: weight.copy() for name, weight in NEW.items()}
+    name = next(name for name in broken if "norm" in name)
+    broken[name][1] = np.nan
+    with pytest.raises(WeightSyncError, match=f"1 of .* hold NaN or infinity.*{name}"):
+        engine.stage_weights(broken)
+    assert device_bytes() == before
+    assert engine.discard_weights(engine.stage_weights(broken, check_finite=False))
+    assert tokens_of(engine) == expected[0]
+
+
 def test_bad_arguments(engine):
     with pytest.raises(InvalidRequestError, match="staged must be StagedWeights, got dict"):
         engine.publish_weights(NEW)
