@@ -174,7 +174,7 @@ def test_an_update_by_these_names_copies_once():
         pytest.skip("the engine stores projections as they come on this platform")
     source = {name: jnp.asarray(array) for name, array in spread_weights().items()}
     plan = sync.plan_sync(sync.source_spec(source), hf_rules(TINY), targets)
-    arrays = [source[step.source] for step in plan.steps]
+    arrays = [step.arrays(source) for step in plan.steps]
     program: Any = plan.program.at_target
     text = program.lower(arrays).compile().as_text()
     assert " transpose(" not in text

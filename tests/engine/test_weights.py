@@ -641,6 +641,8 @@ class TestHFFolder:
 
     def test_dtype_comes_from_the_checkpoint(self):
         with Engine(GOLDEN / "qwen3_bf16_tied") as engine:
-            assert engine._loop._core.runner.weights["model.norm.weight"].dtype == jnp.bfloat16
+            weights = engine._loop._core.runner.weights
+            assert weights["model.embed_tokens.weight"].dtype == jnp.bfloat16
+            assert weights["model.norm.weight"].dtype == jnp.float32
             params = {"max_new_tokens": 3}
             assert engine.generate(input_ids=[5], sampling_params=params)["output_ids"]

@@ -370,7 +370,10 @@ def _stored(
     if is_native and x.dtype == target.dtype == jnp.float32:
         if target.is_transposed and not is_turned_back:
             return transpose(x.reshape(target.shape))
-        return copy(_swapped(x, target.shape) if target.is_transposed else x.reshape(target.shape))
+        if step.part is None:  # a part that machine code reads would be cut out before
+            return copy(
+                _swapped(x, target.shape) if target.is_transposed else x.reshape(target.shape)
+            )
     if not target.is_transposed:
         stored = jnp.copy(x.reshape(target.shape).astype(target.dtype))
     elif x.dtype.itemsize >= target.dtype.itemsize:
