@@ -116,6 +116,11 @@ class PolicyWeights:
         self._accept()
         return version
 
+    def accept(self, params: Any) -> None:
+        """Takes parameters for those that serve, handed over by somebody else."""
+        self._mapper.named_source(params)
+        self._accept()
+
     def _accept(self) -> None:
         if self._lora is not None:
             self._lora.accept()

@@ -535,7 +535,10 @@ class SglJaxRollout(BaseRollout):
 
     @property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Names, shapes and dtypes that `update_params` takes; builds the engine."""
+        """Names, shapes and dtypes of what Tunix hands to `update_params`; builds the engine.
+
+        All of the actor's parameters, or the LoRA leaves of an actor that has any.
+        """
         self.engine  # noqa: B018
         return dict(self._weight_specs)
 
@@ -548,6 +551,13 @@ class SglJaxRollout(BaseRollout):
             WeightSyncError: for LoRA parameters that are not the actor's.
         """
         return self._weights.source(params)
+
+    def accept_source(self, params: Any) -> None:
+        """Says that an engine serves what `weight_source` made of these parameters.
+
+        LoRA leaves that come alone later are completed by their base.
+        """
+        self._weights.accept(params)
 
     # ------------------------------------------------------------------ weights
 
@@ -625,6 +635,7 @@ class SglJaxRollout(BaseRollout):
         self._weight_specs = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype)
             for name, x in flatten_named(params).items()
+            if not self._weights.has_lora or is_lora_name(name)
         }
         first = self._weights.first(params)
         runtime = self._engine_config.runtime

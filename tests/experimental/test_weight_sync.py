@@ -7,11 +7,18 @@ import asyncio
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tunix.experimental.orchestrator.weight_sync_coordinator import (  # pyright: ignore[reportMissingImports]
     StaleRoundError,
 )
 
-from sgljax_engine import EngineStateError, InvalidRequestError, WeightLoadError, WeightSyncError
+from sgljax_engine import (
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    WeightLoadError,
+    WeightSyncError,
+)
 from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter.helpers import params_of
@@ -418,3 +425,41 @@ def test_a_lora_actor_syncs_its_pairs_alone():
     with new_sampler(model, transport=transport) as sampler:
         sampler.initialize()
         run(scenario(sampler))
+
+
+def test_a_lora_actors_base_is_the_one_that_serves():
+    """A whole state that was called off brings no base; one that was published does."""
+    model, other = (lora_models.make(name) for name in ("gqa2_tied", "gqa2_tied"))
+    lora_models.draw(model, seed=1)
+    nnx.update(other, jax.tree.map(lambda x: 1.5 * x, nnx.state(other, nnx.Param)))
+    lora_models.draw(other, seed=2)
+
+    async def scenario(sampler):
+        def differing(actor):
+            return sampler._rollout.find_differing_weights(nnx.state(actor, nnx.Param))
+
+        whole = sync_request(nnx.state(other, nnx.Param))
+        await sampler.pre_weight_sync(whole)
+        await sampler.weight_sync(whole)
+        await sampler.abort_weight_sync(whole)
+        await sync(sampler, sync_request(lora_models.draw(model, seed=3)))
+        assert differing(model) == []
+        await sync(sampler, whole)
+        assert differing(other) == []
+        await sync(sampler, sync_request(lora_models.draw(other, seed=4)))
+        assert differing(other) == []
+        folder = sync_request("somewhere")
+        await sampler.pre_weight_sync(folder)
+        with pytest.raises(InvalidRequestError, match=r"'somewhere'.*not as a folder"):
+            await sampler.weight_sync(folder)
+        await sampler.abort_weight_sync(folder)
+
+    with new_sampler(model) as sampler:
+        sampler.initialize()
+        run(scenario(sampler))
+
+
+def test_adapters_cannot_be_staged():
+    model = lora_models.make("gqa2_tied")
+    with pytest.raises(InvalidConfigError, match="lora='merged': it stages whole weights"):
+        new_sampler(model, lora="adapter").__enter__()

@@ -78,8 +78,8 @@ class SglJaxSampler:
 
         Raises:
             InvalidConfigError: for a rollout with `weight_update_mode="in_place"`, which keeps the
-                pages that a sync must free, or with `logprobs_mode="trainer_match"`, which needs
-                the trainer's arrays.
+                pages that a sync must free, with `logprobs_mode="trainer_match"`, which needs the
+                trainer's arrays, or with `lora="adapter"`.
         """
         if rollout.weight_update_mode == "in_place":
             raise InvalidConfigError(
@@ -103,6 +103,7 @@ class SglJaxSampler:
         self._phases = asyncio.Lock()
         self._versions = PolicyVersions(rollout.weight_version, policy_version)
         self._staged: StagedWeights | None = None
+        self._staged_params: Any = None  # what it was made of; None for a folder
         self._pending_version = policy_version
         self._is_paused = False  # by `pause`
         self._is_quiesced = False  # by a round
@@ -284,7 +285,7 @@ class SglJaxSampler:
                 await self._publish(self._staged)
             await self._open()
             # Last, so that a call that was cancelled before is done again and comes to the same.
-            self._staged = None
+            self._staged = self._staged_params = None
             self._rounds.complete(sync_request, "committed")
         return True
 
@@ -388,19 +389,27 @@ class SglJaxSampler:
     async def _abort(self, sync_request: Any) -> None:
         if not self._rounds.admit(sync_request, "aborted"):
             return
-        staged = self._staged
+        staged, params = self._staged, self._staged_params
         await self._drop_weights()
         await self._open()
         # A publication that nobody waited for to the end stands.
         is_published = staged is not None and staged.weight_version is not None
+        if is_published and params is not None:
+            self._rollout.accept_source(params)
         self._rounds.complete(sync_request, "committed" if is_published else "aborted")
 
     async def _stage(self, sync_request: Any) -> StagedWeights:
         engine = self._rollout.engine
         params = self._arrived(sync_request)
         if isinstance(params, str):
+            if self._rollout.lora_report is not None:
+                raise InvalidRequestError(
+                    f"weights={params!r}: those of a LoRA actor come as parameters, not as a folder"
+                )
+            self._staged_params = None
             return await engine.async_stage_weights(params)
         source, rules = self._rollout.weight_source(params)
+        self._staged_params = params
         return await engine.async_stage_weights(source, rules)
 
     def _arrived(self, sync_request: Any) -> Any:
@@ -425,6 +434,8 @@ class SglJaxSampler:
             # Before they serve, so that no token of theirs is looked at too early.
             self._versions.announce(next_version, self._pending_version)
         version = await engine.async_publish_weights(staged)
+        if self._staged_params is not None:
+            self._rollout.accept_source(self._staged_params)
         if version > next_version:  # somebody else updated the engine just before
             self._versions.announce(version, self._pending_version)
 
@@ -432,7 +443,7 @@ class SglJaxSampler:
         """Forgets what arrived and frees what is staged."""
         if self._transport is not None:
             self._transport.drop(self._unit)
-        staged, self._staged = self._staged, None
+        staged, self._staged, self._staged_params = self._staged, None, None
         if staged is not None:
             await self._rollout.engine.async_discard_weights(staged)
 
