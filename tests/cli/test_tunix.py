@@ -22,7 +22,16 @@ from tunix_sgljax.cli import tunix_sections as sections
 from tunix_sgljax.cli.tunix_pipeline import with_sgljax_engine
 
 # Of Tunix, its libraries and what they do with JAX.
-TUNIX_WARNINGS = ("ignore::DeprecationWarning", "ignore:scatter inputs:FutureWarning")
+TUNIX_WARNINGS = (
+    "ignore::DeprecationWarning",
+    "ignore:rngs must be provided:UserWarning",
+    "ignore:scatter inputs:FutureWarning",
+)
+LORA = (
+    "actor_model_config.lora_config.rank=4",
+    "actor_model_config.lora_config.alpha=8.0",
+    "actor_model_config.lora_config.module_path='.*q_proj|.*k_proj|.*gate_proj|.*down_proj'",
+)
 BASE = str(offline.RECIPE / "base.yaml")
 
 
@@ -42,7 +51,8 @@ def make_pipeline(*overrides):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(*TUNIX_WARNINGS)
-def test_a_recipe_runs_with_our_engine(folder, monkeypatch, capsys):
+@pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
+def test_a_recipe_runs_with_our_engine(lora, folder, monkeypatch, capsys):
     calls, updates = [], []
     generate, update = SglJaxRollout.generate, SglJaxRollout.update_params
 
@@ -53,7 +63,7 @@ def test_a_recipe_runs_with_our_engine(folder, monkeypatch, capsys):
 
     def watched_update(self, params, filter_types=None):
         update(self, params, filter_types)
-        updates.append(self.weight_version)
+        updates.append((self.weight_version, self.lora_report is not None))
 
     monkeypatch.setattr(SglJaxRollout, "generate", watched_generate)
     monkeypatch.setattr(SglJaxRollout, "update_params", watched_update)
@@ -63,11 +73,12 @@ def test_a_recipe_runs_with_our_engine(folder, monkeypatch, capsys):
         "rollout_engine=sgljax",
         "sgljax_config.page_size=8",
         "sgljax_config.weight_update_mode=in_place",
+        *lora,
     )
     assert cli.main(["tunix", *offline.arguments(folder, *overrides)]) == 0
     assert "SglJaxRollout samples" in capsys.readouterr().err
 
-    assert updates == [1, 2]
+    assert updates == [(1, bool(lora)), (2, bool(lora))]
     assert [len(prompts) for prompts, *_ in calls] == [4, 4]  # a batch of 2, 2 samples each
     for prompts, texts, config, rollout in calls:
         assert prompts[0] == prompts[1] != prompts[2]
@@ -200,6 +211,8 @@ def test_help_behind_the_pipeline_is_the_commands(capsys):
         ({"weight_update_mode": "soon"}, "sgljax_config: weight_update_mode must be one of"),
         ({"sampling_params": {"min_p": 2}}, "sgljax_config: min_p must be"),
         ({"sampling_params": {"temperature": 1}}, "sgljax_config: .*RolloutConfig decides it"),
+        ({"lora": "soon"}, "sgljax_config: lora must be"),
+        ({"lora_scaling": "1"}, "sgljax_config: lora_scaling must be"),
         ({"match_batch_size": 4}, "sgljax_config: match_batch_size=4 needs logprobs_mode"),
     ],
 )
@@ -296,6 +309,25 @@ def test_values_of_rollout_config_win_over_a_section():
     assert config.rollout_sglang_jax_mem_fraction_static == 0.5
     # All samples of a step, as for Tunix's SGLang engine: 2 prompts, 2 samples each.
     assert config.rollout_sglang_jax_max_running_requests == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "expected"),
+    [
+        ({"temperature": 1.0}, {"page_size"}, True),
+        ({}, {"max_running_requests"}, False),
+        ({}, {"batch_buckets"}, False),
+        ({"rollout_vllm_max_num_seqs": 4}, set(), False),
+        ({"rollout_vllm_kwargs": {"max_num_seqs": 4}}, set(), False),
+        (
+            {"rollout_vllm_kwargs": {"swap_space": 4}, "rollout_sglang_jax_kwargs": None},
+            set(),
+            True,
+        ),
+    ],
+)
+def test_who_says_how_many_sequences_run(fields, options, expected):
+    assert sections.leaves_batch_open(fields, options) is expected
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def with_sgljax_engine(pipeline: Any) -> Any:
             if self._section is not None:
                 fields = sections.translate_section(self.config, self._section, _FIELDS)[0]
             fields = {name: value for name, value in fields.items() if name not in given}
-            if sections.leaves_batch_open(fields.keys() | given.keys(), self._options):
+            if sections.leaves_batch_open(given | fields, self._options):
                 # As Tunix does for its SGLang engine: everything that a step samples, at once.
                 fields["rollout_sglang_jax_max_running_requests"] = max_running_requests
             return fields

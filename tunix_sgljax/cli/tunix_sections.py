@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from sgljax_engine import EngineConfig, InvalidConfigError
 from tunix_sgljax import sampling
+from tunix_sgljax.lora import check_lora_mode, check_scaling
 from tunix_sgljax.rollout import SglJaxRollout
 
 ENGINE = "sgljax"
@@ -24,12 +25,15 @@ SECTION = "sgljax_config"
 
 _FOREIGN_SECTIONS = {"sglang_jax": "sglang_jax_config", "vllm": "vllm_config"}
 _MESH_FIELDS = ("tensor_parallel_size", "data_parallel_size")
-_SIZES_BATCHES = (
+_SIZES_BATCHES = {
     "rollout_sglang_jax_max_running_requests",
     "rollout_sglang_jax_precompile_bs_paddings",
     "rollout_vllm_max_num_seqs",
-)
-"""RolloutConfig fields that say how many sequences are decoded together."""
+    "batch_buckets",
+    "max_num_seqs",
+    "max_running_requests",
+}
+"""What says how many sequences are decoded together, of RolloutConfig and of engines' options."""
 _OBJECTS = {
     "rollout_actor",
     "tokenizer",
@@ -85,7 +89,10 @@ def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
         mode = sampling.check_logprobs_mode(ours.get("logprobs_mode", "trainer_logprobs"))
         sampling.check_match_batch_size(ours.get("match_batch_size"), mode)
         sampling.check_weight_update_mode(ours.get("weight_update_mode", "retract"))
-        sampling.check_flag("release_kv_between_steps", ours.get("release_kv_between_steps", False))
+        check_lora_mode(ours.get("lora", "merged"))
+        check_scaling("lora_scaling", ours.get("lora_scaling"))
+        for name in ("release_kv_between_steps", "strict_config"):
+            sampling.check_flag(name, ours.get(name, False))
     except ValueError as error:
         raise InvalidConfigError(f"{SECTION}: {error}") from None
     return dict(section)
@@ -146,15 +153,17 @@ def unread_rollout_keys(config: Mapping[str, Any], fields: Collection[str]) -> l
     ]
 
 
-def leaves_batch_open(fields: Collection[str], options: Collection[str]) -> bool:
+def leaves_batch_open(fields: Mapping[str, Any], options: Collection[str]) -> bool:
     """Whether nothing says how many sequences are decoded together.
 
     Args:
         fields: RolloutConfig fields that the config holds.
         options: Keys of `sgljax_config`.
     """
-    is_named = any(name in fields for name in _SIZES_BATCHES)
-    return not is_named and not {"max_running_requests", "batch_buckets"} & set(options)
+    names = {*fields, *options}
+    for extra in ("rollout_sglang_jax_kwargs", "rollout_vllm_kwargs"):
+        names.update(fields.get(extra) or ())
+    return not names & _SIZES_BATCHES
 
 
 def micro_batch_advice(config: Mapping[str, Any]) -> str | None:
