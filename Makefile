@@ -40,6 +40,10 @@ bench: $(STAMP) ## Measure against every peer, in two hours; pass options with B
 notebooks: $(STAMP) ## Run the notebooks and write them with their outputs.
 	$(BIN)/python notebooks/execute.py
 
+.PHONY: recipes
+recipes: $(STAMP) ## Run all of Tunix's recipes, small, and write docs/recipes.md; ten minutes.
+	$(BIN)/python -m tests.recipes.page
+
 .PHONY: install-matrix
 install-matrix: $(STAMP) ## Try the wheel beside other versions; needs the package index, an hour.
 	$(BIN)/python benchmarks/install_matrix.py

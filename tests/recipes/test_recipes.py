@@ -1,0 +1,51 @@
+"""Tunix's recipes, shrunk, with our engine: docs/recipes.md says what comes out of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.recipes import page
+from tests.recipes.recipes import NUM_DEVICES, QUICK, RECIPES
+
+RUN = [recipe.number for recipe in RECIPES if recipe.model is not None]
+# Each in one process, so that Tunix is imported once.
+GROUPS = {"first": RUN[: len(RUN) // 2], "second": RUN[len(RUN) // 2 :]}
+
+
+def page_text():
+    return page.OUTPUT.read_text(encoding="utf-8")
+
+
+def assert_as_on_page(numbers):
+    found = page.run_recipes(numbers)
+    said = page.outcomes_of(page_text())
+    assert found == {number: said[number] for number in numbers}
+
+
+@pytest.mark.slow
+def test_some_recipes():
+    assert_as_on_page(QUICK)
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize("group", GROUPS)
+def test_recipes(group):
+    assert_as_on_page(GROUPS[group])
+
+
+def test_the_page_is_written_from_the_table():
+    outcomes = page.outcomes_of(page_text())
+    assert page.render(outcomes) == page_text()
+    assert page.num_running(outcomes) >= 24
+
+
+def test_the_table():
+    assert [recipe.number for recipe in RECIPES] == list(range(1, 33))
+    for recipe in RECIPES:
+        assert (recipe.model is None) == bool(recipe.waits_for)
+        trainer, rollout = recipe.meshes()
+        shapes = [trainer] if rollout is None else [trainer, rollout]
+        assert sum(fsdp * tp for fsdp, tp in shapes) <= NUM_DEVICES
+        # As Tunix's trainer shards rows: a batch of four prompts, two samples each.
+        assert 8 % trainer[0] == 0
+    assert set(QUICK) <= set(RUN)
