@@ -191,7 +191,8 @@ class WeightMapper:
         kinds: dict[str, None] = {}
         for rule in to_rules(self._mapping, weights, self._architecture):
             if rule.target is not None and _matching(rule.source, weights):
-                kinds[rule.target.removesuffix(".weight").rsplit(".", 1)[-1]] = None
+                # Tunix's mappings call tables "embedding", the engine's names "weight".
+                kinds[rule.target.rsplit(".", 2)[-2]] = None
         return tuple(kinds)
 
     def rules_for(
