@@ -36,8 +36,9 @@ def make(name: str, rules: str = "all", seed: int = 1) -> Any:
     """The model of a golden folder with pairs that change what it computes."""
     base: Any = load_into_tunix(name)
     provider = qwix.LoraProvider([qwix.LoraRule(**rule) for rule in RULES[rules]])
-    inputs = base.get_model_input()
-    model: Any = qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
+    model: Any = qwix.apply_lora_to_model(
+        base, provider, **base.get_model_input(), rngs=nnx.Rngs(0)
+    )
     lora_models.draw(model, seed)
     return model
 

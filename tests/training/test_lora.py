@@ -69,8 +69,8 @@ def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
     assert found.total < full.total
     if qtype is not None:
         assert found.policy < full.policy
-    no_penalty = memory_of(config_of(tmp_path, *overrides, "algorithm.grpo.beta=0"))
-    assert no_penalty.reference == 0
+    for override in ("algorithm.grpo.beta=0", "lora.mode=adapter"):
+        assert memory_of(config_of(tmp_path, *overrides, override)).reference == 0
 
 
 def test_abstract_pairs_are_the_actors(tmp_path):
@@ -188,6 +188,17 @@ def check_refusals(tmp_path, path, checkpoints, capsys):
     shutil.rmtree(checkpoints)
     assert read_settings(checkpoints) is None
     assert train(path, "--dry-run", "lora.rank=2") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offloads", [False, True])
+def test_adapters_need_no_reference_model(tmp_path, offloads):
+    rewards = []
+    for mode in ("merged", "adapter"):
+        path = write_config(tmp_path, lora=LORA | {"mode": mode}, offload_to_cpu=offloads)
+        assert train(path, "training.steps=3", "algorithm.grpo.beta=0.5", "seed=2") == 0
+        rewards.append([step["reward"] for step in read_records(tmp_path)["steps"]])
+    np.testing.assert_allclose(rewards[0], rewards[1], atol=0.05)
 
 
 @pytest.mark.slow

@@ -130,6 +130,15 @@ def updates_per_step(config: TrainConfig) -> int:
     return num_mini * section.num_iterations
 
 
+def has_reference_model(config: TrainConfig) -> bool:
+    """Whether a run holds a reference: not without a penalty, nor where the engine's base is it."""
+    algorithm = config.algorithm
+    section = algorithm.grpo if algorithm.name == "grpo" else algorithm.ppo
+    lora = config.lora
+    is_adapter = lora is not None and lora.mode == "adapter" and config.rollout_engine == "sgljax"
+    return section.beta > 0 and not is_adapter
+
+
 def num_updates(config: TrainConfig) -> int:
     """Updates of the weights in the whole run, by which Tunix counts."""
     return config.training.steps * updates_per_step(config)

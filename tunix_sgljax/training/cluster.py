@@ -16,14 +16,20 @@ from flax import nnx
 from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
-from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rl_cluster import ClusterConfig, Mode, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 
+from tunix_sgljax.factory import RLCluster
 from tunix_sgljax.lora import check_lora_mode
 from tunix_sgljax.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.training.checks import check_num_devices, engine_options, num_updates
+from tunix_sgljax.training.checks import (
+    check_num_devices,
+    engine_options,
+    has_reference_model,
+    num_updates,
+)
 from tunix_sgljax.training.lora import apply_lora
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
 from tunix_sgljax.training.resuming import checkpoint_root
@@ -172,13 +178,12 @@ def make_cluster(
     policy = load_policy(config.model, spec, meshes[0])
     actor, reference = _actor_and_reference(config, policy)
     is_ppo = config.algorithm.name == "ppo"
-    beta = config.algorithm.ppo.beta if is_ppo else config.algorithm.grpo.beta
     critic: nnx.Module | None = None
     if is_ppo:
         critic = make_critic(spec, policy, meshes[0], config.seed)
     cluster = RLCluster(
         actor=actor,
-        reference=reference if beta else None,
+        reference=reference if has_reference_model(config) else None,
         critic=critic,
         tokenizer=tokenizer,
         cluster_config=cluster_config(config, meshes, engine),

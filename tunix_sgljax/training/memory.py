@@ -13,7 +13,7 @@ from flax import nnx
 
 from sgljax_engine import EngineConfig, InvalidConfigError
 from tunix_sgljax.model_config import engine_dtype
-from tunix_sgljax.training.checks import engine_options
+from tunix_sgljax.training.checks import engine_options, has_reference_model
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec, abstract_critic
 from tunix_sgljax.training.schema import TrainConfig
@@ -29,8 +29,8 @@ class MemoryEstimate:
         policy: The policy's parameters; with LoRA the frozen base, quantised or not, and the pairs.
         gradients: Of what is trained: all of them, or the pairs.
         optimizer: Its state for that.
-        reference: Parameters of the frozen reference. A LoRA policy begins with the reference's
-            arrays, but Tunix's first step gives it others.
+        reference: Parameters of the frozen reference, if there is one. A LoRA policy begins with
+            the reference's arrays, but Tunix's first step gives it others.
         critic: PPO's critic with its gradients and optimizer state.
         logits: Of a micro batch in the trainer, in float32, with their gradients.
         engine_weights: The engine's copy, on its own devices.
@@ -81,18 +81,15 @@ def estimate_memory(
         actor = abstract_actor(spec, config.lora)
         trained, frozen = _shards(actor.pairs, mesh, dtype), _shards(actor.base, mesh, dtype)
         reference = frozen if config.lora.weight_qtype is None else trained | frozen
-    algorithm = config.algorithm
-    is_ppo = algorithm.name == "ppo"
-    section = algorithm.ppo if is_ppo else algorithm.grpo
     of_critic = 0
-    if is_ppo:
+    if config.algorithm.name == "ppo":
         critic = _shards(nnx.state(abstract_critic(spec), nnx.Param), mesh, dtype)
         of_critic = 2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic))
     return MemoryEstimate(
         policy=_num_bytes([trained, frozen]),
         gradients=_num_bytes(trained),
         optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, trained)),
-        reference=_num_bytes(reference) if section.beta else 0,
+        reference=_num_bytes(reference) if has_reference_model(config) else 0,
         critic=of_critic,
         logits=_logits_bytes(config, spec, mesh),
         **_engine_bytes(config, spec.config, base, dtype),

@@ -75,7 +75,8 @@ class LoraSection:
         alpha: Of the scale, alpha / rank, by which a pair counts. Checkpoints do not hold it.
         module_path: A regular expression that must match the whole path of a module, such as
             "layers/0/attn/q_proj". The default takes all projections of the layers.
-        mode: How the engine applies the pairs: "merged" adds them to the base at each sync.
+        mode: How the engine applies the pairs: "merged" adds them to the base at each sync;
+            "adapter" keeps them apart, and the base in the engine is the reference of the run.
         weight_qtype: Quantise the frozen weights that have a pair (QLoRA): "int8", "int4" or "nf4";
             null leaves them.
     """

@@ -108,13 +108,17 @@ class AdapterPlan(NamedTuple):
 
 def _beside(pairs: list[tuple[Any, Any]], serving: jax.Array) -> list[tuple[Any, Any]]:
     """The pairs on the engine's devices; JAX takes long to find that many arrays need no move."""
-    devices = serving.devices()
+    devices, kind = serving.devices(), serving.sharding.memory_kind
     if len(devices) == 1 and all(
-        isinstance(x, jax.Array) and x.devices() == devices for pair in pairs for x in pair
+        isinstance(x, jax.Array) and x.devices() == devices and x.sharding.memory_kind == kind
+        for pair in pairs
+        for x in pair
     ):
         return pairs
     assert isinstance(serving.sharding, jax.sharding.NamedSharding)
-    everywhere = jax.sharding.NamedSharding(serving.sharding.mesh, jax.sharding.PartitionSpec())
+    everywhere = jax.sharding.NamedSharding(
+        serving.sharding.mesh, jax.sharding.PartitionSpec(), memory_kind=kind
+    )
     return jax.device_put(pairs, everywhere)
 
 
