@@ -200,10 +200,11 @@ def test_bad_options_are_refused(model, options, match):
 # ------------------------------------------------------------------ LoRA pairs in flight
 
 
+@pytest.mark.parametrize("lora", ["merged", "adapter"])
 @pytest.mark.parametrize("mode", ["retract", "in_place", "wait", "abort"])
-def test_lora_pairs_come_in_flight_as_weights_do(mode):
+def test_lora_pairs_come_in_flight_as_weights_do(mode, lora):
     actor = lora_models.make(MODEL)
-    rollout = new_rollout(actor, weight_update_mode=mode, **ONE_BY_ONE)
+    rollout = new_rollout(actor, weight_update_mode=mode, lora=lora, **ONE_BY_ONE)
     versions = {"wait": {0}, "abort": {0}}.get(mode, {0, 1})
     output = sample_across(rollout, lambda: lora_models.draw(actor, 1))
     assert [set(row.tolist()) for row in output.weight_versions] == [versions] * len(PROMPTS)
