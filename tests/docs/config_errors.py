@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sgljax_engine import Engine, EngineConfig
+from tests import tunix_reference as ref
 from tests.adapter.helpers import EndingTokenizer, new_rollout, params_of, rollout_config
 from tests.docs.error_cases import Parts, Producers, new_engine
 from tests.engine.models import TINY, ForeignTensor, spread_weights
 from tunix_sgljax import RLCluster, SglJaxRollout
+from tunix_sgljax.cli.tunix_model import TunixModel
 from tunix_sgljax.model_config import to_model_config
+from tunix_sgljax.training.lora import abstract_actor
+from tunix_sgljax.training.models import ModelSpec
+from tunix_sgljax.training.schema import LoraSection
 
 PRODUCERS = Producers()
 produces = PRODUCERS.named
@@ -182,6 +188,25 @@ def _(parts: Parts):
     projection.w_lora_a = nnx.LoRAParam(np.ones((64, 2), np.float32))
     projection.w_lora_b = nnx.LoRAParam(np.ones((2, 4, 16), np.float32))
     new_rollout(actor)
+
+
+@produces("convert_scale")
+def _(_: Parts):
+    TunixModel(
+        folder=Path("checkpoints/actor/200/model_params"),
+        model=TINY,
+        originals={},
+        tensors=None,
+        pairs={"layers.0.attn.q_proj.w_lora_a": np.ones((64, 2), np.float32)},
+        scale=None,
+    ).hf_pairs(None)
+
+
+@produces("lora_module_path")
+def _(parts: Parts):
+    spec = ModelSpec("qwen3", type(parts.model), parts.model.config)
+    with ref.deprecations_ignored():  # of qwix
+        abstract_actor(spec, LoraSection(rank=8, alpha=16.0, module_path="q_proj"))
 
 
 @produces("tensor_parallel_size")

@@ -27,6 +27,12 @@ def test_recipe():
     assert doc_blocks.run("recipe.md", {}) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+def test_lora():
+    assert doc_blocks.run("lora.md", {}) == 2
+
+
 def test_installation():
     assert doc_blocks.run("installation.md", {}) == 1
 

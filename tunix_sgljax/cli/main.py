@@ -45,7 +45,7 @@ COMMANDS = {
     "generate": "Complete prompts with a model in a Hugging Face folder.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
-    "convert": "Write a Tunix checkpoint, or a Hugging Face folder, as a Hugging Face folder.",
+    "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
 }
 """By name; each is a module of this package."""
 
