@@ -101,8 +101,9 @@ def format_report(runs: Sequence[Run], environment: Environment) -> list[str]:
         ),
         f"The config is that of `make demo`, {num_steps} steps, but for LoRA and the learning "
         "rate. The first reward is that of step 1, the last one the mean of the last 10 steps. "
-        f"The last column has the step at which the mean of {WINDOW} rewards reached {GOOD_REWARD}. "
-        "Other work ran on the machine, so no seconds are given.",
+        "The last column has the step at which the mean of "
+        f"{WINDOW} rewards reached {GOOD_REWARD}. Other work ran on the machine, so no seconds "
+        "are given.",
         "",
         "| trained | alpha | learning rate | seed | first reward | last reward | gain "
         f"| {GOOD_REWARD} at step |",
