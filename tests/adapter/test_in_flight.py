@@ -205,8 +205,11 @@ def test_bad_options_are_refused(model, options, match):
 def test_lora_pairs_come_in_flight_as_weights_do(mode, lora):
     actor = lora_models.make(MODEL)
     rollout = new_rollout(actor, weight_update_mode=mode, lora=lora, **ONE_BY_ONE)
-    versions = {"wait": {0}, "abort": {0}}.get(mode, {0, 1})
-    output = sample_across(rollout, lambda: lora_models.draw(actor, 1))
+    rollout.engine  # noqa: B018  built, so that updates count
+    rollout.update_params(lora_models.draw(actor, 1))  # the first one compiles
+    params = lora_models.draw(actor, 2)
+    versions = {1} if mode in ("wait", "abort") else {1, 2}
+    output = sample_across(rollout, lambda: params)
     assert [set(row.tolist()) for row in output.weight_versions] == [versions] * len(PROMPTS)
-    assert rollout.weight_version == 1
+    assert rollout.weight_version == 2
     rollout.close()

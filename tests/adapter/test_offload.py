@@ -107,9 +107,9 @@ class Watch:
             self.num_wakes += 1
             return wake_up(tags)
 
-        def watching_generate(*arguments):
+        def watching_generate(*arguments, **keywords):
             before = self.engine.get_internal_state()
-            outputs = generate_requests(*arguments)
+            outputs = generate_requests(*arguments, **keywords)
             after = self.engine.get_internal_state()
             slept = after.counters.num_sleeps - before.counters.num_sleeps
             self.found_asleep.append((before.is_sleeping, after.is_sleeping, slept))
