@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import qwix
@@ -43,9 +45,21 @@ def apply_lora(model: nnx.Module, section: LoraSection, seed: int) -> nnx.Module
         alpha=section.alpha,
         weight_qtype=section.weight_qtype,
     )
-    rngs = nnx.Rngs(seed)
-    actor: Any = qwix.apply_lora_to_model(given, provider, **given.get_model_input(), rngs=rngs)
+    inputs = given.get_model_input()
+    with _without_remat(given.config):
+        actor: Any = qwix.apply_lora_to_model(given, provider, **inputs, rngs=nnx.Rngs(seed))
     return actor
+
+
+@contextlib.contextmanager
+def _without_remat(config: Any) -> Iterator[None]:
+    """Around the call in which qwix looks for weights: newer models hide rematerialised layers."""
+    before = config.remat_config
+    object.__setattr__(config, "remat_config", type(before).NONE)  # some families' are frozen
+    try:
+        yield
+    finally:
+        object.__setattr__(config, "remat_config", before)
 
 
 def abstract_actor(spec: ModelSpec, section: LoraSection) -> AbstractActor:
