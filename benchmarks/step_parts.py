@@ -158,8 +158,10 @@ def _no_decode_attention(
     return q + jnp.repeat(k + v, group, axis=1) * 1e-30, layer
 
 
-def _no_logits(params: Params, context: ModelContext, hidden: jax.Array) -> jax.Array:
-    del params
+def _no_logits(
+    params: Params, context: ModelContext, hidden: jax.Array, adapters: jax.Array | None
+) -> jax.Array:
+    del params, adapters
     shape = (hidden.shape[0], context.config.vocab_size)
     return jnp.broadcast_to(hidden[:, :1], shape).astype(jnp.float32)
 
