@@ -36,7 +36,10 @@ def test_recipes(group):
 def test_the_page_is_written_from_the_table():
     outcomes = page.outcomes_of(page_text())
     assert page.render(outcomes) == page_text()
-    assert page.num_running(outcomes) >= 24
+    num_running = page.num_running(outcomes)
+    assert num_running >= 24
+    newcomers = page.OUTPUT.with_name("recipe.md").read_text(encoding="utf-8")
+    assert f"{num_running} of {len(RECIPES)} run" in newcomers
 
 
 def test_the_table():
