@@ -42,7 +42,7 @@ from sgljax_engine.types import (
     SchedulerOutput,
     StepOutput,
 )
-from sgljax_engine.weights.adapters import slot_names
+from sgljax_engine.weights.adapters import slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -358,7 +358,7 @@ class EngineCore:
             )
         slot = self.adapters.reserve(command.name)
         weights = self.runner.weights
-        serving = {name: weights[name] for name in slot_names(weights)}
+        serving = slots_of(weights)
         self.runner.swap_weights(weights | command.build(serving, slot))
         self.adapters.add(command.name, slot)
 
@@ -367,7 +367,7 @@ class EngineCore:
     ) -> list[str]:
         """Names of projections whose A or B is not what `build` makes for an adapter's slot."""
         weights = self.runner.weights
-        serving = {each: weights[each] for each in slot_names(weights)}
+        serving = slots_of(weights)
         made = build(serving, self.adapters.find(name))
         differing = [each for each, x in made.items() if not bool((x == serving[each]).all())]
         return sorted({each.rsplit(".", 1)[0] for each in differing})
@@ -376,9 +376,9 @@ class EngineCore:
         """New weights with the adapters that serve, wherever those are."""
         serving = self.runner.weights
         kept = self.sleeper.kept_weights
-        slots = {name: serving[name] for name in slot_names(serving)}
+        slots = slots_of(serving)
         if not slots and kept:
-            slots = to_device({name: kept[name] for name in slot_names(kept)})
+            slots = to_device(slots_of(kept))
         return dict(weights) | (slots or self.runner.empty_slots())
 
     def unload_adapter(self, name: str) -> None:

@@ -122,9 +122,9 @@ def _beside(pairs: list[tuple[Any, Any]], serving: jax.Array) -> list[tuple[Any,
     return jax.device_put(pairs, everywhere)
 
 
-def slot_names(weights: Mapping[str, Any]) -> list[str]:
-    """Which of an engine's weights are adapter slots."""
-    return [name for name in weights if name.endswith((A_SUFFIX, B_SUFFIX))]
+def slots_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of an engine's weights that are adapter slots."""
+    return {name: x for name, x in weights.items() if name.endswith((A_SUFFIX, B_SUFFIX))}
 
 
 def empty_slots(slots: AdapterSlots) -> Weights:
