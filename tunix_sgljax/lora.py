@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import numbers
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,7 @@ def check_scaling(name: str, value: Any) -> float | None:
     """The value, or InvalidConfigError if it is neither None nor a finite number."""
     if value is None:
         return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         raise InvalidConfigError(f"{name} must be None or a finite number, got {value!r}")
     return float(value)

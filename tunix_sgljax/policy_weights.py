@@ -102,17 +102,16 @@ class PolicyWeights:
 
     def update(self, engine: Engine, params: Any, mode: WeightUpdateMode) -> int:
         """Replaces the policy; returns the new weight version."""
-        named = self._mapper.named_source(params, with_base=self.adapter is None)
-        rules = self._mapper.rules_for(named) if self.adapter is None else self._adapter_rules
         if self.adapter is None:
-            version = engine.update_weights(named, rules, mode=mode)
-        elif self._lora is not None and self._lora.brings_base:
-            raise WeightSyncError(
-                "lora='adapter' keeps the actor's frozen base, but parameters with another base "
-                "came; lora='merged' takes them"
-            )
+            version = engine.update_weights(*self.source(params), mode=mode)
         else:
-            version = engine.load_adapter(self.adapter, named, rules, mode=mode)
+            named = self._mapper.named_source(params, with_base=False)
+            if self._lora is not None and self._lora.brings_base:
+                raise WeightSyncError(
+                    "lora='adapter' keeps the actor's frozen base, but parameters with another "
+                    "base came; lora='merged' takes them"
+                )
+            version = engine.load_adapter(self.adapter, named, self._adapter_rules, mode=mode)
         self._accept()
         return version
 

@@ -6,7 +6,6 @@ Of google-tunix 0.1.7 and of its main branch. docs/switching.md is made from the
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.lora import check_scaling
 
 Treatment = Literal["mapped", "translated", "checked", "accepted", "named"]
 """What is done with a field.
@@ -315,15 +315,8 @@ def lora_scaling(config: RolloutConfig) -> float | None:
     Raises:
         InvalidConfigError: for what is no finite number.
     """
-    value = config.rollout_sglang_jax_lora_scaling
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise InvalidConfigError(
-            f"RolloutConfig.rollout_sglang_jax_lora_scaling must be None or a finite number, got "
-            f"{value!r}"
-        )
-    return float(value)
+    name = "rollout_sglang_jax_lora_scaling"
+    return check_scaling(f"RolloutConfig.{name}", getattr(config, name))
 
 
 def max_lora_rank(config: RolloutConfig) -> int | None:

@@ -350,36 +350,33 @@ class EngineCore:
 
     def _swap_adapter(self, command: cmd.SwapAdapter) -> None:
         """Puts an adapter into its slot; weights that sleep on the host are woken for it."""
-        if not self.runner.weights and self.sleeper.keeps_weights:
-            self.wake_up(["weights"])
-        if not self.runner.weights:
+        if not self.holds_weights:
             raise EngineStateError(
                 "the engine has no weights to load an adapter beside: update_weights first"
             )
         slot = self.adapters.reserve(command.name)
-        weights = self.runner.weights
-        serving = slots_of(weights)
-        self.runner.swap_weights(weights | command.build(serving, slot))
+        made = command.build(self._serving_slots(), slot)
+        if not self.runner.weights:
+            self.wake_up(["weights"])
+        self.runner.swap_weights(self.runner.weights | made)
         self.adapters.add(command.name, slot)
 
     def differing_adapter(
         self, name: str, build: Callable[[cmd.Weights, int], cmd.Weights]
     ) -> list[str]:
         """Names of projections whose A or B is not what `build` makes for an adapter's slot."""
-        weights = self.runner.weights
-        serving = slots_of(weights)
+        serving = slots_of(self.runner.weights)
         made = build(serving, self.adapters.find(name))
         differing = [each for each, x in made.items() if not bool((x == serving[each]).all())]
         return sorted({each.rsplit(".", 1)[0] for each in differing})
 
     def _with_adapters(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """New weights with the adapters that serve, wherever those are."""
-        serving = self.runner.weights
-        kept = self.sleeper.kept_weights
-        slots = slots_of(serving)
-        if not slots and kept:
-            slots = to_device(slots_of(kept))
-        return dict(weights) | (slots or self.runner.empty_slots())
+        return dict(weights) | (self._serving_slots() or self.runner.empty_slots())
+
+    def _serving_slots(self) -> dict[str, jax.Array]:
+        """The adapters' A and B on the devices, where weights that sleep have them on the host."""
+        return slots_of(self.runner.weights) or to_device(slots_of(self.sleeper.kept_weights))
 
     def unload_adapter(self, name: str) -> None:
         """Gives an adapter's slot back.

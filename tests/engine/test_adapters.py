@@ -230,6 +230,17 @@ def test_an_adapter_comes_while_the_engine_sleeps(engine, merged):
     check_same(generate(engine, "two"), merged[2])
 
 
+def test_an_adapter_that_is_refused_wakes_nothing(engine, merged):
+    arrays, rules = make_adapter(3)
+    spoilt = {name: np.full_like(x, np.nan) for name, x in arrays.items()}
+    engine.sleep()
+    with pytest.raises(WeightSyncError, match="not finite"):
+        engine.load_adapter("one", spoilt, rules)
+    assert engine.get_internal_state().asleep == ("weights", "kv_cache")
+    engine.wake_up()
+    check_same(generate(engine, "one"), merged[1])
+
+
 def test_weights_come_while_adapters_sleep(engine, merged):
     engine.sleep()
     engine.update_weights(logical_weights(TINY), logical_rules(TINY))
