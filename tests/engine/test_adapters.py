@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -159,6 +161,25 @@ def test_a_smaller_adapter_leaves_nothing_of_the_one_before(engine):
     fresh.shutdown()
 
 
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+def test_the_only_slot_holds_one_adapter_after_another(merged, backend):
+    """It is not written into beside others, and never is the memory that the adapter came in."""
+    with make_engine(max_loras=1, linear_backend=backend, attention_backend=backend) as engine:
+        for seed in (1, 2):
+            arrays, rules = make_adapter(seed)
+            on_device = jax.tree.map(jnp.asarray, arrays)
+            engine.load_adapter("policy", on_device, rules)
+            for array in on_device.values():
+                array.delete()
+            check_same(generate(engine, "policy"), merged[seed])
+        few = make_adapter(1, kinds=("q_proj", "v_proj"), rank=2)
+        engine.load_adapter("policy", *few)
+        found = generate(engine, "policy")
+    with make_engine(max_loras=3) as other:
+        other.load_adapter("few", *few)
+        check_same(found, generate(other, "few"))
+
+
 def test_scores_are_an_adapters(engine, merged):
     for name, seed in (("one", 1), (None, None), ("two", 2)):
         for prompt, (ids, logprobs) in zip(PROMPTS, merged[seed], strict=True):
@@ -234,7 +255,7 @@ def test_an_adapter_that_is_refused_wakes_nothing(engine, merged):
     arrays, rules = make_adapter(3)
     spoilt = {name: np.full_like(x, np.nan) for name, x in arrays.items()}
     engine.sleep()
-    with pytest.raises(WeightSyncError, match="not finite"):
+    with pytest.raises(WeightSyncError, match="14 of 14 new weights hold NaN"):
         engine.load_adapter("one", spoilt, rules)
     assert engine.get_internal_state().asleep == ("weights", "kv_cache")
     engine.wake_up()

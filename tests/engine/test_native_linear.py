@@ -49,8 +49,9 @@ def test_all_numbers_of_tokens(shape):
         np.testing.assert_array_equal(by_token(weight, x.T), of_few.T)
 
 
-def test_a_token_has_the_same_bits_in_any_company():
-    weight, x = draw(100, 300), draw(300, 130)
+@pytest.mark.parametrize("num_rows", [100, 150])
+def test_a_token_has_the_same_bits_in_any_company(num_rows):
+    weight, x = draw(num_rows, 300), draw(300, 130)
     run = jax.jit(functools.partial(linear, is_deterministic=True))
     together = np.asarray(run(weight, x))
     np.testing.assert_array_equal(jax.jit(linear)(weight, x), together)

@@ -32,6 +32,11 @@ from sgljax_engine.native.transpose import turn
 _CHUNK_WEIGHTS = 1 << 15
 """Weights of a chunk: they are read once for each tile of tokens."""
 
+_FEW_ROWS = 128
+"""Rows of a weight, such as a LoRA adapter's, that low tiles share better among threads."""
+
+_LOW_TILE = 4
+
 _BY_TOKEN_TILES = {16: (8, 2), 8: (6, 2)}
 """Rows, and vectors of tokens, of a tile that is stored by token, by lanes.
 
@@ -57,21 +62,25 @@ def linear(
         return linear_of_few(weight, x.T, is_by_token=is_by_token)
     shape = (weight.shape[0], x.shape[1])
     result = jax.ShapeDtypeStruct(shape[::-1] if is_by_token else shape, jnp.float32)
-    return jax.ffi.ffi_call(register(_of_many(is_by_token)), result)(weight, x)
+    operation = _of_many(is_by_token, weight.shape[0] <= _FEW_ROWS and not is_by_token)
+    return jax.ffi.ffi_call(register(operation), result)(weight, x)
 
 
 @functools.cache
-def _of_many(is_by_token: bool) -> Operation:
-    write = functools.partial(_write_many, is_by_token=is_by_token)
-    plan = functools.partial(_plan_many, is_by_token=is_by_token)
-    return Operation("linear_by_token" if is_by_token else "linear", 2, 1, write, plan)
+def _of_many(is_by_token: bool, is_low: bool) -> Operation:
+    name = "linear_by_token" if is_by_token else "linear_low" if is_low else "linear"
+    write = functools.partial(_write_many, is_by_token=is_by_token, is_low=is_low)
+    rows = 24 if is_by_token else _LOW_TILE if is_low else 12  # whole tiles of each processor
+    return Operation(name, 2, 1, write, functools.partial(_plan_many, rows=rows))
 
 
-def _write_many(module: Module, vectors: Vectors, *, is_by_token: bool) -> Value:
+def _write_many(module: Module, vectors: Vectors, *, is_by_token: bool, is_low: bool) -> Value:
     """f(values, chunk): rows of the weight with all tokens."""
     row_tile, token_vectors = vectors.row_tile, vectors.token_vectors
     if is_by_token:
         row_tile, token_vectors = _BY_TOKEN_TILES[vectors.lanes]
+    elif is_low:
+        row_tile = _LOW_TILE
     write_tile = functools.partial(_write_tile, module, vectors.lanes, is_by_token=is_by_token)
     tiles = {
         (rows, width, is_partial): write_tile(rows, width, is_partial)
@@ -191,12 +200,12 @@ def _unrolled(code: Code, count: Value, one: Callable[[Value], None], times: int
         one(index)
 
 
-def _plan_many(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_by_token: bool) -> Job:
+def _plan_many(code: Code, buffers: Sequence[Buffer], threads: Value, *, rows: int) -> Job:
+    """Chunks of a multiple of so many rows."""
     weight, x, y = buffers
     num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(1)
     even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
     near = code.div(_CHUNK_WEIGHTS, code.max(num_inputs, 1))
-    # Whole tiles, whatever their rows.
-    size = code.round_up(code.max(code.min(even, near), 1), 24 if is_by_token else 12)
+    size = code.round_up(code.max(code.min(even, near), 1), rows)
     values = [weight.data, x.data, y.data, num_inputs, num_tokens, num_rows, size]
     return Job(code.ceil_div(num_rows, size), values)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sgljax_engine.errors import WeightSyncError
@@ -96,7 +97,8 @@ class AdapterPlan(NamedTuple):
         pairs = [(source[step.a], source[step.b]) for step in self.steps]
         try:
             pairs = _beside(pairs, next(iter(serving.values())))
-            made, flags = jax.block_until_ready(self.load(serving, pairs, jnp.int32(slot)))
+            beside = {} if self.slots.max_loras == 1 else serving  # one slot is all there is
+            made, flags = jax.block_until_ready(self.load(beside, pairs, np.int32(slot)))
             names = [f"{step.name} (LoRA)" for step in self.steps]
             refuse_not_finite(names, flags if check_finite else None)
             return made
@@ -129,11 +131,7 @@ def slots_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty_slots(slots: AdapterSlots) -> Weights:
     """Slots without any adapter: zeros."""
-    specs = {
-        f"{name}{suffix}": spec
-        for name, *both in slots.targets
-        for suffix, spec in zip((A_SUFFIX, B_SUFFIX), both, strict=True)
-    }
+    specs = _specs(slots)
     shapes = {name: _stored_shape(spec) for name, spec in specs.items()}
 
     def zeros() -> Weights:
@@ -141,6 +139,15 @@ def empty_slots(slots: AdapterSlots) -> Weights:
 
     shardings = {name: spec.sharding for name, spec in specs.items()}
     return jax.jit(zeros, out_shardings=shardings)()
+
+
+def _specs(slots: AdapterSlots) -> dict[str, TargetSpec]:
+    """Of A and B of all projections, by their names among the engine's weights."""
+    return {
+        f"{name}{suffix}": spec
+        for name, *both in slots.targets
+        for suffix, spec in zip((A_SUFFIX, B_SUFFIX), both, strict=True)
+    }
 
 
 def _stored_shape(spec: TargetSpec) -> tuple[int, ...]:
@@ -227,7 +234,10 @@ def _plan(
             f"the adapter does not fit ({len(problems)} problem(s)):\n  " + "\n  ".join(problems)
         )
     ordered = tuple(steps.values())
-    load = jax.jit(functools.partial(_load, steps=ordered, slots=slots))
+    shardings = {name: spec.sharding for name, spec in _specs(slots).items()}
+    load = jax.jit(
+        functools.partial(_load, steps=ordered, slots=slots), out_shardings=(shardings, None)
+    )
     return AdapterPlan(ordered, slots, load)
 
 
@@ -301,7 +311,10 @@ def _load(
     steps: tuple[_Step, ...],
     slots: AdapterSlots,
 ) -> tuple[Weights, jax.Array]:
-    """All slot arrays with one slot replaced; projections without a pair get zeros there."""
+    """All slot arrays with one slot replaced; projections without a pair get zeros there.
+
+    Slot arrays that are not given have no other slot.
+    """
     rank, specs = slots.max_rank, {name: both for name, *both in slots.targets}
     factors = {step.name: _factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)}
     made: Weights = {}
@@ -312,6 +325,9 @@ def _load(
         a, b = jnp.pad(a, ((0, 0), (0, padding))), jnp.pad(b, ((0, padding), (0, 0)))
         for suffix, x, spec, axis in ((A_SUFFIX, a, a_spec, 1), (B_SUFFIX, b, b_spec, 0)):
             stored = (x.T if spec.is_transposed else x).astype(spec.dtype)
+            if name + suffix not in serving:
+                made[name + suffix] = jnp.copy(stored)  # never the source's own memory
+                continue
             at = [jnp.int32(0), jnp.int32(0)]
             at[1 - axis if spec.is_transposed else axis] = slot * rank
             made[name + suffix] = lax.dynamic_update_slice(serving[name + suffix], stored, at)
