@@ -2,6 +2,7 @@
 
     python benchmarks/lora.py                  # small, about ten minutes
     python benchmarks/lora.py --pairs 1 --quick
+    python benchmarks/lora.py --model qwen3-0.6b --syncs-only
 
 Engines and rollouts with the same weights take turns in one process; the order within a pair
 alternates. Each engine decodes 64 rows for 128 tokens; each rollout takes the parameters that
@@ -222,24 +223,25 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="16 tokens a row; not for reports")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "lora.md")
+    parser.add_argument("--syncs-only", action="store_true", help="does not measure decoding")
+    parser.add_argument("--output", type=Path, help="default: lora.md, or lora_MODEL_syncs.md")
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
     model = MODELS[args.model]
-    decode = measure_decode(model, 16 if args.quick else 128, args.pairs)
+    decode: dict[str, list[float]] = {}
+    in_words = [f"Model: {model.in_words}, float32"]
+    if not args.syncs_only:
+        decode = measure_decode(model, 16 if args.quick else 128, args.pairs)
+        in_words.append(
+            f"Decoding at rank {DECODE_RANK}, all projections; the adapters of a batch go to its "
+            "rows in turns"
+        )
     syncs, memory = measure_syncs(model, 2 * args.pairs)
+    in_words.append(f"Syncs at rank {SYNC_RANK}, all projections")
     environment = describe_environment(jax.devices()[0].device_kind)
     lines = [
-        *report_head(
-            "What LoRA costs",
-            "benchmarks/lora.py",
-            environment,
-            f"Model: {model.in_words}, float32",
-            f"Decoding at rank {DECODE_RANK}, all projections; the adapters of a batch go to its "
-            f"rows in turns. Syncs at rank {SYNC_RANK}",
-        ),
-        *table(decode, "no adapters", f"{NUM_ROWS} rows"),
-        "",
+        *report_head("What LoRA costs", "benchmarks/lora.py", environment, *in_words),
+        *([*table(decode, "no adapters", f"{NUM_ROWS} rows"), ""] if decode else []),
         *table(syncs, "full", "sync"),
         "",
         "| sync | live arrays between syncs, actor included | at the swap |",
@@ -250,7 +252,9 @@ def main() -> None:
         ),
     ]
     content = {"decode_s": decode, "sync_s": syncs, "memory_bytes": memory}
-    write_report(args.output, lines, environment, content)
+    name = f"lora_{args.model}_syncs.md" if args.syncs_only else "lora.md"
+    output = args.output or ROOT / "benchmarks" / "results" / name
+    write_report(output, lines, environment, content)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class TestSamplingParams:
         ("fields", "message"),
         [
             ({"max_tokens": 64}, "max_tokens=64 is not supported: it is called max_new_tokens"),
-            ({"do_sample": False}, "do_sample=False is not supported: use temperature=0"),
+            ({"do_sample": False}, "do_sample=False is not supported: temperature=0 is greedy"),
             ({"pad_token_id": 0}, "pad_token_id=0 is not supported: nothing is padded"),
             ({"temprature": 1}, "unknown sampling field 'temprature'; did you mean 'temperature'"),
         ],
@@ -185,7 +185,9 @@ class TestMakingAnEngine:
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("bfloat16"), "bfloat16"])
     def test_dtypes_of_jax(self, dtype):
         with Engine(model_config=TINY, load_format="dummy", dtype=dtype, **OPTIONS) as engine:
-            assert engine._loop._core.runner.weights["model.norm.weight"].dtype == jnp.bfloat16
+            weights = engine._loop._core.runner.weights
+            assert weights["model.layers.0.mlp.up_proj.weight"].dtype == jnp.bfloat16
+            assert weights["model.norm.weight"].dtype == jnp.float32  # as of all norms
 
     @pytest.mark.parametrize("dtype", [jnp.int32, "auto", object(), 16])
     def test_other_dtypes(self, dtype):
