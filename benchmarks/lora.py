@@ -2,7 +2,7 @@
 
     python benchmarks/lora.py                  # small, about ten minutes
     python benchmarks/lora.py --pairs 1 --quick
-    python benchmarks/lora.py --model qwen3-0.6b --syncs-only
+    python benchmarks/lora.py --model qwen3-0.6b --syncs-only --kinds full adapter  # 15 GB
 
 Engines and rollouts with the same weights take turns in one process; the order within a pair
 alternates. Each engine decodes 64 rows for 128 tokens; each rollout takes the parameters that
@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ from tunix_sgljax.bench.shapes import MODELS, BenchModel, IdTokenizer
 NUM_ROWS = 64
 DECODE_RANK, SYNC_RANK = 16, 8
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+SYNCS: Mapping[str, dict[str, Any]] = {
+    "full": {},
+    "merged": {"lora": "merged"},
+    "adapter": {"lora": "adapter"},
+}
+"""Options of a rollout that gets all parameters, pairs that it merges, or pairs to keep apart."""
 
 Adapter = tuple[dict[str, np.ndarray], tuple[WeightRule, ...]]
 
@@ -159,21 +166,16 @@ def peak_of_swaps(rollout: SglJaxRollout, peak: list[int]) -> Iterator[None]:
 
 
 def measure_syncs(
-    model: BenchModel, num_pairs: int
+    model: BenchModel, kinds: Sequence[str], num_pairs: int
 ) -> tuple[dict[str, list[float]], dict[str, tuple[int, int]]]:
-    """Syncs of all parameters, of pairs that are merged, and of pairs that stay apart.
+    """Syncs of each of these kinds.
 
     Returns:
         Seconds of each, and the live bytes between syncs and as weights are swapped.
     """
-    kinds: dict[str, dict[str, Any]] = {
-        "full": {},
-        "merged": {"lora": "merged"},
-        "adapter": {"lora": "adapter"},
-    }
     memory: dict[str, tuple[int, int]] = {}
     models, rollouts = {}, {}
-    for kind, arguments in kinds.items():
+    for kind in kinds:
         before = live_bytes()
         base = make_tunix_model(model.config)
         models[kind] = base if kind == "full" else with_lora(base)
@@ -184,7 +186,7 @@ def measure_syncs(
             max_model_len=64,
             max_running_requests=1,
             num_kv_tokens=64,
-            **arguments,
+            **SYNCS[kind],
         )
         rollouts[kind].engine  # noqa: B018
         peak: list[int] = []
@@ -195,7 +197,7 @@ def measure_syncs(
     runs = {kind: sync(models[kind], rollouts[kind], kind) for kind in kinds}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for pair in range(num_pairs):
-        for kind in list(kinds)[:: 1 if pair % 2 else -1]:
+        for kind in kinds[:: 1 if pair % 2 else -1]:
             seconds[kind].append(runs[kind]())
     for rollout in rollouts.values():
         rollout.close()
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="16 tokens a row; not for reports")
     parser.add_argument("--syncs-only", action="store_true", help="does not measure decoding")
+    parser.add_argument("--kinds", nargs="+", choices=SYNCS, default=list(SYNCS), help="of syncs")
     parser.add_argument("--output", type=Path, help="default: lora.md, or lora_MODEL_syncs.md")
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -236,13 +239,13 @@ def main() -> None:
             f"Decoding at rank {DECODE_RANK}, all projections; the adapters of a batch go to its "
             "rows in turns"
         )
-    syncs, memory = measure_syncs(model, 2 * args.pairs)
+    syncs, memory = measure_syncs(model, args.kinds, 2 * args.pairs)
     in_words.append(f"Syncs at rank {SYNC_RANK}, all projections")
     environment = describe_environment(jax.devices()[0].device_kind)
     lines = [
         *report_head("What LoRA costs", "benchmarks/lora.py", environment, *in_words),
         *([*table(decode, "no adapters", f"{NUM_ROWS} rows"), ""] if decode else []),
-        *table(syncs, "full", "sync"),
+        *table(syncs, args.kinds[0], "sync"),
         "",
         "| sync | live arrays between syncs, actor included | at the swap |",
         "|---|---:|---:|",
