@@ -34,11 +34,11 @@ from roofline import decode_work, limit_by_part
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.cache.kv_rows import LayerRows
+from sgljax_engine.kernels.cpu.linear import linear as native_linear
 from sgljax_engine.layers.attention import AttentionOptions, BlockTables
 from sgljax_engine.layers.basic import Layout, linear
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
-from sgljax_engine.native.linear import linear as native_linear
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
 from sgljax_engine.runner.runner import ModelRunner

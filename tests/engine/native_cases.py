@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from sgljax_engine.native import ffi
-from sgljax_engine.native.machine import Vectors, host_vectors
+from sgljax_engine.kernels.cpu import ffi
+from sgljax_engine.kernels.cpu.machine import Vectors, host_vectors
 
 needs_machine_code = pytest.mark.skipif(
     ffi.unavailable() is not None, reason=f"no machine code of our own here: {ffi.unavailable()}"

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from sgljax_engine.native.copy import copy
-from sgljax_engine.native.linear import linear
-from sgljax_engine.native.linear_few import FEW, linear_of_few
-from sgljax_engine.native.transpose import transpose
+from sgljax_engine.kernels.cpu.copy import copy
+from sgljax_engine.kernels.cpu.linear import linear
+from sgljax_engine.kernels.cpu.linear_few import FEW, linear_of_few
+from sgljax_engine.kernels.cpu.transpose import transpose
 from tests.engine.native_cases import lanes, needs_machine_code
 
 __all__ = ["lanes"]

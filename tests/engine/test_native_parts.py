@@ -15,9 +15,9 @@ import jax
 import numpy as np
 import pytest
 
-from sgljax_engine.native import abi, ffi, kept_code, machine, math
-from sgljax_engine.native.emit import I64, PTR, VOID, Code, Module, vector
-from sgljax_engine.native.linear import linear
+from sgljax_engine.kernels.cpu import abi, ffi, kept_code, machine, math
+from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, vector
+from sgljax_engine.kernels.cpu.linear import linear
 from tests.engine.native_cases import needs_machine_code, vectors_of
 from tests.threads import LIMIT_S, start
 
@@ -150,7 +150,7 @@ class TestKeptCode:
     CODE = """
 import sys, jax, numpy as np
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-from sgljax_engine.native.transpose import transpose
+from sgljax_engine.kernels.cpu.transpose import transpose
 x = np.arange(6, dtype=np.float32).reshape(2, 3)
 assert np.array_equal(jax.jit(transpose)(x)[0], x.T)
 """
@@ -243,7 +243,7 @@ import os
 import re
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 import jax, numpy as np
-from sgljax_engine.native.linear import linear
+from sgljax_engine.kernels.cpu.linear import linear
 weight, x = np.ones((300, 200), np.float32), np.ones((200, 40), np.float32)
 assert np.array_equal(jax.jit(linear)(weight, x), np.full((300, 40), 200, np.float32))
 """

@@ -1,4 +1,4 @@
-"""Layers by machine code of our own, on one CPU, in float32; see `sgljax_engine.native`.
+"""Layers by machine code of our own, on one CPU, in float32; see `sgljax_engine.kernels.cpu`.
 
 Operations have features first. What comes tokens first was turned just before, where activations
 are features first too: XLA then leaves both turns out.
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.cpu.attention import block_attention, decode_attention
+from sgljax_engine.kernels.cpu.attention_tile import AttentionShape
 from sgljax_engine.layers.attention import AttentionOptions, BlockTables
-from sgljax_engine.native.attention import block_attention, decode_attention
-from sgljax_engine.native.attention_tile import AttentionShape
 
 
 def native_attention(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sgljax_engine.kernels.cpu.linear import linear as native_linear
 from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import (
     NARROW,
@@ -39,7 +40,6 @@ from sgljax_engine.models.spec import (
     Params,
     ParamSpec,
 )
-from sgljax_engine.native.linear import linear as native_linear
 
 Rope = tuple[jax.Array, jax.Array]
 """Sines and cosines of each token's rotary angles."""

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from sgljax_engine.config import RuntimeConfig
 from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.kernels.cpu.ffi import unavailable
+from sgljax_engine.kernels.cpu.machine import host_vectors
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.native.ffi import unavailable
-from sgljax_engine.native.machine import host_vectors
 from sgljax_engine.runner.placement import Placement
 
 

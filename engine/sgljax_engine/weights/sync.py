@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.errors import WeightsLostError, WeightSyncError
-from sgljax_engine.native.copy import copy
-from sgljax_engine.native.ffi import unavailable
-from sgljax_engine.native.transpose import transpose
+from sgljax_engine.kernels.cpu.copy import copy
+from sgljax_engine.kernels.cpu.ffi import unavailable
+from sgljax_engine.kernels.cpu.transpose import transpose
 from sgljax_engine.weights.checksum import checksum, to_hex
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.lora import LoraTerm, lora_terms, merge

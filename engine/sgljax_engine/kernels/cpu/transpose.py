@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import jax
 
-from sgljax_engine.native.copy import SeenValues, clear_flag, is_unset
-from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Number, Value, vector
-from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
-from sgljax_engine.native.machine import Vectors
+from sgljax_engine.kernels.cpu.copy import SeenValues, clear_flag, is_unset
+from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Number, Value, vector
+from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
+from sgljax_engine.kernels.cpu.machine import Vectors
 
 _LINE = 16
 """Floats of a cache line."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.native.attention_tile import Attention, AttentionShape, Pages, Queries
-from sgljax_engine.native.emit import F32, I32, I64, PTR, VOID, Code, Module, Value, f32
-from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
-from sgljax_engine.native.machine import Vectors
+from sgljax_engine.kernels.cpu.attention_tile import Attention, AttentionShape, Pages, Queries
+from sgljax_engine.kernels.cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Value, f32
+from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
+from sgljax_engine.kernels.cpu.machine import Vectors
 
 _QUERY_ROWS = 8
 """Query heads times queries of a tile of a prefill, at least one query."""

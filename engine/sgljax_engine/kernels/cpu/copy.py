@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import jax
 
-from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
-from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
-from sgljax_engine.native.machine import Vectors
+from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
+from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
+from sgljax_engine.kernels.cpu.machine import Vectors
 
 _CHUNK = 1 << 15
 """Floats that a thread copies at a time."""

@@ -18,16 +18,26 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, lanes_of, vector
-from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
-from sgljax_engine.native.linear_few import (
+from sgljax_engine.kernels.cpu.emit import (
+    F32,
+    I64,
+    PTR,
+    VOID,
+    Code,
+    Module,
+    Value,
+    lanes_of,
+    vector,
+)
+from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
+from sgljax_engine.kernels.cpu.linear_few import (
     CHUNKS_PER_THREAD,
     FEW,
     in_row_tiles,
     linear_of_few,
 )
-from sgljax_engine.native.machine import Vectors
-from sgljax_engine.native.transpose import turn
+from sgljax_engine.kernels.cpu.machine import Vectors
+from sgljax_engine.kernels.cpu.transpose import turn
 
 _CHUNK_WEIGHTS = 1 << 15
 """Weights of a chunk: they are read once for each tile of tokens."""

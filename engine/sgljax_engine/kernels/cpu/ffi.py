@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import jax
 
-from sgljax_engine.native import machine
-from sgljax_engine.native.abi import (
+from sgljax_engine.kernels.cpu import machine
+from sgljax_engine.kernels.cpu.abi import (
     BUFFER_DATA,
     BUFFER_DIMS,
     EXTENSION_KIND,
@@ -29,9 +29,20 @@ from sgljax_engine.native.abi import (
     Api,
     load_api,
 )
-from sgljax_engine.native.emit import I32, I64, NULL, PTR, VOID, Code, Module, Number, Value, i32
-from sgljax_engine.native.machine import Vectors, compile_module, host_vectors
-from sgljax_engine.native.threads import (
+from sgljax_engine.kernels.cpu.emit import (
+    I32,
+    I64,
+    NULL,
+    PTR,
+    VOID,
+    Code,
+    Module,
+    Number,
+    Value,
+    i32,
+)
+from sgljax_engine.kernels.cpu.machine import Vectors, compile_module, host_vectors
+from sgljax_engine.kernels.cpu.threads import (
     FUNCTION,
     VALUES,
     compile_threads,

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.native.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
-from sgljax_engine.native.ffi import Buffer, Job, Operation, read_values, register
-from sgljax_engine.native.machine import Vectors
-from sgljax_engine.native.math import sum_each
+from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
+from sgljax_engine.kernels.cpu.machine import Vectors
+from sgljax_engine.kernels.cpu.math import sum_each
 
 FEW = 8
 """Tokens whose products are better with the inputs in the lanes."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgljax_engine.native.emit import (
+from sgljax_engine.kernels.cpu.emit import (
     F32,
     I32,
     I64,
@@ -24,7 +24,7 @@ from sgljax_engine.native.emit import (
     f32,
     vector,
 )
-from sgljax_engine.native.math import add_neighbours, exp, tanh
+from sgljax_engine.kernels.cpu.math import add_neighbours, exp, tanh
 
 _SPAN = 256
 """Keys whose scores are in memory together."""

@@ -16,9 +16,9 @@ busy with something else, they would find a queue of jobs that others have done.
 
 from __future__ import annotations
 
-from sgljax_engine.native.abi import COUNT, DESTROY, SCHEDULE, Api
-from sgljax_engine.native.emit import I32, I64, NULL, PTR, VOID, Code, Module, Value
-from sgljax_engine.native.machine import Vectors, compile_module
+from sgljax_engine.kernels.cpu.abi import COUNT, DESTROY, SCHEDULE, Api
+from sgljax_engine.kernels.cpu.emit import I32, I64, NULL, PTR, VOID, Code, Module, Value
+from sgljax_engine.kernels.cpu.machine import Vectors, compile_module
 
 NEXT, DONE, USERS, NUM_CHUNKS, FUNCTION, VALUES = 0, 8, 16, 24, 32, 40
 
