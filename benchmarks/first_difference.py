@@ -33,12 +33,12 @@ from tunix.models.qwen3.model import K_MASK, Qwen3, apply_rope
 from tunix.rl.common import process_ids, selective_log_softmax
 
 from reporting import ROOT, report_head, write_report
-from sgljax_engine.cache.kv_rows import CHUNK, LANES, LayerRows
+from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.attention.contiguous import row_attention
+from sgljax_engine.cache.contiguous_kv import CHUNK, LANES, LayerRows
 from sgljax_engine.layers import basic
 from sgljax_engine.layers import rope as engine_rope
-from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.row_attention import row_attention
 from sgljax_engine.sampling.sampler import token_logprobs
 from sgljax_engine.xla_options import compiler_options
 from torch_model import hf_arrays

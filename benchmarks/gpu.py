@@ -35,8 +35,9 @@ from gpu_kernels import (
     measure_prefill,
 )
 from reporting import ROOT, report_head, write_report
-from sgljax_engine.layers.attention import BACKENDS, PagedAttention
-from sgljax_engine.layers.pallas_attention import PallasAttention
+from sgljax_engine.attention.base import PagedAttention
+from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.attention.registry import PORTABLE
 from tunix_sgljax.bench.environment import describe_environment
 
 
@@ -62,7 +63,7 @@ def full_sizes() -> Sizes:
     return Sizes(
         kernels=KernelSizes(),
         engine=EngineSizes(),
-        backends={"pallas": PallasAttention(), "xla": BACKENDS["xla"]},
+        backends={"pallas": PallasAttention(), "xla": PORTABLE["xla"]},
         engine_backends=("pallas", "xla"),
     )
 
@@ -84,7 +85,7 @@ def smoke_sizes() -> Sizes:
     return Sizes(
         kernels=kernels,
         engine=EngineSizes.smoke(),
-        backends={"pallas": PallasAttention(interpret=True), "xla": BACKENDS["xla"]},
+        backends={"pallas": PallasAttention(interpret=True), "xla": PORTABLE["xla"]},
         engine_backends=("xla",),
     )
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sgljax_engine.attention.base import AttentionOptions, BlockTables, PagedAttention
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.layers.attention import AttentionOptions, BlockTables, PagedAttention
 
 _ROUNDS = 32
 

@@ -31,9 +31,9 @@ import numpy as np
 
 from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, SamplingParams, SchedulerConfig
+from sgljax_engine.attention.registry import pick_attention
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.layers.attention import get_backend
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
@@ -149,9 +149,7 @@ class Host:
             static=ProgramContext(
                 model=get_model(model.architecture),
                 context=ModelContext(model, placement.layout),
-                attention=get_backend(
-                    "auto", placement.platform, head_dim=model.head_dim, num_tensor_shards=1
-                ),
+                attention=pick_attention("auto", placement.target, model.head_dim).attend,
                 page_size=PAGE,
                 max_steps=STEPS,
             ),

@@ -32,11 +32,11 @@ from ceilings import Ceilings, measure_ceilings
 from reporting import ROOT, report_head, write_report
 from roofline import decode_work, limit_by_part
 from sgljax_engine import Engine, SamplingParams
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.cache.contiguous_kv import LayerRows
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.cache.kv_rows import LayerRows
-from sgljax_engine.kernels.cpu.linear import linear as native_linear
-from sgljax_engine.layers.attention import AttentionOptions, BlockTables
 from sgljax_engine.layers.basic import Layout, linear
+from sgljax_engine.layers.projections import CpuProjections
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
 from sgljax_engine.runner import programs
@@ -225,8 +225,8 @@ def projections_run(
 
     def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
         """The product, a scalar that needs all of it."""
-        if context.has_native_linear:
-            return native_linear(weight, x)[0, 0]  # XLA leaves out nothing of what is not its own
+        if isinstance(context.projections, CpuProjections):
+            return context.linear(weight, x)[0, 0]  # XLA leaves out nothing of what is not its own
         return jnp.max(linear(x, weight, layout))
 
     weights = {

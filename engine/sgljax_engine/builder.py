@@ -13,14 +13,14 @@ from typing import Any
 import jax
 
 from sgljax_engine.adapters import AdapterRegistry
+from sgljax_engine.attention.registry import AttentionBackend, pick_attention
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.checks import require
 from sgljax_engine.config import LORA_TARGETS, TOKEN_BLOCK, EngineConfig, LoraConfig
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
-from sgljax_engine.layers.attention import get_backend, get_decode_attention
-from sgljax_engine.layers.ordered_attention import ordered_backend
+from sgljax_engine.layers.projections import pick_projections
 from sgljax_engine.loop import EngineLoop
 from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
@@ -29,7 +29,6 @@ from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, ParamSpec
 from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.requests import Limits
-from sgljax_engine.runner.backends import Backends, pick_backends
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,
@@ -300,11 +299,16 @@ def build_loop(
         if slots is not None:
             weights_made |= first_adapters(adapters, slots, targets)
         advance(len(targets))
-    backends = pick_backends(config.runtime, placement, model.head_dim)
-    static = _program_context(config, definition, model, placement, weights_made, backends)
+    attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
+    static = _program_context(config, definition, model, placement, weights_made, attention)
     weights_bytes = placement.held_bytes(weights_made.values())
     memory = plan_memory(
-        model, config, placement, max_model_len, weights_bytes, attention=backends.attention
+        model,
+        config,
+        placement,
+        max_model_len,
+        weights_bytes,
+        contiguous_kv=attention.contiguous_kv,
     )
     num_pages = memory.report.kv_tokens // page_size
 
@@ -353,35 +357,26 @@ def _program_context(
     model: ModelConfig,
     placement: Placement,
     weights: Mapping[str, jax.Array],
-    backends: Backends,
+    attention: AttentionBackend,
 ) -> ProgramContext:
     runtime = config.runtime
     context = ModelContext(
         model,
         placement.layout,
-        has_native_linear=backends.linear == "native",
+        projections=pick_projections(runtime.linear_backend, placement.target).projections,
         lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
     )
     if runtime.enable_deterministic_sampling:
         widths = agreeing_widths(definition, context, weights, placement.platform)
         context = context._replace(tile_widths=widths)
-    if context.is_deterministic and backends.attention != "native":
-        attention = ordered_backend(placement.platform)
-    else:
-        attention = get_backend(
-            backends.attention,
-            placement.platform,
-            head_dim=model.head_dim,
-            num_tensor_shards=placement.num_tensor_shards,
-        )
     return ProgramContext(
         model=definition,
         context=context,
-        attention=attention,
+        attention=attention.batch_invariant if context.is_deterministic else attention.attend,
         page_size=config.cache.page_size,
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
-        decode_attention=get_decode_attention(backends.attention),
+        decode_attention=attention.decode,
     )
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import jax
 
+from sgljax_engine.attention.registry import ContiguousKV
+from sgljax_engine.cache.contiguous_kv import LANES, RowShapes, row_shapes
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
-from sgljax_engine.cache.kv_rows import LANES, RowShapes, row_shapes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.metrics import MemoryReport
@@ -35,7 +36,7 @@ def plan_memory(
     max_model_len: int,
     weights_bytes: int,
     *,
-    attention: str,
+    contiguous_kv: ContiguousKV,
     are_loaded: bool = True,
 ) -> MemoryPlan:
     """Decides on the size of the KV cache.
@@ -46,7 +47,7 @@ def plan_memory(
         placement: Where it runs.
         max_model_len: Tokens of a sequence at most.
         weights_bytes: Of the weights.
-        attention: As of `runner.backends.Backends`.
+        contiguous_kv: As of `attention.registry.AttentionBackend`.
         are_loaded: Whether they are there, so that free memory excludes them already.
 
     Raises:
@@ -86,7 +87,7 @@ def plan_memory(
         config,
         placement,
         max_model_len,
-        backend=attention,
+        contiguous_kv=contiguous_kv,
         free_bytes=free,
         kv_bytes=num_pages * per_page,
     )
@@ -118,16 +119,16 @@ def _plan_rows(
     placement: Placement,
     max_model_len: int,
     *,
-    backend: str,
+    contiguous_kv: ContiguousKV,
     free_bytes: int | None,
     kv_bytes: int,
 ) -> tuple[RowShapes | None, int]:
     """The rows that decode attention reads on CPUs, and their bytes: all or none.
 
-    Pages and rows together stay within `mem_fraction_static`. "auto" also takes no rows of more
-    than twice the pages, which a small `num_kv_tokens` asked for.
+    Pages and rows together stay within `mem_fraction_static`. "if_it_fits" also takes no rows of
+    more than twice the pages, which a small `num_kv_tokens` asked for.
     """
-    if backend not in ("auto", "xla_rows") or (backend == "auto" and placement.platform != "cpu"):
+    if contiguous_kv == "never":
         return None, 0
     num_rows = (config.runtime.batch_buckets or (config.scheduler.max_running_requests,))[-1]
     if model.head_dim % LANES:
@@ -139,13 +140,13 @@ def _plan_rows(
         left = size
         if free_bytes is not None:
             left = max(int(free_bytes * config.cache.mem_fraction_static) - kv_bytes, 0)
-        if size <= left and (backend == "xla_rows" or size <= 2 * kv_bytes):
+        if size <= left and (contiguous_kv == "always" or size <= 2 * kv_bytes):
             return shapes, size
         problem = (
             f"takes {size} bytes for {num_rows} rows of {max_model_len} tokens; "
             f"mem_fraction_static leaves {left} beside the pages"
         )
-    if backend == "xla_rows":
+    if contiguous_kv == "always":
         raise InvalidConfigError(f"attention_backend 'xla_rows' {problem}")
     logger.info("decode attention reads pages, since 'xla_rows' %s", problem)
     return None, 0

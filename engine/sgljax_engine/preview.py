@@ -8,15 +8,15 @@ from pathlib import Path
 
 import jax
 
+from sgljax_engine.attention.registry import pick_attention
 from sgljax_engine.builder import compilation_cache_path, pick_dtype, pick_max_model_len
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.attention import resolve_backend
+from sgljax_engine.layers.projections import pick_projections
 from sgljax_engine.memory import free_bytes, plan_memory
 from sgljax_engine.metrics import MemoryReport
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.runner.backends import pick_backends
 from sgljax_engine.runner.placement import place
 
 
@@ -87,7 +87,8 @@ def preview_engine(
     weights_bytes = placement.held_bytes(target.stored for target in targets)
     max_model_len = pick_max_model_len(model, config)
     free = free_bytes(placement)
-    backends = pick_backends(config.runtime, placement, model.head_dim)
+    attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
+    linear = pick_projections(config.runtime.linear_backend, placement.target)
     plan, problem = None, None
     if free is not None and free < weights_bytes:
         problem = f"the weights take {weights_bytes} bytes; {free} are free"
@@ -99,17 +100,17 @@ def preview_engine(
                 placement,
                 max_model_len,
                 weights_bytes,
-                attention=backends.attention,
+                contiguous_kv=attention.contiguous_kv,
                 are_loaded=False,
             )
         except InvalidConfigError as error:
             problem = str(error)
-    prefill = resolve_backend(backends.attention, placement.platform)
     has_rows = plan is not None and plan.row_shapes is not None
-    if config.runtime.enable_deterministic_sampling and prefill != "native":
+    prefill = attention.name
+    decode = "xla_rows" if has_rows else prefill
+    is_deterministic = config.runtime.enable_deterministic_sampling
+    if is_deterministic and attention.batch_invariant is not attention.attend:
         prefill = decode = "ordered"
-    else:
-        decode = "xla_rows" if has_rows else prefill
     return EnginePreview(
         platform=placement.platform,
         device_kind=placement.mesh.devices.flat[0].device_kind,
@@ -117,8 +118,8 @@ def preview_engine(
         layout=placement.layout.value,
         prefill_attention=prefill,
         decode_attention=decode,
-        linear=backends.linear,
-        why_not_native=backends.why_not_native,
+        linear=linear.name,
+        why_not_native=linear.why_not_native or attention.why_not_native,
         max_model_len=max_model_len,
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,

@@ -7,17 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sgljax_engine.attention import xla as attention
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.registry import PORTABLE
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
-from sgljax_engine.config import ATTENTION_BACKENDS
-from sgljax_engine.layers import attention
-from sgljax_engine.layers.attention import (
-    BACKENDS,
-    AttentionOptions,
-    BlockTables,
-    get_backend,
-    get_decode_attention,
-)
-from sgljax_engine.layers.native import native_attention, native_decode_attention
 from tests.engine.paged_cases import ragged_case
 
 DEFAULT = AttentionOptions(scale=12**-0.5)
@@ -30,7 +23,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize(
     ("page_size", "num_heads", "num_kv_heads", "num_queries"),
     [(1, 4, 2, 1), (4, 8, 1, 16), (16, 3, 3, 1), (16, 4, 2, 16), (128, 8, 1, 1), (128, 3, 3, 16)],
@@ -44,7 +37,7 @@ def test_ragged_blocks(backend, options, page_size, num_heads, num_kv_heads, num
         num_queries=num_queries,
         head_dim=12,
     )
-    case.check(case.run(BACKENDS[backend], options), options, atol=2e-5)
+    case.check(case.run(PORTABLE[backend], options), options, atol=2e-5)
 
 
 NUM_BLOCKS = 12
@@ -96,7 +89,7 @@ def steps(monkeypatch):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_blocks_of_one_request_share_its_keys(options, steps):
     case, check = blocks_of_one_request()
-    check(case.run(BACKENDS["xla_tiles"], options), options)
+    check(case.run(PORTABLE["xla_tiles"], options), options)
     jax.effects_barrier()
     assert len(steps) == 2, "all blocks together, 256 keys a step"
 
@@ -109,17 +102,17 @@ def test_blocks_that_are_not_one_request_in_order_share_nothing(change, options,
         layer = LayerKV(*(jnp.concatenate([pages, pages]) for pages in case.layer))
         table = case.tables.page_table.at[3].add(case.layer.k.shape[0])
         case = case._replace(layer=layer, tables=case.tables._replace(page_table=table))
-        check(case.run(BACKENDS["xla_tiles"], options), options)
+        check(case.run(PORTABLE["xla_tiles"], options), options)
     else:
         order = np.append(np.arange(NUM_BLOCKS)[::-1], NUM_BLOCKS)
         tables = BlockTables(*(x[order] for x in case.tables))
         case = case._replace(queries=case.queries[order], tables=tables)
-        check(case.run(BACKENDS["xla_tiles"], options)[order], options)
+        check(case.run(PORTABLE["xla_tiles"], options)[order], options)
     jax.effects_barrier()
     assert len(steps) > 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 def test_a_window_skips_the_pages_before_it(backend, steps):
     """Work is bounded by the window: as many steps of the loop at 200 keys as at 20 000."""
     page_size, window = 16, 40
@@ -134,7 +127,7 @@ def test_a_window_skips_the_pages_before_it(backend, steps):
         )
         options = AttentionOptions(0.5, sliding_window=window)
         steps.clear()
-        BACKENDS[backend](jnp.ones((1, 1, 1, 4)), LayerKV(zeros, zeros), tables, options)
+        PORTABLE[backend](jnp.ones((1, 1, 1, 4)), LayerKV(zeros, zeros), tables, options)
         jax.effects_barrier()
         return len(steps)
 
@@ -151,16 +144,3 @@ def test_write_drops_what_has_no_slot():
     expected[1, :, 2], expected[0, :, 0] = new[0], new[2]
     np.testing.assert_array_equal(written.k, expected)
     np.testing.assert_array_equal(written.v, 2 * expected)
-
-
-def test_names_of_backends():
-    shape = {"head_dim": 64, "num_tensor_shards": 1}
-    assert set(ATTENTION_BACKENDS) == {"auto", "native", "pallas", "xla_rows", *BACKENDS}
-    assert get_backend("xla", "cpu", **shape) is BACKENDS["xla"]
-    for name in ("auto", "xla_rows"):  # what reads the pages, which is prefill with both
-        assert get_backend(name, "cpu", **shape) is BACKENDS["xla_tiles"]
-    assert get_backend("auto", "gpu", **shape) is BACKENDS["xla"]
-    assert get_backend("auto", "tpu", **shape) is BACKENDS["xla"]
-    assert get_backend("native", "cpu", **shape) is native_attention
-    assert get_decode_attention("native") is native_decode_attention
-    assert get_decode_attention("xla_tiles") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -11,11 +12,14 @@ import pytest
 from jax.sharding import Mesh
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, logical_rules
-from sgljax_engine.config import RuntimeConfig
+from sgljax_engine.attention.batch_invariant import ordered_backend
+from sgljax_engine.attention.cpu import native_attention, native_decode_attention
+from sgljax_engine.attention.registry import PORTABLE, pick_attention
+from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS
+from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.projections import CpuProjections, pick_projections
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.runner import backends
-from sgljax_engine.runner.backends import Backends, pick_backends
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.weights import sync
 from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
@@ -28,20 +32,30 @@ def placement(**changes: Any) -> Placement:
 
 @pytest.fixture
 def no_machine_code(monkeypatch):
-    for module in (backends, sync):
+    for module in (target, sync):
         monkeypatch.setattr(module, "unavailable", lambda: "out of luck")
 
 
 def runs_natively(engine: Engine) -> bool:
     static = engine._loop._core.runner._static
-    assert static.context.has_native_linear == (static.decode_attention is not None)
-    return static.context.has_native_linear
+    is_native = isinstance(static.context.projections, CpuProjections)
+    assert is_native == (static.decode_attention is not None)
+    return is_native
+
+
+def pick(head_dim: int = 16, *, attention: str = "auto", linear: str = "auto", **changes: Any):
+    """Names of the backends that are picked, and why they are not native."""
+    target = placement(**changes).target
+    picked = pick_attention(attention, target, head_dim)
+    products = pick_projections(linear, target)
+    reasons = {why for why in (picked.why_not_native, products.why_not_native) if why}
+    return picked.name, products.name, reasons
 
 
 @needs_machine_code
 class TestPick:
-    def test_machine_code_is_the_default(self):
-        assert pick_backends(RuntimeConfig(), placement(), 16) == Backends("native", "native")
+    def test_cpu_kernels_are_the_default(self):
+        assert pick() == ("native", "native", set())
 
     @pytest.mark.parametrize(
         ("changes", "head_dim", "reason"),
@@ -52,37 +66,58 @@ class TestPick:
         ],
     )
     def test_why_not(self, changes, head_dim, reason):
-        found = pick_backends(RuntimeConfig(), placement(**changes), head_dim)
-        assert found.attention == "auto"
-        assert found.linear == ("xla" if changes else "native")
+        attention, linear, reasons = pick(head_dim, **changes)
+        assert attention == "xla_tiles"
+        assert linear == ("xla" if changes else "native")
+        assert re.search(reason, "".join(reasons))
         with pytest.raises(InvalidConfigError, match=rf"attention_backend 'native' .*{reason}"):
-            pick_backends(RuntimeConfig(attention_backend="native"), placement(**changes), head_dim)
+            pick(head_dim, attention="native", **changes)
         if changes:
             with pytest.raises(InvalidConfigError, match=rf"linear_backend 'native' .*{reason}"):
-                pick_backends(RuntimeConfig(linear_backend="native"), placement(**changes), 64)
+                pick(linear="native", **changes)
 
     def test_several_devices(self):
         # What is read is the mesh's shape alone, so one device may stand there twice.
-        on_two = placement(mesh=Mesh(np.array(jax.devices()[:1] * 2), ("tp",)))
-        found = pick_backends(RuntimeConfig(), on_two, 16)
-        assert found == Backends("auto", "xla", "it is for one device, the engine has 2")
+        mesh = Mesh(np.array(jax.devices()[:1] * 2), ("tp",))
+        reason = "it is for one device, the engine has 2"
+        assert pick(mesh=mesh) == ("xla_tiles", "xla", {reason})
 
-    @pytest.mark.parametrize("attention", ["xla", "xla_tiles", "xla_rows"])
-    def test_each_may_be_chosen(self, attention):
-        found = pick_backends(RuntimeConfig(attention_backend=attention), placement(), 16)
-        assert found == Backends(attention, "native")
-        found = pick_backends(RuntimeConfig(linear_backend="xla"), placement(), 16)
-        assert found == Backends("native", "xla")
+    def test_each_may_be_chosen(self):
+        for attention in ("xla", "xla_tiles"):
+            assert pick(attention=attention) == (attention, "native", set())
+        assert pick(attention="xla_rows") == ("xla_tiles", "native", set())
+        assert pick(linear="xla") == ("native", "xla", set())
 
-    def test_deterministic_sampling_too(self):
-        runtime = RuntimeConfig(enable_deterministic_sampling=True)
-        assert pick_backends(runtime, placement(), 16) == Backends("native", "native")
+    def test_what_they_imply(self):
+        target = placement().target
+        native = pick_attention("native", target, 16)
+        assert native.attend is native.batch_invariant is native_attention
+        assert (native.decode, native.contiguous_kv) == (native_decode_attention, "never")
+        rows = pick_attention("xla_rows", target, 16)
+        assert rows.attend is PORTABLE["xla_tiles"]
+        assert rows.batch_invariant is ordered_backend("cpu")
+        assert (rows.decode, rows.contiguous_kv) == (None, "always")
 
 
-def test_no_machine_code_at_all(no_machine_code):
-    assert pick_backends(RuntimeConfig(), placement(), 16) == Backends("auto", "xla", "out of luck")
+def test_no_cpu_kernels_at_all(no_machine_code):
+    assert pick() == ("xla_tiles", "xla", {"out of luck"})
+    assert pick_attention("auto", placement().target, 16).contiguous_kv == "if_it_fits"
     with pytest.raises(InvalidConfigError, match="cannot be had here: out of luck"):
-        pick_backends(RuntimeConfig(linear_backend="native"), placement(), 16)
+        pick(linear="native")
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_accelerators_have_portable_code(platform):
+    target = placement().target._replace(platform=platform)
+    found = pick_attention("auto", target, 16)
+    assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
+    assert (found.contiguous_kv, found.why_not_native) == ("never", None)
+    assert pick_projections("auto", target)[::2] == ("xla", None)
+
+
+def test_names_of_backends():
+    assert set(ATTENTION_BACKENDS) == {"auto", "native", "pallas", "xla_rows", *PORTABLE}
+    assert set(LINEAR_BACKENDS) == {"auto", "native", "xla"}
 
 
 def generate(**options: Any):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from sgljax_engine import builder
-from sgljax_engine.layers.attention import xla_tiles_attention
-from sgljax_engine.models import decoder
-from sgljax_engine.runner import backends, compiled
+from sgljax_engine.attention import registry
+from sgljax_engine.attention.xla import xla_tiles_attention
+from sgljax_engine.layers import projections, target
+from sgljax_engine.runner import compiled
 from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
     MODEL,
@@ -84,9 +85,9 @@ def backend(request):
     """Machine code of our own, or what is used where there is none: XLA's, and rows of keys."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "portable":
-            patch.setattr(backends, "unavailable", lambda: "this is a test of what else there is")
-        elif backends.unavailable() is not None:
-            pytest.skip(f"no machine code of our own here: {backends.unavailable()}")
+            patch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
+        elif target.unavailable() is not None:
+            pytest.skip(f"no machine code of our own here: {target.unavailable()}")
         yield request.param
 
 
@@ -196,14 +197,14 @@ class TestControl:
     @PORTABLE
     def test_widths_that_disagree(self, monkeypatch):
         """One is made to round otherwise, which `agreeing_widths` would find out."""
-        real = decoder.linear
+        real = projections.linear
 
         def linear(x, weight, layout):
             out = real(x, weight, layout)
             is_wide = x.shape[layout.token_axis] == CANDIDATES[-1]
             return out * np.float32(1 + 2**-23) if is_wide else out
 
-        monkeypatch.setattr(decoder, "linear", linear)
+        monkeypatch.setattr(projections, "linear", linear)
         monkeypatch.setattr(builder, "agreeing_widths", lambda *_: CANDIDATES)
         # Programs apart from those of equal engines, which do not have the fault.
         monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))
@@ -212,5 +213,5 @@ class TestControl:
     @PORTABLE
     def test_attention_in_no_particular_order(self, monkeypatch):
         """Requests that lose their pages are prefilled as far as they were decoded."""
-        monkeypatch.setattr(builder, "ordered_backend", lambda _: xla_tiles_attention)
+        monkeypatch.setattr(registry, "ordered_backend", lambda _: xla_tiles_attention)
         assert self.differing(WAYS[1]) > 10

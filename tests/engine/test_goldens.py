@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, SamplingParams
+from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.projections import XlaProjections
 from sgljax_engine.models.registry import MODELS
-from sgljax_engine.runner import backends, placement
+from sgljax_engine.runner import placement
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
@@ -52,10 +54,11 @@ def test_greedy_tokens_and_logprobs(model):
 @pytest.mark.parametrize("name", ["qwen2_bias_untied", "gemma2_window", "gemma3_window"])
 def test_without_machine_code_of_our_own(name, monkeypatch):
     """What other processors and dtypes use: XLA's products, and rows copied out of pages."""
-    monkeypatch.setattr(backends, "unavailable", lambda: "this is a test of what else there is")
+    monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
     golden = np.load(GOLDEN / name / "golden.npz")
     with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
-        assert not engine._loop._core.runner._static.context.has_native_linear
+        context = engine._loop._core.runner._static.context
+        assert isinstance(context.projections, XlaProjections)
         assert_greedy(engine, golden)
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.cpu import native_attention, native_decode_attention
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
-from sgljax_engine.layers.attention import AttentionOptions, BlockTables
-from sgljax_engine.layers.native import native_attention, native_decode_attention
 from tests.engine.native_cases import lanes, needs_machine_code
 from tests.engine.paged_cases import ragged_case
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.cache.kv_rows import CHUNK
-from sgljax_engine.layers.attention import AttentionOptions, BlockTables
-from sgljax_engine.layers.ordered_attention import (
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.batch_invariant import (
     ordered_attention,
     ordered_backend,
     ordered_tiles_attention,
 )
+from sgljax_engine.cache.contiguous_kv import CHUNK
+from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.xla_options import compiler_options
 from tests.engine.paged_cases import RaggedCase, as_pages, ragged_case
 from tests.engine.test_row_attention import over_rows

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, InvalidConfigError, SamplingParams, builder
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams
+from sgljax_engine.attention import pallas
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.pallas import HEAD_DIMS, PallasAttention, choose_tiling, gpu_backend
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.layers.attention import AttentionOptions, BlockTables, get_backend
 from sgljax_engine.layers.basic import default_layout
-from sgljax_engine.layers.pallas_attention import HEAD_DIMS, PallasAttention, choose_tiling
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner import programs
@@ -84,7 +85,7 @@ def test_splits_are_put_together(monkeypatch):
     options = OPTIONS["default"]
     many = case.run(INTERPRETED, options)
     case.check(many, options, atol=2e-5)
-    monkeypatch.setattr("sgljax_engine.layers.pallas_attention._MAX_SPLITS", 1)
+    monkeypatch.setattr("sgljax_engine.attention.pallas._MAX_SPLITS", 1)
     assert choose_tiling(case.queries.shape, case.layer, width).splits == 1
     case.check(case.run(INTERPRETED, options), options, atol=2e-5)
 
@@ -129,7 +130,7 @@ def test_decode_and_prefill_lower_for_cuda():
     static = programs.ProgramContext(
         model=definition,
         context=ModelContext(TINY, default_layout("gpu")),
-        attention=get_backend("pallas", "gpu", head_dim=TINY.head_dim, num_tensor_shards=1),
+        attention=gpu_backend("gpu", head_dim=TINY.head_dim, num_tensor_shards=1),
         page_size=16,
         max_steps=4,
     )
@@ -157,7 +158,7 @@ def test_decode_and_prefill_lower_for_cuda():
 class TestChoosingIt:
     def test_on_a_gpu(self):
         for head_dim in HEAD_DIMS:
-            backend = get_backend("pallas", "gpu", head_dim=head_dim, num_tensor_shards=1)
+            backend = gpu_backend("gpu", head_dim=head_dim, num_tensor_shards=1)
             assert backend == PallasAttention(interpret=False)
 
     @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ class TestChoosingIt:
     )
     def test_where_it_cannot_run(self, platform, head_dim, shards, message):
         with pytest.raises(InvalidConfigError, match=message):
-            get_backend("pallas", platform, head_dim=head_dim, num_tensor_shards=shards)
+            gpu_backend(platform, head_dim=head_dim, num_tensor_shards=shards)
 
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it is allowed")
     def test_an_engine_elsewhere_is_refused(self):
@@ -198,13 +199,13 @@ def test_engine_with_the_interpreted_kernel(monkeypatch):
     expected = greedy_tokens(attention_backend="xla")
     used = []
 
-    def interpreted(name: str, platform: str, **shape: int) -> PallasAttention:
-        used.append((name, shape))
+    def interpreted(platform: str, **shape: int) -> PallasAttention:
+        used.append((platform, shape))
         return INTERPRETED
 
-    monkeypatch.setattr(builder, "get_backend", interpreted)
+    monkeypatch.setattr(pallas, "gpu_backend", interpreted)
     assert greedy_tokens(attention_backend="pallas") == expected
-    assert used == [("pallas", {"head_dim": TINY.head_dim, "num_tensor_shards": 1})]
+    assert used == [("cpu", {"head_dim": TINY.head_dim, "num_tensor_shards": 1})]
 
 
 @pytest.mark.gpu

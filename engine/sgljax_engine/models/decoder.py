@@ -14,18 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.linear import linear as native_linear
-from sgljax_engine.layers.attention import AttentionOptions
-from sgljax_engine.layers.basic import (
-    NARROW,
-    Layout,
-    embed,
-    linear,
-    narrow_linear,
-    rms_norm,
-    soft_cap,
-    unembed,
-)
+from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.layers.basic import Layout, embed, rms_norm, soft_cap
 from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, stretch_llama3
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
@@ -260,7 +250,7 @@ class _Layers(NamedTuple):
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
-        out = _multiply(self.context, self.params[f"{name}.weight"], x)
+        out = self.context.linear(self.params[f"{name}.weight"], x)
         change = _adapter_change(self.params, self.context, name, x, self.adapters)
         return out if change is None else out + change
 
@@ -291,15 +281,6 @@ class _Layers(NamedTuple):
         return self.context.layout
 
 
-def _multiply(context: ModelContext, weight: jax.Array, x: jax.Array) -> jax.Array:
-    """A projection, activations and weight as the layout says."""
-    if context.has_native_linear:
-        return native_linear(weight, x, is_deterministic=context.is_deterministic)
-    is_narrow = context.is_deterministic and x.shape[context.layout.token_axis] < NARROW
-    multiply = narrow_linear if is_narrow else linear
-    return multiply(x, weight, context.layout)
-
-
 def _adapter_change(
     params: Params, context: ModelContext, name: str, x: jax.Array, adapters: jax.Array | None
 ) -> jax.Array | None:
@@ -311,12 +292,12 @@ def _adapter_change(
     down = params.get(f"{name}.lora_a")
     if down is None or adapters is None:
         return None
-    ranks = _multiply(context, down, x)
+    ranks = context.linear(down, x)
     num_ranks = ranks.shape[context.layout.feature_axis]
     slots = jnp.arange(num_ranks, dtype=jnp.int32) // context.lora_rank
     is_own = context.layout.place(adapters[:, None] == slots)
     ranks = jnp.where(is_own, ranks, jnp.zeros((), ranks.dtype))
-    return _multiply(context, params[f"{name}.lora_b"], ranks)
+    return context.linear(params[f"{name}.lora_b"], ranks)
 
 
 def _logits(
@@ -324,13 +305,7 @@ def _logits(
 ) -> jax.Array:
     config = context.config
     table = params["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    if context.has_native_linear:
-        # It was turned just before, and XLA leaves both turns out.
-        logits = native_linear(
-            table, hidden.T, is_by_token=True, is_deterministic=context.is_deterministic
-        )
-    else:
-        logits = unembed(hidden, table)
+    logits = context.unembed(table, hidden)
     change = _adapter_change(params, context, "lm_head", context.layout.place(hidden), adapters)
     if change is not None:
         logits = logits + context.layout.tokens_first(change).astype(jnp.float32)

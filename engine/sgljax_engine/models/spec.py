@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.cache.contiguous_kv import PagedRows
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.cache.kv_rows import PagedRows
-from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.projections import Projections, XlaProjections
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig
 
@@ -70,20 +71,32 @@ class ModelContext(NamedTuple):
     Attributes:
         tile_widths: Tokens that may go through the layers together, ascending, all with the same
             bits (`runner.widths`); empty for as many as a batch has, whatever bits they get.
-        has_native_linear: Projections are machine code of our own; features first, float32.
+        projections: Multiplies by weights; models call `linear` and `unembed`.
         lora_rank: Rank of each adapter slot; 0 without adapters.
     """
 
     config: ModelConfig
     layout: Layout
     tile_widths: tuple[int, ...] = ()
-    has_native_linear: bool = False
+    projections: Projections = XlaProjections()
     lora_rank: int = 0
 
     @property
     def is_deterministic(self) -> bool:
         """Whether a token is to have the same bits in any batch."""
         return bool(self.tile_widths)
+
+    def linear(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+        """`x @ W` over features, activations and weight as the layout says."""
+        return self.projections.linear(
+            weight, x, self.layout, is_batch_invariant=self.is_deterministic
+        )
+
+    def unembed(self, table_VD: jax.Array, hidden_TD: jax.Array) -> jax.Array:
+        """Logits [T, V] float32 of hidden states [T, D]."""
+        return self.projections.unembed(
+            table_VD, hidden_TD, is_batch_invariant=self.is_deterministic
+        )
 
 
 class ModelDefinition(NamedTuple):

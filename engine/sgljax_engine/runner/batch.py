@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sgljax_engine.cache.kv_rows import CHUNK, SHARING_UNIT
+from sgljax_engine.cache.contiguous_kv import CHUNK, SHARING_UNIT
 from sgljax_engine.types import NO_ADAPTER, PageCopy, PrefillChunk, Request
 
 NO_SLOT = np.iinfo(np.int32).max

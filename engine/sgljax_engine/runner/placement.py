@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import Layout, default_layout
+from sgljax_engine.layers.target import Target
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.spec import KV_HEADS_AXIS, ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
@@ -74,6 +75,13 @@ class Placement(NamedTuple):
     def num_tensor_shards(self) -> int:
         """Devices that one weight is spread over."""
         return math.prod(self.mesh.shape.get(axis, 1) for axis in (TENSOR_AXIS, COPIES_AXIS))
+
+    @property
+    def target(self) -> Target:
+        """What kernels are picked for."""
+        return Target(
+            self.platform, self.mesh.size, self.num_tensor_shards, self.dtype.name, self.layout
+        )
 
     @property
     def num_kv_copies(self) -> int:

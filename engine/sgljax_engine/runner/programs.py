@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
-from sgljax_engine.cache.kv_rows import KVRows, PagedRows, gather_rows, write_rows
-from sgljax_engine.layers.attention import (
+from sgljax_engine.attention.base import (
     AttentionOptions,
     BlockTables,
     DecodeAttention,
     PagedAttention,
 )
-from sgljax_engine.layers.row_attention import row_attention, shared_keys
+from sgljax_engine.attention.contiguous import row_attention, shared_keys
+from sgljax_engine.cache.contiguous_kv import KVRows, PagedRows, gather_rows, write_rows
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, ModelContext, ModelDefinition, Params
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from sgljax_engine.cache.contiguous_kv import KVRows, RowShapes, allocate_kv_rows
 from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
-from sgljax_engine.cache.kv_rows import KVRows, RowShapes, allocate_kv_rows
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.offload import HostArray, HostMemory, host_memory, to_device, to_host

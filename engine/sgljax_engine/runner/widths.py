@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.attention import AttentionOptions
 from sgljax_engine.layers.basic import NARROW
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, Params

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.cache.kv_rows import CHUNK, LANES, ROW_TILE, SHARING_UNIT, LayerRows
-from sgljax_engine.layers.attention import AttentionOptions, map_tiles
-from sgljax_engine.layers.ordered_attention import Parts, Softmax, add_keys, first_keys
+from sgljax_engine.attention.base import AttentionOptions, map_tiles
+from sgljax_engine.attention.batch_invariant import Parts, Softmax, add_keys, first_keys
+from sgljax_engine.cache.contiguous_kv import CHUNK, LANES, ROW_TILE, SHARING_UNIT, LayerRows
 
 
 def shared_keys(page_table_BP: jax.Array, kv_lens_B: jax.Array, page_size: int) -> jax.Array:

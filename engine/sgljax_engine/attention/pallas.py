@@ -26,9 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from sgljax_engine.attention.base import MASKED, AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.attention import MASKED, AttentionOptions, BlockTables
 from sgljax_engine.layers.basic import soft_cap
 
 HEAD_DIMS = (16, 32, 64, 128, 256)

@@ -26,15 +26,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.cache.kv_rows import CHUNK, LANES, load_chunk
-from sgljax_engine.layers.attention import (
+from sgljax_engine.attention.base import (
     MASKED,
     AttentionOptions,
     BlockTables,
     PagedAttention,
     map_tiles,
 )
+from sgljax_engine.cache.contiguous_kv import CHUNK, LANES, load_chunk
+from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import soft_cap
 
 _QUERIES_PER_TILE = 16

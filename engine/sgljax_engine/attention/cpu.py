@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.cpu.attention import block_attention, decode_attention
 from sgljax_engine.kernels.cpu.attention_tile import AttentionShape
-from sgljax_engine.layers.attention import AttentionOptions, BlockTables
 
 
 def native_attention(

@@ -1,0 +1,117 @@
+"""Attention over the paged KV cache.
+
+Every backend implements `PagedAttention`. A batch consists of `N` *blocks* of `Q` query tokens,
+each block of one request: prefill cuts its ragged tokens into such blocks, decode uses Q = 1.
+So one function serves both.
+
+Shape legend: N blocks, Q queries in a block, D query heads, K kv heads, R rows of queries that
+share a kv head, h head dim, S keys in a step of the loop, P pages of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.cache.kv_pages import LayerKV
+
+T = TypeVar("T")
+
+MASKED = -1e30
+
+
+class AttentionOptions(NamedTuple):
+    """How one layer attends. Static and hashable: programs are compiled for it.
+
+    Attributes:
+        scale: Multiplies the products of queries and keys.
+        sliding_window: A query sees so many newest keys, its own included; None sees all.
+        logit_softcap: Scaled products s become `cap * tanh(s / cap)` (Gemma 2, 2024); None for
+            no cap.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    logit_softcap: float | None = None
+
+
+class BlockTables(NamedTuple):
+    """Where the keys of each query block are.
+
+    Shape:
+        page_table: [N, P] int32, ids of the request's pages in order; unused entries are 0.
+        positions: [N, Q] int32, position of each query in its request; no query of a block that
+            counts comes before the block's first.
+        kv_lens: [N] int32, keys that exist, the block's own included; 0 for an unused block.
+    """
+
+    page_table: jax.Array
+    positions: jax.Array
+    kv_lens: jax.Array
+
+
+class PagedAttention(Protocol):
+    """Causal attention of query blocks over their requests' pages.
+
+    Keys at or beyond `kv_lens` must never be used, whatever the memory holds; nor must keys that
+    have left the window.
+    """
+
+    def __call__(
+        self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
+    ) -> jax.Array:
+        """Attends.
+
+        Args:
+            q_NQDh: [N, Q, num_heads, head_dim] queries.
+            layer: The cache, which already holds the keys and values of these tokens.
+            tables: Where each block's keys are.
+            options: How the layer attends.
+
+        Returns:
+            [N, Q, num_heads, head_dim], in the queries' dtype; unspecified where `kv_lens` is 0.
+        """
+        ...
+
+
+class DecodeAttention(Protocol):
+    """Attention of one token a row, which writes its key and value to its page first."""
+
+    def __call__(
+        self,
+        q_BDh: jax.Array,
+        k_BKh: jax.Array,
+        v_BKh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Attends.
+
+        Args:
+            q_BDh: [B, num_heads, head_dim] queries.
+            k_BKh: [B, num_kv_heads, head_dim] keys of the same tokens.
+            v_BKh: Their values.
+            layer: The cache without them.
+            tables: Of blocks of one token; the token is the last of its `kv_lens`.
+            options: How the layer attends.
+
+        Returns:
+            [B, num_heads, head_dim], unspecified where `kv_lens` is 0, and the cache with them.
+        """
+        ...
+
+
+def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int) -> jax.Array:
+    """`function` over tiles of a leading axis of `size`, one after another; padding is 0."""
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, -size % tile), *((0, 0) for _ in x.shape[1:])))
+        return padded.reshape(-1, tile, *x.shape[1:])
+
+    out = lax.map(function, jax.tree.map(split, args))
+    return out.reshape(-1, *out.shape[2:])[:size]

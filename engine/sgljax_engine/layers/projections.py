@@ -1,0 +1,108 @@
+"""Products of activations with weights: one class a backend, and the choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import jax
+
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
+from sgljax_engine.layers.basic import NARROW, Layout, linear, narrow_linear, unembed
+from sgljax_engine.layers.target import Target
+
+
+class Projections(Protocol):
+    """Hashable: programs are compiled for it."""
+
+    def linear(
+        self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
+    ) -> jax.Array:
+        """`x @ W` over features.
+
+        Args:
+            weight: [out, in] features first, else [in, out].
+            x: [in, T] features first, else [T, in].
+            layout: Of both, and of the result.
+            is_batch_invariant: A token gets the same bits whatever T is.
+        """
+        ...
+
+    def unembed(
+        self, table_VD: jax.Array, hidden_TD: jax.Array, *, is_batch_invariant: bool
+    ) -> jax.Array:
+        """Logits [T, V] float32."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaProjections:
+    """XLA's products: all platforms and dtypes."""
+
+    def linear(
+        self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
+    ) -> jax.Array:
+        """See `Projections`."""
+        is_narrow = is_batch_invariant and x.shape[layout.token_axis] < NARROW
+        return (narrow_linear if is_narrow else linear)(x, weight, layout)
+
+    def unembed(
+        self, table_VD: jax.Array, hidden_TD: jax.Array, *, is_batch_invariant: bool
+    ) -> jax.Array:
+        """See `Projections`. The order of its sums does not depend on the tokens."""
+        del is_batch_invariant
+        return unembed(hidden_TD, table_VD)
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuProjections:
+    """The JIT-compiled CPU kernels: one CPU, float32, features first."""
+
+    def linear(
+        self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
+    ) -> jax.Array:
+        """See `Projections`."""
+        assert layout is Layout.FEATURES_FIRST, layout
+        return cpu_linear(weight, x, is_deterministic=is_batch_invariant)
+
+    def unembed(
+        self, table_VD: jax.Array, hidden_TD: jax.Array, *, is_batch_invariant: bool
+    ) -> jax.Array:
+        """See `Projections`. Hidden states were transposed just before: XLA drops both."""
+        return cpu_linear(
+            table_VD, hidden_TD.T, is_by_token=True, is_deterministic=is_batch_invariant
+        )
+
+
+class LinearBackend(NamedTuple):
+    """A choice.
+
+    Attributes:
+        name: "native" or "xla".
+        projections: Its products.
+        why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
+    """
+
+    name: str
+    projections: Projections
+    why_not_native: str | None = None
+
+
+def pick_projections(name: str, target: Target) -> LinearBackend:
+    """The backend of that name; "auto" picks "native" where it can be had.
+
+    Args:
+        name: One of `config.LINEAR_BACKENDS`.
+        target: What the engine runs on.
+
+    Raises:
+        InvalidConfigError: when "native" is asked for where it cannot be had.
+    """
+    problem = target.cpu_kernels_problem()
+    if name == "native" and problem is not None:
+        raise InvalidConfigError(f"linear_backend 'native' cannot be had here: {problem}")
+    if name != "xla" and problem is None:
+        return LinearBackend("native", CpuProjections())
+    is_cpu = name == "auto" and target.platform == "cpu"
+    return LinearBackend("xla", XlaProjections(), problem if is_cpu else None)

@@ -1,0 +1,38 @@
+"""What kernels are picked for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sgljax_engine.kernels.cpu.ffi import unavailable
+from sgljax_engine.layers.basic import Layout
+
+
+class Target(NamedTuple):
+    """What an engine runs on, and in which form.
+
+    Attributes:
+        platform: JAX's name for the kind of device.
+        num_devices: Of the mesh.
+        num_tensor_shards: Devices that one weight is spread over.
+        dtype: Of weights and activations, by name.
+        layout: Of activations.
+    """
+
+    platform: str
+    num_devices: int
+    num_tensor_shards: int
+    dtype: str
+    layout: Layout
+
+    def cpu_kernels_problem(self) -> str | None:
+        """Why the JIT-compiled CPU kernels cannot be used; None if they can."""
+        if self.platform != "cpu":
+            return f"it is for CPUs, the engine's devices are of kind {self.platform!r}"
+        if self.num_devices > 1:
+            return f"it is for one device, the engine has {self.num_devices}"
+        if self.dtype != "float32":
+            return f"it is for float32, the engine's dtype is {self.dtype}"
+        if self.layout is not Layout.FEATURES_FIRST:
+            return f"it is for features first, activations are {self.layout.value}"
+        return unavailable()
