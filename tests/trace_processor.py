@@ -69,7 +69,10 @@ def fetch_wasm() -> Path | str:
     unpacked = _CACHE / f"unpacked-{os.getpid()}"
     with tarfile.open(archive) as tar:
         for name in _FILES:
-            tar.extract(f"package/{name}", unpacked, filter="data")
+            member: Any = tar.extractfile(f"package/{name}")
+            path = unpacked / "package" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(member.read())
     (unpacked / "package").rename(folder)
     unpacked.rmdir()
     archive.unlink()
