@@ -19,7 +19,7 @@ import jax
 
 from reporting import ROOT
 from sgljax_engine import Engine, EngineState
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 sys.path.insert(0, str(ROOT))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 
-from sgljax_engine import commands as cmd
-from sgljax_engine.loop import EngineLoop
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.loop import EngineLoop
 
 LATE_S = 0.02
 

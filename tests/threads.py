@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from sgljax_engine import Engine
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.metrics import EngineState
 
 LIMIT_S = 600

@@ -54,12 +54,12 @@ if TYPE_CHECKING:
         RequestCheckpoint,
         SchedulerCheckpoint,
     )
+    from sgljax_engine.core.staging import StagedWeights
     from sgljax_engine.engine import Engine
     from sgljax_engine.export import to_hf_tensors
     from sgljax_engine.model_rules import hf_rules, logical_rules
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.preview import EnginePreview, preview_engine
-    from sgljax_engine.staging import StagedWeights
     from sgljax_engine.weights.hf_files import (
         HfTensor,
         read_hf_tensors,
@@ -75,7 +75,7 @@ _LAZY = {
     "HfTensor": "sgljax_engine.weights.hf_files",
     "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
     "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
-    "StagedWeights": "sgljax_engine.staging",
+    "StagedWeights": "sgljax_engine.core.staging",
     "LoraRule": "sgljax_engine.weights.rules",
     "Rule": "sgljax_engine.weights.rules",
     "WeightRule": "sgljax_engine.weights.rules",

@@ -12,16 +12,17 @@ from typing import Any
 
 import jax
 
-from sgljax_engine.adapters import AdapterRegistry
 from sgljax_engine.attention.registry import AttentionBackend, pick_attention
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.checks import require
 from sgljax_engine.config import LORA_TARGETS, TOKEN_BLOCK, EngineConfig, LoraConfig
+from sgljax_engine.core.adapters import AdapterRegistry
+from sgljax_engine.core.loop import EngineLoop
+from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.files import read_json
 from sgljax_engine.layers.projections import pick_projections
-from sgljax_engine.loop import EngineLoop
 from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.model_rules import hf_rules, logical_rules
@@ -41,7 +42,6 @@ from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.widths import agreeing_widths
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.tokenizer import Tokenizer
-from sgljax_engine.updates import WeightSource
 from sgljax_engine.weights import loader, sync
 from sgljax_engine.weights.adapters import (
     A_SUFFIX,

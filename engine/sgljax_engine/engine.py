@@ -20,13 +20,15 @@ import jax
 import numpy as np
 
 from sgljax_engine import builder
-from sgljax_engine import commands as cmd
-from sgljax_engine.adapter_loading import AdapterJob, CompareJob
 from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
-from sgljax_engine.checkpointing import SaveJob, load_checkpoint, restoration
-from sgljax_engine.client import EngineClient
 from sgljax_engine.config import EngineConfig
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.adapter_loading import AdapterJob, CompareJob
+from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint, restoration
+from sgljax_engine.core.client import EngineClient
+from sgljax_engine.core.staging import DiscardJob, PublishJob, StagedWeights, StageJob
+from sgljax_engine.core.weight_updates import UpdateJob, WeightSource
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.files import read_generation_config
@@ -52,10 +54,8 @@ from sgljax_engine.recorder import MAX_EVENTS, Recording
 from sgljax_engine.requests import LogprobArgs, RequestFactory
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.seeds import SeedSource
-from sgljax_engine.staging import DiscardJob, PublishJob, StagedWeights, StageJob
 from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
-from sgljax_engine.updates import UpdateJob, WeightSource
 from sgljax_engine.weights.rules import WeightRule, check_rules
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from flax import nnx
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from sgljax_engine import InvalidConfigError
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import PauseGenerationReqInput
 from tests import tunix_reference as ref
 from tests import tunix_releases

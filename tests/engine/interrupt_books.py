@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from sgljax_engine import Engine, EngineStateError
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import SLEEP_TAGS, AbortReq, FlushCacheReqInput, SleepTag
 from sgljax_engine.metrics import EngineState
 from tests.engine.interrupt_calls import Call, Result

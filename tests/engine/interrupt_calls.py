@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from sgljax_engine import Engine, EngineStateError, RequestOutput, SamplingParams
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.requests import LogprobArgs
 from tests.threads import LIMIT_S, start

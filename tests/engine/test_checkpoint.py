@@ -23,8 +23,8 @@ from sgljax_engine import (
     SamplingParams,
 )
 from sgljax_engine.cache.radix import RadixCache
+from sgljax_engine.core.snapshot import RequestMark
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.snapshot import RequestMark
 from tests.engine.interrupts import (
     NUM_TOKENS,
     device_bytes,

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from sgljax_engine import CheckpointManager
-from sgljax_engine import commands as cmd
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.runner.runner import ModelRunner
 from tests.engine.interrupts import (
     LONG,

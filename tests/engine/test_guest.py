@@ -77,7 +77,7 @@ engine.get_internal_state()
 assert engine.get_internal_state().running_batch_size == 0
 
 from concurrent.futures import Future
-from sgljax_engine import commands
+from sgljax_engine.core import commands
 engine.cycle = engine
 del engine, stream
 thread.is_alive = collecting

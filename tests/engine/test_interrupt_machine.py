@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sgljax_engine import Engine, EngineStateError
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import (
     SLEEP_TAGS,
     AbortReq,

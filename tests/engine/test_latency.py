@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgljax_engine import Engine, SamplingParams
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import held, start, wait_for
 

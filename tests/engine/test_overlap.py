@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from sgljax_engine import Engine, EngineStepError
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.runner.results import PendingDecode
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, held, start

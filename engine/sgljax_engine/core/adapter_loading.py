@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import PauseMode
-from sgljax_engine.updates import WeightSource
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.adapters import AdapterSlots, plan_adapter
 from sgljax_engine.weights.sync import TargetSpec

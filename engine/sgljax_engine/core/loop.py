@@ -18,29 +18,29 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from sgljax_engine import commands as cmd
-from sgljax_engine.adapter_loading import AdapterLoader
-from sgljax_engine.adapters import AdapterRegistry
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.checkpointing import SaveJob, Saver
-from sgljax_engine.core import EngineCore
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.adapter_loading import AdapterLoader
+from sgljax_engine.core.adapters import AdapterRegistry
+from sgljax_engine.core.background import Worker
+from sgljax_engine.core.checkpoint_state import copy_pages, restore, take_snapshot
+from sgljax_engine.core.checkpoint_writer import SaveJob, Saver
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
+from sgljax_engine.core.weight_updates import Updater
 from sgljax_engine.detokenizer import Detokenizer, reject, resolve
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, forget_locals
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.metrics import MemoryReport
-from sgljax_engine.preserving import copy_pages, restore, take_snapshot
 from sgljax_engine.progress import EngineProgress
 from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
-from sgljax_engine.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.tokenizer import Tokenizer
 from sgljax_engine.types import FinishReason, Request
-from sgljax_engine.updates import Updater
 from sgljax_engine.weights.adapters import AdapterSlots
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import WeightMaker
-from sgljax_engine.worker import Worker
 
 logger = logging.getLogger(__name__)
 

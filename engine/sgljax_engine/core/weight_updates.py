@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from sgljax_engine import commands as cmd
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.recorder import UPDATES_TRACK, Recorder
 from sgljax_engine.weights import sync

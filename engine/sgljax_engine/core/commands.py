@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sgljax_engine.core.snapshot import CopiedPages, Restoration, Snapshot
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.io_struct import (
     AbortReq,
@@ -22,7 +23,6 @@ from sgljax_engine.io_struct import (
 )
 from sgljax_engine.metrics import EngineState
 from sgljax_engine.progress import ProgressListener
-from sgljax_engine.snapshot import CopiedPages, Restoration, Snapshot
 from sgljax_engine.types import FinishReason, PageStamp, Request
 from sgljax_engine.weights.rules import WeightRule
 

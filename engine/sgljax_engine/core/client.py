@@ -13,14 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from sgljax_engine import commands as cmd
 from sgljax_engine.checkpoint.manager import SaveReport
-from sgljax_engine.checkpointing import SaveJob
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.checkpoint_writer import SaveJob
+from sgljax_engine.core.loop import EngineLoop
+from sgljax_engine.core.staging import WeightJob
 from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError
-from sgljax_engine.loop import EngineLoop
 from sgljax_engine.outputs import RequestOutput
-from sgljax_engine.staging import WeightJob
 from sgljax_engine.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
 

@@ -6,21 +6,21 @@ import logging
 from collections.abc import Sequence
 
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
-from sgljax_engine.core import EngineCore
-from sgljax_engine.detokenizer import reject
-from sgljax_engine.errors import (
-    CheckpointError,
-    CompileForbiddenError,
-    EngineStepError,
-    InvalidRequestError,
-)
-from sgljax_engine.snapshot import (
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.snapshot import (
     CopiedPages,
     PrefixSnapshot,
     RequestMark,
     Restoration,
     RestoredRequest,
     Snapshot,
+)
+from sgljax_engine.detokenizer import reject
+from sgljax_engine.errors import (
+    CheckpointError,
+    CompileForbiddenError,
+    EngineStepError,
+    InvalidRequestError,
 )
 from sgljax_engine.types import PageStamp, Request
 

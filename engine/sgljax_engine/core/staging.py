@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from sgljax_engine import commands as cmd
-from sgljax_engine.adapter_loading import AdapterJob, AdapterLoader, CompareJob
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.adapter_loading import AdapterJob, AdapterLoader, CompareJob
+from sgljax_engine.core.weight_updates import UpdateJob, Updater, WeightSource
 from sgljax_engine.errors import EngineStateError, InvalidRequestError
 from sgljax_engine.io_struct import PauseMode
-from sgljax_engine.updates import UpdateJob, Updater, WeightSource
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import WeightMaker

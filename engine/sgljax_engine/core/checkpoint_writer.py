@@ -13,22 +13,22 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from sgljax_engine import commands as cmd
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
 from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
-from sgljax_engine.detokenizer import Answer, reject
-from sgljax_engine.errors import CheckpointError, InvalidRequestError
-from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.requests import RequestFactory
-from sgljax_engine.runner.saved_pages import SavedPages
-from sgljax_engine.snapshot import (
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.snapshot import (
     CopiedPages,
     PrefixSnapshot,
     Restoration,
     RestoredRequest,
     Snapshot,
 )
+from sgljax_engine.detokenizer import Answer, reject
+from sgljax_engine.errors import CheckpointError, InvalidRequestError
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.requests import RequestFactory
+from sgljax_engine.runner.saved_pages import SavedPages
 from sgljax_engine.types import RequestStatus
 
 logger = logging.getLogger(__name__)
