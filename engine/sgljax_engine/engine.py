@@ -29,7 +29,6 @@ from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint, resto
 from sgljax_engine.core.client import EngineClient
 from sgljax_engine.core.staging import DiscardJob, PublishJob, StagedWeights, StageJob
 from sgljax_engine.core.weight_updates import UpdateJob, WeightSource
-from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.files import read_generation_config
 from sgljax_engine.io_struct import (
@@ -49,12 +48,13 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.model_rules import hf_rules
 from sgljax_engine.models.registry import load_model_config
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.detokenizer import Answer
+from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
+from sgljax_engine.processing.seeds import SeedSource
+from sgljax_engine.processing.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.progress import EngineProgress, ProgressListener
 from sgljax_engine.recorder import MAX_EVENTS, Recording
-from sgljax_engine.requests import LogprobArgs, RequestFactory
 from sgljax_engine.sampling_params import SamplingParams
-from sgljax_engine.seeds import SeedSource
-from sgljax_engine.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import WeightRule, check_rules
 

@@ -6,7 +6,7 @@ import pytest
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 from sgljax_engine import InvalidRequestError
-from sgljax_engine.tokenizer import (
+from sgljax_engine.processing.tokenizer import (
     DecodeOptions,
     TunixHFTokenizer,
     TunixTokenizer,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
-from sgljax_engine.requests import LogprobArgs
+from sgljax_engine.processing.input_processor import LogprobArgs
 from tests.engine.interrupts import wait_until, walk
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, start

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sgljax_engine.errors import InvalidRequestError
-from sgljax_engine.text import StopMatch, TextStream
-from sgljax_engine.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, wrap_tokenizer
+from sgljax_engine.processing.incremental_text import StopMatch, TextStream
+from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, wrap_tokenizer
 from tests.engine import small_tokenizers
 
 MAKERS = {

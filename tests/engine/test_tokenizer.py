@@ -9,7 +9,7 @@ import transformers
 from tokenizers import processors
 
 from sgljax_engine import Engine, EngineError, InvalidConfigError, InvalidRequestError
-from sgljax_engine.tokenizer import (
+from sgljax_engine.processing.tokenizer import (
     DecodeOptions,
     HFTokenizer,
     SentencePieceTokenizer,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from sgljax_engine.detokenizer import reject, resolve
 from sgljax_engine.errors import forget_locals
+from sgljax_engine.processing.detokenizer import reject, resolve
 
 
 class Job(Protocol):

@@ -15,13 +15,13 @@ from sgljax_engine.core.snapshot import (
     RestoredRequest,
     Snapshot,
 )
-from sgljax_engine.detokenizer import reject
 from sgljax_engine.errors import (
     CheckpointError,
     CompileForbiddenError,
     EngineStepError,
     InvalidRequestError,
 )
+from sgljax_engine.processing.detokenizer import reject
 from sgljax_engine.types import PageStamp, Request
 
 logger = logging.getLogger(__name__)

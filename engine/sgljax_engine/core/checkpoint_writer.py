@@ -24,10 +24,10 @@ from sgljax_engine.core.snapshot import (
     RestoredRequest,
     Snapshot,
 )
-from sgljax_engine.detokenizer import Answer, reject
 from sgljax_engine.errors import CheckpointError, InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.requests import RequestFactory
+from sgljax_engine.processing.detokenizer import Answer, reject
+from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.runner.saved_pages import SavedPages
 from sgljax_engine.types import RequestStatus
 

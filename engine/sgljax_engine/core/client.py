@@ -18,10 +18,10 @@ from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_writer import SaveJob
 from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.staging import WeightJob
-from sgljax_engine.detokenizer import Answer
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput
-from sgljax_engine.streams import AsyncTokenStream, TokenStream
+from sgljax_engine.processing.detokenizer import Answer
+from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
 
 _C = TypeVar("_C")

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from sgljax_engine.core.snapshot import CopiedPages, Restoration, Snapshot
-from sgljax_engine.detokenizer import Answer
 from sgljax_engine.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -22,6 +21,7 @@ from sgljax_engine.io_struct import (
     SleepTag,
 )
 from sgljax_engine.metrics import EngineState
+from sgljax_engine.processing.detokenizer import Answer
 from sgljax_engine.progress import ProgressListener
 from sgljax_engine.types import FinishReason, PageStamp, Request
 from sgljax_engine.weights.rules import WeightRule

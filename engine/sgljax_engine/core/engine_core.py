@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 
-from sgljax_engine.answers import Answers
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.request_groups import Calls
 from sgljax_engine.core.sleep import Sleeper
 from sgljax_engine.core.stats import Books, DispatchTimes
-from sgljax_engine.detokenizer import Answer, Detokenizer, reject
 from sgljax_engine.digest import WeightsDigest
 from sgljax_engine.errors import (
     CompileForbiddenError,
@@ -31,6 +29,8 @@ from sgljax_engine.errors import (
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, PauseMode, SleepTag
 from sgljax_engine.metrics import EngineState, MemoryReport
 from sgljax_engine.offload import to_device
+from sgljax_engine.processing.detokenizer import Answer, Detokenizer, reject
+from sgljax_engine.processing.output_processor import Answers
 from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler

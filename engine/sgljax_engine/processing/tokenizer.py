@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from sgljax_engine.chat import check_gemma_fallback, check_messages, render
 from sgljax_engine.errors import InvalidConfigError, InvalidRequestError
+from sgljax_engine.processing.chat_template import check_gemma_fallback, check_messages, render
 from sgljax_engine.sampling_params import SamplingParams
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from sgljax_engine.detokenizer import Answer
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.detokenizer import Answer
 from sgljax_engine.types import Request
 
 

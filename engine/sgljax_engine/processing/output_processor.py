@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sgljax_engine.detokenizer import Answer, Detokenizer, reject
 from sgljax_engine.errors import EngineError
+from sgljax_engine.processing.detokenizer import Answer, Detokenizer, reject
 from sgljax_engine.types import Request
 
 

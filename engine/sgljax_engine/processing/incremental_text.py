@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgljax_engine.errors import InvalidRequestError
-from sgljax_engine.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, Tokenizer
+from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_INCOMPLETE = 3

@@ -14,9 +14,9 @@ from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.checks import is_int
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.processing.seeds import SeedSource, derive_seed
+from sgljax_engine.processing.tokenizer import Tokenizer, decode_options
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
-from sgljax_engine.seeds import SeedSource, derive_seed
-from sgljax_engine.tokenizer import Tokenizer, decode_options
 from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from sgljax_engine.errors import EngineError
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.incremental_text import TextStream
+from sgljax_engine.processing.tokenizer import Tokenizer, decode_options
 from sgljax_engine.recorder import DETOKENIZER_TRACK, Recorder
-from sgljax_engine.text import TextStream
-from sgljax_engine.tokenizer import Tokenizer, decode_options
 from sgljax_engine.types import FinishReason, Request
 
 _MAX_QUEUED = 4096
