@@ -25,7 +25,7 @@ import numpy as np
 
 from reporting import ROOT, report_head, write_report
 from sgljax_engine import Engine, ModelConfig, SamplingParams
-from sgljax_engine.recorder import Recorder
+from sgljax_engine.observability.trace import Recorder
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 from tunix_sgljax.progress import Progress

@@ -16,7 +16,7 @@ from tunix.models.qwen3.model import Qwen3
 
 from ceilings import measure_copy
 from sgljax_engine import SamplingParams
-from sgljax_engine.recorder import RecordedEvent
+from sgljax_engine.observability.trace import RecordedEvent
 from tunix_sgljax.bench.peers import SglJaxPeer
 from tunix_sgljax.bench.workloads import Workload, make_workload
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from sgljax_engine import Engine
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.metrics import EngineState
+from sgljax_engine.observability.metrics import EngineState
 
 LIMIT_S = 600
 """Far more than anything takes on a slow machine, compiling included; what waits longer hangs."""

@@ -38,12 +38,12 @@ from sgljax_engine.io_struct import (
     FlushCacheReqOutput,
     PauseGenerationReqInput,
 )
-from sgljax_engine.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
+from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
+from sgljax_engine.observability.progress import EngineProgress, ProgressListener
+from sgljax_engine.observability.trace import RecordedEvent, RecordedSample, Recording
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.seeds import derive_seed
-from sgljax_engine.progress import EngineProgress, ProgressListener
-from sgljax_engine.recorder import RecordedEvent, RecordedSample, Recording
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import FinishReason
 

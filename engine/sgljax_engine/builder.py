@@ -28,9 +28,9 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.model_rules import hf_rules, logical_rules
 from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, ParamSpec
+from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.processing.input_processor import Limits
 from sgljax_engine.processing.tokenizer import Tokenizer
-from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,

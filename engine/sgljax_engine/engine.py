@@ -43,17 +43,17 @@ from sgljax_engine.io_struct import (
     check_mode,
     check_tags,
 )
-from sgljax_engine.metrics import EngineState
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.model_rules import hf_rules
 from sgljax_engine.models.registry import load_model_config
+from sgljax_engine.observability.metrics import EngineState
+from sgljax_engine.observability.progress import EngineProgress, ProgressListener
+from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.detokenizer import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.processing.tokenizer import load_tokenizer, wrap_tokenizer
-from sgljax_engine.progress import EngineProgress, ProgressListener
-from sgljax_engine.recorder import MAX_EVENTS, Recording
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import Request
 from sgljax_engine.weights.rules import WeightRule, check_rules

@@ -15,8 +15,8 @@ from sgljax_engine.cache.contiguous_kv import LANES, RowShapes, row_shapes
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.metrics import MemoryReport
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.runner.placement import Placement
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import compare
 import peers
 from comparison import PeerResult, WorkloadResult, format_comparison
 from roofline import weight_bytes
-from sgljax_engine.recorder import RecordedEvent
+from sgljax_engine.observability.trace import RecordedEvent
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.vanilla import VanillaPeer
 from tunix_sgljax.bench.workloads import make_workload

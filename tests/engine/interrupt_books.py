@@ -11,7 +11,7 @@ from typing import Any
 from sgljax_engine import Engine, EngineStateError
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import SLEEP_TAGS, AbortReq, FlushCacheReqInput, SleepTag
-from sgljax_engine.metrics import EngineState
+from sgljax_engine.observability.metrics import EngineState
 from tests.engine.interrupt_calls import Call, Result
 from tests.engine.interrupt_model import History, References, Swap
 from tests.threads import LIMIT_S

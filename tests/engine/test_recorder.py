@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sgljax_engine import Engine, InvalidRequestError, WeightLoadError
-from sgljax_engine.recorder import Recorder
+from sgljax_engine.observability.trace import Recorder
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import held
 

@@ -20,9 +20,9 @@ from sgljax_engine.io_struct import (
     PauseMode,
     SleepTag,
 )
-from sgljax_engine.metrics import EngineState
+from sgljax_engine.observability.metrics import EngineState
+from sgljax_engine.observability.progress import ProgressListener
 from sgljax_engine.processing.detokenizer import Answer
-from sgljax_engine.progress import ProgressListener
 from sgljax_engine.types import FinishReason, PageStamp, Request
 from sgljax_engine.weights.rules import WeightRule
 

@@ -27,11 +27,11 @@ from sgljax_engine.errors import (
     forget_locals,
 )
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, PauseMode, SleepTag
-from sgljax_engine.metrics import EngineState, MemoryReport
+from sgljax_engine.observability.metrics import EngineState, MemoryReport
+from sgljax_engine.observability.trace import ENGINE_TRACK, Recorder
 from sgljax_engine.offload import to_device
 from sgljax_engine.processing.detokenizer import Answer, Detokenizer, reject
 from sgljax_engine.processing.output_processor import Answers
-from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import (

@@ -30,11 +30,11 @@ from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.core.weight_updates import Updater
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, forget_locals
 from sgljax_engine.io_struct import PauseMode
-from sgljax_engine.metrics import MemoryReport
+from sgljax_engine.observability.metrics import MemoryReport
+from sgljax_engine.observability.progress import EngineProgress
+from sgljax_engine.observability.trace import ENGINE_TRACK, Recorder
 from sgljax_engine.processing.detokenizer import Detokenizer, reject, resolve
 from sgljax_engine.processing.tokenizer import Tokenizer
-from sgljax_engine.progress import EngineProgress
-from sgljax_engine.recorder import ENGINE_TRACK, Recorder
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import FinishReason, Request

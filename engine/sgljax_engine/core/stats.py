@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.io_struct import PauseMode
-from sgljax_engine.metrics import EngineCounters
-from sgljax_engine.recorder import ENGINE_TRACK, RecordedSample, Recorder
+from sgljax_engine.observability.metrics import EngineCounters
+from sgljax_engine.observability.trace import ENGINE_TRACK, RecordedSample, Recorder
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import Request, SchedulerOutput, StepOutput
 

@@ -14,7 +14,7 @@ import jax
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import PauseMode
-from sgljax_engine.recorder import UPDATES_TRACK, Recorder
+from sgljax_engine.observability.trace import UPDATES_TRACK, Recorder
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.served import ServedSource

@@ -17,10 +17,10 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, TypeVar
 
 from sgljax_engine.errors import EngineError
+from sgljax_engine.observability.trace import DETOKENIZER_TRACK, Recorder
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.incremental_text import TextStream
 from sgljax_engine.processing.tokenizer import Tokenizer, decode_options
-from sgljax_engine.recorder import DETOKENIZER_TRACK, Recorder
 from sgljax_engine.types import FinishReason, Request
 
 _MAX_QUEUED = 4096

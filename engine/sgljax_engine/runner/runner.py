@@ -15,8 +15,8 @@ from sgljax_engine.cache.contiguous_kv import KVRows, RowShapes, allocate_kv_row
 from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.offload import HostArray, HostMemory, host_memory, to_device, to_host
-from sgljax_engine.progress import ProgressListener, reporting
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
     build_copies,

@@ -1,0 +1,1 @@
+"""Counters, traces and progress of an engine."""
