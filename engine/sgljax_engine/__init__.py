@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     )
     from sgljax_engine.core.staging import StagedWeights
     from sgljax_engine.engine import Engine
-    from sgljax_engine.export import to_hf_tensors
-    from sgljax_engine.model_rules import hf_rules, logical_rules
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
+    from sgljax_engine.models.weight_rules import hf_rules, logical_rules
     from sgljax_engine.preview import EnginePreview, preview_engine
+    from sgljax_engine.weights.export import to_hf_tensors
     from sgljax_engine.weights.hf_files import (
         HfTensor,
         read_hf_tensors,
@@ -80,13 +80,13 @@ _LAZY = {
     "Rule": "sgljax_engine.weights.rules",
     "WeightRule": "sgljax_engine.weights.rules",
     "flatten_named": "sgljax_engine.weights.rules",
-    "hf_rules": "sgljax_engine.model_rules",
+    "hf_rules": "sgljax_engine.models.weight_rules",
     "load_model_config": "sgljax_engine.models.registry",
-    "logical_rules": "sgljax_engine.model_rules",
+    "logical_rules": "sgljax_engine.models.weight_rules",
     "model_config_from_hf": "sgljax_engine.models.registry",
     "preview_engine": "sgljax_engine.preview",
     "read_hf_tensors": "sgljax_engine.weights.hf_files",
-    "to_hf_tensors": "sgljax_engine.export",
+    "to_hf_tensors": "sgljax_engine.weights.export",
     "write_hf_tensors": "sgljax_engine.weights.hf_files",
 }
 

@@ -21,13 +21,11 @@ from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
-from sgljax_engine.files import read_json
 from sgljax_engine.layers.projections import pick_projections
-from sgljax_engine.memory import plan_memory
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.model_rules import hf_rules, logical_rules
 from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, ParamSpec
+from sgljax_engine.models.weight_rules import hf_rules, logical_rules
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.processing.input_processor import Limits
 from sgljax_engine.processing.tokenizer import Tokenizer
@@ -37,6 +35,7 @@ from sgljax_engine.runner.batch import (
     prefill_pass,
     prefill_sizes,
 )
+from sgljax_engine.runner.memory_plan import plan_memory
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
@@ -50,6 +49,7 @@ from sgljax_engine.weights.adapters import (
     empty_slots,
     plan_adapter,
 )
+from sgljax_engine.weights.hf_json import read_json
 from sgljax_engine.weights.rules import WeightRule, check_rules
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import TargetSpec

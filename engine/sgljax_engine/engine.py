@@ -30,7 +30,6 @@ from sgljax_engine.core.client import EngineClient
 from sgljax_engine.core.staging import DiscardJob, PublishJob, StagedWeights, StageJob
 from sgljax_engine.core.weight_updates import UpdateJob, WeightSource
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
-from sgljax_engine.files import read_generation_config
 from sgljax_engine.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -44,8 +43,8 @@ from sgljax_engine.io_struct import (
     check_tags,
 )
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.model_rules import hf_rules
 from sgljax_engine.models.registry import load_model_config
+from sgljax_engine.models.weight_rules import hf_rules
 from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
@@ -56,6 +55,7 @@ from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.processing.tokenizer import load_tokenizer, wrap_tokenizer
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import Request
+from sgljax_engine.weights.hf_json import read_generation_config
 from sgljax_engine.weights.rules import WeightRule, check_rules
 
 logger = logging.getLogger(__name__)

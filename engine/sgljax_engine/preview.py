@@ -13,10 +13,10 @@ from sgljax_engine.builder import compilation_cache_path, pick_dtype, pick_max_m
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.projections import pick_projections
-from sgljax_engine.memory import free_bytes, plan_memory
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
+from sgljax_engine.runner.memory_plan import free_bytes, plan_memory
 from sgljax_engine.runner.placement import place
 
 

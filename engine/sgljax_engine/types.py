@@ -17,7 +17,7 @@ from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingP
 if TYPE_CHECKING:
     import numpy as np
 
-    from sgljax_engine.token_counts import TokenCounts
+    from sgljax_engine.sampling.token_counts import TokenCounts
 
 
 NO_ADAPTER = -1

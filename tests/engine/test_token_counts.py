@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgljax_engine.token_counts import TokenCounts
+from sgljax_engine.sampling.token_counts import TokenCounts
 
 TOKENS = st.integers(0, 30)
 

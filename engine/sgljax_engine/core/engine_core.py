@@ -15,7 +15,6 @@ from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.request_groups import Calls
 from sgljax_engine.core.sleep import Sleeper
 from sgljax_engine.core.stats import Books, DispatchTimes
-from sgljax_engine.digest import WeightsDigest
 from sgljax_engine.errors import (
     CompileForbiddenError,
     EngineError,
@@ -29,9 +28,9 @@ from sgljax_engine.errors import (
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, PauseMode, SleepTag
 from sgljax_engine.observability.metrics import EngineState, MemoryReport
 from sgljax_engine.observability.trace import ENGINE_TRACK, Recorder
-from sgljax_engine.offload import to_device
 from sgljax_engine.processing.detokenizer import Answer, Detokenizer, reject
 from sgljax_engine.processing.output_processor import Answers
+from sgljax_engine.runner.host_arrays import to_device
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import (
@@ -43,6 +42,7 @@ from sgljax_engine.types import (
     StepOutput,
 )
 from sgljax_engine.weights.adapters import slots_of
+from sgljax_engine.weights.digest import WeightsDigest
 
 logger = logging.getLogger(__name__)
 

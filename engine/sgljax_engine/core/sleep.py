@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.errors import OffloadError, forget_locals
 from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
-from sgljax_engine.offload import HostArray, num_bytes
+from sgljax_engine.runner.host_arrays import HostArray, num_bytes
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.saved_pages import SavedPages
 

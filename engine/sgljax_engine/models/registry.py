@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from sgljax_engine.errors import UnsupportedModelError
-from sgljax_engine.files import read_generation_config, read_json
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import gemma, gemma2, gemma3, llama, qwen2, qwen3
 from sgljax_engine.models.hf import as_ids
 from sgljax_engine.models.spec import ModelDefinition
+from sgljax_engine.weights.hf_json import read_generation_config, read_json
 
 MODELS: dict[str, ModelDefinition] = {
     "Gemma2ForCausalLM": gemma2.MODEL,

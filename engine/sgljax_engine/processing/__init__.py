@@ -1,1 +1,1 @@
-"""What happens to a request outside the device: from a prompt to tokens, and from tokens to text."""
+"""What happens to a request outside the device: from prompts to tokens, from tokens to text."""

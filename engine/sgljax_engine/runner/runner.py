@@ -16,7 +16,6 @@ from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.observability.progress import ProgressListener, reporting
-from sgljax_engine.offload import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
     build_copies,
@@ -27,6 +26,7 @@ from sgljax_engine.runner.batch import (
     rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
+from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.kept_rows import KeptRows
 from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.results import PendingDecode

@@ -11,12 +11,12 @@ from sgljax_engine.runner.batch import grow_buckets, pick_bucket
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.sampler import SamplingBatch
 from sgljax_engine.sampling.table import SamplingTable
+from sgljax_engine.sampling.token_counts import TokenCounts
 from sgljax_engine.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
 )
-from sgljax_engine.token_counts import TokenCounts
 from sgljax_engine.types import Request
 
 TOP_BUCKETS = (0, 8, 32, MAX_TOP_LOGPROBS)

@@ -1,1 +1,1 @@
-"""Sampling on the device."""
+"""Sampling: parameters to arrays on the host, and draws on the device."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
-from sgljax_engine.files import read_json
+from sgljax_engine.weights.hf_json import read_json
 from sgljax_engine.weights.lora import merge_on_host
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.sync import Step, TargetSpec, plan_sync, source_spec

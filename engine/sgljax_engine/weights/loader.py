@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
-from sgljax_engine.files import read_json
+from sgljax_engine.weights.hf_json import read_json
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
