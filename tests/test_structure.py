@@ -17,143 +17,51 @@ PACKAGES = {
     "tunix_sgljax": ROOT / "tunix_sgljax",
 }
 
-# For each part of the engine, the parts it may import. Parts not listed may import anything.
-ALLOWED = {
-    "errors": set(),
-    "sampling_params": {"errors"},
-    "token_counts": set(),
-    "types": {"errors", "sampling_params", "token_counts"},
-    "outputs": {"sampling_params", "types"},
-    "checks": {"errors"},
-    "files": {"errors"},
-    "config": {"checks", "errors", "foreign_options"},
-    "foreign_options": {"errors"},
-    "model_config": {"checks"},
-    "seeds": {"sampling_params"},
-    "io_struct": {"errors"},
-    "metrics": {"io_struct"},
-    "chat": {"errors"},
-    "tokenizer": {"chat", "errors", "sampling_params"},
-    "text": {"errors", "tokenizer"},
-    "cache.allocator": {"errors"},
-    "cache.kv_pages": set(),
-    "cache.contiguous_kv": {"cache.kv_pages"},
-    "cache.radix": {"cache.allocator", "errors"},
-    "cache.pool": {"cache.allocator", "cache.radix", "errors", "types"},
-    "scheduler": {"cache.pool", "cache.radix", "config", "errors", "scheduler", "types"},
-    "kernels": {"kernels"},
-    "attention": {
-        "attention",
-        "cache.contiguous_kv",
-        "cache.kv_pages",
-        "errors",
-        "kernels",
-        "layers",
-    },
-    "layers": {"errors", "layers", "kernels"},
-    "models": {
-        "attention",
-        "cache.kv_pages",
-        "cache.contiguous_kv",
-        "errors",
-        "files",
-        "layers",
-        "model_config",
-        "models",
-        "kernels",
-    },
-    "model_rules": {"model_config", "models", "weights.rules"},
-    "offload": set(),
-    "sampling": {"layers.tiles", "sampling"},
-    "weights": {"errors", "files", "kernels", "weights", "xla_options"},
-    "xla_options": set(),
-    "runner": {
-        "attention",
-        "cache.kv_pages",
-        "cache.contiguous_kv",
-        "config",
-        "errors",
-        "layers",
-        "model_config",
-        "models",
-        "kernels",
-        "offload",
-        "progress",
-        "runner",
-        "sampling",
-        "sampling_params",
-        "token_counts",
-        "types",
-        "weights",
-        "xla_options",
-    },
-    "requests": {
-        "checkpoint",
-        "checks",
-        "errors",
-        "model_config",
-        "sampling_params",
-        "seeds",
-        "tokenizer",
-        "types",
-    },
-    "checkpoint": {"checkpoint", "errors", "sampling_params", "types"},
-    "progress": set(),
-    "recorder": {"errors"},
-    "books": {"cache.pool", "io_struct", "metrics", "recorder", "scheduler", "types"},
-    "detokenizer": {"errors", "outputs", "recorder", "text", "tokenizer", "types"},
-    "answers": {"detokenizer", "errors", "types"},
-    "streams": {"detokenizer", "outputs", "types"},
-    "worker": {"detokenizer", "errors"},
-    "calls": {"types"},
-    "digest": set(),
-    "snapshot": {"checkpoint", "detokenizer", "digest", "runner.saved_pages", "types"},
-    "commands": {
-        "detokenizer",
-        "io_struct",
-        "metrics",
-        "progress",
-        "snapshot",
-        "types",
-        "weights.rules",
-    },
-    "sleep": {"cache.pool", "errors", "io_struct", "offload", "runner"},
-    "updates": {"commands", "io_struct", "recorder", "weights"},
-    "adapters": {"errors", "types"},
-    "adapter_loading": {"commands", "errors", "io_struct", "updates", "weights"},
-    "staging": {"adapter_loading", "commands", "errors", "io_struct", "updates", "weights"},
-}
+# The engine's parts, from the bottom up: each imports only itself and rows above its own.
+LAYERS = (
+    ("errors", "kernels", "xla_options"),
+    ("checks", "foreign_options", "io_struct", "layers", "sampling_params"),
+    ("config", "model_config", "observability", "sampling", "weights"),
+    ("types",),
+    ("cache", "checkpoint", "outputs"),
+    ("attention", "processing", "scheduler"),
+    ("models",),
+    ("runner",),
+    ("core",),
+    ("builder",),
+    ("preview",),
+    ("engine",),
+    ("",),
+)
+"""The last is the package root."""
+
+# Parts that run without JAX.
 HOST_ONLY = (
     "errors",
-    "sampling_params",
-    "token_counts",
-    "types",
-    "outputs",
     "checks",
-    "files",
-    "config",
     "foreign_options",
-    "model_config",
-    "seeds",
     "io_struct",
-    "metrics",
-    "chat",
-    "tokenizer",
-    "text",
-    "requests",
-    "progress",
-    "recorder",
-    "books",
-    "detokenizer",
-    "answers",
-    "streams",
+    "sampling_params",
+    "config",
+    "model_config",
+    "observability",
+    "sampling.token_counts",
+    "types",
     "checkpoint",
+    "outputs",
     "cache.allocator",
-    "cache.radix",
     "cache.pool",
-    "adapters",
+    "cache.radix",
+    "processing",
     "scheduler",
+    "core.adapters",
+    "core.background",
+    "core.request_groups",
+    "core.stats",
 )
+
+MAX_TOP_LEVEL = {"sgljax_engine": 14, "tunix_sgljax": 10}
+"""Modules beside the folders, `__init__` included."""
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -182,20 +90,47 @@ def is_within(name: str, part: str) -> bool:
     return name == part or name.startswith(part + ".")
 
 
-@pytest.mark.parametrize("part", ALLOWED)
-def test_dependency_direction(part):
-    checked = 0
-    for name, path in modules("sgljax_engine").items():
-        if not is_within(name, part):
-            continue
-        checked += 1
-        for imported in imports(path):
-            if not is_within(imported, "sgljax_engine"):
-                continue
-            inner = imported.removeprefix("sgljax_engine").removeprefix(".")
-            ok = any(is_within(inner, allowed) for allowed in ALLOWED[part])
-            assert ok, f"{name} must not import {imported}"
-    assert checked, f"no module is called {part}"
+def edges(package: str) -> dict[str, set[str]]:
+    """What each module imports, for the whole package or wherever in the file."""
+    found = modules(package)
+    graph: dict[str, set[str]] = {}
+    for name, path in found.items():
+        inner = {
+            imported.removeprefix(package).removeprefix(".")
+            for imported in imports(path)
+            if is_within(imported, package)
+        }
+        # `from module import name` names the module, or a module that is called so.
+        graph[name] = {each if each in found else each.rpartition(".")[0] for each in inner}
+    return graph
+
+
+def test_engine_imports_go_one_way():
+    rank = {part: row for row, parts in enumerate(LAYERS) for part in parts}
+    graph = edges("sgljax_engine")
+    assert {name.split(".")[0] for name in graph} == rank.keys()
+    for name, imported in graph.items():
+        part = name.split(".")[0]
+        for other in {each.split(".")[0] for each in imported} - {part}:
+            assert rank[other] < rank[part], f"{name or 'the root'} must not import {other}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_circles(package):
+    graph = {name: set(imported) - {name} for name, imported in edges(package).items()}
+    graph.pop("")  # the root names what it exports, late
+    while True:
+        leaves = {name for name, imported in graph.items() if not imported & graph.keys()}
+        if not leaves:
+            break
+        graph = {name: imported for name, imported in graph.items() if name not in leaves}
+    assert not graph, f"in or behind a circle: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_top_level_is_small(package):
+    files = sorted(path.name for path in PACKAGES[package].glob("*.py"))
+    assert len(files) <= MAX_TOP_LEVEL[package], files
 
 
 @pytest.mark.parametrize("part", HOST_ONLY)

@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     )
     from sgljax_engine.core.staging import StagedWeights
     from sgljax_engine.engine import Engine
+    from sgljax_engine.models.hf_export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.models.weight_rules import hf_rules, logical_rules
     from sgljax_engine.preview import EnginePreview, preview_engine
-    from sgljax_engine.weights.export import to_hf_tensors
     from sgljax_engine.weights.hf_files import (
         HfTensor,
         read_hf_tensors,
@@ -86,7 +86,7 @@ _LAZY = {
     "model_config_from_hf": "sgljax_engine.models.registry",
     "preview_engine": "sgljax_engine.preview",
     "read_hf_tensors": "sgljax_engine.weights.hf_files",
-    "to_hf_tensors": "sgljax_engine.weights.export",
+    "to_hf_tensors": "sgljax_engine.models.hf_export",
     "write_hf_tensors": "sgljax_engine.weights.hf_files",
 }
 
