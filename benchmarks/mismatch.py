@@ -33,8 +33,8 @@ from tunix_sgljax import MismatchReport, SglJaxRollout, mismatch_report
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.models import make_tunix_model
 from tunix_sgljax.bench.shapes import MODELS, PAD_ID, IdTokenizer
+from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.padding import left_pad_prompts
-from tunix_sgljax.trainer_match import trainer_logps
 
 WIDTH = 64
 """To which prompts are padded."""

@@ -28,7 +28,7 @@ from sgljax_engine import Engine, ModelConfig, SamplingParams
 from sgljax_engine.observability.trace import Recorder
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
-from tunix_sgljax.progress import Progress
+from tunix_sgljax.observability.progress import Progress
 
 NUM_REQUESTS = 16
 

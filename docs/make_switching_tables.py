@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sgljax_engine import FOREIGN_OPTIONS
-from tunix_sgljax import sampling_fields
-from tunix_sgljax.rollout_fields import (
+from tunix_sgljax.rollout_config import vllm_sampling as sampling_fields
+from tunix_sgljax.rollout_config.fields import (
     MODEL_FIELDS,
     SAMPLING_FIELDS,
     SGLANG_JAX_FIELDS,

@@ -13,14 +13,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from tunix_sgljax.tunix_versions import has_experimental
+from tests.tunix_experimental import HAS_EXPERIMENTAL
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-HAS_EXPERIMENTAL = has_experimental()
 # These tests import what Tunix has from 0.1.8 on: `make test-tunix TUNIX=<checkout>` runs them.
 collect_ignore_glob = [] if HAS_EXPERIMENTAL else ["experimental", "experimental/*"]
 

@@ -11,28 +11,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunix_sgljax.agentic import AgenticGrpoLearner
+    from tunix_sgljax.exactness.mismatch import MismatchReport, mismatch_report
     from tunix_sgljax.factory import GrpoLearner, RLCluster, create_sgljax_rollout
-    from tunix_sgljax.mismatch import MismatchReport, mismatch_report
-    from tunix_sgljax.outputs import VersionedRolloutOutput
-    from tunix_sgljax.progress import Progress
+    from tunix_sgljax.in_flight.agentic import AgenticGrpoLearner
+    from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+    from tunix_sgljax.observability.progress import Progress
+    from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
+    from tunix_sgljax.observability.timeline import Timeline, record_timeline
     from tunix_sgljax.rollout import SglJaxRollout
-    from tunix_sgljax.rollout_metrics import log_rollout_metrics
-    from tunix_sgljax.timeline import Timeline, record_timeline
 
 _LAZY = {
-    "AgenticGrpoLearner": "tunix_sgljax.agentic",
+    "AgenticGrpoLearner": "tunix_sgljax.in_flight.agentic",
     "GrpoLearner": "tunix_sgljax.factory",
-    "MismatchReport": "tunix_sgljax.mismatch",
-    "Progress": "tunix_sgljax.progress",
+    "MismatchReport": "tunix_sgljax.exactness.mismatch",
+    "Progress": "tunix_sgljax.observability.progress",
     "RLCluster": "tunix_sgljax.factory",
     "SglJaxRollout": "tunix_sgljax.rollout",
-    "Timeline": "tunix_sgljax.timeline",
-    "VersionedRolloutOutput": "tunix_sgljax.outputs",
+    "Timeline": "tunix_sgljax.observability.timeline",
+    "VersionedRolloutOutput": "tunix_sgljax.in_flight.outputs",
     "create_sgljax_rollout": "tunix_sgljax.factory",
-    "log_rollout_metrics": "tunix_sgljax.rollout_metrics",
-    "mismatch_report": "tunix_sgljax.mismatch",
-    "record_timeline": "tunix_sgljax.timeline",
+    "log_rollout_metrics": "tunix_sgljax.observability.rollout_metrics",
+    "mismatch_report": "tunix_sgljax.exactness.mismatch",
+    "record_timeline": "tunix_sgljax.observability.timeline",
 }
 
 __all__ = [

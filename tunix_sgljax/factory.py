@@ -14,11 +14,11 @@ from tunix.rl.grpo import grpo_learner as tunix_grpo
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
 from tunix_sgljax.lora import LoraMode
-from tunix_sgljax.progress import Progress
+from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.sampling import WeightUpdateMode
-from tunix_sgljax.wrapping import find_sgljax_rollout
 
 
 def create_sgljax_rollout(

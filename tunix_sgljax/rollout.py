@@ -31,8 +31,10 @@ from sgljax_engine import (
     flatten_named,
     load_model_config,
 )
-from tunix_sgljax import engine_fields, mappings, padding, sampling
-from tunix_sgljax.field_checks import FieldChecker
+from tunix_sgljax import mappings, padding, sampling
+from tunix_sgljax.exactness.trainer_match import TrainerMatch
+from tunix_sgljax.idle_policy import EngineRest
+from tunix_sgljax.in_flight.outputs import OutputRecorder, VersionedRolloutOutput
 from tunix_sgljax.lora import (
     LoraMode,
     LoraReport,
@@ -42,15 +44,14 @@ from tunix_sgljax.lora import (
     is_lora_name,
 )
 from tunix_sgljax.model_config import as_trained, engine_dtype, to_model_config
-from tunix_sgljax.observers import RolloutObservers
-from tunix_sgljax.outputs import OutputRecorder, VersionedRolloutOutput
+from tunix_sgljax.observability.observers import RolloutObservers
+from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
-from tunix_sgljax.progress import Progress
-from tunix_sgljax.resting import EngineRest
-from tunix_sgljax.rollout_fields import lora_scaling as scaling_of
-from tunix_sgljax.rollout_fields import max_lora_rank
-from tunix_sgljax.sampling_fields import with_training_kwargs
-from tunix_sgljax.trainer_match import TrainerMatch
+from tunix_sgljax.rollout_config import engine_options
+from tunix_sgljax.rollout_config.checks import FieldChecker
+from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
+from tunix_sgljax.rollout_config.fields import max_lora_rank
+from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings set no limit."""
@@ -180,7 +181,7 @@ class SglJaxRollout(BaseRollout):
                 engine than the one that is built already.
         """
         self._field_checker.check(rollout_config, self._mesh)
-        asked_mode = engine_fields.asked_logprobs_mode(rollout_config)
+        asked_mode = engine_options.asked_logprobs_mode(rollout_config)
         self._logprobs_mode = self._given_logprobs_mode or asked_mode or "trainer_logprobs"
         self._rollout_config = rollout_config
         self._temperature = rollout_config.temperature
@@ -188,11 +189,11 @@ class SglJaxRollout(BaseRollout):
             self._check_same_engine(rollout_config)
             return
         sampling.apply_log_level(rollout_config)
-        asked = engine_fields.ask_options(rollout_config)
+        asked = engine_options.ask_options(rollout_config)
         wanted = {**asked.values, **self._explicit_options}.get("max_model_len", 0)
         self._model_config = self._find_model_config(rollout_config, wanted)
-        implied = engine_fields.implied_model_len(rollout_config)
-        self._engine_config = engine_fields.make_engine_config(
+        implied = engine_options.implied_model_len(rollout_config)
+        self._engine_config = engine_options.make_engine_config(
             asked, self._explicit_options, min(implied, self._model_config.context_length)
         )
         self._mapping_obj = rollout_config.rollout_mapping_config
@@ -660,8 +661,8 @@ class SglJaxRollout(BaseRollout):
 
     def _check_same_engine(self, config: RolloutConfig) -> None:
         """Refuses engine fields of a later config that differ from what the engine runs with."""
-        engine_fields.check_same_engine(config, self._engine_config, self._explicit_options)
-        asked_mode = engine_fields.asked_logprobs_mode(config)
+        engine_options.check_same_engine(config, self._engine_config, self._explicit_options)
+        asked_mode = engine_options.asked_logprobs_mode(config)
         if self._given_logprobs_mode is None and asked_mode not in (None, self._logprobs_mode):
             raise InvalidConfigError(
                 f"RolloutConfig asks for logprobs_mode={asked_mode!r}, but the rollout was made "

@@ -11,7 +11,7 @@ import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError, RequestOutput, SamplingParams
-from tunix_sgljax.sampling_fields import ask_sampling
+from tunix_sgljax.rollout_config.vllm_sampling import ask_sampling
 
 _MAX_SEED = 2**63 - 1
 

@@ -31,7 +31,7 @@ from tests.adapter.agentic_parts import (
 )
 from tests.adapter.grpo_parts import MODEL, TEMPERATURE
 from tests.threads import LIMIT_S
-from tunix_sgljax.agentic import VersionedTrainExample
+from tunix_sgljax.in_flight.agentic import VersionedTrainExample
 
 NO_PAD = -1  # for one sequence, which needs no padding
 NO_END = 63  # of the vocabulary, but so rare that completions are long

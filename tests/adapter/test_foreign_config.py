@@ -21,8 +21,8 @@ from tests.adapter.helpers import (
     tokens_of,
 )
 from tunix_sgljax import SglJaxRollout
-from tunix_sgljax.engine_fields import ask_options
-from tunix_sgljax.rollout_fields import lora_scaling, max_lora_rank
+from tunix_sgljax.rollout_config.engine_options import ask_options
+from tunix_sgljax.rollout_config.fields import lora_scaling, max_lora_rank
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 1, 9), seed=1)
 

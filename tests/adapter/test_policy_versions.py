@@ -11,14 +11,14 @@ from tunix.rl.agentic.utils import RolloutSyncLock
 
 from sgljax_engine import InvalidRequestError
 from tests.threads import LIMIT_S, start
-from tunix_sgljax.outputs import VersionedRolloutOutput
-from tunix_sgljax.policy_versions import (
+from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.in_flight.policy_versions import (
     NO_VERSION,
     AnnouncedSyncLock,
     InFlightSyncLock,
     PolicyVersions,
 )
-from tunix_sgljax.trajectories import token_versions
+from tunix_sgljax.in_flight.trajectories import token_versions
 
 
 def translated(versions, *engine_versions):

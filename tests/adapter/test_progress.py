@@ -12,8 +12,9 @@ import pytest
 from tunix.sft.hooks import TrainingHooks
 
 from sgljax_engine import EngineProgress
-from tunix_sgljax.progress import Progress, describe, is_interactive
-from tunix_sgljax.training_hooks import QuietHooks, add_training_hooks
+from tunix_sgljax.observability.bars import is_interactive
+from tunix_sgljax.observability.progress import Progress, describe
+from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
 
 RUNNING = EngineProgress(
     num_running=3,

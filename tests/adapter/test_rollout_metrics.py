@@ -32,8 +32,8 @@ from tests.adapter.grpo_parts import (
 from tests.adapter.helpers import ENGINE_OPTIONS
 from tests.event_files import read_scalars
 from tunix_sgljax import SglJaxRollout
-from tunix_sgljax.observers import RolloutTotals
-from tunix_sgljax.rollout_metrics import METRICS, log_rollout_metrics, step_metrics
+from tunix_sgljax.observability.observers import RolloutTotals
+from tunix_sgljax.observability.rollout_metrics import METRICS, log_rollout_metrics, step_metrics
 
 ENGINE = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
 

@@ -18,8 +18,8 @@ from tests.adapter import agentic_parts
 from tests.adapter.grpo_parts import NUM_STEPS, grpo_config, list_batches, make_parts, reward
 from tests.perfetto_reader import read_trace
 from tunix_sgljax import SglJaxRollout
-from tunix_sgljax.perfetto_file import Slice, lanes
-from tunix_sgljax.timeline import Timeline, record_timeline
+from tunix_sgljax.observability.perfetto_file import Slice, lanes
+from tunix_sgljax.observability.timeline import Timeline, record_timeline
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "max_running_requests": 8, "decode_steps": 2}
 

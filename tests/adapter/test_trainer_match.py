@@ -139,7 +139,7 @@ def test_rows_are_scored_in_batches_of_one_shape(matching, model, monkeypatch):
         shapes.append((prompts_BP.shape, completions_BC.shape))
         return compute_per_token_logps(graphdef, state, prompts_BP, completions_BC, **options)
 
-    monkeypatch.setattr("tunix_sgljax.trainer_match.compute_per_token_logps", recorded)
+    monkeypatch.setattr("tunix_sgljax.exactness.trainer_match.compute_per_token_logps", recorded)
     for count in (1, 2, 3, 5):
         generate(rollout, PROMPTS[:count])
     assert shapes == [((2, WIDTH), (2, NUM_TOKENS))] * (1 + 1 + 2 + 3)
@@ -155,7 +155,7 @@ def test_long_prompts_and_short_completions(matching, model):
 
 def test_nothing_is_scored_unasked(matching, monkeypatch):
     rollout = matching()
-    monkeypatch.setattr("tunix_sgljax.trainer_match.compute_per_token_logps", None)
+    monkeypatch.setattr("tunix_sgljax.exactness.trainer_match.compute_per_token_logps", None)
     assert generate(rollout, return_logprobs=False).logprobs is None
 
 

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from tunix_sgljax import tunix_versions
+from tests.tunix_experimental import HAS_EXPERIMENTAL
 
 
 def import_experimental(*statements):
@@ -19,7 +19,7 @@ def import_experimental(*statements):
     )
 
 
-@pytest.mark.skipif(tunix_versions.has_experimental(), reason="this Tunix has tunix.experimental")
+@pytest.mark.skipif(HAS_EXPERIMENTAL, reason="this Tunix has tunix.experimental")
 def test_an_old_tunix_is_named():
     done = import_experimental()
     assert done.returncode == 1
@@ -30,7 +30,7 @@ def test_an_old_tunix_is_named():
     assert f"google-tunix {version} is installed" in last
 
 
-@pytest.mark.skipif(not tunix_versions.has_experimental(), reason="there is no tunix.experimental")
+@pytest.mark.skipif(not HAS_EXPERIMENTAL, reason="there is no tunix.experimental")
 def test_a_new_tunix_will_do():
     done = import_experimental("assert all(getattr(e, name) for name in e.__all__)")
     assert done.returncode == 0, done.stderr

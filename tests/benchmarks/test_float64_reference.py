@@ -9,8 +9,8 @@ from flax import nnx
 from float64_reference import float64_logprobs
 from tunix_sgljax.bench.models import make_tunix_model
 from tunix_sgljax.bench.shapes import MODELS, PAD_ID
+from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.padding import left_pad_prompts
-from tunix_sgljax.trainer_match import trainer_logps
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.

@@ -16,9 +16,9 @@ from tests.adapter.helpers import ENGINE_OPTIONS, named_params
 from tests.cli import lora_checkpoints as checkpoints
 from tests.cli.test_convert import FAMILIES, assert_same, convert, tensors_of
 from tests.engine.small_tokenizers import GOLDEN
+from tunix_sgljax.checkpoints.lora_files import HfPair, LoraScale, hf_pairs, peft_config
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings, write_settings
 from tunix_sgljax.lora import find_lora
-from tunix_sgljax.lora_files import HfPair, LoraScale, hf_pairs, peft_config
-from tunix_sgljax.lora_settings import LoraSettings, write_settings
 from tunix_sgljax.mappings import lora_in_axes, to_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix

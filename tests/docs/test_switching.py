@@ -19,10 +19,10 @@ from tests import tunix_reference as ref
 from tests.adapter.helpers import MODEL, EndingTokenizer
 from tests.docs import doc_blocks
 from tunix_sgljax import sampling
-from tunix_sgljax.engine_fields import ask_options
-from tunix_sgljax.field_checks import check_fields
-from tunix_sgljax.rollout_fields import FIELDS, default_of
-from tunix_sgljax.sampling_fields import DECIDED, RENAMED, WITHOUT_MEANING
+from tunix_sgljax.rollout_config.checks import check_fields
+from tunix_sgljax.rollout_config.engine_options import ask_options
+from tunix_sgljax.rollout_config.fields import FIELDS, default_of
+from tunix_sgljax.rollout_config.vllm_sampling import DECIDED, RENAMED, WITHOUT_MEANING
 
 _SPEC = importlib.util.spec_from_file_location(
     "make_switching_tables", doc_blocks.DOCS / "make_switching_tables.py"

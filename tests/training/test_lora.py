@@ -14,14 +14,14 @@ from flax import nnx
 from sgljax_engine import InvalidConfigError
 from tests.training.test_train import check_steps, read_records, train
 from tests.training.tiny import write_config
-from tunix_sgljax.lora_settings import read_settings
+from tunix_sgljax.checkpoints.lora_settings import read_settings
+from tunix_sgljax.checkpoints.tunix import find_step, read_checkpoint
 from tunix_sgljax.training import load_config
 from tunix_sgljax.training.cluster import make_cluster, make_meshes, make_optimizers, rollout_engine
 from tunix_sgljax.training.lora import abstract_actor, apply_lora
 from tunix_sgljax.training.memory import estimate_memory
 from tunix_sgljax.training.models import find_model, load_policy
 from tunix_sgljax.training.tokenizers import load_tokenizer
-from tunix_sgljax.tunix_checkpoint import find_step, read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
 

@@ -246,7 +246,7 @@ def _make_ours(
 ) -> EnginePeer:
     from sgljax_engine import Engine
     from tunix_sgljax.bench.peers import EnginePeer, SglJaxPeer
-    from tunix_sgljax.progress import Progress
+    from tunix_sgljax.observability.progress import Progress
 
     if folder is None and model is not None:  # the weights that the other sampler has
         return SglJaxPeer(model, workload, options=read_pairs("--engine", args.engine))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from sgljax_engine import HfTensor
-    from tunix_sgljax.lora_files import LoraScale
+    from tunix_sgljax.checkpoints.lora_files import LoraScale
 
 SUMMARY = "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter."
 
@@ -108,8 +108,8 @@ def _write_model(args: argparse.Namespace, source: Path, output: Path) -> str:
 
 
 def _write_adapter(args: argparse.Namespace, source: Path, output: Path) -> str:
+    from tunix_sgljax.checkpoints.lora_files import write_peft
     from tunix_sgljax.cli.tunix_model import check_same, read_tunix_model
-    from tunix_sgljax.lora_files import write_peft
 
     if (source / "config.json").is_file():
         raise InvalidConfigError(f"--peft needs a Tunix checkpoint, but {args.source!r} is a model")
@@ -145,7 +145,7 @@ def lora_scale(args: argparse.Namespace) -> LoraScale | None:
     Raises:
         InvalidConfigError: for both options at once, and for a value that is no scale.
     """
-    from tunix_sgljax.lora_files import LoraScale
+    from tunix_sgljax.checkpoints.lora_files import LoraScale
 
     for name in ("lora_alpha", "lora_scaling"):
         value = getattr(args, name)

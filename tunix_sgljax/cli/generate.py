@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, {"max_running_requests": min(num_samples, _MAX_RUNNING)})
 
     from sgljax_engine import Engine
-    from tunix_sgljax.progress import Progress
+    from tunix_sgljax.observability.progress import Progress
 
     progress = Progress(False if args.quiet else None)
     start = time.perf_counter()

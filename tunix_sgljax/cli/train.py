@@ -78,7 +78,7 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
     import jax
     from absl import logging as absl_logging
 
-    from tunix_sgljax.progress import Progress
+    from tunix_sgljax.observability.progress import Progress
     from tunix_sgljax.training import report
     from tunix_sgljax.training.loop import TimelineSteps
     from tunix_sgljax.training.loop import run as run_training

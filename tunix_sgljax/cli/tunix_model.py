@@ -22,7 +22,7 @@ from sgljax_engine import (
 from tunix_sgljax.cli.output import say
 
 if TYPE_CHECKING:
-    from tunix_sgljax.lora_files import HfPair, LoraScale
+    from tunix_sgljax.checkpoints.lora_files import HfPair, LoraScale
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -57,7 +57,7 @@ class TunixModel:
             InvalidConfigError: Nothing tells the scale.
             WeightSyncError: names all pairs that do not fit.
         """
-        from tunix_sgljax.lora_files import hf_pairs
+        from tunix_sgljax.checkpoints.lora_files import hf_pairs
 
         scale = scale or self.scale
         if scale is None:
@@ -69,7 +69,7 @@ class TunixModel:
 
     def merged(self, scale: LoraScale | None, dtype: np.dtype | None) -> dict[str, HfTensor]:
         """All tensors, with the LoRA pairs added to theirs; in the dtype given, or as they are."""
-        from tunix_sgljax.lora_files import merge_pairs
+        from tunix_sgljax.checkpoints.lora_files import merge_pairs
 
         tensors = dict(self.originals if self.tensors is None else self.tensors)
         pairs = self.hf_pairs(scale) if self.pairs else {}
@@ -90,11 +90,11 @@ def read_tunix_model(source: Path, step: int | None, base: Path) -> TunixModel:
         WeightLoadError: for a checkpoint that cannot be read.
         WeightSyncError: names all tensors that are missing, unknown or of another shape.
     """
+    from tunix_sgljax.checkpoints.lora_files import LoraScale
+    from tunix_sgljax.checkpoints.lora_settings import read_settings
+    from tunix_sgljax.checkpoints.tunix import find_step, read_checkpoint, root_of
     from tunix_sgljax.lora import is_lora_name
-    from tunix_sgljax.lora_files import LoraScale
-    from tunix_sgljax.lora_settings import read_settings
     from tunix_sgljax.mappings import to_rules
-    from tunix_sgljax.tunix_checkpoint import find_step, read_checkpoint, root_of
 
     model = load_model_config(base)
     folder = find_step(source, step)

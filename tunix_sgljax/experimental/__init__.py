@@ -6,7 +6,7 @@ Nothing else imports it.
 
 from __future__ import annotations
 
-from tunix_sgljax.tunix_versions import require_experimental
+from tunix_sgljax.experimental.requirement import require_experimental
 
 require_experimental()
 

@@ -25,7 +25,7 @@ from sgljax_engine import (
 from tunix_sgljax.experimental import requests
 from tunix_sgljax.experimental.rounds import SyncRounds
 from tunix_sgljax.experimental.transport import InProcessTransport, unit_metadata
-from tunix_sgljax.policy_versions import PolicyVersions
+from tunix_sgljax.in_flight.policy_versions import PolicyVersions
 from tunix_sgljax.rollout import SglJaxRollout
 
 _TRANSFER_STATUS = {

@@ -22,7 +22,7 @@ from tunix.sft.metrics_logger import MetricsLoggerOptions
 
 from tunix_sgljax.factory import RLCluster
 from tunix_sgljax.lora import check_lora_mode
-from tunix_sgljax.progress import Progress
+from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.training.checks import (
     check_num_devices,

@@ -15,9 +15,9 @@ from tunix.rl.rl_cluster import Mode, RLCluster
 from tunix.rl.rl_learner import TrainingInputT
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.progress import Progress
-from tunix_sgljax.rollout_metrics import log_rollout_metrics
-from tunix_sgljax.timeline import Timeline
+from tunix_sgljax.observability.progress import Progress
+from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
+from tunix_sgljax.observability.timeline import Timeline
 from tunix_sgljax.training.checks import updates_per_step
 from tunix_sgljax.training.cluster import (
     close_rollout,

@@ -7,12 +7,12 @@ from pathlib import Path
 from flax import nnx
 
 from sgljax_engine import InvalidConfigError
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings, read_settings, write_settings
+from tunix_sgljax.checkpoints.tunix import find_latest, stored_shapes
 from tunix_sgljax.lora import is_lora_name
-from tunix_sgljax.lora_settings import LoraSettings, read_settings, write_settings
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec
 from tunix_sgljax.training.schema import TrainConfig
-from tunix_sgljax.tunix_checkpoint import find_latest, stored_shapes
 
 
 def check_resume(config: TrainConfig, spec: ModelSpec) -> None:

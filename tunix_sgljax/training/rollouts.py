@@ -16,8 +16,8 @@ from flax import nnx
 from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
+from tunix_sgljax.in_flight.wrapping import RolloutWrapper
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.wrapping import RolloutWrapper
 
 
 class RolloutTiming(NamedTuple):

@@ -6,7 +6,6 @@ Nothing here writes unless somebody made a `Progress` and passed it on.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,23 +15,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from sgljax_engine import Engine, EngineProgress
+from tunix_sgljax.observability.bars import is_interactive
 
 if TYPE_CHECKING:
-    from tunix_sgljax.training_hooks import TrainingBar
+    from tunix_sgljax.observability.training_hooks import TrainingBar
 
 REDRAW_S = 0.2
 """Seconds between two looks at an engine that generates."""
 
 LOG_S = 10.0
 """The same where each drawing is a line more: in a log file."""
-
-
-def is_interactive() -> bool:
-    """Whether stderr is a terminal, or this is IPython: then Tunix draws its own training bar."""
-    ipython = sys.modules.get("IPython")
-    if ipython is not None and ipython.get_ipython() is not None:
-        return True
-    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class Progress:
@@ -128,7 +120,7 @@ class Progress:
         Tunix does so in terminals and notebooks if `max_steps` is set. To be passed to
         `training_hooks.add_training_hooks`.
         """
-        from tunix_sgljax.training_hooks import TrainingBar
+        from tunix_sgljax.observability.training_hooks import TrainingBar
 
         return TrainingBar(self, num_steps)
 

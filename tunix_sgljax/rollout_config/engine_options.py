@@ -10,7 +10,7 @@ import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import FOREIGN_OPTIONS, EngineConfig, InvalidConfigError
-from tunix_sgljax.rollout_fields import (
+from tunix_sgljax.rollout_config.fields import (
     MODEL_FIELDS,
     SGLANG_JAX_FIELDS,
     VLLM_FIELDS,

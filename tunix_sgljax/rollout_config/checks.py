@@ -12,9 +12,9 @@ import jax
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.engine_fields import ask_options, asked_logprobs_mode
-from tunix_sgljax.rollout_fields import FIELDS, default_of, lora_scaling, max_lora_rank
-from tunix_sgljax.sampling_fields import ask_sampling
+from tunix_sgljax.rollout_config.engine_options import ask_options, asked_logprobs_mode
+from tunix_sgljax.rollout_config.fields import FIELDS, default_of, lora_scaling, max_lora_rank
+from tunix_sgljax.rollout_config.vllm_sampling import ask_sampling
 
 logger = logging.getLogger(__name__)
 

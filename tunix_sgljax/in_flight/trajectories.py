@@ -10,8 +10,8 @@ from tunix.rl.agentic.agents.agent_types import Step
 from tunix.rl.agentic.trajectory.trajectory_collect_engine import TrajectoryCollectEngine
 
 from sgljax_engine import InvalidRequestError
-from tunix_sgljax.outputs import VersionedRolloutOutput
-from tunix_sgljax.policy_versions import NO_VERSION
+from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.in_flight.policy_versions import NO_VERSION
 
 
 class VersionedCollectEngine(TrajectoryCollectEngine):

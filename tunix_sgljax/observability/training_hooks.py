@@ -7,7 +7,7 @@ from typing import Any
 
 from tunix.sft.hooks import TrainingHooks
 
-from tunix_sgljax.progress import Progress, is_interactive
+from tunix_sgljax.observability.bars import Bars, is_interactive
 
 
 class QuietHooks(TrainingHooks):
@@ -78,7 +78,7 @@ class TrainingBar(QuietHooks):
 
     _TASK = "training"
 
-    def __init__(self, progress: Progress, num_steps: int) -> None:
+    def __init__(self, progress: Bars, num_steps: int) -> None:
         """Draws nothing before training begins."""
         self._progress = progress
         self._num_steps = num_steps

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sgljax_engine import Engine, EngineCounters
 
 if TYPE_CHECKING:
-    from tunix_sgljax.progress import Progress
+    from tunix_sgljax.observability.progress import Progress
 
 
 class HostSpan(NamedTuple):

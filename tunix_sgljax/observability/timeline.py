@@ -22,11 +22,11 @@ from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl import rl_cluster as tunix_cluster
 
 from sgljax_engine import Engine, InvalidConfigError, Recording
-from tunix_sgljax.observers import HostSpan, RolloutObservers
-from tunix_sgljax.perfetto_file import Counter, Slice, Track, write_trace
+from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
+from tunix_sgljax.observability.observers import HostSpan, RolloutObservers
+from tunix_sgljax.observability.perfetto_file import Counter, Slice, Track, write_trace
+from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.training_hooks import QuietHooks, add_training_hooks
-from tunix_sgljax.wrapping import find_sgljax_rollout
 
 Target = Engine | SglJaxRollout | tunix_cluster.RLCluster
 """What can be recorded: with a rollout its calls too, with a cluster the training too."""

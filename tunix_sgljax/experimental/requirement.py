@@ -1,8 +1,4 @@
-"""What differs between the releases of Tunix that this package runs with.
-
-Everything but `tunix_sgljax.experimental` works with 0.1.7 and with its successor alike, without
-asking which of them it is. Imports no Tunix.
-"""
+"""What `tunix_sgljax.experimental` needs; everything else runs with Tunix 0.1.7 too."""
 
 from __future__ import annotations
 
@@ -11,21 +7,15 @@ from importlib import metadata
 from pathlib import Path
 
 
-def has_experimental() -> bool:
-    """Whether the Tunix that would be imported has `tunix.experimental`, the Sampler protocol."""
-    spec = importlib.util.find_spec("tunix")
-    if spec is None or spec.origin is None:
-        return False
-    return (Path(spec.origin).parent / "experimental" / "rollout" / "sampler.py").is_file()
-
-
 def require_experimental() -> None:
     """For modules that are of no use without `tunix.experimental`.
 
     Raises:
         ImportError: names the version that is needed.
     """
-    if has_experimental():
+    spec = importlib.util.find_spec("tunix")
+    file = Path("experimental", "rollout", "sampler.py")
+    if spec is not None and spec.origin and (Path(spec.origin).parent / file).is_file():
         return
     try:
         found = f"google-tunix {metadata.version('google-tunix')} is installed"

@@ -13,10 +13,11 @@ from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError
-from tunix_sgljax import mismatch_plot, padding
+from tunix_sgljax import padding
+from tunix_sgljax.exactness import mismatch_plot
+from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.model_config import coarser_dtype, compute_dtype
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.trainer_match import trainer_logps
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
 """Differences of one token's log-probs that rounding alone explains, by dtype.

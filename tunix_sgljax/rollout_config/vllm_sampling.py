@@ -9,7 +9,7 @@ from typing import Any
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError, InvalidRequestError, SamplingParams
-from tunix_sgljax.rollout_fields import entries_of
+from tunix_sgljax.rollout_config.fields import entries_of
 
 _FIELD = "rollout_vllm_sampling_kwargs"
 _MAX_TOKENS = 2**63 - 1

@@ -19,15 +19,15 @@ from tunix.rl.agentic.pipeline.rollout_orchestrator import RolloutOrchestrator
 from tunix.rl.agentic.utils import right_pad
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.outputs import VersionedRolloutOutput
-from tunix_sgljax.policy_versions import (
+from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.in_flight.policy_versions import (
     NO_VERSION,
     AnnouncedSyncLock,
     InFlightSyncLock,
     PolicyVersions,
 )
+from tunix_sgljax.in_flight.trajectories import VersionedCollectEngine
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.trajectories import VersionedCollectEngine
 
 WEIGHT_UPDATES = ("in_flight", "drain")
 

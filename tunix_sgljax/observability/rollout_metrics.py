@@ -10,8 +10,8 @@ import numpy as np
 from tunix.rl import rl_cluster as tunix_cluster
 
 from sgljax_engine import EngineCounters, InvalidConfigError
-from tunix_sgljax.observers import RolloutObservers, RolloutTotals
-from tunix_sgljax.wrapping import find_sgljax_rollout
+from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
+from tunix_sgljax.observability.observers import RolloutObservers, RolloutTotals
 
 PREFIX = "rollout"
 

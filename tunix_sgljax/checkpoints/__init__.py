@@ -1,0 +1,1 @@
+"""Checkpoints of Tunix and of LoRA runs."""

@@ -1,0 +1,30 @@
+"""What draws bars, and where."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+
+class Bars(Protocol):
+    """Draws one bar a task."""
+
+    def started(self, task: str, total: int, unit: str) -> None:
+        """A task of `total` units begins."""
+        ...
+
+    def advanced_to(self, task: str, count: int) -> None:
+        """So many units are done in all."""
+        ...
+
+    def finished(self, task: str) -> None:
+        """The task is over."""
+        ...
+
+
+def is_interactive() -> bool:
+    """Whether stderr is a terminal, or this is IPython: then Tunix draws its own training bar."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        return True
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,1 @@
+"""What the fields of a RolloutConfig mean here, whichever engine it was written for."""
