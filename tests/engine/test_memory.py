@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from sgljax_engine import Engine, InvalidConfigError, memory
+from sgljax_engine import Engine, InvalidConfigError
+from sgljax_engine.runner import memory_plan as memory
 from tests.engine.models import TINY, random_prompts, spread_weights
 
 # Two layers, keys and values, two heads of 16 float32 numbers.

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, InvalidConfigError, SamplingParams, memory
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from sgljax_engine.attention import batch_invariant as ordered_attention
 from sgljax_engine.attention import contiguous as row_attention_module
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.attention.contiguous import row_attention, shared_keys
 from sgljax_engine.cache import contiguous_kv as kv_rows
 from sgljax_engine.cache.contiguous_kv import LayerRows, gather_rows, row_shapes, write_rows
+from sgljax_engine.runner import memory_plan as memory
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference
 
