@@ -35,7 +35,7 @@ from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.contiguous_kv import LayerRows
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.layers.basic import Layout, linear
+from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.projections import CpuProjections
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
@@ -225,9 +225,10 @@ def projections_run(
 
     def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
         """The product, a scalar that needs all of it."""
+        product = context.linear(weight, x)
         if isinstance(context.projections, CpuProjections):
-            return context.linear(weight, x)[0, 0]  # XLA leaves out nothing of what is not its own
-        return jnp.max(linear(x, weight, layout))
+            return product[0, 0]  # XLA leaves out nothing of what is not its own
+        return jnp.max(product)
 
     weights = {
         name: weight

@@ -54,6 +54,7 @@ HOST_ONLY = (
     "cache.radix",
     "processing",
     "scheduler",
+    "weights.hf_json",
     "core.adapters",
     "core.background",
     "core.request_groups",

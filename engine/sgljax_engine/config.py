@@ -18,10 +18,10 @@ from sgljax_engine.foreign_options import FOREIGN_OPTIONS
 DTYPES = ("float32", "bfloat16", "float16")
 
 ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas")
-"""Names that `layers.attention.get_backend` knows."""
+"""Names that `attention.registry.pick_attention` knows."""
 
 LINEAR_BACKENDS = ("auto", "native", "xla")
-"""Names that `runner.backends.pick_backends` knows."""
+"""Names that `layers.projections.pick_projections` knows."""
 
 LORA_TARGETS = (
     "q_proj",

@@ -97,6 +97,10 @@ class TestPick:
         assert rows.attend is PORTABLE["xla_tiles"]
         assert rows.batch_invariant is ordered_backend("cpu")
         assert (rows.decode, rows.contiguous_kv) == (None, "always")
+        for name in PORTABLE:
+            portable = pick_attention(name, target, 16)
+            assert portable.attend is PORTABLE[name]
+            assert (portable.decode, portable.contiguous_kv) == (None, "never")
 
 
 def test_no_cpu_kernels_at_all(no_machine_code):

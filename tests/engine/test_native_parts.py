@@ -115,7 +115,7 @@ class TestMachine:
 @pytest.mark.parametrize("lanes", [8, 16])
 class TestFunctions:
     def apply(self, name, values, lanes):
-        """A function of `native.math`, of every number."""
+        """A function of `kernels.cpu.math`, of every number."""
         module = Module()
         with Code(module, "apply", VOID, [PTR, PTR, I64], is_public=True) as code:
             source, target, count = code.arguments

@@ -7,7 +7,7 @@ elementwise over queries, heads and batch: no matrix product whose blocking coul
 with the shape of the batch, no reduction whose order is the compiler's. So a query has the same
 bits alone and in company, in decode and in prefill, whatever pages its keys are in.
 
-Rows of decode tokens (`layers.row_attention`) and blocks of pages (`ordered_attention`) differ only
+Rows of decode tokens (`attention.contiguous`) and blocks of pages (`ordered_attention`) differ only
 in where keys come from. Keys that a query does not see add exact zeros, once it has seen one; what
 they add before that is multiplied by an exact zero when it does.
 

@@ -5,7 +5,7 @@ of the cache into the arithmetic, reads them where they lie and vectorises over 
 channels for the values), at the machine's memory bandwidth and on all cores. Dots of this shape
 (a few queries against a chunk of keys) would copy their operands and run on one core.
 
-The arithmetic is that of `layers.ordered_attention`. Rows whose first keys are in the same pages,
+The arithmetic is that of `attention.batch_invariant`. Rows whose first keys are in the same pages,
 as those of a GRPO group are, read them from one of them, which takes less memory bandwidth and
 gives the same bits.
 

@@ -31,7 +31,7 @@ def take_snapshot(core: EngineCore, *, include_kv: bool) -> Snapshot:
     """Notes what belongs into a checkpoint; `copy_pages` takes the contents of KV pages."""
     weights = core.weights_digest
     if not core.runner.is_on_one_device:
-        weights.digest()  # see `updates.Updater`: no other thread may start programs there
+        weights.digest()  # see `weight_updates.Updater`: no other thread may start programs there
     return Snapshot(
         marks=_mark_requests(core),
         new_token_ratio=core.scheduler.policy.new_token_ratio,

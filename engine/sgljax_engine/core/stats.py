@@ -29,7 +29,7 @@ class Books:
 
     Attributes:
         counters: Totals, but for a pause that lasts; see `totals`.
-        recorder: See `recorder.Recorder`.
+        recorder: See `observability.trace.Recorder`.
     """
 
     def __init__(self, scheduler: Scheduler, pool: PagePool, recorder: Recorder) -> None:

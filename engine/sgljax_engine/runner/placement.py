@@ -63,7 +63,7 @@ class Placement(NamedTuple):
 
     @property
     def kv_rows_sharding(self) -> NamedSharding:
-        """Of `cache.kv_rows.LayerRows`."""
+        """Of `cache.contiguous_kv.LayerRows`."""
         return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axis))
 
     @property

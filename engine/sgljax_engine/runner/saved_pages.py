@@ -19,7 +19,7 @@ class SavedPages(NamedTuple):
     """Pages that were copied out of the cache.
 
     Attributes:
-        chunks: Of each its page ids, int32 [N], and the `offload.HostArray`s of a `KVPages` of N
+        chunks: Of each its page ids, int32 [N], and the `HostArray`s of a `KVPages` of N
             pages. Ids beyond the pool are padding.
     """
 

@@ -2,7 +2,7 @@
 
 Within one width the bits of a token depend on nothing else, by construction: every tile goes
 through the same compiled loop body (`layers.tiles`), and attention adds up in a fixed order
-(`layers.ordered_attention`). One width for everything would be slow for few tokens, or for many.
+(`attention.batch_invariant`). One width for everything would be slow for few tokens, or for many.
 So before an engine starts it sends the same tokens through one layer of the model in tiles of each
 width, and uses only widths whose logits have the bits of `NARROW`. Where matrix products of all
 widths add up alike, as those of XLA's CPU library mostly do, that are all.

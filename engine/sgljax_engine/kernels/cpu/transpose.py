@@ -4,7 +4,7 @@ Squares of as many rows as a vector has lanes are turned in registers, by exchan
 shorter runs of lanes between pairs of rows (Eklundh, 1972). Several squares side by side are read
 before the next rows, so that memory is read in runs of some cache lines.
 
-What passes by is looked at for NaN and infinity; see `native.copy`.
+What passes by is looked at for NaN and infinity; see `kernels.cpu.copy`.
 """
 
 from __future__ import annotations
