@@ -35,7 +35,7 @@ from tunix.rl.common import process_ids, selective_log_softmax
 from reporting import ROOT, report_head, write_report
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.attention.contiguous import row_attention
-from sgljax_engine.cache.contiguous_kv import CHUNK, LANES, LayerRows
+from sgljax_engine.cache.contiguous_kv import CHUNK, LANES, LayerContiguousKV
 from sgljax_engine.layers import basic
 from sgljax_engine.layers import rope as engine_rope
 from sgljax_engine.layers.basic import Layout
@@ -222,7 +222,7 @@ def engine_pieces(model: Qwen3, hidden_size: int, lengths: np.ndarray) -> list[P
         options = AttentionOptions(config.head_dim**-0.5)
         lens = jnp.asarray(lengths)
         q = LAYOUT.tokens_first(q)
-        out = row_attention(q, LayerRows(k, v), lens, jnp.zeros_like(lens), options)
+        out = row_attention(q, LayerContiguousKV(k, v), lens, jnp.zeros_like(lens), options)
         return out.reshape(out.shape[0], -1).T
 
     def embed(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from sgljax_engine.io_struct import ContinueGenerationReqInput, PauseGenerationR
 
 sys.path.insert(0, str(ROOT))
 from tests.compilation import recorded_programs
-from tests.engine.interrupt_books import Books, Update
+from tests.engine.expected_state import ExpectedState, Update
 from tests.engine.interrupt_calls import Caller, PlainCall
 from tests.engine.interrupt_model import NUM_WEIGHTS, WEIGHTS, History, References, Swap
 from tests.engine.models import TINY, random_prompts
@@ -101,7 +101,7 @@ class Cycles:
         self._references = References()
         self._warm_up()
         num_compiles = self._engine.get_internal_state().num_compiles
-        self._books = Books(self._engine, self._history, num_compiles)
+        self._expected = ExpectedState(self._engine, self._history, num_compiles)
 
     def _warm_up(self) -> None:
         self._engine.warmup()
@@ -119,7 +119,7 @@ class Cycles:
                     self._verify()
                 if (cycle + 1) % sample_every == 0:
                     self._sample(cycle + 1)
-            self._books.finish()
+            self._expected.finish()
             self._verify()
             self.totals.num_programs = len(programs)
         counters = self._engine.get_internal_state().counters
@@ -139,46 +139,48 @@ class Cycles:
         self._top_up(NUM_ROWS + rng.randint(0, 8))
         if rng.random() < 0.5:
             self._update(rng.choice(MODES))
-        self._books.check()
-        self._books.note_continue()
+        self._expected.check()
+        self._expected.note_continue()
         request = ContinueGenerationReqInput()
         self._ask(functools.partial(cmd.Continue, request))
-        self._books.check()
+        self._expected.check()
 
     def _ask(self, command: Any) -> None:
-        self._books.send(command).result(LIMIT_S)
+        self._expected.send(command).result(LIMIT_S)
 
     def _top_up(self, count: int) -> None:
         """New requests, until there are so many."""
-        state, rng = self._books.state(), self._rng
+        state, rng = self._expected.state(), self._rng
         for _ in range(count - state.running_batch_size - state.waiting_queue_size):
             prompt = rng.choice(_FAMILIES)[: rng.randint(1, 60)]
             rid = f"r{self.totals.num_requests}"
-            self._books.note_call(self._caller.call("plain", rid, prompt, rng.randint(1, _MAX_NEW)))
+            self._expected.note_call(
+                self._caller.call("plain", rid, prompt, rng.randint(1, _MAX_NEW))
+            )
             self.totals.num_requests += 1
 
     def _dispatch(self, count: int) -> None:
         """Lets the engine run for some dispatches."""
-        state = self._books.state()
+        state = self._expected.state()
         goal = state.counters.num_dispatches + count
         while _has_work(state) and state.counters.num_dispatches < goal:
-            state = self._books.state()
+            state = self._expected.state()
 
     def _pause(self, mode: str) -> None:
         request = PauseGenerationReqInput(mode=mode)  # type: ignore[arg-type]
-        future = self._books.send(functools.partial(cmd.Pause, request))
-        self._books.note_pause(mode, future)
+        future = self._expected.send(functools.partial(cmd.Pause, request))
+        self._expected.note_pause(mode, future)
         if mode != "wait" or self._rng.random() < 0.7:  # else it goes on while more is asked
             future.result(LIMIT_S)
-            self._books.is_drained = mode == "wait"
+            self._expected.is_drained = mode == "wait"
         self.totals.num_pauses[mode] += 1
 
     def _update(self, mode: str) -> None:
-        if mode == "wait" and self._books.is_halted:
+        if mode == "wait" and self._expected.is_halted:
             mode = "retract"  # what runs could not end
         swap = Swap(self._rng.randrange(NUM_WEIGHTS), mode)
         donate = self._rng.random() < 0.2
-        exposed = self._books.exposed(is_settled=True)
+        exposed = self._expected.exposed(is_settled=True)
         future: Future[int] = start(
             lambda: self._engine.update_weights(
                 WEIGHTS[swap.weights],
@@ -189,21 +191,21 @@ class Cycles:
         update = Update(
             future=future,
             swap=swap,
-            exposed=exposed if mode == "in_place" else list(self._books.calls),
-            num_calls=len(self._books.calls),
+            exposed=exposed if mode == "in_place" else list(self._expected.calls),
+            num_calls=len(self._expected.calls),
             may_fail=False,
         )
-        self._books.updates.append(update)
+        self._expected.updates.append(update)
         future.exception(LIMIT_S)
-        self._books.collect_updates()
+        self._expected.collect_updates()
         self.totals.num_updates[mode] += 1
 
     def _verify(self) -> None:
         """Compares what was answered, and forgets it."""
-        books, calls = self._books, self._books.calls
+        expected, calls = self._expected, self._expected.calls
         answered = [call for call in calls if call.results is not None]
-        books.calls = answered
-        books.check_results(self._references)
+        expected.calls = answered
+        expected.check_results(self._references)
         for call in answered:
             assert isinstance(call, PlainCall)
             for result in call.results or ():
@@ -212,11 +214,11 @@ class Cycles:
                 self.totals.num_after_update += bool(pieces) and call.version > 0
                 self.totals.num_whole += result.finish == "length"
                 self.totals.num_aborted += result.finish == "abort"
-        books.calls = [call for call in calls if call.results is None]
-        names = {rid for call in books.calls for rid in call.rids}
-        books.over &= names
-        books.not_begun &= names
-        books.pauses = [pause for pause in books.pauses if not pause.future.done()]
+        expected.calls = [call for call in calls if call.results is None]
+        names = {rid for call in expected.calls for rid in call.rids}
+        expected.over &= names
+        expected.not_started &= names
+        expected.pauses = [pause for pause in expected.pauses if not pause.future.done()]
         self._references.forget()
 
     def _sample(self, cycle: int) -> None:

@@ -160,7 +160,7 @@ class Host:
             batch_buckets=default_batch_buckets(rows, placement.platform),
             token_buckets=default_token_buckets(BUDGET, BLOCK),
             token_block=BLOCK,
-            row_shapes=None,
+            contiguous_shapes=None,
             forbid_compile=False,
         )
         self._device = InstantDevice()

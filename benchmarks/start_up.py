@@ -98,10 +98,10 @@ def measure_sync(engine: Engine, num_updates: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in turns}
     for index in range(num_updates + 2):
         for name, run in turns.items():
-            begun = time.perf_counter()
+            started = time.perf_counter()
             run()
             if index >= 2:  # the first ones compile and touch memory
-                times[name].append(time.perf_counter() - begun)
+                times[name].append(time.perf_counter() - started)
     return times
 
 

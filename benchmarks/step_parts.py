@@ -33,7 +33,7 @@ from reporting import ROOT, report_head, write_report
 from roofline import decode_work, limit_by_part
 from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.cache.contiguous_kv import LayerRows
+from sgljax_engine.cache.contiguous_kv import LayerContiguousKV
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.projections import CpuProjections
@@ -182,7 +182,7 @@ def _no_sampling(
 
 def _no_row_attention(
     q: jax.Array,
-    rows: LayerRows,
+    rows: LayerContiguousKV,
     kv_lens: jax.Array,
     shared: jax.Array,
     options: AttentionOptions,
@@ -269,7 +269,7 @@ def measure_parts(
     dispatch = capture(engine, workload)
     runner = dispatch.runner
     static, num_rows = runner._static, len(dispatch.args[0].input_ids)
-    state: list[Any] = [*jax.tree.map(jnp.copy, (runner.kv, runner.kv_rows))]
+    state: list[Any] = [*jax.tree.map(jnp.copy, (runner.kv, runner.contiguous_kv))]
     no_attention = static._replace(attention=_no_attention)
     if static.decode_attention is not None:
         no_attention = no_attention._replace(decode_attention=_no_decode_attention)

@@ -65,8 +65,8 @@ def read_trace(path: Path) -> ReadTrace:
         if event.type == TrackEvent.TYPE_COUNTER:
             counters[track].append((now, event.double_counter_value))
         elif event.type == TrackEvent.TYPE_SLICE_END:
-            begun = stack.pop()
-            slices[begun] = slices[begun]._replace(end_ns=now)
+            started = stack.pop()
+            slices[started] = slices[started]._replace(end_ns=now)
         else:
             args = {a.name: getattr(a, a.WhichOneof("value")) for a in event.debug_annotations}
             if event.type == TrackEvent.TYPE_SLICE_BEGIN:

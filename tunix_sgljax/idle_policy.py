@@ -12,7 +12,7 @@ from sgljax_engine import Engine, EngineError, EngineShutdownError, EngineState,
 logger = logging.getLogger(__name__)
 
 
-class EngineRest:
+class IdlePolicy:
     """Counts the calls that need the engine, and puts it to rest while there are none.
 
     Rest is one of two things. With `releases_kv` the KV cache is released when the last of the

@@ -33,7 +33,7 @@ from sgljax_engine import (
 )
 from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
-from tunix_sgljax.idle_policy import EngineRest
+from tunix_sgljax.idle_policy import IdlePolicy
 from tunix_sgljax.in_flight.outputs import OutputRecorder, VersionedRolloutOutput
 from tunix_sgljax.lora import (
     LoraMode,
@@ -110,7 +110,7 @@ class SglJaxRollout(BaseRollout):
             weight_update_mode: What `update_params` does to completions that are being sampled.
                 "retract" keeps their tokens, computes their KV again under the new weights and
                 goes on; "in_place" goes on with the KV of the old weights; "wait" lets those that
-                have begun finish first; "abort" ends them with the tokens they have.
+                have started finish first; "abort" ends them with the tokens they have.
             release_kv_between_steps: Give the KV cache's memory back, prefix cache included, when
                 the last of the concurrent calls of `generate` and `get_per_token_logps` ends,
                 until the next one. Calls that follow one another (micro-batches, few concurrent
@@ -155,7 +155,7 @@ class SglJaxRollout(BaseRollout):
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
         is_strict = sampling.check_flag("strict_config", strict_config)
         self._field_checker = FieldChecker(is_strict=is_strict)
-        self._rest = EngineRest(
+        self._idle_policy = IdlePolicy(
             releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
         self._recorder = OutputRecorder()
@@ -330,7 +330,7 @@ class SglJaxRollout(BaseRollout):
         engine = self.engine
         watched = self._observers.generating(engine, len(texts))
         with watched, self._holding_policies(engine):
-            with self._rest.call(engine):
+            with self._idle_policy.call(engine):
                 outputs = engine.generate_requests(prompt_ids, params, lora=self.adapter)
             ends = params[0].stop_token_ids
             output = self._rollout_output(prompt_ids, outputs, rollout_config, ends)
@@ -489,7 +489,7 @@ class SglJaxRollout(BaseRollout):
         sequences, start_lens, mask_BC = self._sequences(prompt_tokens, completion_tokens)
         engine = self.engine
         watched = self._observers.span("get_per_token_logps", rows=len(sequences))
-        with watched, self._rest.call(engine):
+        with watched, self._idle_policy.call(engine):
             logps = engine.score(
                 sequences,
                 temperature=self._temperature or 1.0,
@@ -531,7 +531,7 @@ class SglJaxRollout(BaseRollout):
     ) -> list[RequestOutput]:
         """Samples prompts given as token ids; cancelling the task aborts them."""
         engine = self.engine
-        with self._observers.generating(engine, len(prompt_ids)), self._rest.call(engine):
+        with self._observers.generating(engine, len(prompt_ids)), self._idle_policy.call(engine):
             return await engine.async_generate_requests(prompt_ids, params, lora=self.adapter)
 
     @property
@@ -587,7 +587,7 @@ class SglJaxRollout(BaseRollout):
         if not jax.tree.leaves(params):
             if self._match is not None:
                 self._match.refuse_offload()
-            self._rest.offload(self._engine)
+            self._idle_policy.offload(self._engine)
             return
         with self._observers.updating():
             self._update(params)
@@ -596,7 +596,9 @@ class SglJaxRollout(BaseRollout):
         if self._weights.has_lora:
             self.engine  # noqa: B018  built from the actor, which has the frozen base
             # Offloading, Tunix passes the base alone as it moves the reference model.
-            if self._rest.is_offloading and not any(map(is_lora_name, flatten_named(params))):
+            if self._idle_policy.is_offloading and not any(
+                map(is_lora_name, flatten_named(params))
+            ):
                 return
         engine, mode = self.engine, self._weight_update_mode
         if self._match is None:
@@ -604,7 +606,7 @@ class SglJaxRollout(BaseRollout):
         else:
             with self._match.update(params) as versions:
                 versions.append(self._weights.update(engine, params, mode))
-        self._rest.updated(engine)
+        self._idle_policy.updated(engine)
 
     def find_differing_weights(self, params: Any) -> list[str]:
         """Names of engine weights whose bits are not those of the mapped trainer's; see `Engine`.

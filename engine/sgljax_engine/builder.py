@@ -322,7 +322,7 @@ def build_loop(
         batch_buckets=batch_buckets,
         token_buckets=token_buckets,
         token_block=TOKEN_BLOCK,
-        row_shapes=memory.row_shapes,
+        contiguous_shapes=memory.contiguous_shapes,
         forbid_compile=config.runtime.forbid_compile,
         slots=slots,
     )

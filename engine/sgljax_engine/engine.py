@@ -472,7 +472,7 @@ class Engine:
 
         Args:
             mode: What becomes of the requests; see `io_struct.PauseMode`. "wait" returns once
-                those that have begun are finished.
+                those that have started are finished.
 
         Raises:
             InvalidRequestError: for an unknown mode.
@@ -501,7 +501,7 @@ class Engine:
         Args:
             rid: Of a request, or the id given for a prompt with several samples. One that is
                 unknown or finished is no error.
-            abort_all: Ends all requests, those that have not begun too.
+            abort_all: Ends all requests, those that have not started too.
 
         Returns:
             How many were ended.
@@ -550,7 +550,7 @@ class Engine:
     ) -> int:
         """Gives the memory of weights and KV cache back to the devices, until `wake_up`.
 
-        No request is lost: those that have begun keep their tokens and go on after `wake_up`, and
+        No request is lost: those that have started keep their tokens and go on after `wake_up`, and
         those that come meanwhile wait for it. So a thread that put the engine to sleep must not
         wait for an output before it wakes it. A pause stays what it is. What sleeps already,
         when the other was woken by its tag or by `update_weights`, stays as it was put to sleep;
@@ -561,7 +561,7 @@ class Engine:
                 waits for `update_weights`, and new requests are refused until then.
             preserve_state: Keep everything on the host whatever the level: weights, KV pages in
                 use and the prefix cache; requests go on without a prefill. Else the KV cache is
-                given up, and requests that have begun are retracted.
+                given up, and requests that have started are retracted.
             refuse_requests: Refuse requests that come while the engine sleeps.
 
         Returns:
@@ -636,13 +636,13 @@ class Engine:
                 `hf_rules`: its names, and projections [out, in]. `logical_rules` is for the same
                 names with projections [in, out]. Reuse a rules object to reuse the compiled
                 transformation.
-            mode: What becomes of requests that have begun; see `io_struct.PauseMode`. With
+            mode: What becomes of requests that have started; see `io_struct.PauseMode`. With
                 "in_place" they go on over keys and values of the old weights, which no other
                 request ever uses; with "retract" all is prefilled again under the new ones.
             flush_cache: True refuses to go on over keys and values of the old weights, so it goes
                 with "in_place" only while nothing runs. None is True for all other modes.
-            donate: Free each old weight before its heir is made, which takes the memory of one
-                model, not two. Generation stands still meanwhile. What fails before the first
+            donate: Free each old weight before its replacement is made, which takes the memory of
+                one model, not two. Generation stands still meanwhile. What fails before the first
                 weight is freed leaves all as it was; what fails later leaves no weights, fails all
                 requests, and refuses new ones until an update succeeds.
             verify: Compare checksums of the new weights and of the mapped source. Hooks must only
@@ -805,7 +805,7 @@ class Engine:
             name: Of the adapter.
             source: A pytree that holds A and B of each `LoraRule`; it is copied, never aliased.
             rules: LoRA rules, and the rules that map the weights that they change; reuse them.
-            mode: What becomes of requests of this name that have begun; see `update_weights`.
+            mode: What becomes of requests of this name that have started; see `update_weights`.
             flush_cache: As in `update_weights`.
 
         Returns:

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 from sgljax_engine.errors import InvalidRequestError
 
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
-"""What becomes of requests that have begun when generation pauses, or weights change.
+"""What becomes of requests that have started when generation pauses, or weights change.
 
-- abort: they are answered at once with what they have, and so are those that have not begun.
+- abort: they are answered at once with what they have, and so are those that have not started.
 - retract: they give up their KV pages and wait, with their output so far, to be prefilled again.
 - in_place: they keep their KV pages and go on from there.
 - wait: they are let finish first; none begins meanwhile.

@@ -32,7 +32,7 @@ class EnginePreview:
         prefill_attention: The backend of prefill, see `ATTENTION_BACKENDS`.
         decode_attention: That of decode.
         linear: The backend of projections, see `LINEAR_BACKENDS`.
-        why_not_native: Why a CPU does without machine code of our own; None if it does not.
+        why_not_native: Why a CPU does without JIT-compiled CPU kernels; None if it does not.
         max_model_len: Prompt plus output tokens of one request at most.
         num_parameters: Numbers in the weights.
         weights_bytes: Bytes of them, in that dtype.
@@ -105,9 +105,9 @@ def preview_engine(
             )
         except InvalidConfigError as error:
             problem = str(error)
-    has_rows = plan is not None and plan.row_shapes is not None
+    has_contiguous_kv = plan is not None and plan.contiguous_shapes is not None
     prefill = attention.name
-    decode = "xla_rows" if has_rows else prefill
+    decode = "xla_rows" if has_contiguous_kv else prefill
     is_deterministic = config.runtime.enable_deterministic_sampling
     if is_deterministic and attention.batch_invariant is not attention.attend:
         prefill = decode = "ordered"

@@ -33,7 +33,7 @@ from tests.adapter.helpers import (
     scores,
     tokens_of,
 )
-from tests.engine.interrupts import walk
+from tests.engine.interrupts import throttle
 from tests.threads import LIMIT_S, start
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5, 9), seed=21)
@@ -439,7 +439,7 @@ def test_requests_of_other_users_wait_for_the_next_call(make_rollout, expected):
     generate(rollout)
     rollout.engine.wake_up()
     params = SamplingParams(temperature=0, max_new_tokens=96)
-    walk(rollout.engine)
+    throttle(rollout.engine)
     long = start(lambda: rollout.engine.generate_requests([PROMPTS[0].tolist()], params))
     while not state_of(rollout).running_batch_size:
         assert not long.done()

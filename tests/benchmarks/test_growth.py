@@ -30,7 +30,7 @@ def test_waiting_requests_stand_behind_those_that_are_served(monkeypatch):
     point = growth.measure_point(load, 2)
     assert [state.waiting_queue_size for state in states] == [42] * 3
     assert len(point.runs_s) == 2
-    # What the last run adds is the first one's over again; at most the next two have begun.
+    # What the last run adds is the first one's over again; at most the next two have started.
     tokens = [state.counters.num_output_tokens for state in states]
     assert 2 * growth.OUTPUT_LEN <= tokens[2] - tokens[1] <= 4 * growth.OUTPUT_LEN
 

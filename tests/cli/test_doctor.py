@@ -356,9 +356,9 @@ def test_report_is_what_the_engine_then_does(preview):
         memory = engine.get_internal_state().memory
     assert preview.memory.weights_bytes == preview.weights_bytes == memory.weights_bytes
     assert preview.memory.kv_bytes == memory.kv_bytes
-    assert preview.memory.kv_rows_bytes == memory.kv_rows_bytes
+    assert preview.memory.contiguous_kv_bytes == memory.contiguous_kv_bytes
     is_native = preview.decode_attention == preview.prefill_attention == preview.linear == "native"
-    assert is_native == (memory.kv_rows_bytes == 0) == (preview.why_not_native is None)
+    assert is_native == (memory.contiguous_kv_bytes == 0) == (preview.why_not_native is None)
     assert preview.max_model_len == 512
     config = EngineConfig.from_options({"attention_backend": "xla_tiles", "dtype": "bfloat16"})
     other_model = model_config_from_hf(json.loads((MODEL / "config.json").read_text()))

@@ -75,7 +75,7 @@ def test_while_compiling(start, tmp_path):
     assert_clean(process, out, err)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     if len(rows) < 2:
-        assert f"{2 - len(rows)} not begun" in err
+        assert f"{2 - len(rows)} not started" in err
     assert [row["index"] for row in rows] in ([0], [0, 1], [1, 0], [])
     for row in rows:
         assert row["finish_reason"]["type"] == "abort"

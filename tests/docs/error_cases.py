@@ -64,7 +64,7 @@ def new_engine(**changes: Any) -> Engine:
 
 @contextlib.contextmanager
 def held_request(engine: Engine) -> Iterator[None]:
-    """A request that has begun and holds its pages while generation is paused in place."""
+    """A request that has started and holds its pages while generation is paused in place."""
     stream = engine.generate(
         input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 120}, stream=True
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.processing.input_processor import LogprobArgs
-from tests.engine.interrupts import wait_until, walk
+from tests.engine.interrupts import throttle, wait_until
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, start
 
@@ -93,13 +93,13 @@ class Way(NamedTuple):
         options: Of the engine.
         order: Of arrival; None is the order that they have.
         splits: Calls that run at the same time, each with a part of the requests.
-        disturb: Called again and again with the engine while they run.
+        interrupt: Called again and again with the engine while they run.
     """
 
     options: Mapping[str, Any]
     order: Sequence[int] | None = None
     splits: int = 1
-    disturb: Callable[[Engine], None] | None = None
+    interrupt: Callable[[Engine], None] | None = None
 
 
 def make_engine(
@@ -119,8 +119,8 @@ def run(engine: Engine, asked: Sequence[Asked], way: Way) -> list[Bits]:
     """The bits of each request."""
     order = range(len(asked)) if way.order is None else way.order
     parts = [order[i :: way.splits] for i in range(way.splits)]
-    if way.disturb is not None:
-        walk(engine)
+    if way.interrupt is not None:
+        throttle(engine)
     goal = engine.get_internal_state().counters.num_requests + len(asked)
     calls = [start(lambda part=part: ask(engine, [asked[i] for i in part])) for part in parts]
     # An engine that has given its weights up refuses whoever comes late.
@@ -128,8 +128,8 @@ def run(engine: Engine, asked: Sequence[Asked], way: Way) -> list[Bits]:
         engine,
         lambda state: state.counters.num_requests >= goal or any(call.done() for call in calls),
     )
-    while way.disturb is not None and not all(call.done() for call in calls):
-        way.disturb(engine)
+    while way.interrupt is not None and not all(call.done() for call in calls):
+        way.interrupt(engine)
     bits: dict[int, Bits] = {}
     for part, call in zip(parts, calls, strict=True):
         bits |= zip(part, call.result(LIMIT_S), strict=True)
@@ -156,7 +156,7 @@ def differing(some: Sequence[Bits], others: Sequence[Bits]) -> list[tuple[int, l
     ]
 
 
-class Disturber:
+class Interrupter:
     """Interrupts an engine that works, at random, again and again, in all ways by turns."""
 
     def __init__(self, seed: int, weights: Mapping[str, Any] | None = None) -> None:

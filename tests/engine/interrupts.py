@@ -36,7 +36,7 @@ def make_engine(**given: Any) -> Engine:
     }
     options |= given
     weights = options.pop("weights", None) or spread_weights()
-    return walk(Engine(model_config=TINY, weights=weights, **options))
+    return throttle(Engine(model_config=TINY, weights=weights, **options))
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ _runs = threading.Event()
 
 @contextlib.contextmanager
 def at_a_run() -> Iterator[None]:
-    """Engines do not walk meanwhile."""
+    """Engines are not throttled meanwhile."""
     is_outer = threading.current_thread() is threading.main_thread() and not _runs.is_set()
     if is_outer:
         _runs.set()
@@ -73,7 +73,7 @@ def at_a_run() -> Iterator[None]:
             _runs.clear()
 
 
-def walk(engine: Engine, stride_s: float = 0.01) -> Engine:
+def throttle(engine: Engine, stride_s: float = 0.01) -> Engine:
     """Has the engine wait for a command before each step from now on, `stride_s` at most.
 
     Steps of a tiny model take less than a thread may wait for a core. So that whoever sees that a
@@ -98,12 +98,12 @@ def walk(engine: Engine, stride_s: float = 0.01) -> Engine:
 def start_all(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = LONG
 ) -> list[Future[RequestOutput]]:
-    """One caller a prompt; returns when all requests have begun and have tokens.
+    """One caller a prompt; returns when all requests have started and have tokens.
 
-    They come between the same two dispatches, so that none is finished before the last has begun.
+    They come between the same two dispatches, so that none is finished before the last has started.
     The engine walks from now on.
     """
-    before = walk(engine).get_internal_state().counters
+    before = throttle(engine).get_internal_state().counters
     with held(engine):
         calls = [
             start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts

@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPTS = random_prompts(9, 1, 40)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 # One program of each kind.
-FEW: dict[str, Any] = {
+SMALL_BATCH: dict[str, Any] = {
     "page_size": 4,
     "batch_buckets": (16,),
     "max_running_requests": 16,
@@ -72,7 +72,7 @@ def collectives(engine: Engine) -> dict[str, Counter]:
 
 def outputs() -> None:
     """Tokens and scores are one device's, and no key moves between devices."""
-    with Engine(model_config=tiny(4), mesh=mesh_of(1, 4), **FEW) as engine:
+    with Engine(model_config=tiny(4), mesh=mesh_of(1, 4), **SMALL_BATCH) as engine:
         engine.generate_requests(PROMPTS, GREEDY)
         # Of a model with a kv head for each device, which has nothing to copy.
         expected = collectives(engine)
@@ -80,10 +80,10 @@ def outputs() -> None:
     for num_kv_heads, shape in ((1, (1, 4)), (2, (2, 4))):
         model, mesh = tiny(num_kv_heads), mesh_of(*shape)
         weights = spread_weights(model)
-        with Engine(model_config=model, weights=weights, **FEW) as engine:
+        with Engine(model_config=model, weights=weights, **SMALL_BATCH) as engine:
             tokens = tokens_of(engine.generate_requests(PROMPTS, GREEDY))
             scored = engine.score(PROMPTS[:3])
-        with Engine(model_config=model, weights=weights, mesh=mesh, **FEW) as engine:
+        with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL_BATCH) as engine:
             assert tokens_of(engine.generate_requests(PROMPTS, GREEDY)) == tokens
             assert collectives(engine) == expected
             for a, b in zip(engine.score(PROMPTS[:3]), scored, strict=True):
@@ -94,20 +94,20 @@ def outputs() -> None:
 def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
     """Each device holds one kv head, and the report counts all along "tp"."""
     runner, report = runner_of(engine), engine.get_internal_state().memory
-    held = [shard_bytes((runner.kv, runner.kv_rows), device) for device in mesh.devices.flat]
+    held = [shard_bytes((runner.kv, runner.contiguous_kv), device) for device in mesh.devices.flat]
     head_bytes = 2 * model.num_layers * model.head_dim * 4
-    copied = shard_bytes(runner.kv_rows, mesh.devices.flat[0])
+    copied = shard_bytes(runner.contiguous_kv, mesh.devices.flat[0])
     assert copied > 0
     assert set(held) == {report.kv_tokens * head_bytes + copied}
     assert report.kv_bytes == 4 * report.kv_tokens * head_bytes
-    assert report.kv_rows_bytes == 4 * copied
+    assert report.contiguous_kv_bytes == 4 * copied
     weights = [shard_bytes(runner.weights, device) for device in mesh.devices.flat]
     assert set(weights) == {report.weights_bytes // 4}
     preview = preview_engine(model, mesh=mesh)
     assert preview.weights_bytes == report.weights_bytes
     projection = runner.weights["model.layers.0.self_attn.k_proj.weight"]
     assert projection.addressable_shards[0].data.size == model.hidden_size * model.head_dim
-    assert engine.release_kv_cache() == report.kv_bytes + report.kv_rows_bytes
+    assert engine.release_kv_cache() == report.kv_bytes + report.contiguous_kv_bytes
 
 
 def families() -> None:
@@ -129,7 +129,7 @@ def check_golden(name: str, mesh: Mesh) -> None:
     rows = range(int(golden["num_prompts"]))
     prompts = [golden[f"prompt_{i}"].tolist() for i in rows]
     greedy = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
-    with Engine(GOLDEN / name, mesh=mesh, dtype="float32", **FEW) as engine:
+    with Engine(GOLDEN / name, mesh=mesh, dtype="float32", **SMALL_BATCH) as engine:
         tokens = tokens_of(engine.generate_requests(prompts, greedy))
     assert tokens == [golden[f"greedy_{i}"].tolist()[:24] for i in rows], name
 
@@ -145,7 +145,7 @@ def deterministic() -> None:
         "mesh": mesh_of(2, 4),
         "enable_deterministic_sampling": True,
     }
-    for options in (FEW, alone):
+    for options in (SMALL_BATCH, alone):
         with Engine(**fixed, **options) as engine:
             made = engine.generate_requests(PROMPTS, seeded)
         bits.append(
@@ -159,7 +159,11 @@ def states() -> None:
     saved_pages._CHUNK_BYTES = 8192  # pages move a few at a time
     model = tiny(2)
     weights, others = spread_weights(model), spread_weights(model, seed=1)
-    options = {"model_config": model, **FEW, "decode_steps": 4}  # updates meet running requests
+    options = {
+        "model_config": model,
+        **SMALL_BATCH,
+        "decode_steps": 4,
+    }  # updates meet running requests
     mesh = mesh_of(2, 4)
     # The trainer's arrays, over the same devices.
     given = {
@@ -201,18 +205,22 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
     runner, report = runner_of(engine), engine.get_internal_state().memory
     for memory in ("numpy", "pinned_host"):
         runner._host_memory = memory
-        before = jax.tree.map(lambda x: x.sharding, (runner.weights, runner.kv, runner.kv_rows))
+        before = jax.tree.map(
+            lambda x: x.sharding, (runner.weights, runner.kv, runner.contiguous_kv)
+        )
         calls = start_all(engine, PROMPTS[:4], LONG)
         freed = engine.sleep(2, preserve_state=True)
-        assert freed == report.weights_bytes + report.kv_bytes + report.kv_rows_bytes
+        assert freed == report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
         # Copies on several devices are kept once.
-        weights = engine._loop._core.sleeper._kept.weights
+        weights = engine._loop._core.sleep_manager._kept.weights
         assert weights is not None
         assert sum(w.nbytes for w in weights.values()) == 4 * sum(
             int(np.prod(w.shape)) for w in weights.values()
         )
         assert engine.wake_up() == freed
-        after = jax.tree.map(lambda x: x.sharding, (runner.weights, runner.kv, runner.kv_rows))
+        after = jax.tree.map(
+            lambda x: x.sharding, (runner.weights, runner.kv, runner.contiguous_kv)
+        )
         assert after == before
         for output, ids in zip(results(calls), whole, strict=True):
             assert output.output_ids == ids
@@ -230,7 +238,7 @@ def check_checkpoint(source: Engine, target: Engine, folder: str, whole: list[li
     futures = target.restore_checkpoint(folder)
     assert sorted(f.result(600).output_ids for f in futures.values()) == sorted(whole)
     after = target.get_internal_state().counters.num_prefill_tokens
-    assert after - before < 4 * FEW["page_size"]  # what was in no whole page
+    assert after - before < 4 * SMALL_BATCH["page_size"]  # what was in no whole page
 
 
 def placement() -> None:

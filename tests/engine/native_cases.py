@@ -9,7 +9,7 @@ from sgljax_engine.kernels.cpu import ffi
 from sgljax_engine.kernels.cpu.machine import Vectors, host_vectors
 
 needs_machine_code = pytest.mark.skipif(
-    ffi.unavailable() is not None, reason=f"no machine code of our own here: {ffi.unavailable()}"
+    ffi.unavailable() is not None, reason=f"no JIT-compiled CPU kernels here: {ffi.unavailable()}"
 )
 
 

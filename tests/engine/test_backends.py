@@ -145,7 +145,7 @@ def generate(**options: Any):
         state = engine.get_internal_state()
         scored = engine.score([[*p, *o.output_ids] for p, o in zip(prompts, outputs, strict=True)])
         assert state.counters.num_retractions > 0
-        return outputs, scored, runs_natively(engine), state.memory.kv_rows_bytes
+        return outputs, scored, runs_natively(engine), state.memory.contiguous_kv_bytes
 
 
 @needs_machine_code

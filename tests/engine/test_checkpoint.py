@@ -102,7 +102,7 @@ class TestRestore:
             outs = call.result(LIMIT_S)
             assert [o["output_ids"] for o in outs] == [
                 expected[rid]["output_ids"] for rid in RIDS
-            ], "saving must not disturb"
+            ], "saving must not interrupt"
         with make_engine() as engine:
             futures = engine.restore_checkpoint(tmp_path)
             assert_same(futures, expected)

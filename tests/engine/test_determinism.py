@@ -18,7 +18,7 @@ from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
     MODEL,
     Bits,
-    Disturber,
+    Interrupter,
     Way,
     ask,
     bits_of,
@@ -73,7 +73,7 @@ def draw_way(index: int) -> Way:
         options,
         order=rng.permutation(len(REQUESTS)).tolist(),
         splits=int(rng.integers(1, 5)),
-        disturb=Disturber(index, spread_weights(MODEL)) if index % 4 else None,
+        interrupt=Interrupter(index, spread_weights(MODEL)) if index % 4 else None,
     )
 
 
@@ -82,12 +82,12 @@ WAYS = [draw_way(index) for index in range(NUM_WAYS)]
 
 @pytest.fixture(scope="module")
 def backend(request):
-    """Machine code of our own, or what is used where there is none: XLA's, and rows of keys."""
+    """JIT-compiled CPU kernels, or what is used where there is none: XLA's, and rows of keys."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "portable":
             patch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
         elif target.unavailable() is not None:
-            pytest.skip(f"no machine code of our own here: {target.unavailable()}")
+            pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
         yield request.param
 
 
@@ -117,8 +117,8 @@ def test_no_bit_differs(alone, index):
     way = WAYS[index]
     with make_engine(way.options) as engine:
         assert_same(run(engine, REQUESTS, way), alone)
-        if isinstance(way.disturb, Disturber):
-            assert len(way.disturb.counts) >= 3, "of the ways to interrupt"
+        if isinstance(way.interrupt, Interrupter):
+            assert len(way.interrupt.counts) >= 3, "of the ways to interrupt"
 
 
 @BOTH
@@ -133,12 +133,12 @@ def test_the_requests_differ(alone):
 def test_small_pools_retract_and_read_pages():
     """While large ones read rows."""
     optimistic = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
-    for way, has_rows in ((WAYS[0], True), (WAYS[1], False)):
+    for way, has_contiguous_kv in ((WAYS[0], True), (WAYS[1], False)):
         with make_engine({**way.options, **optimistic}) as engine:
             run(engine, REQUESTS[:40], Way({}))
             state = engine.get_internal_state()
-            assert bool(engine._loop._core.runner.kv_rows) == has_rows
-            assert bool(state.counters.num_retractions) != has_rows
+            assert bool(engine._loop._core.runner.contiguous_kv) == has_contiguous_kv
+            assert bool(state.counters.num_retractions) != has_contiguous_kv
 
 
 @BOTH
@@ -146,11 +146,11 @@ def test_small_pools_retract_and_read_pages():
 def test_a_head_dim_that_rows_do_not_take():
     """Then decode attention reads pages whatever their number."""
     model = dataclasses.replace(MODEL, head_dim=20)
-    disturb = Disturber(0, spread_weights(model))
-    way = WAYS[2]._replace(order=range(len(PLAIN))[::-1], disturb=disturb)
+    interrupt = Interrupter(0, spread_weights(model))
+    way = WAYS[2]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
     with make_engine(ALONE, model) as engine:
         expected = run(engine, PLAIN, Way({}))
-        assert engine._loop._core.runner.kv_rows == ()
+        assert engine._loop._core.runner.contiguous_kv == ()
     with make_engine(way.options, model) as engine:
         assert_same(run(engine, PLAIN, way), expected)
 
@@ -185,7 +185,7 @@ class TestControl:
     def differing(self, way: Way = WAYS[0], **options: Any) -> int:
         found = []
         for each in (Way(ALONE), way):
-            plain = each._replace(order=None, options={**each.options, **options}, disturb=None)
+            plain = each._replace(order=None, options={**each.options, **options}, interrupt=None)
             with make_engine(plain.options) as engine:
                 found.append(run(engine, PLAIN, plain))
         return len(differing(*found))

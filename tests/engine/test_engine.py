@@ -28,7 +28,7 @@ from sgljax_engine import (
     WeightSyncError,
 )
 from tests.compilation import recorded_programs
-from tests.engine.interrupts import walk
+from tests.engine.interrupts import throttle
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.threads import LIMIT_S
@@ -588,7 +588,7 @@ class TestLife:
         assert len(self.engine_threads()) == threads
 
     def test_shutdown_fails_what_is_unfinished(self):
-        other = walk(make_engine())
+        other = throttle(make_engine())
         long = SamplingParams(max_new_tokens=250)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(other.generate_requests, [[1, 2]] * 20, long)

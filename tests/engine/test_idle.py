@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sgljax_engine import Engine, SamplingParams
-from tests.engine.interrupts import walk
+from tests.engine.interrupts import throttle
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import LIMIT_S, start
 
@@ -30,7 +30,7 @@ def test_no_thread_spins_while_paused(mode):
     """With requests that run or wait, and a thread for updates."""
     params = SamplingParams(temperature=0, max_new_tokens=100)
     with Engine(model_config=TINY, weights=spread_weights(), max_running_requests=8) as engine:
-        walk(engine)
+        throttle(engine)
         engine.update_weights(spread_weights())
         first = start(lambda: engine.generate_requests(random_prompts(16, 1, 20), params))
         while not engine.get_internal_state().running_batch_size:

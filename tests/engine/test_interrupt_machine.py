@@ -27,7 +27,7 @@ from sgljax_engine.io_struct import (
     FlushCacheReqInput,
     PauseGenerationReqInput,
 )
-from tests.engine.interrupt_books import Books, Update
+from tests.engine.expected_state import ExpectedState, Update
 from tests.engine.interrupt_calls import Caller
 from tests.engine.interrupt_model import (
     NUM_WEIGHTS,
@@ -73,13 +73,13 @@ class InterruptMachine(RuleBasedStateMachine):
     def begin(self):
         self.subject = make_subject()
         self.engine, self.history = self.subject.engine, self.subject.history
-        self.books = Books(self.engine, self.history, self.subject.num_compiles)
+        self.expected = ExpectedState(self.engine, self.history, self.subject.num_compiles)
         self.hold: contextlib.ExitStack | None = None
         self.later: list[tuple[Future[Any], Callable[[Any], None]]] = []
 
     def ask(self, command: Callable[[Any], cmd.Command], check: Callable[[Any], None]) -> None:
         """Sends, and checks the answer: now, or once the engine is let go."""
-        self.then(self.books.send(command), check)
+        self.then(self.expected.send(command), check)
 
     def then(self, future: Future[Any], check: Callable[[Any], None]) -> None:
         if self.hold is None:
@@ -104,15 +104,15 @@ class InterruptMachine(RuleBasedStateMachine):
             check(future.result(LIMIT_S))
 
     @rule(count=st.integers(1, 6))
-    @precondition(lambda self: self.hold is None and not self.books.is_halted)
+    @precondition(lambda self: self.hold is None and not self.expected.is_halted)
     def run(self, count):
         """Lets the engine make some dispatches, if it has any to make."""
-        state = self.books.state()
+        state = self.expected.state()
         goal, deadline = state.counters.num_dispatches + count, time.monotonic() + LIMIT_S
         while state.running_batch_size and state.counters.num_dispatches < goal:
             if state.is_sleeping or not state.has_weights:
                 return
-            state = self.books.state()
+            state = self.expected.state()
             assert time.monotonic() < deadline, "the engine stands still"
 
     # ------------------------------------------------------------------ requests
@@ -121,10 +121,10 @@ class InterruptMachine(RuleBasedStateMachine):
         self.subject.num_calls += 1
         rid = f"r{self.subject.num_calls}"
         n = n if form == "plain" else 1
-        may, must = self.books.refusal(is_settled=self.hold is None)
+        may, must = self.expected.refusal(is_settled=self.hold is None)
         call = self.subject.caller.call(form, rid, prompt, max_new, n)
         call.may_refuse, call.must_refuse = may, must
-        self.books.note_call(call)
+        self.expected.note_call(call)
 
     @rule(
         form=st.sampled_from(["plain", "plain", "stream", "task"]),
@@ -143,59 +143,59 @@ class InterruptMachine(RuleBasedStateMachine):
             self.add("plain", FAMILIES[family][:length], 51 - length)
 
     @rule(which=COUNTS, is_group=st.booleans())
-    @precondition(lambda self: self.books.calls)
+    @precondition(lambda self: self.expected.calls)
     def abort(self, which, is_group):
-        call = self.books.calls[which % len(self.books.calls)]
+        call = self.expected.calls[which % len(self.expected.calls)]
         rid = call.rids[which % len(call.rids)]
         ended = call.rids if is_group else [rid]
         call.may_abort = True
-        self.books.over.update(ended)
+        self.expected.over.update(ended)
         asked = AbortReq(rid=rid.partition("-")[0] if is_group else rid)
         self.ask(functools.partial(cmd.Abort, asked), lambda count: _within(count, len(ended)))
 
     @rule()
     def abort_all(self):
-        self.books.note_end_of_all()
-        most = sum(len(call.rids) for call in self.books.calls)
+        self.expected.note_end_of_all()
+        most = sum(len(call.rids) for call in self.expected.calls)
         asked = AbortReq(abort_all=True)
         self.ask(functools.partial(cmd.Abort, asked), lambda count: _within(count, most))
 
     @rule(which=COUNTS)
-    @precondition(lambda self: self.books.calls)
+    @precondition(lambda self: self.expected.calls)
     def go_away(self, which):
-        call = self.books.calls[which % len(self.books.calls)]
+        call = self.expected.calls[which % len(self.expected.calls)]
         call.go_away()
-        self.books.over.update(call.rids)
+        self.expected.over.update(call.rids)
 
     # ------------------------------------------------------------------ pauses and the cache
 
     @rule(mode=st.sampled_from(MODES))
     def pause(self, mode):
         request = PauseGenerationReqInput(mode=mode)
-        future = self.books.send(functools.partial(cmd.Pause, request))
-        self.books.note_pause(mode, future)
+        future = self.expected.send(functools.partial(cmd.Pause, request))
+        self.expected.note_pause(mode, future)
         if mode != "wait":
             self.then(future, _ignore)
 
     @rule()
     def continue_generation(self):
-        self.books.note_continue()
+        self.expected.note_continue()
         self.ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()), _ignore)
 
     @rule()
-    @precondition(lambda self: self.hold is None and self.books.mode == "wait")
+    @precondition(lambda self: self.hold is None and self.expected.mode == "wait")
     def drain(self):
         """A "wait" ends by itself."""
-        pause = self.books.pauses[-1]
+        pause = self.expected.pauses[-1]
         refusal = pause.future.exception(LIMIT_S)
         assert refusal is None or pause.may_fail
-        self.books.is_drained |= refusal is None
+        self.expected.is_drained |= refusal is None
 
     @rule()
     def flush(self):
-        books = self.books
-        is_settled = self.hold is None and books.is_halted and not books.updates
-        num_running = books.state().running_batch_size if is_settled else None
+        expected = self.expected
+        is_settled = self.hold is None and expected.is_halted and not expected.updates
+        num_running = expected.state().running_batch_size if is_settled else None
 
         def check(answer):
             assert num_running is None or answer.success == (num_running == 0)
@@ -206,25 +206,25 @@ class InterruptMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.hold is None)
     def release_kv(self):
-        refusal = self.books.send(cmd.ReleaseKV).exception(LIMIT_S)
+        refusal = self.expected.send(cmd.ReleaseKV).exception(LIMIT_S)
         assert refusal is None or isinstance(refusal, EngineStateError)
-        if self.books.mode in ("abort", "retract"):
+        if self.expected.mode in ("abort", "retract"):
             assert refusal is None
 
     # ------------------------------------------------------------------ sleep
 
     @rule(level=st.integers(1, 2), preserve=st.booleans(), refuse=st.booleans())
-    @precondition(lambda self: self.hold is not None or not self.books.is_put_to_sleep)
+    @precondition(lambda self: self.hold is not None or not self.expected.is_put_to_sleep)
     def sleep(self, level, preserve, refuse):
-        self.books.note_sleep(
+        self.expected.note_sleep(
             level=level, preserve=preserve, refuse=refuse, is_settled=self.hold is None
         )
         self.ask(functools.partial(cmd.Sleep, level, preserve, refuse), _is_bytes)
 
     @rule(tags=st.sampled_from([SLEEP_TAGS, SLEEP_TAGS, SLEEP_TAGS[:1], SLEEP_TAGS[1:]]))
-    @precondition(lambda self: self.books.is_put_to_sleep)
+    @precondition(lambda self: self.expected.is_put_to_sleep)
     def wake_up(self, tags):
-        self.books.note_wake_up(tags)
+        self.expected.note_wake_up(tags)
         self.ask(functools.partial(cmd.WakeUp, tags), _is_bytes)
 
     # ------------------------------------------------------------------ weights
@@ -239,43 +239,43 @@ class InterruptMachine(RuleBasedStateMachine):
         is_awaited=st.booleans(),
     )
     def update(self, weights, is_same, mode, flush, donate, verify, is_awaited):
-        books = self.books
-        books.collect_updates()
-        if is_same and not books.updates:
+        expected = self.expected
+        expected.collect_updates()
+        if is_same and not expected.updates:
             weights = self.history.swaps[self.engine.weight_version].weights
-        may_block = self.hold is not None or bool(books.updates)
+        may_block = self.hold is not None or bool(expected.updates)
         options = {"mode": mode, "flush_cache": flush, "donate": donate, "verify": verify}
-        exposed = books.exposed(is_settled=self.hold is None)
+        exposed = expected.exposed(is_settled=self.hold is None)
         update = Update(
-            exposed=exposed if mode == "in_place" else list(books.calls),
+            exposed=exposed if mode == "in_place" else list(expected.calls),
             future=start(lambda: self.engine.update_weights(WEIGHTS[weights], **options)),
             swap=Swap(weights, mode),
-            num_calls=len(books.calls),
-            may_fail=(mode == "wait" and (books.is_halted or books.may_sleep))
+            num_calls=len(expected.calls),
+            may_fail=(mode == "wait" and (expected.is_halted or expected.may_sleep))
             or (mode == "in_place" and flush is True),
         )
-        books.updates.append(update)
+        expected.updates.append(update)
         if not may_block and (is_awaited or mode != "wait"):
             update.future.exception(LIMIT_S)
-        books.collect_updates()
+        expected.collect_updates()
 
     # ------------------------------------------------------------------ checks
 
     @invariant()
     def agrees(self):
         if self.hold is None:
-            self.books.check()
+            self.expected.check()
 
     def teardown(self):
         try:
             if self.hold is not None:
                 self.let_go()
             self.continue_generation()
-            self.books.wake()
-            if self.books.lacks_weights():
+            self.expected.wake()
+            if self.expected.lacks_weights():
                 self.update(0, False, "retract", None, False, False, True)
-            self.books.finish()
-            self.books.check_results(make_references())
+            self.expected.finish()
+            self.expected.check_results(make_references())
         except BaseException:
             make_subject.cache_clear()  # what follows must not suffer from this failure
             raise

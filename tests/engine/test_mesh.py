@@ -38,7 +38,7 @@ def outputs(engine):
 
 def shardings(engine):
     core = engine._loop._core.runner
-    return jax.tree.map(lambda x: x.sharding, (core.weights, core.kv, core.kv_rows))
+    return jax.tree.map(lambda x: x.sharding, (core.weights, core.kv, core.contiguous_kv))
 
 def sleep_and_wake(engine, memory):
     # With requests in flight, which must not notice; in chunks of a few pages.
@@ -48,7 +48,7 @@ def sleep_and_wake(engine, memory):
     before = shardings(engine)
     calls = start_all(engine, prompts[:4], long)
     freed = engine.sleep(2, preserve_state=True)
-    kept = engine._loop._core.sleeper._kept
+    kept = engine._loop._core.sleep_manager._kept
     assert len(kept.pages.chunks) > 1
     if memory == "numpy":  # a replicated array is kept once
         assert {len(c.parts) for c in kept.weights.values()} <= {1, 2}

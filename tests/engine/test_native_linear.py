@@ -10,7 +10,7 @@ import pytest
 
 from sgljax_engine.kernels.cpu.copy import copy
 from sgljax_engine.kernels.cpu.linear import linear
-from sgljax_engine.kernels.cpu.linear_few import FEW, linear_of_few
+from sgljax_engine.kernels.cpu.small_batch_linear import SMALL_BATCH, small_batch_linear
 from sgljax_engine.kernels.cpu.transpose import transpose
 from tests.engine.native_cases import lanes, needs_machine_code
 
@@ -41,11 +41,11 @@ def test_all_numbers_of_tokens(shape):
             options = {"is_deterministic": is_deterministic}
             found = np.asarray(jax.jit(functools.partial(linear, **options))(weight, x))
             assert_product(found, weight, x)
-            run = jax.jit(functools.partial(linear, is_by_token=True, **options))
+            run = jax.jit(functools.partial(linear, is_token_major=True, **options))
             np.testing.assert_array_equal(run(weight, x), found.T)
-        of_few = np.asarray(jax.jit(linear_of_few)(weight, x.T))
+        of_few = np.asarray(jax.jit(small_batch_linear)(weight, x.T))
         assert_product(of_few, weight, x)
-        by_token = jax.jit(functools.partial(linear_of_few, is_by_token=True))
+        by_token = jax.jit(functools.partial(small_batch_linear, is_token_major=True))
         np.testing.assert_array_equal(by_token(weight, x.T), of_few.T)
 
 
@@ -55,9 +55,9 @@ def test_a_token_has_the_same_bits_in_any_company(num_rows):
     run = jax.jit(functools.partial(linear, is_deterministic=True))
     together = np.asarray(run(weight, x))
     np.testing.assert_array_equal(jax.jit(linear)(weight, x), together)
-    by_token = jax.jit(functools.partial(linear, is_by_token=True, is_deterministic=True))
+    by_token = jax.jit(functools.partial(linear, is_token_major=True, is_deterministic=True))
     np.testing.assert_array_equal(by_token(weight, x), together.T)
-    for count in (1, 2, 5, FEW, 16, 40, 64, 129):
+    for count in (1, 2, 5, SMALL_BATCH, 16, 40, 64, 129):
         some = np.random.default_rng(count).permutation(130)[:count]
         found = np.asarray(run(weight, np.ascontiguousarray(x[:, some])))
         np.testing.assert_array_equal(found, together[:, some])
@@ -73,7 +73,7 @@ def test_what_is_not_a_number_stays_with_its_token(value):
         x = draw(40, num_tokens)
         x[3, num_tokens - 1] = value
         found = np.asarray(jax.jit(linear)(weight, x))
-        by_token = jax.jit(functools.partial(linear, is_by_token=True))
+        by_token = jax.jit(functools.partial(linear, is_token_major=True))
         np.testing.assert_array_equal(by_token(weight, x), found.T)
         assert not np.isfinite(found[:, -1]).any()
         assert_product(found[:, :-1], weight, x[:, :-1])
@@ -82,7 +82,7 @@ def test_what_is_not_a_number_stays_with_its_token(value):
 def test_nothing_at_all():
     assert jax.jit(linear)(draw(0, 5), draw(5, 20)).shape == (0, 20)
     assert jax.jit(linear)(draw(4, 5), draw(5, 0)).shape == (4, 0)
-    by_token = jax.jit(functools.partial(linear, is_by_token=True))
+    by_token = jax.jit(functools.partial(linear, is_token_major=True))
     assert by_token(draw(0, 5), draw(5, 20)).shape == (20, 0)
     np.testing.assert_array_equal(jax.jit(linear)(draw(4, 0), draw(0, 20)), np.zeros((4, 20)))
 

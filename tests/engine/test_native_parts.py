@@ -1,4 +1,4 @@
-"""What machine code of our own stands on: XLA's interface and threads, the processor, functions."""
+"""The parts under the CPU kernels: XLA's interface and threads, the processor, functions."""
 
 from __future__ import annotations
 

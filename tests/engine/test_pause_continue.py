@@ -163,7 +163,7 @@ class TestWait:
         assert len(late.result(LIMIT_S).output_ids) == 6
 
     def test_lets_retracted_requests_finish(self, engine, expected):
-        """Those that have begun are finished, though they hold no pages when the pause comes."""
+        """Those that have started are finished, though they hold no pages when the pause comes."""
         calls = start_all(engine, PROMPTS)
         engine.pause_generation(mode="retract")
         engine.pause_generation(mode="wait")
@@ -225,7 +225,7 @@ class TestLife:
             def fail(mode):
                 raise RuntimeError("planted fault")
 
-            monkeypatch.setattr(engine._loop._core, "disturb", fail)
+            monkeypatch.setattr(engine._loop._core, "apply_pause_mode", fail)
             pause = start(lambda: engine.pause_generation("retract"))
             for call in (pause, *calls):
                 with pytest.raises(EngineShutdownError, match="planted fault"):

@@ -45,11 +45,11 @@ class Listener:
         self.calls.append(("finished", task))
 
     def of(self, task: str) -> tuple[int, str, int]:
-        """Total and unit of a task that was begun and ended once, and how far it got."""
-        (begun,) = [call for call in self.calls if call[:2] == ("started", task)]
+        """Total and unit of a task that was started and ended once, and how far it got."""
+        (started,) = [call for call in self.calls if call[:2] == ("started", task)]
         assert self.calls.count(("finished", task)) == 1
         done = sum(call[2] for call in self.calls if call[:2] == ("advanced", task))
-        return begun[2], begun[3], done
+        return started[2], started[3], done
 
 
 @pytest.fixture(scope="module")

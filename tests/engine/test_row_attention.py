@@ -14,8 +14,13 @@ from sgljax_engine.attention import batch_invariant as ordered_attention
 from sgljax_engine.attention import contiguous as row_attention_module
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.attention.contiguous import row_attention, shared_keys
-from sgljax_engine.cache import contiguous_kv as kv_rows
-from sgljax_engine.cache.contiguous_kv import LayerRows, gather_rows, row_shapes, write_rows
+from sgljax_engine.cache import contiguous_kv as contiguous_kv
+from sgljax_engine.cache.contiguous_kv import (
+    LayerContiguousKV,
+    contiguous_shapes,
+    gather_rows,
+    write_rows,
+)
 from sgljax_engine.runner import memory_plan as memory
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference
@@ -33,7 +38,7 @@ FREE_BYTES = 1 << 26
 @pytest.fixture(params=[8, 16])
 def lanes(request, monkeypatch):
     """Vectors of every length that a CPU may have, whatever this one has."""
-    for module in (kv_rows, ordered_attention, row_attention_module):
+    for module in (contiguous_kv, ordered_attention, row_attention_module):
         monkeypatch.setattr(module, "LANES", request.param)
 
 
@@ -49,13 +54,13 @@ def lanes(request, monkeypatch):
     ],
 )
 def test_lanes_fill_a_vector(simd, expected):
-    assert kv_rows.lanes_for(simd) == expected
+    assert contiguous_kv.lanes_for(simd) == expected
 
 
 def poisoned_rows(num_rows, max_len, num_kv_heads, head_dim, dtype=np.float32):
     """Rows of NaN: using what no dispatch has written would show."""
-    shapes = row_shapes(num_rows, max_len, num_kv_heads, head_dim)
-    return LayerRows(*(jnp.full(shape, jnp.nan, dtype) for shape in shapes))
+    shapes = contiguous_shapes(num_rows, max_len, num_kv_heads, head_dim)
+    return LayerContiguousKV(*(jnp.full(shape, jnp.nan, dtype) for shape in shapes))
 
 
 def over_rows(max_len):
@@ -236,7 +241,9 @@ class TestEngine:
             page_size=4,
         ) as engine:
             outputs = engine.generate_requests(prompts, params)
-            assert bool(engine.get_internal_state().memory.kv_rows_bytes) == (backend == "xla_rows")
+            assert bool(engine.get_internal_state().memory.contiguous_kv_bytes) == (
+                backend == "xla_rows"
+            )
         return outputs
 
     def test_backends_agree(self):
@@ -250,7 +257,7 @@ class TestEngine:
         ("options", "message"),
         [
             ({"max_running_requests": 512}, r"'xla_rows' takes \d+ bytes for 512 rows of 256"),
-            ({}, rf"needs a head_dim that is a multiple of {kv_rows.LANES}, got 4"),
+            ({}, rf"needs a head_dim that is a multiple of {contiguous_kv.LANES}, got 4"),
         ],
     )
     def test_what_does_not_fit(self, monkeypatch, options, message):
@@ -266,8 +273,8 @@ class TestEngine:
         with pytest.raises(InvalidConfigError, match=message):
             Engine(attention_backend="xla_rows", **arguments)
         with Engine(**arguments) as engine:
-            assert engine.get_internal_state().memory.kv_rows_bytes == 0
-            assert engine._loop._core.runner.kv_rows == ()
+            assert engine.get_internal_state().memory.contiguous_kv_bytes == 0
+            assert engine._loop._core.runner.contiguous_kv == ()
 
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
@@ -282,7 +289,9 @@ class TestEngine:
             runner = engine._loop._core.runner
 
             def pointers():
-                return sorted(x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.kv_rows))
+                return sorted(
+                    x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.contiguous_kv)
+                )
 
             engine.generate_requests(random_prompts(3, 3, 9), params)
             before = pointers()

@@ -164,7 +164,7 @@ class TestPreservedState:
             calls = start_all(engine, PROMPTS)
             for cycle in range(3):
                 engine.sleep(preserve_state=preserve_state)
-                kept = engine._loop._core.sleeper._kept
+                kept = engine._loop._core.sleep_manager._kept
                 assert kept.weights is not None
                 for name in kept.weights:
                     pinned = kept.weights[name].pinned

@@ -169,7 +169,7 @@ class TestWakeUp:
             ("to_device", 2),
             ("to_device", 6),
             ("allocate_kv_pages", 1),
-            ("allocate_kv_rows", 1),
+            ("allocate_contiguous_kv", 1),
             ("run", 1),
             ("run", 4),
         ],

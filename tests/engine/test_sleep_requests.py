@@ -70,10 +70,10 @@ def expected(shared):
     return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
 
 
-def begin(ask, is_begun):
+def begin(ask, is_started):
     """Asks on another thread; returns once the engine has taken that up."""
     future = start(ask)
-    while not (is_begun() or future.done()):
+    while not (is_started() or future.done()):
         pass
     return future
 
@@ -276,7 +276,7 @@ class TestPauses:
         engine.wake_up()
         assert tokens_of(results(calls)) == expected
         engine.sleep()
-        engine.pause_generation("wait")  # nobody has begun
+        engine.pause_generation("wait")  # nobody has started
         engine.wake_up()
         engine.continue_generation()
 
@@ -378,7 +378,7 @@ class TestOtherCommands:
 
 def host_arrays(engine):
     """Weak references to all memory that an engine sleeps with."""
-    kept = engine._loop._core.sleeper._kept
+    kept = engine._loop._core.sleep_manager._kept
     assert kept.weights
     assert kept.pages.chunks
     copies = [

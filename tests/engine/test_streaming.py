@@ -24,7 +24,7 @@ from sgljax_engine import (
     InvalidRequestError,
     WeightSyncError,
 )
-from tests.engine.interrupts import update_in_flight, walk
+from tests.engine.interrupts import throttle, update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
 from tests.threads import LIMIT_S, held, start, wait_for
@@ -51,7 +51,7 @@ def make_engine(**options: Any) -> Engine:
 def one_step():
     """An engine that hands out every token by itself; its tokens are characters."""
     with make_engine() as engine:
-        yield walk(engine, stride_s=0.001)
+        yield throttle(engine, stride_s=0.001)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def assert_idle(engine):
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert state.cached_kv_tokens == 0
     assert state.available_kv_tokens == state.total_kv_tokens
-    assert not engine._loop._core.answers._waiting
+    assert not engine._loop._core.outputs._waiting
 
 
-def num_begun(engine):
+def num_started(engine):
     return engine.get_internal_state().counters.num_first_tokens
 
 
@@ -642,8 +642,8 @@ class TestAsync:
         async def main():
             task = asyncio.create_task(one_step.async_generate(**THREE))
             if is_running:
-                before = num_begun(one_step)
-                while num_begun(one_step) < before + 3:
+                before = num_started(one_step)
+                while num_started(one_step) < before + 3:
                     await asyncio.sleep(0.001)
             else:
                 with held(one_step):
@@ -964,7 +964,7 @@ class TestGarbage:
         gc.collect()
         assert threading.active_count() == threads
         assert len(jax.live_arrays()) <= arrays
-        assert not loop._core.answers._waiting
+        assert not loop._core.outputs._waiting
         assert loop._commands.empty()
         assert not [o for o in gc.get_objects() if type(o).__name__ == "TokenStream"]
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from sgljax_engine.layers.basic import (
-    NARROW,
+    SMALL_BATCH,
     Layout,
     linear,
-    narrow_linear,
     ordered_sum,
     rms_norm,
+    small_batch_linear,
 )
 from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
 
@@ -121,7 +121,7 @@ class TestOrderedSum:
 
     @pytest.mark.parametrize("size", [37, 48, 256])
     def test_order_depends_on_the_size_alone(self, size):
-        """Same bits in any company, along either axis, compiled or not."""
+        """Same bits whatever the batch, along either axis, compiled or not."""
         x = draw(300, size)
         whole = bits(jax.jit(ordered_sum, static_argnames="axis")(x, axis=1))
         for count in (1, 2, 17, 64):
@@ -142,13 +142,13 @@ class TestOrderedSum:
 
 
 @pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("num_tokens", [1, 16, NARROW])
+@pytest.mark.parametrize("num_tokens", [1, 16, SMALL_BATCH])
 def test_narrow_linear_is_linear(layout, num_tokens):
     x, weight = draw(num_tokens, 48), draw(48, 32, seed=1)
     expected = x.astype(np.float64) @ weight
     if layout is Layout.FEATURES_FIRST:
         x, weight, expected = x.T, weight.T, expected.T
-    for multiply in (linear, narrow_linear):
+    for multiply in (linear, small_batch_linear):
         out = jax.jit(multiply, static_argnames="layout")(x, weight, layout=layout)
         np.testing.assert_allclose(out, expected, atol=1e-4)
 

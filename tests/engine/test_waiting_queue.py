@@ -51,15 +51,15 @@ def test_any_order_of_changes(changes):
         assert len(queue) == len(expected)
         for key in range(3):
             twins = [r for r in expected if r.prompt_key == key and not r.output_ids]
-            assert queue.has_twin(make_request(-1, key)) == bool(twins)
+            assert queue.has_same_prompt(make_request(-1, key)) == bool(twins)
 
 
 def test_only_those_without_output_have_twins():
     queue = WaitingQueue()
     queue.append(make_request(0, key=5))
-    assert queue.has_twin(make_request(1, key=5))
-    assert not queue.has_twin(make_request(1, key=5, num_output=1))
-    assert not queue.has_twin(make_request(1, key=6))
+    assert queue.has_same_prompt(make_request(1, key=5))
+    assert not queue.has_same_prompt(make_request(1, key=5, num_output=1))
+    assert not queue.has_same_prompt(make_request(1, key=6))
 
 
 def test_removing_what_is_not_there_is_an_error():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineConfig, InvalidConfigError, ModelConfig, logical_rules
-from sgljax_engine.layers.basic import NARROW
+from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
@@ -76,11 +76,11 @@ def test_those_that_agree_do(config, dtype):
     """In batches of any size too, down to one token and to a single tile."""
     model = make_model(config, dtype)
     found = agreeing_widths(*model)
-    assert NARROW in found
+    assert SMALL_BATCH in found
     assert set(found) <= set(CANDIDATES)
     assert list(found) == sorted(found)
     ids = np.random.default_rng(1).integers(0, config.vocab_size, 300, dtype=np.int32)
-    expected = hidden_bits(model, ids, NARROW)
+    expected = hidden_bits(model, ids, SMALL_BATCH)
     for width in found:
         count = 1 if width < CANDIDATES[-1] else 200
         np.testing.assert_array_equal(hidden_bits(model, ids[:count], width), expected[:count])

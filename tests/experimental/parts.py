@@ -18,7 +18,7 @@ from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissin
 from sgljax_engine import EngineState
 from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, new_rollout, params_of, text_of
-from tests.engine.interrupts import walk
+from tests.engine.interrupts import throttle
 from tests.threads import LIMIT_S
 from tunix_sgljax.experimental import InProcessTransport, SglJaxSampler
 
@@ -88,7 +88,7 @@ async def wait_until(sampler: SglJaxSampler, holds: Callable[[EngineState], bool
 
 async def start_long(sampler: SglJaxSampler, **params: Any) -> asyncio.Task[Any]:
     """A request that has a token and many to come; the engine walks from now on."""
-    engine = walk(sampler._rollout.engine)
+    engine = throttle(sampler._rollout.engine)
     before = engine.get_internal_state().counters.num_first_tokens
     wanted = request(max_tokens=NUM_TOKENS, return_logprobs=True, **params)
     task = asyncio.create_task(sampler.sample(wanted))

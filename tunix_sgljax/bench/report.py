@@ -105,7 +105,7 @@ def _row(measurement: Measurement) -> list[str]:
         _spread(measurement.latency_s),
         f"{measurement.start_s:.1f}",
         f"{measurement.compile_s:.1f}",
-        f"{(memory.kv_bytes + memory.kv_rows_bytes) / 1e6:.1f}",
+        f"{(memory.kv_bytes + memory.contiguous_kv_bytes) / 1e6:.1f}",
     ]
     against = measurement.against
     if against is not None:

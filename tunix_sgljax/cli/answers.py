@@ -169,7 +169,7 @@ class Summary:
     """Counts answers; the clock starts when it is made."""
 
     def __init__(self) -> None:
-        self.num_refused = self.num_not_begun = 0
+        self.num_refused = self.num_not_started = 0
         self._start = time.perf_counter()
         self._num_tokens: list[int] = []
         self._first_token_s: list[float] = []
@@ -198,7 +198,7 @@ class Summary:
             parts.append(f"{state.num_compiles} programs compiled in {state.compile_s:.1f} s")
         if self._num_aborted:
             parts.append(f"{self._num_aborted} cut short")
-        for count, what in ((self.num_refused, "refused"), (self.num_not_begun, "not begun")):
+        for count, what in ((self.num_refused, "refused"), (self.num_not_started, "not started")):
             if count:
                 parts.append(f"{count} {what}")
         return "; ".join(parts)

@@ -98,8 +98,8 @@ def _describe_preview(facts: Facts) -> list[str]:
             "says",
             f"  max_model_len: {preview.max_model_len} tokens",
         ]
-        if memory.kv_rows_bytes:
-            lines.append(f"  copies of rows for decode: {_gb(memory.kv_rows_bytes)}")
+        if memory.contiguous_kv_bytes:
+            lines.append(f"  copies of rows for decode: {_gb(memory.contiguous_kv_bytes)}")
     elif preview.problem is not None:
         lines.append(f"  but it does not fit: {preview.problem}")
     return lines

@@ -181,7 +181,7 @@ async def generate_all(
 
     async def answer(index: int, prompt: Prompt) -> None:
         if current().is_interrupted:
-            summary.num_not_begun += 1
+            summary.num_not_started += 1
             return
         try:
             outputs = await job.engine.async_generate(**job.request(prompt))

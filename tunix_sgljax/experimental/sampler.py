@@ -42,7 +42,7 @@ class SglJaxSampler:
     """A `tunix.experimental.rollout.sampler.Sampler` over a SglJaxRollout.
 
     A weight sync is a round of phases. `bind_weight_sync` and `get_weight_sync_metadata` run while
-    requests are served. `pre_weight_sync` closes admission, treats requests that have begun as the
+    requests are served. `pre_weight_sync` closes admission, treats started requests as the
     rollout's `weight_update_mode` says (retract, wait or abort) and frees the KV cache, prefix
     cache included; requests that come wait. `weight_sync` stages the weights that arrived beside
     the serving ones, which it does not touch. `post_weight_sync` publishes them, all or none, and

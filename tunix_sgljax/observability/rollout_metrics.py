@@ -171,7 +171,7 @@ class RolloutMetrics:
         """A weight sync has ended, and with it a step; Tunix counts it after this."""
         before, self._before = self._before, self._observers.totals()
         # Not `buffer_metrics`, which puts them into the newest step's buffer: agentic learners
-        # have begun the next step by now.
+        # have started the next step by now.
         self._cluster.buffer_metrics_async(
             {
                 f"{PREFIX}/{name}": (value, METRICS[name].reduce)

@@ -158,7 +158,7 @@ SGLANG_JAX_FIELDS = _table(
         "enable_deterministic_sampling",
         "mapped",
         "enable_deterministic_sampling",
-        "the same bits in any company ([Deterministic sampling](determinism.md))",
+        "the same bits whatever the batch ([Deterministic sampling](determinism.md))",
     ),
     (
         "use_sort_for_toppk_minp",

@@ -159,7 +159,8 @@ def add_keys(
     def body(carry: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
         chunk, state = carry
         # What a branch returns is in memory. Else the scores would be fused into each of their two
-        # uses: twice the work. That the condition holds in every turn is not seen by the compiler.
+        # uses: twice the work. That the condition holds in every iteration is not seen by the
+        # compiler.
         found = lax.cond(chunk < end, scores, no_scores, chunk)
         peak = jnp.maximum(state.peak, jnp.max(found, axis=(-2, -1)))
         # Without lanes: LLVM would vectorise over their groups, and gather what lies side by side.
@@ -202,7 +203,8 @@ class _PagedKeys(NamedTuple):
 
     def keys(self, chunk: jax.Array) -> Parts:
         """See `KeySource`."""
-        # Turned, so that a channel's keys lie together. Made before it is used, not at each use.
+        # Transposed, so that a channel's keys lie together. Made before it is used, not at each
+        # use.
         loaded = lax.optimization_barrier(self._load(self.layer.k, chunk).swapaxes(-2, -1))
         shaped = loaded.reshape(*loaded.shape[:-1], CHUNK // LANES, LANES)
         return lambda channel: shaped[:, None, :, None, channel].astype(jnp.float32)

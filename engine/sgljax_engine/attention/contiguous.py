@@ -1,4 +1,4 @@
-"""Decode attention over `LayerRows`, the CPU backend.
+"""Decode attention over `LayerContiguousKV`, the CPU backend.
 
 Products of queries and keys are written out term by term, not as a dot: XLA then fuses the slices
 of the cache into the arithmetic, reads them where they lie and vectorises over keys (over head
@@ -24,7 +24,13 @@ from jax import lax
 
 from sgljax_engine.attention.base import AttentionOptions, map_tiles
 from sgljax_engine.attention.batch_invariant import Parts, Softmax, add_keys, first_keys
-from sgljax_engine.cache.contiguous_kv import CHUNK, LANES, ROW_TILE, SHARING_UNIT, LayerRows
+from sgljax_engine.cache.contiguous_kv import (
+    CHUNK,
+    LANES,
+    ROW_TILE,
+    SHARING_UNIT,
+    LayerContiguousKV,
+)
 
 
 def shared_keys(page_table_BP: jax.Array, kv_lens_B: jax.Array, page_size: int) -> jax.Array:
@@ -57,7 +63,7 @@ def shared_keys(page_table_BP: jax.Array, kv_lens_B: jax.Array, page_size: int) 
 
 def row_attention(
     q_BDh: jax.Array,
-    rows: LayerRows,
+    rows: LayerContiguousKV,
     kv_lens_B: jax.Array,
     shared_B: jax.Array,
     options: AttentionOptions,
@@ -106,7 +112,7 @@ def row_attention(
 class _Tile(NamedTuple):
     """`size` rows of the cache from `start` on."""
 
-    rows: LayerRows
+    rows: LayerContiguousKV
     start: jax.Array
     size: int
 

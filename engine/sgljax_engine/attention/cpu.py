@@ -1,7 +1,7 @@
-"""Layers by machine code of our own, on one CPU, in float32; see `sgljax_engine.kernels.cpu`.
+"""JIT-compiled CPU kernels: one CPU, float32; see `sgljax_engine.kernels.cpu`.
 
-Operations have features first. What comes tokens first was turned just before, where activations
-are features first too: XLA then leaves both turns out.
+Operations have features first. What comes tokens first was transposed just before, where
+activations are features first too: XLA then leaves both transposes out.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ So a decode dispatch copies them once, before its first step, into arrays in whi
 lie in order, and its steps read slices of those in place. New tokens are written to both.
 
 The arrays are allocated once, donated to every decode dispatch and handed back. A dispatch of the
-same requests goes on with what the last one left (`runner.kept_rows`); others copy everything.
+same requests goes on with what the last one left (`runner.contiguous_slots`); others copy
+everything.
 
 Shape legend: B rows of a dispatch, K kv heads, h head dim, P pages of a row, L lanes.
 """
@@ -53,7 +54,7 @@ With more, groups of samples, which lose rows as these finish, would fill fewer 
 """
 
 
-class LayerRows(NamedTuple):
+class LayerContiguousKV(NamedTuple):
     """One layer's keys and values by row. The dtype is that of the pages.
 
     Shape:
@@ -65,7 +66,7 @@ class LayerRows(NamedTuple):
     v: jax.Array
 
 
-KVRows = tuple[LayerRows, ...]
+ContiguousKV = tuple[LayerContiguousKV, ...]
 """All layers; empty for attention backends that read pages."""
 
 
@@ -73,17 +74,19 @@ class PagedRows(NamedTuple):
     """Both forms of one layer's cache, for a decode dispatch."""
 
     pages: LayerKV
-    rows: LayerRows
+    rows: LayerContiguousKV
 
 
-class RowShapes(NamedTuple):
-    """Shapes of one layer's `LayerRows`."""
+class ContiguousShapes(NamedTuple):
+    """Shapes of one layer's `LayerContiguousKV`."""
 
     k: tuple[int, ...]
     v: tuple[int, ...]
 
 
-def row_shapes(num_rows: int, max_len: int, num_kv_heads: int, head_dim: int) -> RowShapes:
+def contiguous_shapes(
+    num_rows: int, max_len: int, num_kv_heads: int, head_dim: int
+) -> ContiguousShapes:
     """Shapes of k and v for so many rows of at most `max_len` tokens.
 
     Rows are rounded up to whole tiles, and tokens to whole chunks. `head_dim` must be a multiple of
@@ -91,35 +94,35 @@ def row_shapes(num_rows: int, max_len: int, num_kv_heads: int, head_dim: int) ->
     """
     tile = min(num_rows, ROW_TILE)
     lead = (-(-max_len // CHUNK), -(-num_rows // tile) * tile, num_kv_heads)
-    return RowShapes(
+    return ContiguousShapes(
         k=(*lead, CHUNK // LANES, head_dim, LANES), v=(*lead, head_dim // LANES, CHUNK, LANES)
     )
 
 
-def allocate_kv_rows(
-    shapes: RowShapes,
+def allocate_contiguous_kv(
+    shapes: ContiguousShapes,
     *,
     num_layers: int,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding,
-) -> KVRows:
+) -> ContiguousKV:
     """Allocates the arrays of all layers on the sharding's devices. Engine thread only."""
     k, v = (zeros_program(shape, dtype, sharding) for shape in shapes)
-    return tuple(LayerRows(k(), v()) for _ in range(num_layers))
+    return tuple(LayerContiguousKV(k(), v()) for _ in range(num_layers))
 
 
 def gather_rows(
-    kv_rows: KVRows,
+    contiguous_kv: ContiguousKV,
     kv: KVPages,
     page_table_BP: jax.Array,
     kv_lens_B: jax.Array,
     end: jax.Array,
     num_ready: jax.Array,
-) -> KVRows:
+) -> ContiguousKV:
     """Copies the keys and values of a dispatch's rows out of their pages.
 
     Args:
-        kv_rows: Rows from B on stay as they are. Donate it.
+        contiguous_kv: Rows from B on stay as they are. Donate it.
         kv: The pages.
         page_table_BP: [B, P] int32.
         kv_lens_B: [B] int32, tokens in the pages; what lies behind them becomes 0.
@@ -127,13 +130,13 @@ def gather_rows(
         num_ready: Scalar int32; so many chunks are already, and stay as they are.
     """
 
-    def body(chunk: jax.Array, kv_rows: KVRows) -> KVRows:
+    def body(chunk: jax.Array, contiguous_kv: ContiguousKV) -> ContiguousKV:
         return tuple(
             _gather_chunk(rows, layer, page_table_BP, kv_lens_B, chunk)
-            for rows, layer in zip(kv_rows, kv, strict=True)
+            for rows, layer in zip(contiguous_kv, kv, strict=True)
         )
 
-    return lax.fori_loop(num_ready, (end + CHUNK - 1) // CHUNK, body, kv_rows)
+    return lax.fori_loop(num_ready, (end + CHUNK - 1) // CHUNK, body, contiguous_kv)
 
 
 def load_chunk(
@@ -160,34 +163,38 @@ def load_chunk(
 
 
 def _gather_chunk(
-    rows: LayerRows,
+    rows: LayerContiguousKV,
     layer: LayerKV,
     page_table_BP: jax.Array,
     kv_lens_B: jax.Array,
     chunk: jax.Array,
-) -> LayerRows:
+) -> LayerContiguousKV:
     k, v = (load_chunk(pages, page_table_BP, kv_lens_B, chunk) for pages in layer)
     lead = k.shape[:2]
     k = k.reshape(*lead, CHUNK // LANES, LANES, -1).swapaxes(-2, -1)
     v = v.reshape(*lead, CHUNK, -1, LANES).swapaxes(-3, -2)
     # Of one type, also where Python's integers become 64-bit ones.
     place = (chunk, *[np.int32(0)] * 5)
-    return LayerRows(
+    return LayerContiguousKV(
         lax.dynamic_update_slice(rows.k, k[None], place),
         lax.dynamic_update_slice(rows.v, v[None], place),
     )
 
 
 def write_rows(
-    rows: LayerRows, k: jax.Array, v: jax.Array, positions_B: jax.Array, is_used_B: jax.Array
-) -> LayerRows:
+    rows: LayerContiguousKV,
+    k: jax.Array,
+    v: jax.Array,
+    positions_B: jax.Array,
+    is_used_B: jax.Array,
+) -> LayerContiguousKV:
     """Writes one token's K and V [B, K, h] to each row that is used, at its position [B]."""
     num_chunks = rows.k.shape[0]
     chunk = jnp.where(is_used_B, positions_B // CHUNK, num_chunks)
     row = jnp.arange(positions_B.shape[0], dtype=jnp.int32)
     key = positions_B % CHUNK
     lanes = v.reshape(*v.shape[:2], -1, LANES)
-    return LayerRows(
+    return LayerContiguousKV(
         rows.k.at[chunk, row, :, key // LANES, :, key % LANES].set(k, mode="drop"),
         rows.v.at[chunk, row, :, :, key].set(lanes, mode="drop"),
     )

@@ -22,7 +22,7 @@ class AdapterJob(NamedTuple):
     Attributes:
         name: Of the adapter.
         load: Reads the source; called on the worker's thread.
-        mode: What becomes of requests that have begun with an adapter of this name.
+        mode: What becomes of requests that have started with an adapter of this name.
         flush_cache: See `commands.SwapWeights`.
         check_finite: Refuse pairs that hold NaN or infinity.
         future: Gets the new weight version.
@@ -45,7 +45,7 @@ class CompareJob(NamedTuple):
 
 
 class AdapterLoader:
-    """Loads adapters, on the thread of a `Worker`: that of the `Updater`."""
+    """Loads adapters, on the thread of a `Worker`: that of the `WeightUpdater`."""
 
     def __init__(
         self,

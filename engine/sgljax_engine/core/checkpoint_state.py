@@ -31,7 +31,8 @@ def take_snapshot(core: EngineCore, *, include_kv: bool) -> Snapshot:
     """Notes what belongs into a checkpoint; `copy_pages` takes the contents of KV pages."""
     weights = core.weights_digest
     if not core.runner.is_on_one_device:
-        weights.digest()  # see `weight_updates.Updater`: no other thread may start programs there
+        # No other thread may start programs there; see `weight_updates.WeightUpdater`.
+        weights.digest()
     return Snapshot(
         marks=_mark_requests(core),
         new_token_ratio=core.scheduler.policy.new_token_ratio,
@@ -45,7 +46,7 @@ def _mark_requests(core: EngineCore) -> list[RequestMark]:
     unfinished = core.scheduler.requests()
     return [
         *(_mark(request, None) for request in unfinished),
-        *(_mark(request, error) for request, error in core.calls.finished()),
+        *(_mark(request, error) for request, error in core.groups.finished()),
     ]
 
 
@@ -78,7 +79,7 @@ def copy_pages(core: EngineCore, stamps: Sequence[PageStamp]) -> CopiedPages:
     if core.runner.is_kv_allocated:
         count = min(count, core.runner.pages_per_copy)
     pages = [stamp.page for stamp in stamps[:count] if core.pool.is_unchanged(stamp)]
-    contents = core.sleeper.copy_pages(pages) if pages else None
+    contents = core.sleep_manager.copy_pages(pages) if pages else None
     return CopiedPages(count, [] if contents is None else pages, contents)
 
 
@@ -87,10 +88,10 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
 
     Raises:
         EngineStateError: when requests are refused.
-        CheckpointError: when an id is in use; see `Calls.has_name`.
+        CheckpointError: when an id is in use; see `RequestGroups.has_name`.
     """
     names = (n for each in restoration.requests for n in (each.request.rid, each.request.group))
-    taken = [name for name in dict.fromkeys(names) if core.calls.has_name(name)]
+    taken = [name for name in dict.fromkeys(names) if core.groups.has_name(name)]
     if taken:
         raise CheckpointError(
             f"the checkpoint has ids of requests that are not all answered: {taken[:10]}; "
@@ -126,11 +127,11 @@ def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
         )
         return
     saved = {name: getattr(prefix, name) for name in core.runner.kv_geometry}
-    if "kv_cache" in core.sleeper.asleep or saved != core.runner.kv_geometry:
+    if "kv_cache" in core.sleep_manager.asleep or saved != core.runner.kv_geometry:
         logger.warning(
             "the checkpoint's KV pages (%s) are left out: this engine has %s",
             saved,
-            "none, since it sleeps" if core.sleeper.asleep else core.runner.kv_geometry,
+            "none, since it sleeps" if core.sleep_manager.asleep else core.runner.kv_geometry,
         )
         return
     try:
@@ -159,7 +160,7 @@ def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
             calls.setdefault(each.call, []).append(each)
     for call in calls.values():
         errors = {each.request.rid: each.error for each in call if each.error is not None}
-        core.calls.add([each.request for each in call], errors)
+        core.groups.add([each.request for each in call], errors)
     accepted = {each.request.rid for call in calls.values() for each in call}
     for each in restored:  # not call by call: the order of the queues counts
         request = each.request
@@ -167,9 +168,9 @@ def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
             continue
         if each.is_unfinished:
             request.num_retractions += each.had_pages
-            core.answers.add(request, each.answer)
+            core.outputs.add(request, each.answer)
             core.scheduler.add(request)
             core.counters.num_requests += 1
         else:
             error = None if each.error is None else EngineStepError(each.error)
-            core.answers.answer_finished(request, each.answer, error)
+            core.outputs.answer_finished(request, each.answer, error)

@@ -49,7 +49,7 @@ class SaveJob(NamedTuple):
     future: Future[SaveReport]
 
 
-class Saver:
+class CheckpointWriter:
     """Writes checkpoints, on the thread of a `Worker`."""
 
     def __init__(self, model: ModelConfig, submit: Callable[[cmd.Command], None]) -> None:

@@ -126,7 +126,7 @@ class SwapWeights:
 
     Attributes:
         build: Makes them, or hands over those that were made already.
-        mode: What becomes of requests that have begun.
+        mode: What becomes of requests that have started.
         flush_cache: Refuse if keys and values of the old weights would be used on.
         future: Of the answer.
     """

@@ -12,9 +12,9 @@ import jax
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapters import AdapterRegistry
-from sgljax_engine.core.request_groups import Calls
-from sgljax_engine.core.sleep import Sleeper
-from sgljax_engine.core.stats import Books, DispatchTimes
+from sgljax_engine.core.request_groups import RequestGroups
+from sgljax_engine.core.sleep import SleepManager
+from sgljax_engine.core.stats import DispatchTimes, Stats
 from sgljax_engine.errors import (
     CompileForbiddenError,
     EngineError,
@@ -29,7 +29,7 @@ from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, PauseMode, 
 from sgljax_engine.observability.metrics import EngineState, MemoryReport
 from sgljax_engine.observability.trace import ENGINE_TRACK, Recorder
 from sgljax_engine.processing.detokenizer import Answer, Detokenizer, reject
-from sgljax_engine.processing.output_processor import Answers
+from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.runner.host_arrays import to_device
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.scheduler.scheduler import Scheduler
@@ -52,9 +52,9 @@ class EngineCore:
 
     Attributes:
         weight_version: Of the weights that serve. Any thread may read it.
-        scheduler, pool, runner, sleeper, detokenizer, answers, calls: The parts. Any thread may
-            read `sleeper.asleep`.
-        counters, books: Totals; and who keeps them.
+        scheduler, pool, runner, sleep_manager, detokenizer, outputs, groups: The parts. Any
+            thread may read `sleep_manager.asleep`.
+        counters, stats: Totals; and who keeps them.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class EngineCore:
         self.scheduler = scheduler
         self.pool = pool
         self.runner = runner
-        self.sleeper = Sleeper(runner, pool)
-        self.books = Books(scheduler, pool, recorder)
-        self.counters = self.books.counters
+        self.sleep_manager = SleepManager(runner, pool)
+        self.stats = Stats(scheduler, pool, recorder)
+        self.counters = self.stats.counters
         self._memory = memory
         self.detokenizer = detokenizer
-        self.answers = Answers(detokenizer)
-        self.calls = Calls()
+        self.outputs = OutputProcessor(detokenizer)
+        self.groups = RequestGroups()
         self._weights_problem: str | None = None
         self._digest: tuple[int, WeightsDigest] | None = None
         self._num_decodes = 0
@@ -100,7 +100,7 @@ class EngineCore:
     def add(self, requests: list[Request], answers: list[Answer]) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
         names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
-        taken = [name for name in names if self.calls.has_name(name)]
+        taken = [name for name in names if self.groups.has_name(name)]
         if not taken and len({request.rid for request in requests}) < len(requests):
             taken = list(names)  # an id that looks like one of another prompt's samples
         accepted: list[Request] = []
@@ -115,10 +115,10 @@ class EngineCore:
                 reject(answer.future, error)
                 continue
             accepted.append(request)
-            self.answers.add(request, answer)
+            self.outputs.add(request, answer)
             self.scheduler.add(request)
             self.counters.num_requests += 1
-        self.calls.add(accepted)
+        self.groups.add(accepted)
 
     def find(self, name: str) -> list[Request]:
         """The unfinished requests of an id: of one request, or of a prompt's samples."""
@@ -138,16 +138,16 @@ class EngineCore:
     def fail_all(self, error: EngineError) -> None:
         """Ends all requests with copies of an error."""
         for request in self.scheduler.requests():
-            self.answers.fail(request, type(error)(str(error)))
+            self.outputs.fail(request, type(error)(str(error)))
             self.end([request], FinishReason("error", message=str(error)))
 
     def retract_all(self, adapter: int | None = None) -> None:
         """Sends running requests, all or an adapter's, back to the queue, without their pages."""
         for request in [r for r in self.scheduler.running if adapter in (None, r.adapter)]:
             self.scheduler.retract(request)
-            self.books.retracted([request])
+            self.stats.retracted([request])
 
-    def disturb(self, mode: PauseMode, adapter: int | None = None) -> None:
+    def apply_pause_mode(self, mode: PauseMode, adapter: int | None = None) -> None:
         """Does to the requests what a pause, or an update, of this mode does.
 
         Args:
@@ -172,9 +172,10 @@ class EngineCore:
             running_rids=tuple(r.rid for r in scheduler.running),
             waiting_rids=tuple(r.rid for r in scheduler.waiting),
             pause_mode=pause_mode,
-            asleep=self.sleeper.asleep,
-            host_bytes=self.sleeper.host_bytes,
-            has_weights="weights" not in self.sleeper.asleep and self._weights_problem is None,
+            asleep=self.sleep_manager.asleep,
+            host_bytes=self.sleep_manager.host_bytes,
+            has_weights="weights" not in self.sleep_manager.asleep
+            and self._weights_problem is None,
             available_kv_tokens=self.pool.num_available * size,
             cached_kv_tokens=self.pool.num_cached * size,
             total_kv_tokens=self.pool.num_pages * size,
@@ -186,7 +187,7 @@ class EngineCore:
             num_compiles=self.runner.programs.num_compiles,
             compile_s=self.runner.programs.compile_s,
             memory=self._memory,
-            counters=self.books.totals(),
+            counters=self.stats.totals(),
         )
 
     def flush_cache(self) -> FlushCacheReqOutput:
@@ -217,7 +218,7 @@ class EngineCore:
 
     def sleep(self, command: cmd.Sleep) -> int:
         """Gives the devices' memory back; returns its bytes. What fails changes nothing."""
-        if self.sleeper.asleep == SLEEP_TAGS:
+        if self.sleep_manager.asleep == SLEEP_TAGS:
             logger.warning("sleep: the engine sleeps already; nothing was changed")
             return 0
         started = time.perf_counter()
@@ -229,44 +230,44 @@ class EngineCore:
                 "before, or sleep with level=1"
             )
         self.runner.wait()
-        kept = self.sleeper.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
-        if not keeps_all and "kv_cache" not in self.sleeper.asleep:
+        kept = self.sleep_manager.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
+        if not keeps_all and "kv_cache" not in self.sleep_manager.asleep:
             self.retract_all()
             self.pool.reset_cache()
         if self._digest is not None and not self._digest[1].is_made:
             self._digest = None  # it would keep the weights
-        num_bytes = self.sleeper.sleep(kept, refuses_requests=command.refuse_requests)
+        num_bytes = self.sleep_manager.sleep(kept, refuses_requests=command.refuse_requests)
         self.counters.num_sleeps += 1
         self.counters.sleep_s += time.perf_counter() - started
-        self.books.recorder.begin("asleep", {"level": command.level})
+        self.stats.recorder.begin("asleep", {"level": command.level})
         return num_bytes
 
     def wake_up(self, tags: Sequence[SleepTag]) -> int:
         """Takes the memory of those tags that sleep; returns its bytes. What fails sleeps on."""
-        asleep: list[SleepTag] = [tag for tag in self.sleeper.asleep if tag in tags]
+        asleep: list[SleepTag] = [tag for tag in self.sleep_manager.asleep if tag in tags]
         if not asleep:
             logger.warning("wake_up: %s is awake; nothing was changed", list(tags))
             return 0
         started = time.perf_counter()
-        num_bytes = self.sleeper.wake_up(asleep)
-        if not self.runner.weights and "weights" not in self.sleeper.asleep:
+        num_bytes = self.sleep_manager.wake_up(asleep)
+        if not self.runner.weights and "weights" not in self.sleep_manager.asleep:
             # Not if a failed update lost them before.
             self._weights_problem = self._weights_problem or "sleep(level=2) gave them up"
             logger.warning("wake_up: the engine has no weights until update_weights succeeds")
         self.counters.wake_s += time.perf_counter() - started
-        if not self.sleeper.asleep:
-            self.books.recorder.end("asleep")
+        if not self.sleep_manager.asleep:
+            self.stats.recorder.end("asleep")
         return num_bytes
 
     @property
     def holds_weights(self) -> bool:
         """Whether there are weights, on the devices or on the host."""
-        return bool(self.runner.weights) or self.sleeper.keeps_weights
+        return bool(self.runner.weights) or self.sleep_manager.keeps_weights
 
     @property
     def can_run(self) -> bool:
         """Whether weights and pages are there, or can be."""
-        return not self.sleeper.asleep and self._weights_problem is None
+        return not self.sleep_manager.asleep and self._weights_problem is None
 
     def warmup(self, command: cmd.Warmup) -> int:
         """Compiles and runs all buckets; returns how many were new."""
@@ -307,16 +308,16 @@ class EngineCore:
             else:
                 self.runner.swap_weights(self._with_adapters(command.build(self.runner.weights)))
         except WeightsLostError as error:
-            if self.sleeper.keeps_weights:  # on the host, where nothing was taken apart
+            if self.sleep_manager.keeps_weights:  # on the host, where nothing was taken apart
                 raise WeightSyncError(str(error)) from error
             self._weights_problem = str(error)
             self.runner.swap_weights({})
             self.adapters.clear()
             self.fail_all(EngineStateError(self._weights_problem))
             raise
-        self.sleeper.weights_came()
-        if not self.sleeper.asleep:
-            self.books.recorder.end("asleep")
+        self.sleep_manager.weights_came()
+        if not self.sleep_manager.asleep:
+            self.stats.recorder.end("asleep")
         self.weight_version += 1
         self._digest = None
         self._weights_problem = None
@@ -324,9 +325,9 @@ class EngineCore:
         self.counters.num_weight_updates += 1
         ended = time.perf_counter()
         self.counters.update_s += ended - started
-        if self.books.recorder.is_on:
+        if self.stats.recorder.is_on:
             args = {"weight_version": self.weight_version, "mode": command.mode}
-            self.books.recorder.slice(ENGINE_TRACK, "swap weights", started, ended, args)
+            self.stats.recorder.slice(ENGINE_TRACK, "swap weights", started, ended, args)
         return self.weight_version
 
     def _forget_computed(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
@@ -343,7 +344,7 @@ class EngineCore:
         else:
             slot = None
             self.pool.reset_cache()
-        self.disturb(mode, slot)
+        self.apply_pause_mode(mode, slot)
         for request in self.scheduler.waiting:
             if not request.output_ids and slot in (None, request.adapter):
                 request.prompt_logprobs = None  # scored when it starts again
@@ -376,7 +377,7 @@ class EngineCore:
 
     def _serving_slots(self) -> dict[str, jax.Array]:
         """The adapters' A and B on the devices, where weights that sleep have them on the host."""
-        return slots_of(self.runner.weights) or to_device(slots_of(self.sleeper.kept_weights))
+        return slots_of(self.runner.weights) or to_device(slots_of(self.sleep_manager.kept_weights))
 
     def unload_adapter(self, name: str) -> None:
         """Gives an adapter's slot back.
@@ -401,7 +402,7 @@ class EngineCore:
         if self._digest is None or self._digest[0] != self.weight_version:
             if not self.holds_weights:
                 return WeightsDigest(None)
-            asleep = self.sleeper.kept_weights
+            asleep = self.sleep_manager.kept_weights
             digest = WeightsDigest(self.runner.checksum_weights(asleep))
             self._digest = (self.weight_version, digest)
         return self._digest[1]
@@ -415,9 +416,9 @@ class EngineCore:
 
     def check_awake(self) -> None:
         """Raises EngineStateError while the engine sleeps, and when it has lost its weights."""
-        if self.sleeper.asleep:
+        if self.sleep_manager.asleep:
             raise EngineStateError(
-                f"the engine sleeps ({list(self.sleeper.asleep)}); wake_up first"
+                f"the engine sleeps ({list(self.sleep_manager.asleep)}); wake_up first"
             )
         self._check_weights()
 
@@ -426,9 +427,9 @@ class EngineCore:
 
         Requests that come while the engine sleeps wait, unless `sleep` was told otherwise.
         """
-        if self.sleeper.refuses_requests:
+        if self.sleep_manager.refuses_requests:
             self.check_awake()
-        if "weights" not in self.sleeper.asleep:
+        if "weights" not in self.sleep_manager.asleep:
             self._check_weights()
 
     def _check_weights(self) -> None:
@@ -440,9 +441,9 @@ class EngineCore:
     # ------------------------------------------------------------------ one dispatch
 
     def step(self) -> None:
-        """Schedules, dispatches and books one step; there must be work."""
+        """Schedules, dispatches and notes one step; there must be work."""
         output = self.scheduler.schedule()
-        self.books.retracted(output.retracted)
+        self.stats.retracted(output.retracted)
         if output.is_empty:
             raise EngineStepError("the scheduler has requests but nothing to run")
         try:
@@ -452,34 +453,34 @@ class EngineCore:
             return
         for request in _touched(output):
             request.num_cache_misses += step.num_cache_misses
-        self.books.stepped(output, step, times)
+        self.stats.stepped(output, step, times)
         self._num_decodes += bool(output.decode)
         for request in self.scheduler.update(output, step):
             self._deliver(request)
         for request in output.started:
-            failure = self.answers.failure(request)
+            failure = self.outputs.failure(request)
             if failure is not None:
                 self.end([request], FinishReason("error", message=str(failure)))
         for request in output.decode:
             if request.is_watched:
-                self.answers.has_tokens(request)
+                self.outputs.has_tokens(request)
 
     def _dispatch(self, output: SchedulerOutput) -> tuple[StepOutput, DispatchTimes]:
         compiles = self.runner.programs.num_compiles
         started = time.perf_counter()
         if any(request.logprob_options.start_len >= 0 for request in output.started):
-            self.answers.hand_over()  # scoring waits for the device, prompt by prompt
+            self.outputs.hand_over()  # scoring waits for the device, prompt by prompt
             self._score_prompts(output.started)
         scored = time.perf_counter()
         if output.prefill:
             self.runner.prefill(output.prefill)
         if output.copies:
             self.runner.copy_pages(output.copies)
-        if self.books.recorder.is_on and output.decode:
+        if self.stats.recorder.is_on and output.decode:
             self.runner.check_kv()  # else the prefill's time on the device would be the decode's
         prefilled = time.perf_counter()
         pending = self.runner.decode(output) if output.decode else None
-        self.answers.hand_over()
+        self.outputs.hand_over()
         if pending is None:
             # Prefills that queue up on the device could not be paused.
             self.runner.check_kv()
@@ -506,30 +507,30 @@ class EngineCore:
                 forget_locals(error)
                 failure = EngineStepError(f"scoring the prompt of {request.rid} failed: {error!r}")
                 failure.__cause__ = error
-                self.answers.fail(request, failure)
+                self.outputs.fail(request, failure)
 
     def _deliver(self, request: Request) -> None:
         now_s = time.perf_counter()
-        self.calls.finish(request, self.answers.failure(request))
+        self.groups.finish(request, self.outputs.failure(request))
         self.counters.num_finished += 1
         self.counters.e2e_latency_s += now_s - request.arrival_s
         self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"
-        self.answers.finished(request, now_s)
+        self.outputs.finished(request, now_s)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that the step touched; others keep going."""
         logger.exception("a device step failed")
         forget_locals(error)
-        self.answers.hand_over()  # what was produced before, while the requests are not ended
+        self.outputs.hand_over()  # what was produced before, while the requests are not ended
         self.counters.num_failed_steps += 1
         # Pages may lack what the step was to write: after this none of them is kept.
         self.pool.reset_cache()
         for request in _touched(output):
             failure = EngineStepError(f"request {request.rid} failed in a device step: {error!r}")
             failure.__cause__ = error
-            self.answers.fail(request, failure)
+            self.outputs.fail(request, failure)
             self.end([request], FinishReason("error", message=repr(error)))
-        self.answers.hand_over()
+        self.outputs.hand_over()
         # A step that failed after it took the donated pages took everybody's keys and values.
         if self.runner.recover_kv():
             self.retract_all()
@@ -538,10 +539,10 @@ class EngineCore:
 
     def close(self, make_error: Callable[[], EngineError]) -> None:
         """Answers what is finished, refuses the rest with errors of its own, frees all memory."""
-        self.answers.close(make_error)
+        self.outputs.close(make_error)
         for request in self.scheduler.requests():
             request.status = RequestStatus.FINISHED
-        self.sleeper.release()
+        self.sleep_manager.release()
         self._digest = None
         self.runner.release()
 

@@ -24,10 +24,10 @@ from sgljax_engine.core.adapter_loading import AdapterLoader
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.background import Worker
 from sgljax_engine.core.checkpoint_state import copy_pages, restore, take_snapshot
-from sgljax_engine.core.checkpoint_writer import SaveJob, Saver
+from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
-from sgljax_engine.core.weight_updates import Updater
+from sgljax_engine.core.weight_updates import WeightUpdater
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, forget_locals
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.metrics import MemoryReport
@@ -101,16 +101,19 @@ class EngineLoop:
             recorder=self.recorder,
             adapters=adapters,
         )
-        updater = Updater(weight_maker, served, self.submit, self._check_open, self.recorder)
+        weight_updater = WeightUpdater(
+            weight_maker, served, self.submit, self._check_open, self.recorder
+        )
         loader = AdapterLoader(slots, weight_maker.targets, self.submit, self._check_open)
         self._stager = Stager(weight_maker, served, self.submit, self._check_open)
         self._updates = Worker(
-            functools.partial(do_weight_job, updater, loader, self._stager), f"{name}-updates"
+            functools.partial(do_weight_job, weight_updater, loader, self._stager),
+            f"{name}-updates",
         )
-        saver = Saver(runner.model_config, self.submit)
-        self._saves = Worker(saver.save, f"{name}-checkpoints")
+        checkpoint_writer = CheckpointWriter(runner.model_config, self.submit)
+        self._saves = Worker(checkpoint_writer.save, f"{name}-checkpoints")
         self._pause: PauseMode | None = None
-        # What is answered once no request is left that has begun.
+        # What is answered once no request is left that has started.
         self._quiet_futures: list[Future[None]] = []
         self._waiting_swap: cmd.SwapWeights | cmd.SwapAdapter | None = None
         self._is_step_due = False
@@ -135,7 +138,7 @@ class EngineLoop:
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache sleep."""
-        return bool(self._core.sleeper.asleep)
+        return bool(self._core.sleep_manager.asleep)
 
     @property
     def progress(self) -> EngineProgress:
@@ -223,7 +226,7 @@ class EngineLoop:
         while True:
             self._settle()
             if not self._can_step:
-                self._core.answers.hand_over()
+                self._core.outputs.hand_over()
             try:
                 # Kept in no variable: a command that was handled must not keep its arrays alive.
                 go_on = self._handle(self._commands.get(block=not self._can_step))
@@ -239,7 +242,7 @@ class EngineLoop:
         name, began = type(command).__name__, time.perf_counter()
         self._is_step_due = isinstance(command, cmd.CopyPages)
         try:
-            self._core.answers.hand_over()
+            self._core.outputs.hand_over()
             if isinstance(command, cmd.Shutdown):
                 return False
             if isinstance(command, cmd.AddRequests):
@@ -314,15 +317,15 @@ class EngineLoop:
     def _pause_generation(self, mode: PauseMode, future: Future[None]) -> None:
         """Pauses; the last call's mode holds. "wait" is answered by `_settle`."""
         core = self._core
-        core.books.paused(mode)
+        core.stats.paused(mode)
         self._pause = mode
         if mode == "wait":
             self._quiet_futures.append(future)
             self._refuse_if_held()
             self._set_admission()
             return
-        core.disturb(mode)
-        core.answers.hand_over()
+        core.apply_pause_mode(mode)
+        core.outputs.hand_over()
         core.runner.wait()
         self._refuse_if_held()
         self._set_admission()
@@ -337,17 +340,17 @@ class EngineLoop:
     def _refuse_if_held(self) -> None:
         """Answers all that waits for requests to finish, if they cannot. See `_settle` else."""
         core = self._core
-        if not core.scheduler.num_begun or not self._is_held:
+        if not core.scheduler.num_started or not self._is_held:
             return
         holder = f"pause_generation({self._pause!r})"
         if not core.can_run:
-            holder = "sleep" if core.sleeper.asleep else "the want of weights"
+            holder = "sleep" if core.sleep_manager.asleep else "the want of weights"
         self._refuse_quiet(f"{holder} keeps them from finishing")
         self._refuse_swap(f"{holder} keeps them from finishing")
 
     def _continue_generation(self) -> None:
         self._pause = None
-        self._core.books.continued()
+        self._core.stats.continued()
         self._refuse_quiet("continue_generation ended the pause")
         self._set_admission()
 
@@ -364,10 +367,10 @@ class EngineLoop:
         self._set_admission()
 
     def _settle(self) -> None:
-        """Does what waited until no request was left that has begun."""
-        if self._core.scheduler.num_begun:
+        """Does what waited until no request was left that has started."""
+        if self._core.scheduler.num_started:
             return
-        self._core.answers.hand_over()
+        self._core.outputs.hand_over()
         if self._waiting_swap is not None:
             swap, self._waiting_swap = self._waiting_swap, None
             try:
@@ -395,7 +398,7 @@ class EngineLoop:
             reject(swap.future, EngineStateError(message))
 
     def _waited(self, why: str) -> str:
-        return f"waited for {self._core.scheduler.num_begun} request(s), but {why}"
+        return f"waited for {self._core.scheduler.num_started} request(s), but {why}"
 
     def _set_admission(self) -> None:
         is_open = self._pause is None and self._waiting_swap is None

@@ -20,7 +20,7 @@ class _Call:
     errors: dict[str, str]
 
 
-class Calls:
+class RequestGroups:
     """Calls that have not got all their answers."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     pages: SavedPages | None
 
 
-class Sleeper:
+class SleepManager:
     """What of an engine is asleep, and its copies.
 
     Attributes:

@@ -16,7 +16,7 @@ import jax
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapter_loading import AdapterJob, AdapterLoader, CompareJob
-from sgljax_engine.core.weight_updates import UpdateJob, Updater, WeightSource
+from sgljax_engine.core.weight_updates import UpdateJob, WeightSource, WeightUpdater
 from sgljax_engine.errors import EngineStateError, InvalidRequestError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.weights import sync
@@ -110,7 +110,7 @@ class PublishJob(NamedTuple):
 
     Attributes:
         staged: What is to serve.
-        mode: What becomes of requests that have begun.
+        mode: What becomes of requests that have started.
         flush_cache: See `commands.SwapWeights`.
         future: Gets the new weight version.
     """
@@ -138,7 +138,7 @@ WeightJob = UpdateJob | AdapterJob | CompareJob | StageJob | PublishJob | Discar
 
 
 class Stager:
-    """Stages, publishes and discards, on the thread of a `Worker`: that of the `Updater`."""
+    """Stages, publishes and discards, on the thread of a `Worker`: that of the `WeightUpdater`."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class Stager:
         """Has staged nothing yet.
 
         Args:
-            maker: Plans; the updater's, which is used on the same thread.
-            served: The updater's too; published weights are of no source that it knows.
+            maker: Plans; the weight_updater's, which is used on the same thread.
+            served: The weight_updater's too; published weights are of no source that it knows.
             submit: Queues a command for the engine thread.
             check_open: Raises once the engine is shut down.
         """
@@ -174,7 +174,7 @@ class Stager:
         if plan.is_on_one_device:
             staged = StagedWeights(self._owner, make())
         else:
-            # Programs over several devices are the engine thread's: see `Updater`.
+            # Programs over several devices are the engine thread's: see `WeightUpdater`.
             future: Future[dict[str, jax.Array]] = Future()
             self._submit(cmd.MakeWeights(make, future))
             staged = StagedWeights(self._owner, future.result())
@@ -212,10 +212,12 @@ class Stager:
             raise InvalidRequestError("staged must be weights that this engine staged itself")
 
 
-def do_weight_job(updater: Updater, loader: AdapterLoader, stager: Stager, job: WeightJob) -> Any:
+def do_weight_job(
+    weight_updater: WeightUpdater, loader: AdapterLoader, stager: Stager, job: WeightJob
+) -> Any:
     """Does one job of the weights' thread."""
     if isinstance(job, UpdateJob):
-        return updater.update(job)
+        return weight_updater.update(job)
     if isinstance(job, AdapterJob):
         return loader.load(job)
     if isinstance(job, CompareJob):

@@ -24,7 +24,7 @@ class DispatchTimes(NamedTuple):
     decoded_s: float
 
 
-class Books:
+class Stats:
     """The totals and the recorder.
 
     Attributes:
@@ -54,7 +54,7 @@ class Books:
         return totals
 
     def stepped(self, output: SchedulerOutput, step: StepOutput, times: DispatchTimes) -> None:
-        """Books a dispatch that succeeded, before the scheduler does."""
+        """Notes a dispatch that succeeded, before the scheduler does."""
         counters = self.counters
         self._stamp_first_tokens(output, step)
         num_prefilled = sum(chunk.num_tokens for chunk in output.prefill)

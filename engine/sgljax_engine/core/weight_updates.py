@@ -33,7 +33,7 @@ class UpdateJob(NamedTuple):
 
     Attributes:
         load: Reads the source; called on the worker's thread.
-        mode: What becomes of requests that have begun.
+        mode: What becomes of requests that have started.
         flush_cache: See `commands.SwapWeights`.
         donate: Make each weight in the place of the old one.
         verify: Compare checksums of the new weights and the source.
@@ -50,7 +50,7 @@ class UpdateJob(NamedTuple):
     future: Future[int]
 
 
-class Updater:
+class WeightUpdater:
     """Does updates, on the thread of a `Worker`."""
 
     def __init__(

@@ -16,8 +16,8 @@ from jax import lax
 
 _T = TypeVar("_T")
 
-NARROW = 64
-"""Fewer tokens than this are few, to `narrow_linear`."""
+SMALL_BATCH = 64
+"""`small_batch_linear` is for fewer tokens than this."""
 
 
 _SUMMANDS = 16
@@ -59,9 +59,9 @@ class Layout(enum.Enum):
         return x if self is Layout.TOKENS_FIRST else jnp.moveaxis(x, -1, 0)
 
     def materialize(self, x: jax.Array) -> jax.Array:
-        """`x`, which was turned from one layout to the other and is about to enter a product.
+        """`x`, transposed from one layout to the other and about to enter a product.
 
-        On CPUs XLA would make the product turn it, which is much slower than turning it before.
+        On CPUs XLA would make the product transpose it, which is much slower than before it.
         """
         return x if self is Layout.TOKENS_FIRST else lax.optimization_barrier(x)
 
@@ -69,8 +69,8 @@ class Layout(enum.Enum):
         """`make(x)` by way of memory, a pytree of arrays. No integer of `x` is negative.
 
         XLA on CPUs would compute what looks cheap, such as sines, anew in each fusion that reads
-        it. What a loop returns is in memory, so this is one of a single turn, which the compiler
-        cannot know.
+        it. What a loop returns is in memory, so this is one of a single iteration, which the
+        compiler cannot know.
         """
         if self is Layout.TOKENS_FIRST:
             return make(x)
@@ -117,16 +117,16 @@ def _matrix_vector(weight: jax.Array, x: jax.Array) -> jax.Array:
     return lax.dot_general(parts, copies, (((2,), (1,)), ((0,), (0,)))).reshape(size, 1)
 
 
-def narrow_linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
-    """`linear` of a few tokens, which on CPUs adds up as it does of many.
+def small_batch_linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
+    """`linear` of a small batch, added up in the order of large ones on CPUs.
 
     Features first, products of fewer than 64 tokens run in kernels that add up in another order.
     Tokens first they do not, which takes more time: see `runner.widths`.
     """
     if layout is Layout.TOKENS_FIRST:
         return linear(x, weight, layout)
-    turned = lax.optimization_barrier(x.T)
-    return lax.optimization_barrier(lax.dot_general(turned, weight, (((1,), (1,)), ((), ())))).T
+    transposed = lax.optimization_barrier(x.T)
+    return lax.optimization_barrier(lax.dot_general(transposed, weight, (((1,), (1,)), ((), ())))).T
 
 
 def embed(table_VD: jax.Array, ids_T: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
-from sgljax_engine.layers.basic import NARROW, Layout, linear, narrow_linear, unembed
+from sgljax_engine.layers.basic import SMALL_BATCH, Layout, linear, small_batch_linear, unembed
 from sgljax_engine.layers.target import Target
 
 
@@ -44,8 +44,8 @@ class XlaProjections:
         self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
     ) -> jax.Array:
         """See `Projections`."""
-        is_narrow = is_batch_invariant and x.shape[layout.token_axis] < NARROW
-        return (narrow_linear if is_narrow else linear)(x, weight, layout)
+        is_narrow = is_batch_invariant and x.shape[layout.token_axis] < SMALL_BATCH
+        return (small_batch_linear if is_narrow else linear)(x, weight, layout)
 
     def unembed(
         self, table_VD: jax.Array, hidden_TD: jax.Array, *, is_batch_invariant: bool
@@ -71,7 +71,7 @@ class CpuProjections:
     ) -> jax.Array:
         """See `Projections`. Hidden states were transposed just before: XLA drops both."""
         return cpu_linear(
-            table_VD, hidden_TD.T, is_by_token=True, is_deterministic=is_batch_invariant
+            table_VD, hidden_TD.T, is_token_major=True, is_deterministic=is_batch_invariant
         )
 
 

@@ -76,7 +76,7 @@ class MemoryReport:
     Attributes:
         weights_bytes: Of the weights; twice as much while an update makes new ones.
         kv_bytes: Of the KV pages.
-        kv_rows_bytes: Of the copies that decode attention on CPUs reads; 0 if it reads pages.
+        contiguous_kv_bytes: Of the copies that decode attention on CPUs reads; 0 if it reads pages.
         kv_tokens: Tokens that the pages hold.
         page_size: Tokens in a page.
         rule: What decided on `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
@@ -87,7 +87,7 @@ class MemoryReport:
 
     weights_bytes: int
     kv_bytes: int
-    kv_rows_bytes: int
+    contiguous_kv_bytes: int
     kv_tokens: int
     page_size: int
     rule: str

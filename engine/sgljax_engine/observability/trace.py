@@ -146,7 +146,7 @@ class Recorder:
         self._open.setdefault(name, RecordedEvent(STATE_TRACK, name, now, now, args))
 
     def end(self, name: str) -> None:
-        """A state is over; does nothing if it had not begun."""
-        begun = self._open.pop(name, None)
-        if begun is not None and self.is_on:
-            self.slice(STATE_TRACK, name, begun.begin_s, time.perf_counter(), begun.args)
+        """A state is over; does nothing if it had not started."""
+        started = self._open.pop(name, None)
+        if started is not None and self.is_on:
+            self.slice(STATE_TRACK, name, started.begin_s, time.perf_counter(), started.args)

@@ -25,7 +25,7 @@ class _News(NamedTuple):
     failure: EngineError | None = None
 
 
-class Answers:
+class OutputProcessor:
     """The answers of unfinished requests."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:

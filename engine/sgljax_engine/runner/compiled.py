@@ -49,13 +49,13 @@ class ProgramState(NamedTuple):
     """What programs work on beside their arguments.
 
     Attributes:
-        weights, kv, kv_rows: As the runner has them.
+        weights, kv, contiguous_kv: As the runner has them.
         moved: Contents of some pages, on their way out of `kv` or into it.
     """
 
     weights: Any
     kv: Any
-    kv_rows: Any
+    contiguous_kv: Any
     moved: Any = ()
 
 
@@ -73,7 +73,9 @@ class _Program(NamedTuple):
 _PROGRAMS = {
     "prefill": _Program(programs.prefill, ("weights", "kv"), ("kv",)),
     "copy_pages": _Program(programs.copy_pages, ("kv",), ("kv",)),
-    "decode": _Program(programs.decode, ("weights", "kv", "kv_rows"), ("kv", "kv_rows", "result")),
+    "decode": _Program(
+        programs.decode, ("weights", "kv", "contiguous_kv"), ("kv", "contiguous_kv", "result")
+    ),
     "read_pages": _Program(programs.read_pages, ("kv",), ("moved",)),
     "write_pages": _Program(programs.write_pages, ("kv", "moved"), ("kv",)),
     "score": _Program(scoring.score, ("weights",), ("result",)),
@@ -178,7 +180,7 @@ class ProgramCache:
         placed = {
             "weights": jax.tree.map(lambda x: x.sharding, state.weights),
             "kv": jax.tree.map(lambda x: x.sharding, state.kv),
-            "kv_rows": jax.tree.map(lambda x: x.sharding, state.kv_rows),
+            "contiguous_kv": jax.tree.map(lambda x: x.sharding, state.contiguous_kv),
             "moved": jax.tree.map(lambda x: x.sharding, state.kv),
             "result": everywhere,
         }

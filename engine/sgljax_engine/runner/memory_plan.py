@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from sgljax_engine.attention.registry import ContiguousKV
-from sgljax_engine.cache.contiguous_kv import LANES, RowShapes, row_shapes
+from sgljax_engine.cache.contiguous_kv import LANES, ContiguousShapes, contiguous_shapes
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
@@ -26,7 +26,7 @@ class MemoryPlan(NamedTuple):
     """What an engine takes: the report, and the shapes of the rows that decode attention reads."""
 
     report: MemoryReport
-    row_shapes: RowShapes | None
+    contiguous_shapes: ContiguousShapes | None
 
 
 def plan_memory(
@@ -94,7 +94,7 @@ def plan_memory(
     report = MemoryReport(
         weights_bytes=weights_bytes,
         kv_bytes=num_pages * per_page,
-        kv_rows_bytes=rows_bytes,
+        contiguous_kv_bytes=rows_bytes,
         kv_tokens=num_pages * cache.page_size,
         page_size=cache.page_size,
         rule=rule,
@@ -108,7 +108,7 @@ def plan_memory(
         report.kv_tokens,
         report.page_size,
         rule,
-        report.kv_rows_bytes,
+        report.contiguous_kv_bytes,
     )
     return MemoryPlan(report, rows)
 
@@ -122,7 +122,7 @@ def _plan_rows(
     contiguous_kv: ContiguousKV,
     free_bytes: int | None,
     kv_bytes: int,
-) -> tuple[RowShapes | None, int]:
+) -> tuple[ContiguousShapes | None, int]:
     """The rows that decode attention reads on CPUs, and their bytes: all or none.
 
     Pages and rows together stay within `mem_fraction_static`. "if_it_fits" also takes no rows of
@@ -134,7 +134,7 @@ def _plan_rows(
     if model.head_dim % LANES:
         problem = f"needs a head_dim that is a multiple of {LANES}, got {model.head_dim}"
     else:
-        shapes = row_shapes(num_rows, max_model_len, model.num_kv_heads, model.head_dim)
+        shapes = contiguous_shapes(num_rows, max_model_len, model.num_kv_heads, model.head_dim)
         elements = sum(math.prod(shape) for shape in shapes) * model.num_layers
         size = elements * placement.dtype.itemsize * placement.num_kv_copies
         left = size

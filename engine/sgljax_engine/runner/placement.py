@@ -62,8 +62,8 @@ class Placement(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec(None, self._kv_axis))
 
     @property
-    def kv_rows_sharding(self) -> NamedSharding:
-        """Of `cache.contiguous_kv.LayerRows`."""
+    def contiguous_kv_sharding(self) -> NamedSharding:
+        """Of `cache.contiguous_kv.LayerContiguousKV`."""
         return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axis))
 
     @property

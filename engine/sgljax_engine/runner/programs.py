@@ -19,7 +19,7 @@ from sgljax_engine.attention.base import (
     PagedAttention,
 )
 from sgljax_engine.attention.contiguous import row_attention, shared_keys
-from sgljax_engine.cache.contiguous_kv import KVRows, PagedRows, gather_rows, write_rows
+from sgljax_engine.cache.contiguous_kv import ContiguousKV, PagedRows, gather_rows, write_rows
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, ModelContext, ModelDefinition, Params
@@ -239,7 +239,7 @@ class _Carry(NamedTuple):
 def decode(
     params: Params,
     kv: KVPages,
-    kv_rows: KVRows,
+    contiguous_kv: ContiguousKV,
     rows: DecodeBatch,
     sampling: SamplingBatch,
     options: RowOptions,
@@ -247,19 +247,19 @@ def decode(
     max_finished: jax.Array,
     *,
     static: ProgramContext,
-) -> tuple[KVPages, KVRows, DecodeOutput]:
-    """Generates up to `num_steps` tokens a row in one dispatch. `kv` and `kv_rows` are donated.
+) -> tuple[KVPages, ContiguousKV, DecodeOutput]:
+    """Generates up to `num_steps` tokens a row in one dispatch; donates `kv`, `contiguous_kv`.
 
     Ends early when no row can go on, or when `max_finished` rows have finished for good. Attention
-    reads `kv_rows` if there are any, else the pages.
+    reads `contiguous_kv` if there are any, else the pages.
     """
     caches: tuple[LayerCache, ...] = kv
     shared = None
-    if kv_rows:
+    if contiguous_kv:
         lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
         end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
-        kv_rows = gather_rows(kv_rows, kv, rows.page_table, lens, end, rows.num_ready)
-        caches = tuple(PagedRows(*both) for both in zip(kv, kv_rows, strict=True))
+        contiguous_kv = gather_rows(contiguous_kv, kv, rows.page_table, lens, end, rows.num_ready)
+        caches = tuple(PagedRows(*both) for both in zip(kv, contiguous_kv, strict=True))
         shared = shared_keys(rows.page_table, lens, static.page_size)
 
     def is_active(carry: _Carry) -> jax.Array:
@@ -306,11 +306,11 @@ def decode(
         output=_empty_output(rows.input_ids.shape[0], static.max_steps, options.logprobs),
     )
     end = lax.while_loop(keep_going, body, start)
-    kv, kv_rows = _split_caches(end.caches)
-    return kv, kv_rows, end.output
+    kv, contiguous_kv = _split_caches(end.caches)
+    return kv, contiguous_kv, end.output
 
 
-def _split_caches(caches: tuple[LayerCache, ...]) -> tuple[KVPages, KVRows]:
+def _split_caches(caches: tuple[LayerCache, ...]) -> tuple[KVPages, ContiguousKV]:
     pages = tuple(c.pages if isinstance(c, PagedRows) else c for c in caches)
     return pages, tuple(c.rows for c in caches if isinstance(c, PagedRows))
 

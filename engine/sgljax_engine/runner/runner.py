@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sgljax_engine.cache.contiguous_kv import KVRows, RowShapes, allocate_kv_rows
+from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
 from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.model_config import ModelConfig
@@ -26,8 +26,8 @@ from sgljax_engine.runner.batch import (
     rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
+from sgljax_engine.runner.contiguous_slots import ContiguousSlots
 from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
-from sgljax_engine.runner.kept_rows import KeptRows
 from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.results import PendingDecode
 from sgljax_engine.runner.sampling_batch import (
@@ -60,7 +60,8 @@ class ModelRunner:
         programs: The compiled ones.
         weights: Physical weights by name.
         kv: All pages.
-        kv_rows: Copies of the pages of decode rows, for attention that reads those; else empty.
+        contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
+            empty.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ModelRunner:
         batch_buckets: Sequence[int],
         token_buckets: Sequence[int],
         token_block: int,
-        row_shapes: RowShapes | None,
+        contiguous_shapes: ContiguousShapes | None,
         forbid_compile: bool,
         slots: AdapterSlots | None = None,
     ) -> None:
@@ -89,7 +90,8 @@ class ModelRunner:
             batch_buckets: Decode batch sizes, ascending.
             token_buckets: Prefill sizes, ascending, multiples of `token_block`.
             token_block: Tokens in a prefill block.
-            row_shapes: Shapes of the rows that decode attention reads; None if it reads pages.
+            contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
+                pages.
             forbid_compile: Refuse to compile once `warmup` has run.
             slots: Room for adapters, which is among the weights; None without.
         """
@@ -101,7 +103,7 @@ class ModelRunner:
         self._batch_buckets = tuple(batch_buckets)
         self._token_buckets = tuple(token_buckets)
         self._token_block = token_block
-        self._row_shapes = row_shapes
+        self._contiguous_shapes = contiguous_shapes
         self._forbid_compile = forbid_compile
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self._has_warm_score = self._has_warm_table = False
@@ -117,8 +119,8 @@ class ModelRunner:
         )
         self.weights: dict[str, jax.Array] = dict(weights)
         self._kv: KVPages = ()
-        self.kv_rows: KVRows = ()
-        self._kept_rows = KeptRows()
+        self.contiguous_kv: ContiguousKV = ()
+        self._contiguous_slots = ContiguousSlots()
         self._allocate_kv()
 
     @property
@@ -133,14 +135,14 @@ class ModelRunner:
 
     @kv.setter
     def kv(self, pages: KVPages) -> None:
-        self._kept_rows.forget()
+        self._contiguous_slots.forget()
         self._kv = pages
 
     # ------------------------------------------------------------------ steps
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Dispatches the chunks; does not wait for the device."""
-        self._kept_rows.changed(chunk.request for chunk in chunks)
+        self._contiguous_slots.changed(chunk.request for chunk in chunks)
         batches = build_prefill_batches(
             chunks,
             buckets=self._token_buckets,
@@ -171,9 +173,9 @@ class ModelRunner:
             table_width=self._table_width,
             has_adapters=self._has_adapters,
         )
-        self._kept_rows.changed(output.started)
-        if self.kv_rows:
-            num_ready = self._kept_rows.place(rows, batch, output.num_steps)
+        self._contiguous_slots.changed(output.started)
+        if self.contiguous_kv:
+            num_ready = self._contiguous_slots.place(rows, batch, output.num_steps)
             batch = batch._replace(num_ready=np.int32(num_ready))
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
         sampling = build_sampling_batch(rows, size, vocab_size)
@@ -210,18 +212,18 @@ class ModelRunner:
             self.take_kv()
         call = ProgramCall(program, args)
         state, result = self.programs.run(call, self._state)
-        self._kv, self.kv_rows = state.kv, state.kv_rows
+        self._kv, self.contiguous_kv = state.kv, state.contiguous_kv
         return result
 
     @property
     def _state(self) -> ProgramState:
-        return ProgramState(self.weights, self.kv, self.kv_rows)
+        return ProgramState(self.weights, self.kv, self.contiguous_kv)
 
     # ------------------------------------------------------------------ state
 
     def swap_weights(self, weights: Mapping[str, jax.Array]) -> None:
         """Serves these weights from the next dispatch on; the old ones are let go."""
-        self._kept_rows.forget()
+        self._contiguous_slots.forget()
         self.weights = dict(weights)
 
     def empty_slots(self) -> dict[str, jax.Array]:
@@ -300,7 +302,7 @@ class ModelRunner:
 
     def check_kv(self) -> None:
         """Waits for all that writes pages; raises what failed there."""
-        jax.block_until_ready((self.kv, self.kv_rows))
+        jax.block_until_ready((self.kv, self.contiguous_kv))
 
     def wait(self) -> None:
         """Waits for all that was dispatched; what failed there is found by the next step."""
@@ -314,10 +316,10 @@ class ModelRunner:
 
     def release_kv(self) -> int:
         """Gives the memory of pages and rows back; returns its bytes. Their contents are lost."""
-        arrays = jax.tree.leaves((self.kv, self.kv_rows))
+        arrays = jax.tree.leaves((self.kv, self.contiguous_kv))
         num_bytes = self._placement.held_bytes(arrays)
         self.wait()  # memory that a program still writes is not free
-        self.kv, self.kv_rows = (), ()
+        self.kv, self.contiguous_kv = (), ()
         return num_bytes
 
     def take_kv(self) -> int:
@@ -325,7 +327,7 @@ class ModelRunner:
         if self.is_kv_allocated:
             return 0
         self._allocate_kv()
-        return self._placement.held_bytes(jax.tree.leaves((self.kv, self.kv_rows)))
+        return self._placement.held_bytes(jax.tree.leaves((self.kv, self.contiguous_kv)))
 
     def save_pages(self, pages: Sequence[int]) -> SavedPages:
         """Copies pages to the host; waits for it."""
@@ -372,7 +374,7 @@ class ModelRunner:
                 self.kv = state.kv
             self.check_kv()
         except BaseException:
-            self.kv, self.kv_rows = (), ()
+            self.kv, self.contiguous_kv = (), ()
             raise
 
     @property
@@ -388,12 +390,12 @@ class ModelRunner:
         deleted; those that a failed asynchronous program was to return raise when waited for;
         `load_pages` has let go of them by itself.
         """
-        self._kept_rows.forget()
+        self._contiguous_slots.forget()
         if self.is_kv_allocated:
             try:
                 self.check_kv()
             except Exception:
-                self.kv, self.kv_rows = (), ()
+                self.kv, self.contiguous_kv = (), ()
             else:
                 return False
         logger.warning("the KV pages were lost in a failed step; they are allocated anew")
@@ -401,7 +403,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Lets go of weights, pages and programs."""
-        self.weights, self.kv, self.kv_rows = {}, (), ()
+        self.weights, self.kv, self.contiguous_kv = {}, (), ()
         self.programs.clear()
 
     def _allocate_kv(self) -> None:
@@ -415,15 +417,15 @@ class ModelRunner:
             dtype=placement.dtype,
             sharding=placement.kv_sharding,
         )
-        rows: KVRows = ()
-        if self._row_shapes is not None:
-            rows = allocate_kv_rows(
-                self._row_shapes,
+        rows: ContiguousKV = ()
+        if self._contiguous_shapes is not None:
+            rows = allocate_contiguous_kv(
+                self._contiguous_shapes,
                 num_layers=config.num_layers,
                 dtype=placement.dtype,
-                sharding=placement.kv_rows_sharding,
+                sharding=placement.contiguous_kv_sharding,
             )
-        self.kv, self.kv_rows = kv, rows  # both or, if memory is short, none
+        self.kv, self.contiguous_kv = kv, rows  # both or, if memory is short, none
 
     # ------------------------------------------------------------------ programs
 
@@ -442,7 +444,7 @@ class ModelRunner:
             progress: Told of every program.
         """
         self.take_kv()
-        self._kept_rows.forget()
+        self._contiguous_slots.forget()
         before, was_sealed = self.programs.num_compiles, self.programs.is_sealed
         self.programs.is_sealed = False
         try:

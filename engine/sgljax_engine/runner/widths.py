@@ -4,8 +4,8 @@ Within one width the bits of a token depend on nothing else, by construction: ev
 through the same compiled loop body (`layers.tiles`), and attention adds up in a fixed order
 (`attention.batch_invariant`). One width for everything would be slow for few tokens, or for many.
 So before an engine starts it sends the same tokens through one layer of the model in tiles of each
-width, and uses only widths whose logits have the bits of `NARROW`. Where matrix products of all
-widths add up alike, as those of XLA's CPU library mostly do, that are all.
+width, and uses only widths whose logits have the bits of `SMALL_BATCH`. These are all widths where
+matrix products of every width add up alike, as those of XLA's CPU library mostly do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.basic import NARROW
+from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, Params
 from sgljax_engine.xla_options import compiler_options
 
 logger = logging.getLogger(__name__)
 
-CANDIDATES = (16, NARROW, 128, 256)
+CANDIDATES = (16, SMALL_BATCH, 128, 256)
 """Widths to try, ascending."""
 
 _NUM_TOKENS = 2 * CANDIDATES[-1]
@@ -37,7 +37,7 @@ _ONE_LAYER = "model.layers.0."
 def agreeing_widths(
     model: ModelDefinition, context: ModelContext, weights: Mapping[str, jax.Array], platform: str
 ) -> tuple[int, ...]:
-    """The candidates that round as `NARROW` does, ascending, itself among them. Any thread.
+    """The candidates that round as `SMALL_BATCH` does, ascending, itself among them. Any thread.
 
     Args:
         model: The architecture.
@@ -68,8 +68,8 @@ def agreeing_widths(
         out[order] = jax.device_get(run(model, tiled, *args))
         return out.view(np.uint32)
 
-    expected = logits(NARROW, np.arange(_NUM_TOKENS))
-    if not np.array_equal(logits(NARROW, order), expected):
+    expected = logits(SMALL_BATCH, np.arange(_NUM_TOKENS))
+    if not np.array_equal(logits(SMALL_BATCH, order), expected):
         raise InvalidConfigError(
             "enable_deterministic_sampling cannot be kept here: on this device the bits of a token "
             "depend on its place in the batch"
@@ -77,7 +77,7 @@ def agreeing_widths(
     agreeing = tuple(
         width
         for width in CANDIDATES
-        if width == NARROW or np.array_equal(logits(width, order), expected)
+        if width == SMALL_BATCH or np.array_equal(logits(width, order), expected)
     )
     logger.info("tokens have the same bits in tiles of %s, of %s tried", agreeing, CANDIDATES)
     return agreeing

@@ -64,7 +64,7 @@ class Scheduler:
     Invariant (see `check_integrity`): requests have pages while they run, and only then.
 
     Attributes:
-        admits_new: False keeps requests waiting that have not begun; those that have, retracted
+        admits_new: False keeps requests waiting that have not started; those that have, retracted
             ones among them, go on.
         policy: How much room admission keeps.
         pacer: How much a dispatch does.
@@ -142,7 +142,7 @@ class Scheduler:
         return self._unfinished.get(rid)
 
     @property
-    def num_begun(self) -> int:
+    def num_started(self) -> int:
         """Requests that run, or ran and were retracted."""
         return len(self.running) + self.waiting.num_returned
 
@@ -192,7 +192,7 @@ class Scheduler:
         )
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Request]:
-        """Books a dispatch's results; returns the requests that it finished."""
+        """Notes a dispatch's results; returns the requests that it finished."""
         self._pool.settle()
         for chunk in output.prefill:
             chunk.request.num_computed = chunk.start + chunk.num_tokens
@@ -285,7 +285,7 @@ class Scheduler:
         plan.budget -= cost
         plan.num_tokens += cost
         end = plan.ends[request.rid] = start + num_tokens
-        with_tail = end == request.kv_len and self.waiting.has_twin(request)
+        with_tail = end == request.kv_len and self.waiting.has_same_prompt(request)
         plan.copies.extend(self._pool.share(request, end, with_tail=with_tail))
 
     # ------------------------------------------------------------------ admission

@@ -22,7 +22,7 @@ class WaitingQueue:
         self._returned: list[Request] = []
         # Not a dict: finding the first entry of one passes over all that were removed before it.
         self._new: OrderedDict[str, Request] = OrderedDict()
-        self._twins: Counter[int] = Counter()
+        self._num_same_prompt: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Requests in the queue."""
@@ -47,26 +47,26 @@ class WaitingQueue:
         """Puts a request that has never run here behind all others."""
         self._new[request.rid] = request
         if not request.output_ids:
-            self._twins[request.prompt_key] += 1
+            self._num_same_prompt[request.prompt_key] += 1
 
     def put_back(self, request: Request) -> None:
         """Puts a retracted request at its old place."""
         bisect.insort(self._returned, request, key=_arrival)
         if not request.output_ids:
-            self._twins[request.prompt_key] += 1
+            self._num_same_prompt[request.prompt_key] += 1
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it is."""
         if self._new.pop(request.rid, None) is None:
             self._returned.remove(request)
         if not request.output_ids:
-            self._twins[request.prompt_key] -= 1
-            if not self._twins[request.prompt_key]:
-                del self._twins[request.prompt_key]
+            self._num_same_prompt[request.prompt_key] -= 1
+            if not self._num_same_prompt[request.prompt_key]:
+                del self._num_same_prompt[request.prompt_key]
 
-    def has_twin(self, request: Request) -> bool:
+    def has_same_prompt(self, request: Request) -> bool:
         """Whether another request waits to prefill the same tokens."""
-        return not request.output_ids and request.prompt_key in self._twins
+        return not request.output_ids and request.prompt_key in self._num_same_prompt
 
 
 def _arrival(request: Request) -> int:

@@ -43,7 +43,7 @@ Weights = dict[str, jax.Array]
 Sources = tuple[Any, ...]
 """Arrays that one step reads."""
 
-Made = tuple[Weights, jax.Array | None]
+PreparedWeights = tuple[Weights, jax.Array | None]
 """Weights, and for each whether it is finite, in the order of the steps; None if nobody asked."""
 
 
@@ -115,15 +115,15 @@ class Program(NamedTuple):
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
         at_source: For sources elsewhere; its results have to be moved.
         one: `at_target` for one parameter, with a flag of its own: its arrays, step, target, and
-            whether by machine code of our own; compiled once for each.
+            whether by JIT-compiled CPU kernels; compiled once for each.
         checksums: Of what it makes, in logical shapes. All in one program: many small ones over
             several devices, all under way at once, can starve one another on CPUs.
         shardings: Where each engine parameter lives.
-        is_native: Whether `at_target` transposes by machine code of our own.
+        is_native: Whether `at_target` transposes by JIT-compiled CPU kernels.
     """
 
-    at_target: Callable[[list[Sources]], Made]
-    at_source: Callable[[list[Sources]], Made]
+    at_target: Callable[[list[Sources]], PreparedWeights]
+    at_source: Callable[[list[Sources]], PreparedWeights]
     one: Callable[[Sources, Step, TargetSpec, bool], tuple[jax.Array, jax.Array]]
     checksums: Callable[[list[Sources]], dict[str, jax.Array]]
     shardings: dict[str, jax.sharding.Sharding]
@@ -406,7 +406,7 @@ def _build_program(
     """The same object for equal plans, so that an engine made anew compiles nothing again."""
     targets = dict(named_targets)
 
-    def run(sources: list[Sources], is_native: bool) -> Made:
+    def run(sources: list[Sources], is_native: bool) -> PreparedWeights:
         made = {
             step.target: _stored(x, step, targets[step.target], is_native)
             for x, step in zip(sources, steps, strict=True)
@@ -489,7 +489,7 @@ def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) ->
 def apply_donating(
     plan: SyncPlan, source: Mapping[str, Any], old: Weights, *, verify: bool = False
 ) -> Weights:
-    """`apply` with the memory of about one model: each old weight is freed before its heir is made.
+    """`apply` in the memory of about one model: frees each old weight before it makes the new one.
 
     Args:
         plan: From `plan_sync`.

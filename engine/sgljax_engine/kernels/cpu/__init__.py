@@ -1,4 +1,4 @@
-"""Machine code of our own for CPUs: what XLA's own code leaves too much time in.
+"""JIT-compiled CPU kernels, for what XLA's code is slow at.
 
 Operations are written in LLVM's language (`emit`), made for the vectors of the processor at hand by
 llvmlite, which Tunix brings along (`machine`), run on XLA's own threads (`threads`) and are called

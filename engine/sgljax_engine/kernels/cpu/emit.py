@@ -1,8 +1,8 @@
 """Writes functions in LLVM's intermediate language.
 
-A `Code` is one function that is being written; its methods append instructions and return what
-they compute, as `Value`s. What changes from turn to turn of a loop is kept in a `Variable`, a place
-on the stack that LLVM turns into a register. The language is that of LLVM 20 and later.
+A `Code` is one function that is being written; its methods append instructions and return what they
+compute, as `Value`s. What changes between iterations of a loop is kept in a `Variable`, a place on
+the stack that LLVM turns into a register. The language is that of LLVM 20 and later.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A processor's registers hold a tile of the result, some rows of the weight by so
 tokens, while it is added up over the inputs (Goto and van de Geijn, 2008): each weight is loaded
 once for all tokens of the tile, and each vector of tokens once for all of its rows. The weight is
 read where it lies. A result is added up over the inputs one by one, whatever the number of tokens,
-and however they are shared among threads. What is wanted token by token, such as logits, is turned
-in registers before it is stored.
+and however they are shared among threads. A token-major result, such as logits, is transposed in
+registers before it is stored.
 
-Products of few tokens are those of `linear_of_few`.
+Products of small batches are those of `small_batch_linear`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from sgljax_engine.kernels.cpu.emit import (
     vector,
 )
 from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
-from sgljax_engine.kernels.cpu.linear_few import (
-    CHUNKS_PER_THREAD,
-    FEW,
-    in_row_tiles,
-    linear_of_few,
-)
 from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.transpose import turn
+from sgljax_engine.kernels.cpu.small_batch_linear import (
+    CHUNKS_PER_THREAD,
+    SMALL_BATCH,
+    in_row_tiles,
+    small_batch_linear,
+)
+from sgljax_engine.kernels.cpu.transpose import transpose_tile
 
 _CHUNK_WEIGHTS = 1 << 15
 """Weights of a chunk: they are read once for each tile of tokens."""
@@ -47,51 +47,53 @@ _FEW_ROWS = 128
 
 _LOW_TILE = 4
 
-_BY_TOKEN_TILES = {16: (8, 2), 8: (6, 2)}
-"""Rows, and vectors of tokens, of a tile that is stored by token, by lanes.
+_TOKEN_MAJOR_TILES = {16: (8, 2), 8: (6, 2)}
+"""Rows, and vectors of tokens, of a token-major tile, by lanes.
 
 More rows would come as longer runs, but then their addresses fill the registers.
 """
 
 
 def linear(
-    weight: jax.Array, x: jax.Array, *, is_by_token: bool = False, is_deterministic: bool = False
+    weight: jax.Array, x: jax.Array, *, is_token_major: bool = False, is_deterministic: bool = False
 ) -> jax.Array:
     """`weight @ x`, or the same the other way round.
 
     Args:
         weight: [out, in] float32.
         x: [in, T] float32.
-        is_by_token: `(weight @ x).T`.
-        is_deterministic: A token gets the same bits whatever T is, if few tokens take longer.
+        is_token_major: `(weight @ x).T`.
+        is_deterministic: A token gets the same bits whatever T is; small batches take longer.
 
     Returns:
-        [out, T] float32, or [T, out] by token.
+        [out, T] float32, or [T, out] if token-major.
     """
-    if x.shape[1] <= FEW and not is_deterministic:
-        return linear_of_few(weight, x.T, is_by_token=is_by_token)
+    if x.shape[1] <= SMALL_BATCH and not is_deterministic:
+        return small_batch_linear(weight, x.T, is_token_major=is_token_major)
     shape = (weight.shape[0], x.shape[1])
-    result = jax.ShapeDtypeStruct(shape[::-1] if is_by_token else shape, jnp.float32)
-    operation = _of_many(is_by_token, weight.shape[0] <= _FEW_ROWS and not is_by_token)
+    result = jax.ShapeDtypeStruct(shape[::-1] if is_token_major else shape, jnp.float32)
+    operation = _of_many(is_token_major, weight.shape[0] <= _FEW_ROWS and not is_token_major)
     return jax.ffi.ffi_call(register(operation), result)(weight, x)
 
 
 @functools.cache
-def _of_many(is_by_token: bool, is_low: bool) -> Operation:
-    name = "linear_by_token" if is_by_token else "linear_low" if is_low else "linear"
-    write = functools.partial(_write_many, is_by_token=is_by_token, is_low=is_low)
-    rows = 24 if is_by_token else _LOW_TILE if is_low else 12  # whole tiles of each processor
+def _of_many(is_token_major: bool, is_low: bool) -> Operation:
+    name = "linear_token_major" if is_token_major else "linear_low" if is_low else "linear"
+    write = functools.partial(_write_many, is_token_major=is_token_major, is_low=is_low)
+    rows = 24 if is_token_major else _LOW_TILE if is_low else 12  # whole tiles of each processor
     return Operation(name, 2, 1, write, functools.partial(_plan_many, rows=rows))
 
 
-def _write_many(module: Module, vectors: Vectors, *, is_by_token: bool, is_low: bool) -> Value:
+def _write_many(module: Module, vectors: Vectors, *, is_token_major: bool, is_low: bool) -> Value:
     """f(values, chunk): rows of the weight with all tokens."""
     row_tile, token_vectors = vectors.row_tile, vectors.token_vectors
-    if is_by_token:
-        row_tile, token_vectors = _BY_TOKEN_TILES[vectors.lanes]
+    if is_token_major:
+        row_tile, token_vectors = _TOKEN_MAJOR_TILES[vectors.lanes]
     elif is_low:
         row_tile = _LOW_TILE
-    write_tile = functools.partial(_write_tile, module, vectors.lanes, is_by_token=is_by_token)
+    write_tile = functools.partial(
+        _write_tile, module, vectors.lanes, is_token_major=is_token_major
+    )
     tiles = {
         (rows, width, is_partial): write_tile(rows, width, is_partial)
         for rows in (row_tile, 1)
@@ -102,14 +104,14 @@ def _write_many(module: Module, vectors: Vectors, *, is_by_token: bool, is_low: 
         values, chunk = code.arguments
         weight, x, y, *sizes = read_values(code, values, 3, 4)
         num_inputs, num_tokens, num_rows, size = sizes
-        stride = num_rows if is_by_token else num_tokens
+        stride = num_rows if is_token_major else num_tokens
         first = code.mul(chunk, size)
         last = code.min(code.add(first, size), num_rows)
         per_tile = vectors.lanes * token_vectors
 
         def all_rows(width: int, is_partial: bool, token: Value, last_lanes: Value) -> None:
             def one(row: Value, rows: int) -> None:
-                outer, inner = (token, row) if is_by_token else (row, token)
+                outer, inner = (token, row) if is_token_major else (row, token)
                 place = code.add(code.mul(outer, stride), inner)
                 places = [
                     code.at(weight, code.mul(row, num_inputs)),
@@ -135,7 +137,7 @@ def _write_many(module: Module, vectors: Vectors, *, is_by_token: bool, is_low: 
 
 
 def _write_tile(
-    module: Module, lanes: int, rows: int, width: int, is_partial: bool, *, is_by_token: bool
+    module: Module, lanes: int, rows: int, width: int, is_partial: bool, *, is_token_major: bool
 ) -> Value:
     """f(weight, x, y, inputs, tokens, stride, last_lanes): a tile of the result.
 
@@ -166,7 +168,7 @@ def _write_tile(
         for i in range(width):
             found = [row[i].get() for row in sums]
             is_last_partial = is_partial and i == width - 1
-            if is_by_token:
+            if is_token_major:
                 first = code.at(y, code.mul(stride, i * lanes))
                 _store_by_token(code, found, first, stride, last_lanes if is_last_partial else None)
                 continue
@@ -187,11 +189,11 @@ def _store_by_token(
     `num_tokens`: how many there are; None if all lanes are.
     """
     lanes = lanes_of(rows[0].type)
-    turned = turn(code, [*rows, *[code.zeros(lanes)] * (lanes - len(rows))])
+    columns = transpose_tile(code, [*rows, *[code.zeros(lanes)] * (lanes - len(rows))])
     there = code.first_lanes(Value(I64, str(len(rows))), lanes)
 
     def one(token: int) -> None:
-        code.store_lanes(turned[token], code.at(place, code.mul(stride, token)), there, lanes)
+        code.store_lanes(columns[token], code.at(place, code.mul(stride, token)), there, lanes)
 
     for token in range(lanes):
         if num_tokens is None:

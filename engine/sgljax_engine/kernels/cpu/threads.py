@@ -1,9 +1,10 @@
-"""Shares the chunks of an operation among XLA's threads, in machine code.
+"""Shares the chunks of a kernel among XLA's threads, in JIT-compiled code.
 
-Threads claim chunks one by one, the calling thread too, which never waits for a thread that has not
-begun: if none comes, it does all chunks itself. A thread that has found no more chunks stays awake
-for some tens of microseconds, in a *slot* where the next operation finds it, since waking another
-one takes as long as a small product. Operations of several programs may run at the same time.
+Threads claim chunks one by one. The calling thread claims chunks too and never waits for a thread
+that has not started: if none comes, it does all chunks itself. A thread that finds no more chunks
+stays awake for some tens of microseconds, in a *slot* where the next operation finds it. Waking
+another thread would take as long as a small product. Operations of several programs may run at the
+same time.
 
 A *job* is what an operation's threads share, and the last of them frees it:
 

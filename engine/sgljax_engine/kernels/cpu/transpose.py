@@ -1,8 +1,8 @@
 """Transposition of matrices of float32, on CPUs, as fast as they can be copied.
 
-Squares of as many rows as a vector has lanes are turned in registers, by exchanging halves of ever
-shorter runs of lanes between pairs of rows (Eklundh, 1972). Several squares side by side are read
-before the next rows, so that memory is read in runs of some cache lines.
+Squares of as many rows as a vector has lanes are transposed in registers, by exchanging halves of
+ever shorter runs of lanes between pairs of rows (Eklundh, 1972). Several squares side by side are
+read before the next rows, so that memory is read in runs of some cache lines.
 
 What passes by is looked at for NaN and infinity; see `kernels.cpu.copy`.
 """
@@ -98,17 +98,17 @@ def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
         zeros = code.zeros(lanes)
         for row in rows:
             zeros = code.fma(row, code.zeros(lanes), zeros)
-        for row, turned in enumerate(turn(code, rows)):
+        for row, column in enumerate(transpose_tile(code, rows)):
             place = code.at(target, code.mul(target_stride, row))
             if is_past_caches:
-                code.store_past_caches(turned, place, lanes * 4)
+                code.store_past_caches(column, place, lanes * 4)
             else:
-                code.store(turned, place, 4)
+                code.store(column, place, 4)
         code.give(zeros)
     return code.function
 
 
-def turn(code: Code, rows: Sequence[Value]) -> list[Value]:
+def transpose_tile(code: Code, rows: Sequence[Value]) -> list[Value]:
     """The columns of a square, given by its rows: as many vectors as each has lanes."""
     lanes = len(rows)
     distance, rows = lanes // 2, list(rows)

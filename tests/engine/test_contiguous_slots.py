@@ -9,7 +9,7 @@ import pytest
 
 from sgljax_engine import SamplingParams
 from sgljax_engine.runner.batch import build_decode_batch
-from sgljax_engine.runner.kept_rows import KeptRows
+from sgljax_engine.runner.contiguous_slots import ContiguousSlots
 from tests.engine.interrupts import make_engine, results, start_all, tokens_of, wait_until
 from tests.engine.models import make_requests, random_prompts, spread_weights
 
@@ -28,27 +28,27 @@ class TestBooks:
         return kept.place(requests, batch, num_steps)
 
     def test_same_requests_copy_only_what_is_new(self):
-        kept, requests = KeptRows(), make_requests(60, 10)
+        kept, requests = ContiguousSlots(), make_requests(60, 10)
         found = [self.place(kept, requests) for _ in range(3)]
         assert found == [0, 2, 2]  # up to token 68, which is in the second chunk
 
     def test_few_steps_end_in_the_first_chunk(self):
-        kept, requests = KeptRows(), make_requests(60, 10)
+        kept, requests = ContiguousSlots(), make_requests(60, 10)
         assert [self.place(kept, requests, num_steps=4) for _ in range(3)] == [0, 1, 2]
 
     @pytest.mark.parametrize("order", [[1, 0], [0], [0, 1, 2], [1, 2], []])
     def test_others_copy_everything(self, order):
-        kept, requests = KeptRows(), make_requests(60, 10, 5)
+        kept, requests = ContiguousSlots(), make_requests(60, 10, 5)
         self.place(kept, requests[:2])
         assert self.place(kept, [requests[i] for i in order]) == 0
 
     def test_another_number_of_rows_copies_everything(self):
-        kept, requests = KeptRows(), make_requests(60, 10)
+        kept, requests = ContiguousSlots(), make_requests(60, 10)
         self.place(kept, requests)
         assert self.place(kept, requests, size=8) == 0
 
     def test_what_changed_is_copied(self):
-        kept, requests = KeptRows(), make_requests(60, 10, 5)
+        kept, requests = ContiguousSlots(), make_requests(60, 10, 5)
         self.place(kept, requests[:2])
         kept.changed(requests[2:])
         assert self.place(kept, requests[:2]) == 2
@@ -58,7 +58,7 @@ class TestBooks:
         assert self.place(kept, requests[:2]) == 0
 
     def test_a_row_without_a_step_was_not_copied(self):
-        kept, requests = KeptRows(), make_requests(60, 10)
+        kept, requests = ContiguousSlots(), make_requests(60, 10)
         self.place(kept, requests, [8, 0])
         assert self.place(kept, requests) == 0
 
@@ -98,24 +98,24 @@ def test_an_engine_copies_rows_once(engine, expected):
     assert np.count_nonzero(found) > len(found) // 2
 
 
-@pytest.mark.parametrize("disturb", ["retract", "in_place", "update", "sleep", "release"])
-def test_what_disturbs_the_pages_changes_no_token(engine, expected, disturb):
+@pytest.mark.parametrize("interrupt", ["retract", "in_place", "update", "sleep", "release"])
+def test_what_disturbs_the_pages_changes_no_token(engine, expected, interrupt):
     engine.flush_cache()
     calls = start_all(engine, PROMPTS, PARAMS)
     before = engine.get_internal_state().counters.num_output_tokens
     wait_until(engine, lambda state: state.counters.num_output_tokens > before + 8)
     found, recording = recorded(engine)
     with recording:
-        if disturb == "update":
+        if interrupt == "update":
             engine.update_weights(spread_weights(), mode="in_place")
-        elif disturb == "sleep":
+        elif interrupt == "sleep":
             engine.sleep(preserve_state=True)
             engine.wake_up()
         else:
-            engine.pause_generation("in_place" if disturb == "in_place" else "retract")
-            if disturb == "release":
+            engine.pause_generation("in_place" if interrupt == "in_place" else "retract")
+            if interrupt == "release":
                 engine.release_kv_cache()
             engine.continue_generation()
         assert tokens_of(results(calls)) == expected
-    if disturb != "in_place":
+    if interrupt != "in_place":
         assert 0 in found

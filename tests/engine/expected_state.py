@@ -24,7 +24,7 @@ class Update:
     Attributes:
         future: Of its version.
         swap: What it is to bring.
-        exposed: Calls that it may find begun; of one that ends requests, all.
+        exposed: Calls that it may find started; of one that ends requests, all.
         num_calls: Calls made before; it may meet later ones too, if it has to wait.
         may_fail: It may be refused.
     """
@@ -44,14 +44,14 @@ class WaitPause:
     may_fail: bool = False
 
 
-class Books:
+class ExpectedState:
     """Kept by one thread, beside an engine that nobody else uses.
 
     Attributes:
         calls, updates, pauses: What was asked for; updates only while they are not done.
         mode: How generation was paused last.
         is_drained: A "wait" is over, so nothing runs until generation continues.
-        not_begun: Ids of requests that came in this pause.
+        not_started: Ids of requests that came in this pause.
         over: Ids of requests that must not be in the engine any more.
         is_put_to_sleep: It was asked to sleep, and not yet to wake up wholly; what is drawn next
             may depend on this, since it does not follow from how far the engine got.
@@ -66,7 +66,7 @@ class Books:
         self.pauses: list[WaitPause] = []
         self.mode: str | None = None
         self.is_drained = False
-        self.not_begun: set[str] = set()
+        self.not_started: set[str] = set()
         self.over: set[str] = set()
         self.is_put_to_sleep = False
         self.may_sleep = False
@@ -86,7 +86,7 @@ class Books:
 
     @property
     def is_halted(self) -> bool:
-        """Whether nothing may run, whatever has begun."""
+        """Whether nothing may run, whatever has started."""
         return self.mode not in (None, "wait")
 
     # ------------------------------------------------------------------ what was asked for
@@ -94,7 +94,7 @@ class Books:
     def note_call(self, call: Call) -> None:
         self.calls.append(call)
         if self.mode is not None:
-            self.not_begun.update(call.rids)
+            self.not_started.update(call.rids)
 
     def note_end_of_all(self) -> None:
         for call in self.calls:
@@ -114,7 +114,7 @@ class Books:
     def note_continue(self) -> None:
         self.mode = self._still = None
         self.is_drained = False
-        self.not_begun = set()
+        self.not_started = set()
         for pause in self.pauses:
             pause.may_fail = True
 
@@ -148,7 +148,7 @@ class Books:
         return may, is_lost or (state.is_sleeping and self.refuses is True)
 
     def exposed(self, *, is_settled: bool) -> list[Call]:
-        """Calls that may have begun. `is_settled`: the engine can be asked, nothing is on its way.
+        """Calls that may have started. `is_settled`: the engine can be asked; nothing is queued.
 
         While halted it is known which have: those that run.
         """
@@ -159,7 +159,7 @@ class Books:
         return found
 
     def collect_updates(self) -> None:
-        """Books the updates that are done."""
+        """ExpectedState the updates that are done."""
         done = [update for update in self.updates if update.future.done()]
         self.updates = [update for update in self.updates if update not in done]
         for update in done:
@@ -211,7 +211,7 @@ class Books:
             self.may_sleep = self._is_weightless = not state.has_weights
 
     def _check_pause(self, state: EngineState) -> None:
-        assert not self.not_begun & set(state.running_rids), "begun while paused"
+        assert not self.not_started & set(state.running_rids), "started while paused"
         if self.mode in ("abort", "retract") or self.is_drained:
             assert state.running_batch_size == 0
         has_all = state.has_weights and not state.is_sleeping
@@ -278,7 +278,7 @@ class Books:
             assert call.may_abort, "nobody aborted it"
         assert versions == sorted(versions)
         assert not versions or call.version <= versions[0]
-        # Nothing that had begun lives on after an update that waits for it, or ends it.
+        # Nothing that had started lives on after an update that waits for it, or ends it.
         first, last = (versions[0], versions[-1]) if versions else (0, 0)
         modes = {self.history.swaps[version].mode for version in range(first + 1, last + 1)}
         assert not modes & {"wait", "abort"}

@@ -1,6 +1,6 @@
 """Products with the inputs in the lanes of vectors, on CPUs, in float32.
 
-For few tokens: they take as long as reading the weight does.
+For small batches: these take as long as reading the weight does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, r
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.math import sum_each
 
-FEW = 8
+SMALL_BATCH = 8
 """Tokens whose products are better with the inputs in the lanes."""
 
 CHUNKS_PER_THREAD = 4
@@ -31,36 +31,38 @@ _RowTile = Callable[[Value, int], None]
 """Takes the first row of a tile, and how many it has."""
 
 
-def linear_of_few(weight: jax.Array, x: jax.Array, *, is_by_token: bool = False) -> jax.Array:
+def small_batch_linear(
+    weight: jax.Array, x: jax.Array, *, is_token_major: bool = False
+) -> jax.Array:
     """`weight @ x.T`, or the same the other way round.
 
     Args:
         weight: [out, in] float32.
         x: [T, in] float32.
-        is_by_token: `x @ weight.T`.
+        is_token_major: `x @ weight.T`.
 
     Returns:
-        [out, T] float32, or [T, out] by token.
+        [out, T] float32, or [T, out] if token-major.
     """
     shape = (weight.shape[0], x.shape[0])
-    result = jax.ShapeDtypeStruct(shape[::-1] if is_by_token else shape, jnp.float32)
-    return jax.ffi.ffi_call(register(_operation(is_by_token)), result)(weight, x)
+    result = jax.ShapeDtypeStruct(shape[::-1] if is_token_major else shape, jnp.float32)
+    return jax.ffi.ffi_call(register(_operation(is_token_major)), result)(weight, x)
 
 
 @functools.cache
-def _operation(is_by_token: bool) -> Operation:
-    plan = functools.partial(_plan, is_by_token=is_by_token)
-    name = "linear_few_by_token" if is_by_token else "linear_few"
+def _operation(is_token_major: bool) -> Operation:
+    plan = functools.partial(_plan, is_token_major=is_token_major)
+    name = "small_batch_linear_token_major" if is_token_major else "small_batch_linear"
     return Operation(name, 2, 1, _write_chunk, plan)
 
 
-def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_by_token: bool) -> Job:
+def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_token_major: bool) -> Job:
     weight, x, y = buffers
     num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(0)
     even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
     size = code.round_up(code.max(even, 1), 24)  # whole tiles, whatever their rows
     one = Value(I64, "1")
-    strides = (one, num_rows) if is_by_token else (num_tokens, one)
+    strides = (one, num_rows) if is_token_major else (num_tokens, one)
     sizes = [num_inputs, num_tokens, num_rows, size, *strides]
     return Job(code.ceil_div(num_rows, size), [weight.data, x.data, y.data, *sizes])
 

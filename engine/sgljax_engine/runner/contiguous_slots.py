@@ -15,7 +15,7 @@ from sgljax_engine.runner.batch import DecodeBatch
 from sgljax_engine.types import Request
 
 
-class KeptRows:
+class ContiguousSlots:
     """Which requests the rows hold, and how far. Engine thread only.
 
     What is in a request's pages changes behind its rows only if it starts again or is prefilled, of
@@ -38,7 +38,7 @@ class KeptRows:
             self.forget()
 
     def place(self, requests: Sequence[Request], batch: DecodeBatch, num_steps: int) -> int:
-        """Books a dispatch that is about to start; returns the chunks that it need not copy.
+        """Notes a dispatch that is about to start; returns the chunks that it need not copy.
 
         Args:
             requests: Of the first rows.
