@@ -180,7 +180,7 @@ class Host:
         # As fast as this, so that every dispatch may take all its steps.
         step = StepOutput(rows, dispatch_s=1e-6)
         ran = time.perf_counter()
-        finished = self.scheduler.update(output, step)
+        finished = self.scheduler.update(output, step).finished
         updated = time.perf_counter()
         device_s = self._device.spent_s - device_s
         return finished, (scheduled - started, ran - scheduled - device_s, updated - ran)

@@ -10,6 +10,7 @@ import threading
 import time
 
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.client import Asked
 from sgljax_engine.core.loop import EngineLoop
 
 LATE_S = 0.02
@@ -17,11 +18,12 @@ LATE_S = 0.02
 _submit = EngineLoop.submit
 
 
-def _submit_late(self: EngineLoop, command: cmd.Command) -> None:
+def _submit_late(self: EngineLoop, command: Asked) -> None:
     """Requests come in time, and so do looks at an engine that has nothing to do."""
-    is_own = threading.current_thread() in (self._thread, self._core.detokenizer.thread)
+    is_own = threading.current_thread() in (self._thread, self._core.outputs.thread)
+    is_job = not isinstance(command, cmd.Command)
     is_idle_look = isinstance(command, cmd.GetState) and not self._core.scheduler.has_work
-    if not is_own and not is_idle_look and not isinstance(command, cmd.AddRequests):
+    if not (is_own or is_job or is_idle_look) and not isinstance(command, cmd.AddRequests):
         time.sleep(LATE_S)
     _submit(self, command)
 

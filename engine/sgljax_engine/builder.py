@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,6 +18,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.checks import require
 from sgljax_engine.config import LORA_TARGETS, TOKEN_BLOCK, EngineConfig, LoraConfig
 from sgljax_engine.core.adapters import AdapterRegistry
+from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
@@ -245,29 +246,56 @@ def pick_weights(
     return folder_weights(model, folder, progress)
 
 
-def run_on_clean_thread(
-    build: Callable[[], tuple[EngineLoop, Limits]],
-) -> tuple[EngineLoop, Limits]:
-    """Builds on a thread of its own, free of the caller's thread-local JAX contexts.
+class BuiltCore(NamedTuple):
+    """An engine without threads, and what its threads need.
+
+    Attributes:
+        core: Fresh.
+        weight_maker: Makes the weights of updates.
+        served: What the first weights were made of.
+        slots: Room for adapters; None without.
+        limits: Of requests.
+    """
+
+    core: EngineCore
+    weight_maker: sync.WeightMaker
+    served: ServedSource
+    slots: AdapterSlots | None
+    limits: Limits
+
+
+def start_on_clean_thread(build: Callable[[], BuiltCore]) -> tuple[EngineLoop, Limits]:
+    """Builds and starts on a thread of its own, free of the caller's thread-local JAX contexts.
 
     A mesh or a transfer guard that the caller has set (as Tunix does while it syncs weights)
     would otherwise apply to the engine's own arrays.
     """
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(build)
+        future = pool.submit(lambda: _start(build()))
         try:
             return future.result()
         except BaseException:  # an interrupt: what gets built all the same must not live on
-            future.add_done_callback(_stop_if_built)
+            future.add_done_callback(_stop_if_started)
             raise
 
 
-def _stop_if_built(future: Future[tuple[EngineLoop, Limits]]) -> None:
+def _start(built: BuiltCore) -> tuple[EngineLoop, Limits]:
+    loop = EngineLoop(
+        built.core,
+        weight_maker=built.weight_maker,
+        served=built.served,
+        slots=built.slots,
+        name=f"sgljax-engine-{next(_names)}",
+    )
+    return loop, built.limits
+
+
+def _stop_if_started(future: Future[tuple[EngineLoop, Limits]]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result()[0].request_stop()
 
 
-def build_loop(
+def build_core(
     *,
     model: ModelConfig,
     config: EngineConfig,
@@ -277,8 +305,8 @@ def build_loop(
     tokenizer: Tokenizer | None,
     mesh: jax.sharding.Mesh | None,
     progress: ProgressListener | None,
-) -> tuple[EngineLoop, Limits]:
-    """Checks the configuration, takes memory, transforms the weights, starts the threads."""
+) -> BuiltCore:
+    """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     placement = place(model, mesh, dtype)
@@ -336,19 +364,15 @@ def build_loop(
         max_prefill_tokens=config.max_prefill_tokens,
         prefill_sizes=prefill_sizes(token_buckets, static.prefill_pass),
     )
-    loop = EngineLoop(
+    core = EngineCore(
         scheduler=scheduler,
         pool=pool,
         runner=runner,
-        weight_maker=maker,
-        served=served,
-        slots=slots,
         adapters=AdapterRegistry(config.lora.max_loras, tuple(adapters)),
         memory=memory.report,
         tokenizer=tokenizer,
-        name=f"sgljax-engine-{next(_names)}",
     )
-    return loop, Limits(max_model_len, num_pages * page_size)
+    return BuiltCore(core, maker, served, slots, Limits(max_model_len, num_pages * page_size))
 
 
 def _program_context(

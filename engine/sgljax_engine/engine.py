@@ -49,7 +49,7 @@ from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
-from sgljax_engine.processing.detokenizer import Answer
+from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.processing.tokenizer import load_tokenizer, wrap_tokenizer
@@ -131,7 +131,7 @@ class Engine:
         elif model_path is not None:
             tokenizer = load_tokenizer(model_path)
         build = functools.partial(
-            builder.build_loop,
+            builder.build_core,
             model=model_config,
             config=config,
             dtype=builder.pick_dtype(config, model_path),
@@ -145,7 +145,7 @@ class Engine:
         )
         self._progress = progress
         self._tokenizer = tokenizer
-        self._loop, limits = builder.run_on_clean_thread(build)
+        self._loop, limits = builder.start_on_clean_thread(build)
         try:
             self._client = EngineClient(self._loop)
             self._requests = RequestFactory(
@@ -663,7 +663,7 @@ class Engine:
                 `flush_cache` asks.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
-        return self._client.update(job)
+        return self._client.ask(job)
 
     async def async_update_weights(
         self,
@@ -681,7 +681,7 @@ class Engine:
         Nor does that end the reading of `source`: it must stay as it is until the update is done.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
-        return await self._client.async_update(job)
+        return await self._client.async_ask(job)
 
     def stage_weights(
         self,
@@ -709,7 +709,7 @@ class Engine:
                 not finite.
             WeightLoadError: for a folder that is missing, broken or of another model.
         """
-        return self._client.update(self._stage_job(source, rules, verify, check_finite))
+        return self._client.ask(self._stage_job(source, rules, verify, check_finite))
 
     async def async_stage_weights(
         self,
@@ -721,7 +721,7 @@ class Engine:
     ) -> StagedWeights:
         """`stage_weights` for asyncio; what a cancelled task staged is freed when it is made."""
         job = self._stage_job(source, rules, verify, check_finite)
-        return await self._client.async_update(job)
+        return await self._client.async_ask(job)
 
     def publish_weights(
         self,
@@ -749,7 +749,7 @@ class Engine:
             EngineStateError: for weights that were discarded; and as in `update_weights`, when the
                 weights stay staged.
         """
-        return self._client.update(_publish_job(staged, mode, flush_cache))
+        return self._client.ask(_publish_job(staged, mode, flush_cache))
 
     async def async_publish_weights(
         self,
@@ -759,7 +759,7 @@ class Engine:
         flush_cache: bool | None = None,
     ) -> int:
         """`publish_weights` for asyncio; a cancelled task does not take it back."""
-        return await self._client.async_update(_publish_job(staged, mode, flush_cache))
+        return await self._client.async_ask(_publish_job(staged, mode, flush_cache))
 
     def discard_weights(self, staged: StagedWeights) -> bool:
         """Frees staged weights. Those that serve are not touched.
@@ -773,7 +773,7 @@ class Engine:
         """
         job = _discard_job(staged)
         try:
-            return self._client.update(job)
+            return self._client.ask(job)
         except EngineShutdownError:
             return False
 
@@ -781,7 +781,7 @@ class Engine:
         """`discard_weights` for asyncio; a cancelled task does not take it back."""
         job = _discard_job(staged)
         try:
-            return await self._client.async_update(job)
+            return await self._client.async_ask(job)
         except EngineShutdownError:
             return False
 
@@ -817,7 +817,7 @@ class Engine:
             EngineStateError: when there is no free slot, or no weights to load it beside.
             InvalidRequestError: for a name that is none.
         """
-        return self._client.update(self._adapter_job(name, source, rules, mode, flush_cache))
+        return self._client.ask(self._adapter_job(name, source, rules, mode, flush_cache))
 
     async def async_load_adapter(
         self,
@@ -830,7 +830,7 @@ class Engine:
     ) -> int:
         """`load_adapter` for asyncio; a cancelled task does not take it back."""
         job = self._adapter_job(name, source, rules, mode, flush_cache)
-        return await self._client.async_update(job)
+        return await self._client.async_ask(job)
 
     def find_differing_adapter(
         self, name: str, source: Any, rules: Sequence[WeightRule]
@@ -848,7 +848,7 @@ class Engine:
             EngineStateError: while the engine sleeps or has no weights.
         """
         load = functools.partial(WeightSource, source, check_rules(rules))
-        return self._client.update(functools.partial(CompareJob, name, load))
+        return self._client.ask(functools.partial(CompareJob, name, load))
 
     def unload_adapter(self, name: str) -> None:
         """Gives an adapter's slot back.
@@ -973,7 +973,7 @@ class Engine:
             InvalidConfigError: an unknown compression, or one that is not installed.
             OffloadError: KV pages could not be copied.
         """
-        return self._client.save(_save_job(path, include_kv, compression))
+        return self._client.ask(_save_job(path, include_kv, compression))
 
     async def async_save_checkpoint(
         self,
@@ -983,7 +983,7 @@ class Engine:
         compression: Literal["zstd"] | None = None,
     ) -> SaveReport:
         """`save_checkpoint` for asyncio; a cancelled task does not end it."""
-        return await self._client.async_save(_save_job(path, include_kv, compression))
+        return await self._client.async_ask(_save_job(path, include_kv, compression))
 
     def restore_checkpoint(
         self, path: str | Path, *, missing_ok: bool = False

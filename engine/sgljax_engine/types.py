@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -172,6 +173,11 @@ class Request:
         return self.is_streaming or bool(self.params.stop)
 
     @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be scored before it starts."""
+        return self.logprob_options.start_len >= 0 and self.prompt_logprobs is None
+
+    @property
     def time_to_first_token_s(self) -> float | None:
         """Seconds from submission to the end of the dispatch with its first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
@@ -247,6 +253,12 @@ class SchedulerOutput:
     max_finished: int | None = None
 
     @property
+    def touched(self) -> list[Request]:
+        """The requests that the dispatch works on, each once."""
+        touched = [*self.decode, *(chunk.request for chunk in self.prefill), *self.started]
+        return list({request.rid: request for request in touched}.values())
+
+    @property
     def is_empty(self) -> bool:
         """True when there is nothing for the device to do."""
         return not self.prefill and not self.copies and not self.decode
@@ -266,6 +278,15 @@ class RowOutput(NamedTuple):
     extra_logprobs: Sequence[TopLogprobs] = ()
 
 
+class StepTimes(NamedTuple):
+    """Readings of `time.perf_counter` in one dispatch: its start, and the end of each part."""
+
+    started_s: float
+    scored_s: float
+    prefilled_s: float
+    decoded_s: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a dispatch produced.
@@ -276,9 +297,27 @@ class StepOutput:
         num_cache_misses: Programs that it compiled.
         dispatch_s: Seconds from the first program to the end of the last; None if they say nothing
             of other dispatches, since it compiled.
+        failures: Errors of requests whose prompt could not be scored, by id.
+        times: When its parts were done; None if nobody looked.
     """
 
     rows: list[RowOutput]
     weight_version: int = 0
     num_cache_misses: int = 0
     dispatch_s: float | None = None
+    failures: Mapping[str, EngineError] = dataclasses.field(default_factory=dict)
+    times: StepTimes | None = None
+
+
+class StepChanges(NamedTuple):
+    """What a dispatch changed for those who wait.
+
+    Attributes:
+        finished: Requests that it finished.
+        progressed: Requests that decoded in it, finished ones among them.
+        failures: As of `StepOutput`; their requests are finished.
+    """
+
+    finished: list[Request]
+    progressed: list[Request]
+    failures: Mapping[str, EngineError]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sgljax_engine import Engine, EngineStateError, RequestOutput, SamplingParams
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.processing.detokenizer import Answer
+from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs
 from tests.threads import LIMIT_S, start
 

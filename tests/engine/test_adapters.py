@@ -135,6 +135,26 @@ def test_rows_of_different_adapters_share_a_batch(engine, merged):
     check_same(mixed, expected)
 
 
+def test_prompt_logprobs_of_adapters_are_their_own(engine):
+    """The same prompt is scored once for each adapter, also when they start together."""
+
+    def prompt_logprobs(loras):
+        outputs = engine.generate(
+            input_ids=[PROMPTS[0]] * len(loras),
+            sampling_params=GREEDY,
+            lora=loras,
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return [
+            [entry[0] for entry in out["meta_info"]["input_token_logprobs"]] for out in outputs
+        ]
+
+    alone = [prompt_logprobs([lora])[0] for lora in ("one", "two", None)]
+    assert len({str(each) for each in alone}) == 3
+    assert prompt_logprobs(["one", "two", None, "one"]) == [*alone, alone[0]]
+
+
 def test_prefixes_of_adapters_are_their_own(engine, merged):
     """The same prompt, cached under one, is never matched under another."""
     for _ in range(2):

@@ -25,8 +25,8 @@ def engine():
 def recorded_events(engine, monkeypatch):
     """Launches of decode, waits for it, and requests handed over, as they come."""
     events = []
-    runner, detokenizer = engine._loop._core.runner, engine._loop._core.detokenizer
-    launch, wait, put = runner.decode, PendingDecode.wait, detokenizer.put
+    runner, queue = engine._loop._core.runner, engine._loop._core.outputs._queue
+    launch, wait, put = runner.decode, PendingDecode.wait, queue.put
 
     def recorded_launch(output):
         events.append("launch")
@@ -36,13 +36,14 @@ def recorded_events(engine, monkeypatch):
         events.append("wait")
         return wait(pending)
 
-    def recorded_put(request, *news):
-        events.append(f"answer {len(request.output_ids)}")
-        put(request, *news)
+    def recorded_put(news):
+        if news is not None:
+            events.append(f"answer {news.num_tokens}")
+        put(news)
 
     monkeypatch.setattr(runner, "decode", recorded_launch)
     monkeypatch.setattr(PendingDecode, "wait", recorded_wait)
-    monkeypatch.setattr(detokenizer, "put", recorded_put)
+    monkeypatch.setattr(queue, "put", recorded_put)
     return events
 
 
@@ -68,24 +69,25 @@ def test_streamed_pieces_too(engine, monkeypatch):
 
 def test_commands_find_everything_handed_over(engine, monkeypatch):
     """One that comes while a request finishes is answered after the request."""
-    detokenizer = engine._loop._core.detokenizer
+    queue = engine._loop._core.outputs._queue
     finished, states = [], []
-    put, wait, state = detokenizer.put, PendingDecode.wait, engine._loop._core.state
+    put, wait, state = queue.put, PendingDecode.wait, engine._loop._core.state
 
-    def recorded_put(request, *news):
-        finished.append(request.rid)
-        put(request, *news)
+    def recorded_put(news):
+        if news is not None:
+            finished.append(news.record.request.rid)
+        put(news)
 
     def asking_wait(pending):
         engine._loop.submit(cmd.GetState(Future()))
         return wait(pending)
 
-    def recorded_state(pause_mode):
-        seen = state(pause_mode)
+    def recorded_state():
+        seen = state()
         states.append((len(finished), seen.counters.num_finished))
         return seen
 
-    monkeypatch.setattr(detokenizer, "put", recorded_put)
+    monkeypatch.setattr(queue, "put", recorded_put)
     monkeypatch.setattr(PendingDecode, "wait", asking_wait)
     monkeypatch.setattr(engine._loop._core, "state", recorded_state)
     engine.generate(input_ids=[[1, 2], [3, 4]], sampling_params=[greedy(4), greedy(8)])

@@ -216,8 +216,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(stop_chance=st.sampled_from([0.0, 0.3]))
     def step(self, stop_chance):
         output = self.schedule()
-        done = self.scheduler.update(output, self.device.run(output, stop_chance))
-        self.finished.extend(r.rid for r in done)
+        changes = self.scheduler.update(output, self.device.run(output, stop_chance))
+        self.finished.extend(r.rid for r in changes.finished)
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(loses_pages=st.booleans())
@@ -225,8 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.schedule()
         self.device.spoil(output)
         self.pool.reset_cache()
-        touched = [*output.decode, *(c.request for c in output.prefill), *output.started]
-        for request in {r.rid: r for r in touched}.values():
+        for request in output.touched:
             self.scheduler.finish(request, FinishReason("error"))
             self.finished.append(request.rid)
         if loses_pages:

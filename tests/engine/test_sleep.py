@@ -125,7 +125,7 @@ class TestPreservedState:
                 real()
                 steps.append(None)
                 if len(steps) == 5:  # as a pause that comes right behind this chunk
-                    engine._loop._pause = "in_place"
+                    core.pauses.mode = "in_place"
 
             monkeypatch.setattr(core, "step", step)
             engine.continue_generation()

@@ -253,7 +253,8 @@ class TestPauses:
     def test_wait_is_answered_when_sleep_comes(self, engine, expected, preserve_state):
         calls = start_all(engine, PROMPTS)
         pause = begin(
-            lambda: engine.pause_generation("wait"), lambda: engine._loop._pause == "wait"
+            lambda: engine.pause_generation("wait"),
+            lambda: engine._loop._core.pauses.mode == "wait",
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):
@@ -286,7 +287,7 @@ class TestPauses:
         version = engine.weight_version
         update = begin(
             lambda: engine.update_weights(NEW, mode="wait"),
-            lambda: engine._loop._waiting_swap is not None,
+            lambda: engine._loop._core.pauses.waiting_swap is not None,
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):

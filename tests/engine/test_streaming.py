@@ -80,7 +80,7 @@ def assert_idle(engine):
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert state.cached_kv_tokens == 0
     assert state.available_kv_tokens == state.total_kv_tokens
-    assert not engine._loop._core.outputs._waiting
+    assert not engine._loop._core.outputs._records
 
 
 def num_started(engine):
@@ -411,8 +411,10 @@ class TestStopStrings:
         """The engine hears of the stop string when the request is over, or was retracted."""
         with make_engine() as engine:
             late: list[Any] = []
-            tell = engine._loop._core.detokenizer._on_end
-            engine._loop._core.detokenizer._on_end = lambda *what: late.append(what)
+            outputs = engine._loop._core.outputs
+            tell = outputs._on_end
+            assert tell is not None
+            outputs._on_end = lambda *what: late.append(what)
             place, stop = self.unique(free, 3, 2)
             output = engine.generate(None, LONG | {"stop": stop}, PROMPT)
             assert output["output_ids"] == free[: place + 2]
@@ -428,7 +430,7 @@ class TestStopStrings:
                 wait_for(lambda: num_decoded(engine) == 240)
                 tell(*late[0])
             assert_idle(engine)
-            assert not engine._loop._core.detokenizer._progress
+            assert not engine._loop._core.outputs._records
             assert engine.get_internal_state().counters.num_finished == 1
 
 
@@ -815,7 +817,7 @@ class TestFailure:
                 tokenizer.poison = None
                 assert engine.generate(None, LONG, PROMPT)["output_ids"] == free
             assert_idle(engine)
-            assert not engine._loop._core.detokenizer._progress
+            assert not engine._loop._core.outputs._records
 
     def test_nobody_reads_the_failure(self):
         """The engine ends the request all the same."""
@@ -833,8 +835,8 @@ class TestFailure:
     def test_a_tokenizer_that_raises_once(self):
         """No piece may follow the failure, though the engine hears of it late."""
         with make_engine() as engine:
-            detokenizer = engine._loop._core.detokenizer
-            wrapped = detokenizer._tokenizer
+            outputs = engine._loop._core.outputs
+            wrapped = outputs._detokenizer._tokenizer
             assert wrapped is not None
             calls = []
 
@@ -847,10 +849,10 @@ class TestFailure:
                     return {}
 
             wrapped.__class__ = Flaky
-            detokenizer._on_end = lambda *_: None
+            outputs._on_end = lambda *_: None
             stream = engine.generate(None, LONG, PROMPT, stream=True)
             wait_for(lambda: engine.get_internal_state().counters.num_finished == 1)
-            wait_for(detokenizer._queue.empty)
+            wait_for(outputs._queue.empty)
             assert stream._events.qsize() == len(calls) == 1
             with pytest.raises(EngineError, match="planted fault"):
                 next(stream)
@@ -960,11 +962,10 @@ class TestGarbage:
             list(itertools.islice(stream, number % 3))
             del stream
         assert_idle(one_step)
-        wait_for(lambda: not loop._core.detokenizer._progress)
+        wait_for(lambda: not loop._core.outputs._records)
         gc.collect()
         assert threading.active_count() == threads
         assert len(jax.live_arrays()) <= arrays
-        assert not loop._core.outputs._waiting
         assert loop._commands.empty()
         assert not [o for o in gc.get_objects() if type(o).__name__ == "TokenStream"]
 

@@ -210,7 +210,7 @@ class TestInPause:
         """Or whoever pauses and updates would wait for it in vain, behind it in the queue."""
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._waiting_swap is not None)
+        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
         engine.pause_generation(mode)
         with pytest.raises(EngineStateError, match="keeps them from finishing"):
             update.result(LIMIT_S)
@@ -222,7 +222,7 @@ class TestInPause:
         calls = start_all(engine, PROMPTS)
         version = engine.weight_version
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._waiting_swap is not None)
+        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
         engine.pause_generation("abort")
         assert update.result(LIMIT_S) == version + 1
         assert len(results(calls)) == 4
@@ -266,7 +266,7 @@ class TestOrder:
         calls = start_all(engine, PROMPTS[:1])
         version = engine.weight_version
         first = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._waiting_swap is not None)
+        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
         second = start(lambda: engine.update_weights(OLD, mode="abort"))
         assert first.result(LIMIT_S) == version + 1
         assert second.result(LIMIT_S) == version + 2
@@ -325,7 +325,7 @@ class TestOrder:
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._waiting_swap is not None)
+        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
         engine.shutdown()
         for call in (update, *calls):
             with pytest.raises(EngineShutdownError):

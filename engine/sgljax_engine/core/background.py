@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from sgljax_engine.errors import forget_locals
-from sgljax_engine.processing.detokenizer import reject, resolve
+from sgljax_engine.processing.futures import reject, resolve
 
 
 class Job(Protocol):

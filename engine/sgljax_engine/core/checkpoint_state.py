@@ -21,7 +21,7 @@ from sgljax_engine.errors import (
     EngineStepError,
     InvalidRequestError,
 )
-from sgljax_engine.processing.detokenizer import reject
+from sgljax_engine.processing.futures import reject
 from sgljax_engine.types import PageStamp, Request
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 def take_snapshot(core: EngineCore, *, include_kv: bool) -> Snapshot:
     """Notes what belongs into a checkpoint; `copy_pages` takes the contents of KV pages."""
-    weights = core.weights_digest
+    weights = core.serving.digest
     if not core.runner.is_on_one_device:
         # No other thread may start programs there; see `weight_updates.WeightUpdater`.
         weights.digest()
     return Snapshot(
         marks=_mark_requests(core),
         new_token_ratio=core.scheduler.policy.new_token_ratio,
-        weight_version=core.weight_version,
+        weight_version=core.serving.version,
         weights=weights,
         prefix=_take_prefix(core) if include_kv else None,
     )
@@ -98,7 +98,7 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
             "nothing was restored"
         )
     core.check_takes_requests()
-    digest = core.weights_digest.digest()
+    digest = core.serving.digest.digest()
     is_same = digest is not None and digest == restoration.weights_digest
     if not is_same:
         logger.warning(
@@ -107,7 +107,7 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
             restoration.weight_version,
         )
     was_idle = not core.scheduler.requests()
-    core.raise_weight_version(restoration.weight_version + (not is_same))
+    core.serving.raise_version(restoration.weight_version + (not is_same))
     if is_same and restoration.prefix_cache is not None:
         _load_prefixes(core, restoration.prefix_cache)
     for each in restoration.requests:
@@ -151,8 +151,7 @@ def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
     for each in restored:
         try:
             if each.is_unfinished:
-                core.runner.check_warm(each.request)
-                each.request.adapter = core.adapters.find(each.request.lora)
+                core.check_can_serve(each.request)
         except (CompileForbiddenError, InvalidRequestError) as error:
             # A new one: the raised one holds this frame, and with it all pages.
             reject(each.answer.future, type(error)(str(error)))
@@ -168,9 +167,7 @@ def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
             continue
         if each.is_unfinished:
             request.num_retractions += each.had_pages
-            core.outputs.add(request, each.answer)
-            core.scheduler.add(request)
-            core.counters.num_requests += 1
+            core.take_in(request, each.answer)
         else:
             error = None if each.error is None else EngineStepError(each.error)
             core.outputs.answer_finished(request, each.answer, error)

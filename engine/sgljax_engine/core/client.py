@@ -13,19 +13,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from sgljax_engine.checkpoint.manager import SaveReport
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_writer import SaveJob
 from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.staging import WeightJob
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput
-from sgljax_engine.processing.detokenizer import Answer
+from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
 
-_C = TypeVar("_C")
 _T = TypeVar("_T")
+
+Asked = cmd.Command | WeightJob | SaveJob
+"""What `EngineLoop.submit` takes; its future gets the answer."""
 
 
 class EngineClient:
@@ -40,47 +41,23 @@ class EngineClient:
         finalizer = weakref.finalize(self, loop.request_stop)
         finalizer.atexit = False  # the loop stops itself at exit
 
-    def ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
-        """Has the engine thread do something, and waits for its answer."""
+    def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
+        """Has the engine thread or a worker do something, and waits for its answer."""
+        future: Future[_T] = Future()
+        self._loop.submit(make(future))
         try:
-            return _wait(self._loop.submit, command)
+            return future.result()
         finally:
-            del command
+            del future, make
 
-    async def async_ask(self, command: Callable[[Future[_T]], cmd.Command]) -> _T:
-        """`ask` for asyncio. Cancelling the task does not take the command back."""
+    async def async_ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
+        """`ask` for asyncio. Cancelling the task does not take back what was asked."""
+        future: Future[_T] = Future()
+        self._loop.submit(make(future))
         try:
-            return await _async_wait(self._loop.submit, command)
+            return await asyncio.wrap_future(future)
         finally:
-            del command
-
-    def update(self, job: Callable[[Future[_T]], WeightJob]) -> _T:
-        """Has weights replaced, staged, published or discarded, and waits for the answer."""
-        try:
-            return _wait(self._loop.update, job)
-        finally:
-            del job
-
-    async def async_update(self, job: Callable[[Future[_T]], WeightJob]) -> _T:
-        """`update` for asyncio. Cancelling the task does not take the job back."""
-        try:
-            return await _async_wait(self._loop.update, job)
-        finally:
-            del job
-
-    def save(self, job: Callable[[Future[SaveReport]], SaveJob]) -> SaveReport:
-        """Has a checkpoint written, and waits for it."""
-        try:
-            return _wait(self._loop.save, job)
-        finally:
-            del job
-
-    async def async_save(self, job: Callable[[Future[SaveReport]], SaveJob]) -> SaveReport:
-        """`save` for asyncio. Cancelling the task does not end it."""
-        try:
-            return await _async_wait(self._loop.save, job)
-        finally:
-            del job
+            del future, make
 
     def generate(self, requests: list[Request]) -> list[RequestOutput]:
         """Submits requests and waits for all outputs."""
@@ -127,21 +104,3 @@ class EngineClient:
         answers = answers or [Answer(Future()) for _ in requests]
         self._loop.submit(cmd.AddRequests(requests, answers))
         return [answer.future for answer in answers]
-
-
-def _wait(put: Callable[[_C], None], make: Callable[[Future[_T]], _C]) -> _T:
-    future: Future[_T] = Future()
-    put(make(future))
-    try:
-        return future.result()
-    finally:
-        del future, make
-
-
-async def _async_wait(put: Callable[[_C], None], make: Callable[[Future[_T]], _C]) -> _T:
-    future: Future[_T] = Future()
-    put(make(future))
-    try:
-        return await asyncio.wrap_future(future)
-    finally:
-        del future, make

@@ -1,16 +1,20 @@
-"""What callers ask of the engine thread. Each command carries the future of its answer."""
+"""What callers ask of the engine thread. Each command carries the future of its answer.
+
+`core.handlers` has the table of what is done for each.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from sgljax_engine.core.snapshot import CopiedPages, Restoration, Snapshot
+from sgljax_engine.errors import forget_locals
 from sgljax_engine.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -22,7 +26,7 @@ from sgljax_engine.io_struct import (
 )
 from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import ProgressListener
-from sgljax_engine.processing.detokenizer import Answer
+from sgljax_engine.processing.futures import Answer, reject, resolve
 from sgljax_engine.types import FinishReason, PageStamp, Request
 from sgljax_engine.weights.rules import WeightRule
 
@@ -31,16 +35,64 @@ BuildWeights = Callable[[Weights], Mapping[str, jax.Array]]
 """Makes the new weights; gets the serving ones, which it may take apart."""
 
 
+class Command:
+    """What the engine thread does between two dispatches.
+
+    Attributes:
+        future: Of the answer.
+        is_part_of_long_job: Whether a step comes before the next command, if there is work.
+    """
+
+    __slots__ = ()
+
+    is_part_of_long_job: ClassVar[bool] = False
+
+    future: Future[Any]
+
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Answers it with an error, since nobody will do it."""
+        reject(self.future, make_error())
+
+
+def answer(command: Command, act: Callable[[], Any]) -> None:
+    """Hands a result to the command's caller, or the error: they asked for it.
+
+    An error refers to this frame, and through it to those of its callers. None of them may refer to
+    the command: its future refers to the error, and it may hold weights.
+    """
+    future: Future[Any] = command.future
+    try:
+        result = act()
+    except BaseException as error:
+        forget_locals(error)
+        reject(future, error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        resolve(future, result)
+    finally:
+        del command, future, act
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class AddRequests:
-    """Queue requests together; `answers[i]` gets the output of `requests[i]`."""
+class AddRequests(Command):
+    """Queue requests together; `answers[i]` gets the output of `requests[i]`.
+
+    The future gets nothing but what went wrong with all of them.
+    """
 
     requests: list[Request]
     answers: list[Answer]
+    future: Future[None] = dataclasses.field(default_factory=Future)
+
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Answers each request with an error of its own."""
+        for answer in self.answers:
+            reject(answer.future, make_error())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class AbandonRequests:
+class AbandonRequests(Command):
     """End requests that nobody waits for any more; finished ones are no error."""
 
     requests: list[Request]
@@ -48,7 +100,7 @@ class AbandonRequests:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Abort:
+class Abort(Command):
     """End the requests that a caller names; answers with their number."""
 
     request: AbortReq
@@ -56,7 +108,7 @@ class Abort:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class EndAnswered:
+class EndAnswered(Command):
     """End a request that was answered while it ran: with a stop string, or with an error."""
 
     request: Request
@@ -65,7 +117,7 @@ class EndAnswered:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Pause:
+class Pause(Command):
     """Stop generating; answered once nothing runs on the device."""
 
     request: PauseGenerationReqInput
@@ -73,7 +125,7 @@ class Pause:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Continue:
+class Continue(Command):
     """Go on generating."""
 
     request: ContinueGenerationReqInput
@@ -81,7 +133,7 @@ class Continue:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FlushCache:
+class FlushCache(Command):
     """Empty the prefix cache."""
 
     request: FlushCacheReqInput
@@ -89,14 +141,14 @@ class FlushCache:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ReleaseKV:
+class ReleaseKV(Command):
     """Give the memory of the KV cache back; answers with its bytes."""
 
     future: Future[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Sleep:
+class Sleep(Command):
     """Give the devices' memory back; answers with its bytes.
 
     Attributes:
@@ -113,7 +165,7 @@ class Sleep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class WakeUp:
+class WakeUp(Command):
     """Take the memory of these tags again; answers with its bytes."""
 
     tags: tuple[SleepTag, ...]
@@ -121,7 +173,7 @@ class WakeUp:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SwapWeights:
+class SwapWeights(Command):
     """Serve other weights; answers with the new weight version.
 
     Attributes:
@@ -138,7 +190,7 @@ class SwapWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SwapAdapter:
+class SwapAdapter(Command):
     """Serve an adapter, a new one or in the place of one with its name.
 
     Attributes:
@@ -155,7 +207,7 @@ class SwapAdapter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CompareAdapter:
+class CompareAdapter(Command):
     """Names of projections whose adapter differs from what a source makes of it.
 
     `build` is as of `SwapAdapter`.
@@ -167,7 +219,7 @@ class CompareAdapter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class UnloadAdapter:
+class UnloadAdapter(Command):
     """Give an adapter's slot back."""
 
     name: str
@@ -175,22 +227,22 @@ class UnloadAdapter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class MakeWeights:
-    """Make weights that do not serve; answers with them."""
+class Run(Command):
+    """Call a function between two dispatches; answers with its result."""
 
-    make: Callable[[], Weights]
-    future: Future[Weights]
+    function: Callable[[], Any]
+    future: Future[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ChecksumWeights:
+class ChecksumWeights(Command):
     """Checksums of the serving weights by name."""
 
     future: Future[dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CompareWeights:
+class CompareWeights(Command):
     """Names of serving weights whose bits differ from those of a mapped source."""
 
     source: Any
@@ -199,7 +251,7 @@ class CompareWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TakeSnapshot:
+class TakeSnapshot(Command):
     """Note what belongs into a checkpoint, KV pages too if they belong there."""
 
     include_kv: bool
@@ -207,15 +259,17 @@ class TakeSnapshot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CopyPages:
+class CopyPages(Command):
     """Copy the first of these KV pages to the host, as many as take little time."""
+
+    is_part_of_long_job: ClassVar[bool] = True
 
     stamps: Sequence[PageStamp]
     future: Future[CopiedPages]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Restore:
+class Restore(Command):
     """Take in the requests of a checkpoint; all or none."""
 
     restoration: Restoration
@@ -223,7 +277,7 @@ class Restore:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Score:
+class Score(Command):
     """Log-probs of given token sequences, from each one's start on."""
 
     sequences: list[list[int]]
@@ -234,7 +288,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Warmup:
+class Warmup(Command):
     """Compile every bucket; answers with the number of new programs."""
 
     include_score: bool
@@ -244,48 +298,21 @@ class Warmup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class GetState:
+class GetState(Command):
     """One consistent look at the engine."""
 
     future: Future[EngineState]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CheckIntegrity:
+class CheckIntegrity(Command):
     """Fail with EngineError if the book-keeping contradicts itself."""
 
     future: Future[None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Shutdown:
-    """Fail what is unfinished and end the thread."""
+class Shutdown(Command):
+    """Fail what is unfinished and end the thread; nobody is answered."""
 
-
-Command = (
-    AddRequests
-    | AbandonRequests
-    | Abort
-    | EndAnswered
-    | Pause
-    | Continue
-    | FlushCache
-    | ReleaseKV
-    | Sleep
-    | WakeUp
-    | SwapWeights
-    | SwapAdapter
-    | CompareAdapter
-    | UnloadAdapter
-    | MakeWeights
-    | ChecksumWeights
-    | CompareWeights
-    | TakeSnapshot
-    | CopyPages
-    | Restore
-    | Score
-    | Warmup
-    | GetState
-    | CheckIntegrity
-    | Shutdown
-)
+    future: Future[None] = dataclasses.field(default_factory=Future)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
 from sgljax_engine.checkpoint.request import RequestCheckpoint
-from sgljax_engine.processing.detokenizer import Answer
+from sgljax_engine.processing.futures import Answer
 from sgljax_engine.runner.saved_pages import SavedPages
 from sgljax_engine.types import FinishReason, PageStamp, PromptLogprobs, Request, RequestStatus
 from sgljax_engine.weights.digest import WeightsDigest

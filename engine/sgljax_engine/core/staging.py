@@ -176,7 +176,7 @@ class Stager:
         else:
             # Programs over several devices are the engine thread's: see `WeightUpdater`.
             future: Future[dict[str, jax.Array]] = Future()
-            self._submit(cmd.MakeWeights(make, future))
+            self._submit(cmd.Run(make, future))
             staged = StagedWeights(self._owner, future.result())
         self._staged.add(staged)
         return staged

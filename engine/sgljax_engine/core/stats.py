@@ -5,23 +5,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.metrics import EngineCounters
 from sgljax_engine.observability.trace import ENGINE_TRACK, RecordedSample, Recorder
 from sgljax_engine.scheduler.scheduler import Scheduler
-from sgljax_engine.types import Request, SchedulerOutput, StepOutput
-
-
-class DispatchTimes(NamedTuple):
-    """Readings of `time.perf_counter` in one dispatch: its begin, and the end of each part."""
-
-    started_s: float
-    scored_s: float
-    prefilled_s: float
-    decoded_s: float
+from sgljax_engine.types import Request, SchedulerOutput, StepOutput, StepTimes
 
 
 class Stats:
@@ -30,6 +20,7 @@ class Stats:
     Attributes:
         counters: Totals, but for a pause that lasts; see `totals`.
         recorder: See `observability.trace.Recorder`.
+        num_decodes: Decode dispatches since the cache was flushed.
     """
 
     def __init__(self, scheduler: Scheduler, pool: PagePool, recorder: Recorder) -> None:
@@ -45,6 +36,7 @@ class Stats:
         self._scheduler = scheduler
         self._pool = pool
         self._paused_s: float | None = None
+        self.num_decodes = 0
 
     def totals(self) -> EngineCounters:
         """A copy of the counters, with the pause of now."""
@@ -53,10 +45,14 @@ class Stats:
             totals.pause_s += time.perf_counter() - self._paused_s
         return totals
 
-    def stepped(self, output: SchedulerOutput, step: StepOutput, times: DispatchTimes) -> None:
+    def stepped(self, output: SchedulerOutput, step: StepOutput) -> None:
         """Notes a dispatch that succeeded, before the scheduler does."""
-        counters = self.counters
+        counters, times = self.counters, step.times
+        assert times is not None
+        for request in output.touched:
+            request.num_cache_misses += step.num_cache_misses
         self._stamp_first_tokens(output, step)
+        self.num_decodes += bool(output.decode)
         num_prefilled = sum(chunk.num_tokens for chunk in output.prefill)
         num_tokens = sum(len(row.token_ids) for row in step.rows)
         counters.prefill_s += times.prefilled_s - times.started_s
@@ -75,6 +71,12 @@ class Stats:
         if self.recorder.is_on:
             self._record(output, step, times, num_prefilled, num_tokens)
 
+    def finished(self, request: Request, now_s: float) -> None:
+        """A request is finished at a time of `time.perf_counter`."""
+        self.counters.num_finished += 1
+        self.counters.e2e_latency_s += now_s - request.arrival_s
+        self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"
+
     def retracted(self, requests: Iterable[Request]) -> None:
         """Requests lost their pages."""
         for request in requests:
@@ -82,6 +84,15 @@ class Stats:
             if self.recorder.is_on:
                 args = {"rid": request.rid, "tokens": request.num_tokens}
                 self.recorder.instant(ENGINE_TRACK, "retract", args)
+
+    def swapped(self, started_s: float, weight_version: int, mode: PauseMode) -> None:
+        """Other weights serve now."""
+        ended_s = time.perf_counter()
+        self.counters.num_weight_updates += 1
+        self.counters.update_s += ended_s - started_s
+        if self.recorder.is_on:
+            args = {"weight_version": weight_version, "mode": mode}
+            self.recorder.slice(ENGINE_TRACK, "swap weights", started_s, ended_s, args)
 
     def paused(self, mode: PauseMode) -> None:
         """Generation is paused; another mode only changes the pause."""
@@ -109,7 +120,7 @@ class Stats:
         self,
         output: SchedulerOutput,
         step: StepOutput,
-        times: DispatchTimes,
+        times: StepTimes,
         num_prefilled: int,
         num_tokens: int,
     ) -> None:

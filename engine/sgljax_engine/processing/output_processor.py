@@ -1,87 +1,307 @@
-"""Who waits for which request, and what the detokenizer is told of it. Engine thread only.
+"""Who waits for which request, and what each of them is sent.
 
-What a dispatch produced is handed over when the next dispatch is on its way, so that the device
-does not wait for that; but before anything else ends a request, since news of a request that is
-still running must not be read as its end.
+The engine thread publishes what a step did and flushes it while the next dispatch runs, so that the
+device does not wait for detokenization. A thread of the output processor's own turns tokens into
+text and answers. Requests that nobody watches reach it once, when they are finished. Streamed ones
+and those with stop strings reach it after every dispatch that gave them tokens.
+
+A stop string is found on that thread. It answers the request at once, cut behind the token that
+completed the string, and tells the engine thread to end it. Tokens that the engine generated
+meanwhile are dropped.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from sgljax_engine.errors import EngineError
-from sgljax_engine.processing.detokenizer import Answer, Detokenizer, reject
-from sgljax_engine.types import Request
+from sgljax_engine.observability.trace import DETOKENIZER_TRACK, Recorder
+from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.detokenizer import Detokenizer, num_text_tokens
+from sgljax_engine.processing.futures import Answer, reject, resolve
+from sgljax_engine.processing.incremental_text import TextStream
+from sgljax_engine.processing.tokenizer import Tokenizer
+from sgljax_engine.types import FinishReason, Request, StepChanges
+
+_MAX_QUEUED = 4096
+
+OnEnd = Callable[[Request, FinishReason], None]
+"""Told of an unfinished request that was answered, and why it is to end."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Sent:
+    """What was sent of a watched request so far. The detokenizer thread's alone.
+
+    Attributes:
+        text: Its text; None if it wants none.
+        unsent: Text that waits for the next piece.
+        num_added: Tokens that are in `text`.
+        num_tokens: Tokens of the pieces that were sent.
+    """
+
+    text: TextStream | None
+    unsent: str = ""
+    num_added: int = 0
+    num_tokens: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Record:
+    """A request that somebody waits for.
+
+    Attributes:
+        request: The engine thread changes it.
+        answer: Where its output goes.
+        failure: What it is answered with instead, once it is finished. The engine thread's.
+        sent: The detokenizer thread's; None before the first piece of a watched request.
+        is_answered: The detokenizer thread's: nothing more is sent.
+    """
+
+    request: Request
+    answer: Answer
+    failure: EngineError | None = None
+    sent: _Sent | None = None
+    is_answered: bool = False
 
 
 class _News(NamedTuple):
     """A request that is finished, or has new tokens that somebody watches."""
 
-    request: Request
-    answer: Answer
+    record: _Record
+    num_tokens: int
+    finish: FinishReason | None
+    failure: EngineError | None
     now_s: float
-    failure: EngineError | None = None
 
 
 class OutputProcessor:
-    """The answers of unfinished requests."""
+    """Answers requests. All methods are for the engine thread.
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
+    Attributes:
+        thread: The detokenizer thread; None until `connect` starts one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        recorder: Recorder,
+        on_finished: Callable[[Request, EngineError | None, float], None],
+    ) -> None:
         """Nobody waits.
 
         Args:
-            detokenizer: Sends the answers.
+            tokenizer: None leaves all text empty.
+            recorder: Notes what the detokenizer thread does.
+            on_finished: Called when a request is finished, with its failure and the time.
         """
-        self._detokenizer = detokenizer
-        self._waiting: dict[str, Answer] = {}
-        self._failures: dict[str, EngineError] = {}
+        self._detokenizer = Detokenizer(tokenizer)
+        self._recorder = recorder
+        self._on_finished = on_finished
+        self._on_end: OnEnd | None = None
+        self._records: dict[str, _Record] = {}
         self._news: list[_News] = []
+        self._queue: queue.Queue[_News | None] = queue.Queue(_MAX_QUEUED)
+        self.thread: threading.Thread | None = None
+
+    def connect(self, on_end: OnEnd, thread_name: str | None) -> None:
+        """Says who ends requests that were answered while they ran. Before the first request.
+
+        Args:
+            on_end: Called on the detokenizer thread when a text has a stop string or cannot be
+                decoded. It must not end the request at once, since a dispatch may be running.
+            thread_name: Starts the detokenizer thread; None has `flush` do its work.
+        """
+        self._on_end = on_end
+        if thread_name is not None:
+            self.thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+            self.thread.start()
+
+    # ------------------------------------------------------------------ the registry
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Takes a new request's answer."""
-        self._waiting[request.rid] = answer
+        """Takes a new request and where its output goes."""
+        self._records[request.rid] = _Record(request, answer)
+
+    def find(self, rid: str) -> Request | None:
+        """The unfinished request with an id, if there is one."""
+        record = self._records.get(rid)
+        return None if record is None else record.request
+
+    def holds(self, request: Request) -> bool:
+        """Whether this very request is unfinished."""
+        return self.find(request.rid) is request
+
+    def check_integrity(self, unfinished: Iterable[Request]) -> None:
+        """Raises EngineError unless somebody waits for each of these requests, and no others."""
+        if {request.rid: request for request in unfinished} != {
+            rid: record.request for rid, record in self._records.items()
+        }:
+            raise EngineError("the queues have other requests than those that somebody waits for")
 
     def fail(self, request: Request, error: EngineError) -> None:
         """Lets a request, once it is finished, be answered with an error."""
-        self._failures[request.rid] = error
+        self._records[request.rid].failure = error
 
-    def failure(self, request: Request) -> EngineError | None:
-        """What `fail` was told of a request that is not answered."""
-        return self._failures.get(request.rid)
+    def publish(self, changes: StepChanges) -> None:
+        """Takes what a step did; `flush` sends it."""
+        for rid, failure in changes.failures.items():
+            self._records[rid].failure = failure
+        for request in changes.finished:
+            self.finish(request)
+        for request in changes.progressed:
+            record = self._records.get(request.rid)
+            if record is not None and request.is_watched:
+                num_tokens = len(request.output_ids)
+                self._news.append(_News(record, num_tokens, None, None, time.perf_counter()))
 
-    def has_tokens(self, request: Request) -> None:
-        """A watched request got tokens; does nothing if it is finished."""
-        if request.rid in self._waiting:
-            self._news.append(_News(request, self._waiting[request.rid], time.perf_counter()))
-
-    def finished(self, request: Request, now_s: float) -> None:
+    def finish(self, request: Request) -> None:
         """A request is finished: it will be answered, with an error if it failed."""
-        failure = self._failures.pop(request.rid, None)
-        self._news.append(_News(request, self._waiting.pop(request.rid), now_s, failure))
+        record, now_s = self._records.pop(request.rid), time.perf_counter()
+        self._on_finished(request, record.failure, now_s)
+        self._add_end(record, now_s)
 
     def answer_finished(
         self, request: Request, answer: Answer, failure: EngineError | None
     ) -> None:
         """Answers a request that was finished when it came."""
-        self._news.append(_News(request, answer, time.perf_counter(), failure))
+        self._add_end(_Record(request, answer, failure), time.perf_counter())
 
-    def hand_over(self) -> None:
-        """Gives the detokenizer all news."""
+    def _add_end(self, record: _Record, now_s: float) -> None:
+        request = record.request
+        news = _News(record, len(request.output_ids), request.finish, record.failure, now_s)
+        self._news.append(news)
+
+    def flush(self) -> None:
+        """Hands all news to the detokenizer thread; blocks while its queue is full."""
         news, self._news = self._news, []
-        for item in news:
-            self._detokenizer.put(item.request, item.answer, item.now_s, item.failure)
+        for each in news:
+            if self.thread is None:
+                self._take(each)
+            else:
+                self._queue.put(each)
 
     def close(self, make_error: Callable[[], EngineError]) -> None:
-        """Sends what is finished, ends the detokenizer, refuses the rest.
+        """Sends what is finished, ends the detokenizer thread, refuses the rest.
 
         Args:
-            make_error: Makes the error of each unfinished request: raised on two threads, one
-                would mix up their tracebacks and keep both their frames alive.
+            make_error: Makes the error of each unfinished request. If one error were raised on two
+                threads, it would mix up their tracebacks and keep both their frames alive.
         """
-        self.hand_over()
-        self._detokenizer.stop()
-        for answer in self._waiting.values():
-            reject(answer.future, make_error())
-        self._waiting.clear()
+        self.flush()
+        if self.thread is not None:
+            self._queue.put(None)
+            self.thread.join()
+        for record in self._records.values():
+            reject(record.answer.future, make_error())
+        self._records.clear()
+
+    # ------------------------------------------------------------------ the detokenizer thread
+
+    def _run(self) -> None:
+        while self._take(self._queue.get()):
+            pass
+
+    def _take(self, news: _News | None) -> bool:
+        """Handles one item; False at the end.
+
+        What it holds is gone when it returns: an answer or an error kept while waiting for the
+        next item would keep its caller's frames alive, and the engine with them.
+        """
+        if news is None:
+            return False
+        started = time.perf_counter()
+        try:
+            self._handle(news)
+        except BaseException as error:  # a user's tokenizer may raise anything, Rust panics too
+            self._fail(news, repr(error))
+        if self._recorder.is_on:
+            args = {"rid": news.record.request.rid, "tokens": news.num_tokens}
+            ended = time.perf_counter()
+            self._recorder.slice(DETOKENIZER_TRACK, "detokenize", started, ended, args)
+        return True
+
+    def _fail(self, news: _News, error: str) -> None:
+        """Answers a request that cannot be detokenized, and ends it if it still runs."""
+        record = news.record
+        message = f"detokenizing request {record.request.rid} failed: {error}"
+        record.is_answered = True
+        if news.finish is None:
+            self._end(record.request, FinishReason("error", message=message))
+        reject(record.answer.future, EngineError(message))
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        assert self._on_end is not None, "connect() comes first"
+        self._on_end(request, reason)
+
+    def _handle(self, news: _News) -> None:
+        record = news.record
+        if news.failure is not None:
+            reject(record.answer.future, news.failure)
+        elif record.request.is_watched:
+            if not record.is_answered:
+                self._follow(news)
+        else:
+            assert news.finish is not None
+            text = self._detokenizer.text(record.request, news.finish)
+            output = _output(news, slice(0, news.num_tokens), text, news.finish)
+            resolve(record.answer.future, output)
+
+    def _follow(self, news: _News) -> None:
+        """Sends a piece of a watched request, or its end."""
+        record, request, finish = news.record, news.record.request, news.finish
+        if record.sent is None:
+            record.sent = _Sent(self._detokenizer.stream(request))
+        sent, num_tokens = record.sent, news.num_tokens
+        if sent.text is not None:
+            num_text = num_tokens if finish is None else num_text_tokens(request, finish)
+            sent.text.add(request.output_ids[sent.num_added : num_text])
+            sent.num_added = num_text
+            sent.unsent += sent.text.take() if finish is None else sent.text.finish()
+            match = sent.text.match
+            if match is not None:
+                num_tokens = max(match.num_tokens, sent.num_tokens)
+                if finish is None:
+                    sent.unsent += sent.text.finish()
+                    self._end(request, FinishReason("stop", matched=match.stop_string))
+                finish = FinishReason("stop", matched=match.stop_string)
+        self._send(news, sent, num_tokens, finish)
+
+    def _send(self, news: _News, sent: _Sent, num_tokens: int, finish: FinishReason | None) -> None:
+        record, span = news.record, slice(sent.num_tokens, num_tokens)
+        if finish is not None:
+            record.is_answered = True
+            resolve(record.answer.future, _output(news, span, sent.unsent, finish))
+        elif record.answer.on_piece is not None:
+            record.answer.on_piece(_output(news, span, sent.unsent, None))
+            sent.num_tokens, sent.unsent = num_tokens, ""
+
+
+def _output(news: _News, span: slice, text: str, finish: FinishReason | None) -> RequestOutput:
+    """The output tokens of a span, with their text."""
+    request = news.record.request
+    return RequestOutput(
+        rid=request.rid,
+        text=text,
+        output_ids=request.output_ids[span],
+        logprobs=request.logprobs[span],
+        processed_logprobs=request.processed_logprobs[span],
+        scaled_logprobs=request.scaled_logprobs[span],
+        extra_logprobs=request.extra_logprobs[span],
+        prompt_logprobs=request.prompt_logprobs if span.start == 0 else None,
+        logprob_options=request.logprob_options,
+        prompt_ids=request.prompt_ids,
+        finish=finish,
+        num_cached_tokens=request.num_cached,
+        num_completion_tokens=span.stop,
+        num_cache_misses=request.num_cache_misses,
+        e2e_latency_s=news.now_s - request.arrival_s,
+        time_to_first_token_s=request.time_to_first_token_s,
+        num_retractions=request.num_retractions,
+        token_weight_versions=request.token_versions[span].tolist(),
+    )

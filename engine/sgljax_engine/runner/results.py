@@ -1,16 +1,18 @@
-"""From what a decode dispatch leaves on the device to what each request gets."""
+"""From what a dispatch leaves on the device to what each request gets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
+from sgljax_engine.errors import EngineError
 from sgljax_engine.runner.programs import DecodeOutput
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions
-from sgljax_engine.types import Request, RowOutput, TopLogprobs
+from sgljax_engine.types import Request, RowOutput, StepOutput, StepTimes, TopLogprobs
 
 
 class PendingDecode(NamedTuple):
@@ -33,6 +35,44 @@ class PendingDecode(NamedTuple):
         for place, output in zip(self.order, by_row, strict=True):
             outputs[place] = output
         return outputs
+
+
+class PendingStep(NamedTuple):
+    """A dispatch that may still run.
+
+    Attributes:
+        decode: Its decode rows; None if it only prefills.
+        wait_for_pages: Waits for what only writes pages. Prefills that queue up on the device
+            could not be paused.
+        weight_version, num_cache_misses, failures: As of `StepOutput`.
+        started_s, scored_s, prefilled_s: As of `StepTimes`.
+    """
+
+    decode: PendingDecode | None
+    wait_for_pages: Callable[[], None]
+    weight_version: int
+    num_cache_misses: int
+    failures: Mapping[str, EngineError]
+    started_s: float
+    scored_s: float
+    prefilled_s: float
+
+    def wait(self) -> StepOutput:
+        """Waits for the device; raises what failed there."""
+        rows: list[RowOutput] = []
+        if self.decode is None:
+            self.wait_for_pages()
+        else:
+            rows = self.decode.wait()
+        decoded_s = time.perf_counter()
+        return StepOutput(
+            rows,
+            self.weight_version,
+            self.num_cache_misses,
+            dispatch_s=None if self.num_cache_misses else decoded_s - self.scored_s,
+            failures=self.failures,
+            times=StepTimes(self.started_s, self.scored_s, self.prefilled_s, decoded_s),
+        )
 
 
 def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput]:

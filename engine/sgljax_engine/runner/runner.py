@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,12 @@ import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
 from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
-from sgljax_engine.errors import CompileForbiddenError
+from sgljax_engine.errors import (
+    CompileForbiddenError,
+    EngineError,
+    EngineStepError,
+    forget_locals,
+)
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.runner import programs
@@ -29,7 +35,7 @@ from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramStat
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
 from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.placement import Placement
-from sgljax_engine.runner.results import PendingDecode
+from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,
     build_sampling_batch,
@@ -59,6 +65,7 @@ class ModelRunner:
     Attributes:
         programs: The compiled ones.
         weights: Physical weights by name.
+        weight_version: Their version; any thread may read it.
         kv: All pages.
         contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
             empty.
@@ -118,6 +125,7 @@ class ModelRunner:
             has_adapters=self._has_adapters,
         )
         self.weights: dict[str, jax.Array] = dict(weights)
+        self.weight_version = 0
         self._kv: KVPages = ()
         self.contiguous_kv: ContiguousKV = ()
         self._contiguous_slots = ContiguousSlots()
@@ -139,6 +147,64 @@ class ModelRunner:
         self._kv = pages
 
     # ------------------------------------------------------------------ steps
+
+    def dispatch(
+        self, plan: SchedulerOutput, meanwhile: Callable[[], None], *, is_timed: bool = False
+    ) -> PendingStep:
+        """Has the device do what the scheduler planned; `PendingStep.wait` waits for it.
+
+        Prompt log-probs alone are waited for here. A failure to score is its request's alone; all
+        other failures are raised, here or by `wait`.
+
+        Args:
+            plan: Not empty.
+            meanwhile: Called when the device has work, before anything waits for it.
+            is_timed: Wait for the prefill, so that its time does not count as the decode's.
+        """
+        started_s, num_compiles = time.perf_counter(), self.programs.num_compiles
+        failures: Mapping[str, EngineError] = {}
+        to_score = [request for request in plan.started if request.needs_prompt_logprobs]
+        if to_score:
+            meanwhile()
+            failures = self._score_prompts(to_score)
+        scored_s = time.perf_counter()
+        if plan.prefill:
+            self.prefill(plan.prefill)
+        if plan.copies:
+            self.copy_pages(plan.copies)
+        if is_timed and plan.decode:
+            self.check_kv()
+        prefilled_s = time.perf_counter()
+        decode = self.decode(plan) if plan.decode else None
+        meanwhile()
+        return PendingStep(
+            decode,
+            self.check_kv,
+            self.weight_version,
+            self.programs.num_compiles - num_compiles,
+            failures,
+            started_s,
+            scored_s,
+            prefilled_s,
+        )
+
+    def _score_prompts(self, requests: Sequence[Request]) -> dict[str, EngineError]:
+        """Takes prompt log-probs, of each prompt once; returns failures by request id."""
+        done: dict[Any, PromptLogprobs] = {}
+        failures: dict[str, EngineError] = {}
+        for request in requests:
+            key = (tuple(request.prompt_ids), request.adapter, request.logprob_options)
+            try:
+                if key not in done:
+                    done[key] = self.score_prompt(request)
+                request.prompt_logprobs = done[key]
+            except Exception as error:  # no pages were donated: the step can go on
+                logger.exception("scoring a prompt failed")
+                forget_locals(error)
+                failure = EngineStepError(f"scoring the prompt of {request.rid} failed: {error!r}")
+                failure.__cause__ = error
+                failures[request.rid] = failure
+        return failures
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Dispatches the chunks; does not wait for the device."""

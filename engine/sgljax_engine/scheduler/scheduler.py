@@ -1,6 +1,6 @@
 """The continuous-batching scheduler: pure host code, driven by the engine thread alone.
 
-`schedule()` decides one dispatch; `update()` books what it produced. Between the two the device
+`schedule()` plans one dispatch; `update()` takes what it produced. Between the two the device
 runs. Requests join and leave the running batch at every call.
 
 Policy: first come, first served. When KV pages run out, the youngest running requests are
@@ -18,7 +18,7 @@ chunk, so requests with the same beginning wait for it and then find its pages.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import PrefixHandle
@@ -33,6 +33,7 @@ from sgljax_engine.types import (
     Request,
     RequestStatus,
     SchedulerOutput,
+    StepChanges,
     StepOutput,
 )
 
@@ -96,7 +97,6 @@ class Scheduler:
         self._token_block = token_block
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
-        self._unfinished: dict[str, Request] = {}
         self.admits_new = True
         self.policy = AdmissionPolicy(config)
         self.pacer = DispatchPacer(config, prefill_sizes)
@@ -109,7 +109,6 @@ class Scheduler:
         """Puts a new request at the end of the waiting queue."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
-        self._unfinished[request.rid] = request
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -121,7 +120,6 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             raise EngineError(f"request {request.rid} finished twice")
-        del self._unfinished[request.rid]
         request.status = RequestStatus.FINISHED
         request.finish = reason
 
@@ -136,10 +134,6 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All unfinished requests, running ones first."""
         return [*self.running, *self.waiting]
-
-    def find(self, rid: str) -> Request | None:
-        """The unfinished request with an id, if there is one."""
-        return self._unfinished.get(rid)
 
     @property
     def num_started(self) -> int:
@@ -191,30 +185,38 @@ class Scheduler:
             max_finished=self._max_finished(len(decode)),
         )
 
-    def update(self, output: SchedulerOutput, step: StepOutput) -> list[Request]:
-        """Notes a dispatch's results; returns the requests that it finished."""
+    def update(self, plan: SchedulerOutput, result: StepOutput) -> StepChanges:
+        """Takes a dispatch's results; finishes requests that stopped, are full or have failed."""
         self._pool.settle()
-        for chunk in output.prefill:
+        for chunk in plan.prefill:
             chunk.request.num_computed = chunk.start + chunk.num_tokens
-        finished = []
-        for request, row in zip(output.decode, step.rows, strict=True):
+        for request, row in zip(plan.decode, result.rows, strict=True):
             request.output_ids.extend(row.token_ids)
             request.logprobs.extend(row.logprobs)
             request.scaled_logprobs.extend(row.scaled_logprobs)
             request.processed_logprobs.extend(row.processed_logprobs)
             request.extra_logprobs.extend(row.extra_logprobs)
-            request.token_versions.extend([step.weight_version] * len(row.token_ids))
+            request.token_versions.extend([result.weight_version] * len(row.token_ids))
             request.num_computed += len(row.token_ids)
             if row.stopped:
                 self.finish(request, FinishReason("stop", matched=request.output_ids[-1]))
             elif request.num_remaining == 0:
                 self.finish(request, FinishReason("length"))
-            if request.finish is not None:
-                finished.append(request)
-        if output.decode:
+        finished = [request for request in plan.decode if request.finish is not None]
+        finished += self._finish_failed(plan.started, result.failures)
+        if plan.decode:
             self.policy.on_decode()
-        self.pacer.on_dispatch(output, step)
-        return finished
+        self.pacer.on_dispatch(plan, result)
+        return StepChanges(finished, plan.decode, result.failures)
+
+    def _finish_failed(
+        self, started: Iterable[Request], failures: Mapping[str, EngineError]
+    ) -> list[Request]:
+        """Finishes those that failed and that the dispatch has not finished; returns them."""
+        failed = [r for r in started if r.rid in failures and r.finish is None]
+        for request in failed:
+            self.finish(request, FinishReason("error", message=str(failures[request.rid])))
+        return failed
 
     def _most_steps(
         self, num_rows: int, requests: Iterable[Request], prefill_tokens: int = 0
@@ -335,8 +337,6 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises EngineError when queues, statuses and pages contradict one another."""
         self._pool.check_integrity(self.running)
-        if self._unfinished != {r.rid: r for r in self.requests()}:
-            raise EngineError("the queues have other requests than those that are unfinished")
         for request in self.waiting:
             if request.pages or request.num_computed:
                 raise EngineError(f"waiting request {request.rid} owns KV pages")

@@ -1,0 +1,75 @@
+"""The state of a pause, and what waits until no started request is left. Engine thread only.
+
+A pause of mode "wait", and an update of that mode, are answered once every started request is
+finished. They are refused when something keeps those requests from finishing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.errors import EngineStateError
+from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.processing.futures import reject
+
+
+class PauseState:
+    """Whether generation is paused, and who waits for requests to finish.
+
+    Attributes:
+        mode: Of the pause; None while generation goes on.
+        waiting_swap: The update that waits; None without.
+    """
+
+    def __init__(self) -> None:
+        """Generation goes on."""
+        self.mode: PauseMode | None = None
+        self.waiting_swap: cmd.SwapWeights | cmd.SwapAdapter | None = None
+        self._waiting_pauses: list[Future[None]] = []
+
+    @property
+    def admits_new(self) -> bool:
+        """Whether requests may start."""
+        return self.mode is None and self.waiting_swap is None
+
+    @property
+    def allows_steps(self) -> bool:
+        """Whether started requests may go on."""
+        return self.mode in (None, "wait")
+
+    def wait(self, pause: Future[None]) -> None:
+        """A pause is answered when no started request is left."""
+        self._waiting_pauses.append(pause)
+
+    def take_swap(self) -> cmd.SwapWeights | cmd.SwapAdapter | None:
+        """The update that waits, which does not wait any more."""
+        swap, self.waiting_swap = self.waiting_swap, None
+        return swap
+
+    def take_pauses(self) -> list[Future[None]]:
+        """The pauses that wait, which do not wait any more."""
+        pauses, self._waiting_pauses = self._waiting_pauses, []
+        return pauses
+
+    def refuse_pauses(self, num_started: int, why: str) -> None:
+        """Answers waiting pauses whose requests will not finish under them."""
+        waited = f"waited for {num_started} request(s), but {why}"
+        for future in self.take_pauses():
+            reject(future, EngineStateError(f"pause_generation('wait') {waited}"))
+
+    def refuse_swap(self, num_started: int, why: str) -> None:
+        """Answers an update whose requests cannot finish."""
+        swap = self.take_swap()
+        if swap is not None:
+            waited = f"waited for {num_started} request(s), but {why}"
+            reject(swap.future, EngineStateError(f"update_weights(mode='wait') {waited}"))
+
+    def close(self, make_error: Callable[[], BaseException]) -> None:
+        """Refuses all that waits."""
+        for future in self.take_pauses():
+            reject(future, make_error())
+        swap = self.take_swap()
+        if swap is not None:
+            swap.refuse(make_error)

@@ -1,0 +1,39 @@
+"""Answers that callers wait for. Any thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, NamedTuple, TypeVar
+
+from sgljax_engine.outputs import RequestOutput
+
+_T = TypeVar("_T")
+
+Piece = Callable[[RequestOutput], None]
+"""Takes the pieces of a streamed request but the last; on the detokenizer thread."""
+
+
+class Answer(NamedTuple):
+    """Where a request's output goes.
+
+    Attributes:
+        future: Gets the whole output of a request, or the last piece of a streamed one.
+        on_piece: Gets the pieces before it; None if the request is not streamed.
+    """
+
+    future: Future[RequestOutput]
+    on_piece: Piece | None = None
+
+
+def resolve(future: Future[_T], result: _T) -> None:
+    """Sets a result unless the caller has cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(result)
+
+
+def reject(future: Future[Any], error: BaseException) -> None:
+    """Sets an exception unless the caller has cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)

@@ -1,0 +1,90 @@
+"""An engine without threads: commands are done at once, and steps are taken when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from sgljax_engine import RequestOutput, SamplingParams, builder
+from sgljax_engine.config import EngineConfig
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.handlers import handle
+from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.models.weight_rules import hf_rules
+from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
+from sgljax_engine.processing.seeds import SeedSource
+from sgljax_engine.types import FinishReason, Request
+from tests.engine.models import TINY, spread_weights
+
+
+class SteppedEngine:
+    """An `EngineCore` that is driven by the test's own thread.
+
+    Attributes:
+        core: The core.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Builds a tiny model's core; options are those of `Engine`."""
+        built = builder.build_core(
+            model=TINY,
+            config=EngineConfig.from_options(options),
+            dtype="float32",
+            weights=WeightSource(spread_weights(), hf_rules(TINY)),
+            adapters={},
+            tokenizer=None,
+            mesh=None,
+            progress=None,
+        )
+        self.core = built.core
+        self._ends: list[tuple[Request, FinishReason]] = []
+        self.core.outputs.connect(lambda *end: self._ends.append(end), thread_name=None)
+        self._factory = RequestFactory(TINY, built.limits, None, SeedSource(0))
+
+    def ask(self, make: Callable[[Future[Any]], cmd.Command]) -> Future[Any]:
+        """Does a command; its future may have to wait for steps."""
+        future: Future[Any] = Future()
+        self.core.outputs.flush()
+        handle(self.core, make(future))
+        self.core.settle()
+        return future
+
+    def add(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[Future[RequestOutput]]:
+        """Submits prompts together; a future a request."""
+        requests, _ = self._factory.make(
+            None, params, prompts, LogprobArgs(), None, None, is_streaming=False
+        )
+        answers = [Answer(Future()) for _ in requests]
+        self.ask(lambda _: cmd.AddRequests(requests, answers))
+        return [answer.future for answer in answers]
+
+    def step(self, count: int = 1) -> int:
+        """Takes steps while there is something to do; returns how many."""
+        for taken in range(count):
+            self.core.settle()
+            if not self.core.can_step:
+                return taken
+            self.core.step()
+        self.core.outputs.flush()
+        self.core.settle()
+        return count
+
+    def finish(self) -> int:
+        """Takes steps until there is nothing to do; returns how many."""
+        return sum(iter(self.step, 0))
+
+    def update(self, weights: dict[str, np.ndarray], **options: Any) -> Future[int]:
+        """Swaps weights in, as an update does once it has made them."""
+        given: dict[str, Any] = {"mode": "retract", "flush_cache": False} | options
+        made = dict(self.core.runner.weights)
+        source = weights
+        targets = self.core.runner.weight_targets
+        plan, arrays = builder.sync.WeightMaker(targets).plan(source, hf_rules(TINY))
+        made = builder.sync.apply(plan, arrays)
+        return self.ask(lambda future: cmd.SwapWeights(lambda _: made, future=future, **given))
