@@ -1,7 +1,7 @@
 """A plugin that finds tests that race the engine: `python -m pytest -p tests.late_calls`.
 
 Commands reach an engine late, as if the callers' threads had waited for a core. A test that fails
-only then would fail now and then on a busy machine; `tests.engine.interrupts.throttle` mends it.
+only then would fail now and then on a busy machine; `tests.threads.gate_steps` mends it.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from tests.adapter.helpers import (
     scores,
     tokens_of,
 )
-from tests.engine.interrupts import throttle
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, gate_steps, start, take_steps
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5, 9), seed=21)
 TOO_LONG = ref.make_prompts(VOCAB_SIZE, (200,), seed=3)
@@ -237,9 +236,10 @@ def test_signs_updates_and_calls_of_many_threads(make_rollout, model, base, expe
 def test_it_stays_awake_under_a_call(make_rollout, base, other_model):
     rollout = make_rollout(decode_steps=1)
     generate(rollout)
+    gate_steps(rollout.engine)
     long = start(lambda: tokens_of(rollout, PROMPTS[:1], max_tokens_to_generate=96))
     while not state_of(rollout).running_batch_size:
-        assert not long.done()
+        take_steps(rollout.engine)
     generate(rollout, PROMPTS[1:], max_tokens_to_generate=1)
     rollout.update_params(params_of(other_model), (nnx.Param,))
     assert not long.done()
@@ -320,9 +320,10 @@ def test_it_sleeps_after_a_call_that_failed(make_rollout, base, expected):
 def test_a_call_that_fails_beside_another_leaves_that_one_alone(make_rollout):
     rollout = make_rollout(decode_steps=1)
     rollout.update_params(EMPTY)
+    gate_steps(rollout.engine)
     long = start(lambda: tokens_of(rollout, PROMPTS[:1], max_tokens_to_generate=96))
     while not state_of(rollout).running_batch_size:
-        assert not long.done()
+        take_steps(rollout.engine)
     with pytest.raises(InvalidRequestError):
         generate(rollout, TOO_LONG)
     assert not long.done()
@@ -439,10 +440,10 @@ def test_requests_of_other_users_wait_for_the_next_call(make_rollout, expected):
     generate(rollout)
     rollout.engine.wake_up()
     params = SamplingParams(temperature=0, max_new_tokens=96)
-    throttle(rollout.engine)
+    gate_steps(rollout.engine)
     long = start(lambda: rollout.engine.generate_requests([PROMPTS[0].tolist()], params))
     while not state_of(rollout).running_batch_size:
-        assert not long.done()
+        take_steps(rollout.engine)
     assert generate(rollout, PROMPTS[1:], max_tokens_to_generate=1)
     state = state_of(rollout)
     assert state.is_sleeping

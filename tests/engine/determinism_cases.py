@@ -10,9 +10,9 @@ import numpy as np
 
 from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.processing.input_processor import LogprobArgs
-from tests.engine.interrupts import throttle, wait_until
+from tests.engine.interrupts import wait_until
 from tests.engine.models import TINY, spread_weights
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, gate_steps, start
 
 MODEL = dataclasses.replace(TINY, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
 """One width of sampling tables, so that there are few programs to compile."""
@@ -120,7 +120,7 @@ def run(engine: Engine, asked: Sequence[Asked], way: Way) -> list[Bits]:
     order = range(len(asked)) if way.order is None else way.order
     parts = [order[i :: way.splits] for i in range(way.splits)]
     if way.interrupt is not None:
-        throttle(engine)
+        gate_steps(engine)
     goal = engine.get_internal_state().counters.num_requests + len(asked)
     calls = [start(lambda part=part: ask(engine, [asked[i] for i in part])) for part in parts]
     # An engine that has given its weights up refuses whoever comes late.

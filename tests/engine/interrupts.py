@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ import pytest
 from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
 from sgljax_engine.runner import saved_pages
 from tests.engine.models import TINY, spread_weights
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, gate_steps, held, running, start, take_steps
 
 NUM_TOKENS = 150
 """Enough that a request is not finished before whoever saw its first token has acted."""
@@ -27,7 +26,7 @@ LONG = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 
 def make_engine(**given: Any) -> Engine:
-    """A tiny engine with small pages and short dispatches, which walks."""
+    """A tiny engine with small pages and short dispatches, whose steps are gated."""
     options: dict[str, Any] = {
         "page_size": 4,
         "max_running_requests": 8,
@@ -36,7 +35,7 @@ def make_engine(**given: Any) -> Engine:
     }
     options |= given
     weights = options.pop("weights", None) or spread_weights()
-    return throttle(Engine(model_config=TINY, weights=weights, **options))
+    return gate_steps(Engine(model_config=TINY, weights=weights, **options))
 
 
 @contextlib.contextmanager
@@ -49,50 +48,12 @@ def small_copies() -> Iterator[None]:
 
 
 def wait_until(engine: Engine, holds: Callable[[EngineState], bool]) -> EngineState:
-    """Looks at the engine between its dispatches until something holds."""
+    """Makes a gated engine take steps until something holds of its state."""
     deadline = time.monotonic() + LIMIT_S
     while not holds(state := engine.get_internal_state()):
         assert time.monotonic() < deadline, state
+        take_steps(engine)
     return state
-
-
-_runs = threading.Event()
-"""Set while the main thread waits for outputs, and so interrupts nothing."""
-
-
-@contextlib.contextmanager
-def at_a_run() -> Iterator[None]:
-    """Engines are not throttled meanwhile."""
-    is_outer = threading.current_thread() is threading.main_thread() and not _runs.is_set()
-    if is_outer:
-        _runs.set()
-    try:
-        yield
-    finally:
-        if is_outer:
-            _runs.clear()
-
-
-def throttle(engine: Engine, stride_s: float = 0.01) -> Engine:
-    """Has the engine wait for a command before each step from now on, `stride_s` at most.
-
-    Steps of a tiny model take less than a thread may wait for a core. So that whoever sees that a
-    request runs can interrupt it before it is finished, there must be many strides in a request.
-    """
-    core, client, commands = engine._loop._core, engine._client, engine._loop._commands
-    if "generate" in vars(client):
-        return engine
-    step, generate = core.step, client.generate
-
-    def wait_and_step() -> None:
-        deadline = time.monotonic() + stride_s
-        while commands.empty() and not _runs.is_set() and time.monotonic() < deadline:
-            time.sleep(stride_s / 20)
-        step()
-
-    core.step = wait_and_step
-    client.generate = at_a_run()(generate)
-    return engine
 
 
 def start_all(
@@ -101,9 +62,9 @@ def start_all(
     """One caller a prompt; returns when all requests have started and have tokens.
 
     They come between the same two dispatches, so that none is finished before the last has started.
-    The engine walks from now on.
+    The engine's steps are gated from now on.
     """
-    before = throttle(engine).get_internal_state().counters
+    before = gate_steps(engine).get_internal_state().counters
     with held(engine):
         calls = [
             start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts
@@ -138,8 +99,7 @@ def device_bytes() -> int:
 
 def results(calls: Sequence[Future[RequestOutput]]) -> list[RequestOutput]:
     """The outputs of all callers."""
-    with at_a_run():
-        return [call.result(LIMIT_S) for call in calls]
+    return [call.result(LIMIT_S) for call in calls]
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -163,9 +123,10 @@ def assert_idle(engine: Engine) -> None:
 
 
 def assert_stands_still(engine: Engine) -> None:
-    """Nothing is dispatched; looks are answered between dispatches, so it would show."""
-    before = engine.get_internal_state().counters
-    for _ in range(20):
-        now = engine.get_internal_state().counters
-        assert now.num_dispatches == before.num_dispatches
-        assert now.num_output_tokens == before.num_output_tokens
+    """Nothing is dispatched though it might; looks are answered between dispatches."""
+    with running():
+        before = engine.get_internal_state().counters
+        for _ in range(20):
+            now = engine.get_internal_state().counters
+            assert now.num_dispatches == before.num_dispatches
+            assert now.num_output_tokens == before.num_output_tokens

@@ -1,4 +1,4 @@
-"""An engine without threads: commands are done at once, and steps are taken when they are asked for."""
+"""An engine without threads: commands are done at once, and steps when they are asked for."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.types import FinishReason, Request
+from sgljax_engine.weights import sync
 from tests.engine.models import TINY, spread_weights
 
 
@@ -41,6 +42,7 @@ class SteppedEngine:
             progress=None,
         )
         self.core = built.core
+        self._weight_maker = built.weight_maker
         self._ends: list[tuple[Request, FinishReason]] = []
         self.core.outputs.connect(lambda *end: self._ends.append(end), thread_name=None)
         self._factory = RequestFactory(TINY, built.limits, None, SeedSource(0))
@@ -82,9 +84,6 @@ class SteppedEngine:
     def update(self, weights: dict[str, np.ndarray], **options: Any) -> Future[int]:
         """Swaps weights in, as an update does once it has made them."""
         given: dict[str, Any] = {"mode": "retract", "flush_cache": False} | options
-        made = dict(self.core.runner.weights)
-        source = weights
-        targets = self.core.runner.weight_targets
-        plan, arrays = builder.sync.WeightMaker(targets).plan(source, hf_rules(TINY))
-        made = builder.sync.apply(plan, arrays)
+        plan, arrays = self._weight_maker.plan(weights, hf_rules(TINY))
+        made = sync.apply(plan, arrays)
         return self.ask(lambda future: cmd.SwapWeights(lambda _: made, future=future, **given))

@@ -146,9 +146,7 @@ def test_prompt_logprobs_of_adapters_are_their_own(engine):
             return_logprob=True,
             logprob_start_len=0,
         )
-        return [
-            [entry[0] for entry in out["meta_info"]["input_token_logprobs"]] for out in outputs
-        ]
+        return [[entry[0] for entry in out["meta_info"]["input_token_logprobs"]] for out in outputs]
 
     alone = [prompt_logprobs([lora])[0] for lora in ("one", "two", None)]
     assert len({str(each) for each in alone}) == 3

@@ -35,7 +35,7 @@ from tests.engine.interrupts import (
 )
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, running, start
 
 PROMPTS = random_prompts(12, 3, 60)
 PARAMS = [SamplingParams(temperature=0, max_new_tokens=40 + 10 * i) for i in range(12)]
@@ -238,7 +238,8 @@ class TestRestore:
         async def restore():
             with make_engine() as engine:
                 futures = await engine.async_restore_checkpoint(tmp_path)
-                outs = await asyncio.gather(*futures.values())
+                with running():
+                    outs = await asyncio.gather(*futures.values())
                 return dict(zip(futures, outs, strict=True))
 
         asyncio.run(save())

@@ -21,7 +21,7 @@ from tests.engine.interrupts import (
     wait_until,
 )
 from tests.engine.models import random_prompts
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, running, start
 
 PROMPTS = random_prompts(4, 20, 30, seed=4)
 RIDS = [f"r{i}" for i in range(len(PROMPTS))]
@@ -69,14 +69,15 @@ def before_copies(monkeypatch, *acts):
     """Has these called on the saving thread before the first copy is asked for, the second, ..."""
     asked = []
 
-    class Watched(cmd.CopyPages):
-        def __init__(self, stamps, future):
-            if len(asked) < len(acts):
-                acts[len(asked)]()
-            asked.append(stamps)
-            super().__init__(stamps, future)
+    real = cmd.CopyPages
 
-    monkeypatch.setattr(cmd, "CopyPages", Watched)
+    def watched(stamps, future):
+        if len(asked) < len(acts):
+            acts[len(asked)]()
+        asked.append(stamps)
+        return real(stamps, future)
+
+    monkeypatch.setattr(cmd, "CopyPages", watched)
     return asked
 
 
@@ -112,7 +113,8 @@ def test_requests_decode_between_copies(engine, expected, tmp_path, monkeypatch)
 
         monkeypatch.setattr(ModelRunner, name, noted)
     before_copies(monkeypatch, engine.continue_generation)
-    engine.save_checkpoint(tmp_path, include_kv=True)
+    with running():
+        engine.save_checkpoint(tmp_path, include_kv=True)
     seen = list(events)
     assert_finishes(call, expected)
     copies = [place for place, (name, _) in enumerate(seen) if name == "save_pages"]

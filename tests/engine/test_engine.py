@@ -28,10 +28,9 @@ from sgljax_engine import (
     WeightSyncError,
 )
 from tests.compilation import recorded_programs
-from tests.engine.interrupts import throttle
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.small_tokenizers import CharTokenizer
-from tests.threads import LIMIT_S
+from tests.threads import LIMIT_S, gate_steps
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 
@@ -588,7 +587,7 @@ class TestLife:
         assert len(self.engine_threads()) == threads
 
     def test_shutdown_fails_what_is_unfinished(self):
-        other = throttle(make_engine())
+        other = gate_steps(make_engine())
         long = SamplingParams(max_new_tokens=250)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(other.generate_requests, [[1, 2]] * 20, long)

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from sgljax_engine import Engine, SamplingParams
-from tests.engine.interrupts import throttle
 from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, gate_steps, start, take_steps
 
 PERIOD_S = 5.0
 
@@ -30,11 +29,11 @@ def test_no_thread_spins_while_paused(mode):
     """With requests that run or wait, and a thread for updates."""
     params = SamplingParams(temperature=0, max_new_tokens=100)
     with Engine(model_config=TINY, weights=spread_weights(), max_running_requests=8) as engine:
-        throttle(engine)
+        gate_steps(engine)
         engine.update_weights(spread_weights())
         first = start(lambda: engine.generate_requests(random_prompts(16, 1, 20), params))
         while not engine.get_internal_state().running_batch_size:
-            assert not first.done()
+            take_steps(engine)
         start(lambda: engine.pause_generation(mode)).result(LIMIT_S)
         second = start(lambda: engine.generate_requests(random_prompts(4, 1, 20), params))
         while engine.get_internal_state().counters.num_requests < 20:

@@ -12,6 +12,7 @@ from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
     assert_idle,
+    assert_stands_still,
     make_engine,
     results,
     settle,
@@ -20,7 +21,7 @@ from tests.engine.interrupts import (
     wait_until,
 )
 from tests.engine.models import random_prompts
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, first_piece, held, running, start, take_steps, wait_for
 
 PROMPTS = random_prompts(4, 3, 20)
 SHORT = SamplingParams(temperature=0, max_new_tokens=6)
@@ -68,16 +69,10 @@ def test_1_pause_generation_retract_mode(engine, expected):
 
 def test_2_pause_generation_in_place_mode(engine, expected):
     calls = start_all(engine, PROMPTS)
-    with held(engine):  # the pause comes right behind this look
-        looked = start(engine.get_internal_state)
-        while engine._loop._commands.empty():
-            pass
-        paused = start(lambda: engine.pause_generation(mode="in_place"))
-        while engine._loop._commands.qsize() < 2:
-            pass
-    busy = looked.result(LIMIT_S)
-    paused.result(LIMIT_S)
-    state = engine.get_internal_state()
+    busy = engine.get_internal_state()
+    engine.pause_generation(mode="in_place")
+    with running():
+        state = engine.get_internal_state()
     assert state.running_batch_size == busy.running_batch_size == 4
     assert state.running_rids == busy.running_rids
     assert state.waiting_rids == busy.waiting_rids == ()
@@ -127,9 +122,7 @@ class TestNewRequests:
         call = start(lambda: engine.generate_requests([[1, 2, 3]], SHORT)[0])
         state = wait_until(engine, lambda s: s.waiting_queue_size == 1)
         assert state.running_batch_size == 0
-        tokens = state.counters.num_output_tokens
-        for _ in range(20):
-            assert engine.get_internal_state().counters.num_output_tokens == tokens
+        assert_stands_still(engine)
         assert not call.done()
         engine.continue_generation()
         assert len(call.result(LIMIT_S).output_ids) == 6
@@ -158,6 +151,7 @@ class TestWait:
         assert tokens_of(results(calls)) == expected
         state = wait_until(engine, lambda s: s.waiting_queue_size == 1)
         assert state.running_batch_size == 0
+        assert_stands_still(engine)
         assert not late.done()
         engine.continue_generation()
         assert len(late.result(LIMIT_S).output_ids) == 6
@@ -166,7 +160,8 @@ class TestWait:
         """Those that have started are finished, though they hold no pages when the pause comes."""
         calls = start_all(engine, PROMPTS)
         engine.pause_generation(mode="retract")
-        engine.pause_generation(mode="wait")
+        with running():
+            engine.pause_generation(mode="wait")
         assert tokens_of(results(calls)) == expected
         assert engine.get_internal_state().is_paused
 
@@ -269,8 +264,7 @@ class TestLife:
         calls = start_all(engine, PROMPTS)
         with held(engine):
             pause = start(lambda: engine.pause_generation(mode="wait"))
-            while engine._loop._commands.empty():
-                pass
+            wait_for(lambda: not engine._loop._commands.empty())
             engine._loop.request_stop()
         with pytest.raises(EngineShutdownError):
             pause.result(LIMIT_S)
@@ -282,7 +276,7 @@ class TestLife:
         stream = engine.generate(
             None, {"temperature": 0, "max_new_tokens": NUM_TOKENS}, PROMPTS[0], stream=True
         )
-        pieces = [next(stream)]
+        pieces = [first_piece(stream)]
         engine.pause_generation(mode="retract")
         engine.continue_generation()
         pieces.extend(start(lambda: list(stream)).result(LIMIT_S))
@@ -299,12 +293,14 @@ class TestLife:
                 for ids in PROMPTS
             ]
             while (await engine.async_get_internal_state()).running_batch_size < 4:
+                take_steps(engine)
                 await asyncio.sleep(0)
             await engine.async_pause_generation("retract")
             state = await engine.async_get_internal_state()
             flushed = await engine.async_flush_cache()
             await engine.async_continue_generation()
-            outputs = await asyncio.gather(*tasks)
+            with running():
+                outputs = await asyncio.gather(*tasks)
             return state, flushed, await engine.async_abort_request("nobody"), outputs
 
         state, flushed, num_aborted, outputs = asyncio.run(run())

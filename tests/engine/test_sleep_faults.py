@@ -20,7 +20,7 @@ from tests.engine.interrupts import (
     wait_until,
 )
 from tests.engine.models import random_prompts, spread_weights
-from tests.threads import LIMIT_S, start
+from tests.threads import LIMIT_S, start, take_steps
 
 PROMPTS = random_prompts(4, 5, 30, seed=2)
 BOTH = ("weights", "kv_cache")
@@ -178,6 +178,7 @@ class TestWakeUp:
         self, engine, expected, monkeypatch, plant, name, k, tags, error
     ):
         calls = start_all(engine, PROMPTS)
+        take_steps(engine, 8)  # so that there are pages enough for several copies
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.sleep(2, preserve_state=True)
         before = look(engine)

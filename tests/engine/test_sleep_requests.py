@@ -30,7 +30,7 @@ from tests.engine.interrupts import (
 )
 from tests.engine.models import random_prompts, spread_weights
 from tests.engine.small_tokenizers import CharTokenizer
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, first_piece, held, running, start, take_steps, wait_for
 
 OLD, NEW = spread_weights(), spread_weights(seed=1)
 PROMPTS = random_prompts(4, 5, 30, seed=2)
@@ -73,8 +73,7 @@ def expected(shared):
 def begin(ask, is_started):
     """Asks on another thread; returns once the engine has taken that up."""
     future = start(ask)
-    while not (is_started() or future.done()):
-        pass
+    wait_for(lambda: is_started() or future.done())
     return future
 
 
@@ -169,12 +168,12 @@ class TestWhatRequestsGet:
         params = SEEDED | {"max_new_tokens": NUM_TOKENS}
         text = engine.generate(None, params, PROMPTS[1])["text"]
         stream = engine.generate(None, params, PROMPTS[1], stream=True)
-        num_before = len(next(stream)["text"])
+        num_before = len(first_piece(stream)["text"])
         stream.close()
         stop = text[num_before - 1 : num_before + 3]
         assert text.index(stop) == num_before - 1
         stream = engine.generate(None, params | {"stop": [stop]}, PROMPTS[1], stream=True)
-        pieces = [next(stream)]
+        pieces = [first_piece(stream)]
         engine.sleep(preserve_state=preserve_state)
         engine.wake_up()
         pieces.extend(start(lambda: list(stream)).result(LIMIT_S))
@@ -185,7 +184,7 @@ class TestWhatRequestsGet:
     @pytest.mark.parametrize("preserve_state", [True, False])
     def test_streams_have_no_token_missing_or_twice(self, engine, expected, preserve_state):
         stream = engine.generate(None, GREEDY, PROMPTS[0], stream=True)
-        pieces = [next(stream)]
+        pieces = [first_piece(stream)]
         for level in (1, 1, 1):
             engine.sleep(level, preserve_state)
             asleep = engine.get_internal_state().counters.num_output_tokens
@@ -205,6 +204,7 @@ class TestWhatRequestsGet:
                 asyncio.create_task(engine.async_generate(None, GREEDY, ids)) for ids in PROMPTS
             ]
             while (await engine.async_get_internal_state()).running_batch_size < 4:
+                take_steps(engine)
                 await asyncio.sleep(0)
             freed = await engine.async_sleep(2, True, refuse_requests=True)
             assert await engine.async_is_sleeping()
@@ -212,7 +212,8 @@ class TestWhatRequestsGet:
                 await engine.async_generate(None, GREEDY, [1, 2])
             taken = [await engine.async_wake_up([tag]) for tag in BOTH]
             assert not await engine.async_is_sleeping()
-            return freed, taken, await asyncio.gather(*tasks)
+            with running():
+                return freed, taken, await asyncio.gather(*tasks)
 
         freed, taken, outputs = asyncio.run(run())
         assert freed == sum(taken) > 0
@@ -263,8 +264,10 @@ class TestPauses:
         engine.wake_up()
         assert tokens_of(results(calls)) == expected
         wait_until(engine, lambda s: s.waiting_queue_size == 1)
+        assert_stands_still(engine)
         assert not late.done()  # the pause goes on
-        engine.pause_generation("wait")
+        with running():
+            engine.pause_generation("wait")
         engine.continue_generation()
         assert len(late.result(LIMIT_S).output_ids) == 6
 
@@ -424,8 +427,7 @@ class TestTheEnd:
         engine = make_engine()
         with held(engine):
             asked = [start(call) for call in (engine.sleep, engine.wake_up)]
-            while engine._loop._commands.qsize() < 2:
-                pass
+            wait_for(lambda: engine._loop._commands.qsize() == 2)
             engine._loop.request_stop()
         for future in asked:  # before the end or not at all
             with contextlib.suppress(EngineShutdownError):

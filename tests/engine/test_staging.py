@@ -27,7 +27,7 @@ from tests.engine.interrupts import (
     wait_until,
 )
 from tests.engine.models import random_prompts, spread_weights
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, held, running, start, wait_for
 
 OLD, NEW, THIRD = (spread_weights(seed=seed) for seed in range(3))
 PROMPTS = random_prompts(3, 5, 30, seed=2)
@@ -136,9 +136,8 @@ def test_requests_in_flight_are_treated_as_the_mode_says(engine, mode):
 
 def wait_for_command(engine):
     """Until something is queued for an engine that is held."""
-    commands = engine._loop._commands
-    while commands.empty():
-        assert not engine._loop._is_closed
+    wait_for(lambda: not engine._loop._commands.empty() or engine._loop._is_closed)
+    assert not engine._loop._is_closed
 
 
 def test_what_publishing_refuses_stays_staged(engine, expected):
@@ -306,7 +305,8 @@ def test_asyncio(engine, expected):
         outputs = await engine.async_generate_requests(PROMPTS, SHORT)
         return version, [out.output_ids for out in outputs], staged
 
-    version, outputs, staged = asyncio.run(scenario())
+    with running():
+        version, outputs, staged = asyncio.run(scenario())
     assert version == engine.weight_version == staged.weight_version
     assert outputs == expected[1]
 

@@ -24,7 +24,7 @@ from sgljax_engine import (
     InvalidRequestError,
     WeightSyncError,
 )
-from tests.engine.interrupts import throttle, update_in_flight
+from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.small_tokenizers import GOLDEN, CharTokenizer
 from tests.threads import LIMIT_S, held, start, wait_for
@@ -47,11 +47,24 @@ def make_engine(**options: Any) -> Engine:
     return Engine(model_config=TINY, weights=spread_weights(), **given)
 
 
+def pace(engine: Engine) -> Engine:
+    """Gives readers time to act: steps of a tiny model take less than a thread waits for a core."""
+    core, never = engine._loop._core, threading.Event()
+    step = core.step
+
+    def step_late() -> None:
+        never.wait(0.001)
+        step()
+
+    core.step = step_late
+    return engine
+
+
 @pytest.fixture(scope="module")
 def one_step():
     """An engine that hands out every token by itself; its tokens are characters."""
     with make_engine() as engine:
-        yield throttle(engine, stride_s=0.001)
+        yield pace(engine)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from tests.engine.interrupts import (
     wait_until,
 )
 from tests.engine.models import random_prompts, spread_weights
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, running, start, take_steps, wait_for
 
 OLD, NEW = spread_weights(), spread_weights(seed=1)
 PROMPTS = random_prompts(4, 5, 30, seed=2)
@@ -148,13 +148,10 @@ class TestModes:
 
     def test_wait(self, engine, reference, old_outputs):
         calls = start_all(engine, PROMPTS)
-        with held(engine):
-            update = start(lambda: engine.update_weights(NEW, mode="wait"))
-            while engine._loop._commands.empty():
-                pass
-            late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
-            while engine._loop._commands.qsize() < 2:
-                pass
+        update = start(lambda: engine.update_weights(NEW, mode="wait"))
+        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
+        late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
+        wait_for(lambda: engine.get_internal_state().waiting_queue_size == 1)
         version = update.result(LIMIT_S)
         assert [out.output_ids for out in results(calls)] == old_outputs
         out = late.result(LIMIT_S)
@@ -210,7 +207,7 @@ class TestInPause:
         """Or whoever pauses and updates would wait for it in vain, behind it in the queue."""
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
         engine.pause_generation(mode)
         with pytest.raises(EngineStateError, match="keeps them from finishing"):
             update.result(LIMIT_S)
@@ -222,7 +219,7 @@ class TestInPause:
         calls = start_all(engine, PROMPTS)
         version = engine.weight_version
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
         engine.pause_generation("abort")
         assert update.result(LIMIT_S) == version + 1
         assert len(results(calls)) == 4
@@ -266,7 +263,7 @@ class TestOrder:
         calls = start_all(engine, PROMPTS[:1])
         version = engine.weight_version
         first = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
         second = start(lambda: engine.update_weights(OLD, mode="abort"))
         assert first.result(LIMIT_S) == version + 1
         assert second.result(LIMIT_S) == version + 2
@@ -301,11 +298,13 @@ class TestOrder:
                 )
             )
             while (await engine.async_get_internal_state()).running_batch_size == 0:
+                take_steps(engine)
                 await asyncio.sleep(0)
             await engine.async_pause_generation("in_place")
             version = await engine.async_update_weights(NEW, mode="in_place")
             await engine.async_continue_generation()
-            return version, await call
+            with running():
+                return version, await call
 
         version, out = asyncio.run(run())
         assert out["meta_info"]["token_weight_versions"][-1] == version
@@ -325,7 +324,7 @@ class TestOrder:
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_until(engine, lambda s: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
         engine.shutdown()
         for call in (update, *calls):
             with pytest.raises(EngineShutdownError):
@@ -357,7 +356,9 @@ class TestFailure:
         source = {name: jnp.asarray(w, jnp.bfloat16) for name, w in NEW.items()}
         with monkeypatch.context() as patch:
             patch.setattr(STAGES[stage][0], fail)
-            with pytest.raises((RuntimeError, WeightSyncError), match=f"planted fault in {stage}"):
+            waits = running() if mode == "wait" else contextlib.nullcontext()
+            fault = pytest.raises((RuntimeError, WeightSyncError), match=f"fault in {stage}")
+            with waits, fault:
                 engine.update_weights(source, mode=mode)
         outputs = results(calls)
         assert [out.output_ids for out in outputs] == old_outputs

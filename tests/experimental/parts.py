@@ -18,14 +18,13 @@ from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissin
 from sgljax_engine import EngineState
 from tests import tunix_reference as ref
 from tests.adapter.helpers import VOCAB_SIZE, new_rollout, params_of, text_of
-from tests.engine.interrupts import throttle
-from tests.threads import LIMIT_S
+from tests.threads import LIMIT_S, gate_steps, is_gated, take_steps
 from tunix_sgljax.experimental import InProcessTransport, SglJaxSampler
 
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (5, 3, 9), seed=4)
 TEXTS = [text_of(ids) for ids in PROMPTS]
 NUM_TOKENS = 80
-"""Of a request that is to be in flight; the engine walks."""
+"""Tokens of a request that is to be in flight."""
 
 
 @contextlib.contextmanager
@@ -79,16 +78,18 @@ async def sync(sampler: SglJaxSampler, wanted: WeightSyncRequest) -> None:
 
 
 async def wait_until(sampler: SglJaxSampler, holds: Callable[[EngineState], bool]) -> EngineState:
-    """Looks at the engine between its dispatches until something holds."""
+    """Looks at the engine between its steps until something holds; a gated one takes them."""
     engine = sampler._rollout.engine
     while not holds(state := await engine.async_get_internal_state()):
+        if is_gated(engine):
+            take_steps(engine)
         await asyncio.sleep(0)
     return state
 
 
 async def start_long(sampler: SglJaxSampler, **params: Any) -> asyncio.Task[Any]:
-    """A request that has a token and many to come; the engine walks from now on."""
-    engine = throttle(sampler._rollout.engine)
+    """A request that has a token and many to come; the engine's steps are gated from now on."""
+    engine = gate_steps(sampler._rollout.engine)
     before = engine.get_internal_state().counters.num_first_tokens
     wanted = request(max_tokens=NUM_TOKENS, return_logprobs=True, **params)
     task = asyncio.create_task(sampler.sample(wanted))

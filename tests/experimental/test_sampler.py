@@ -28,6 +28,7 @@ from tests.experimental.parts import (
     tokens_of,
     wait_until,
 )
+from tests.threads import running
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +247,8 @@ def test_a_pause_holds_requests_and_their_pages(model):
         assert not task.done()
         assert not late.done()
         await sampler.resume()
-        first, second = await asyncio.gather(task, late)
+        with running():
+            first, second = await asyncio.gather(task, late)
         assert len(first.token_ids) == NUM_TOKENS
         assert len(second.token_ids) == 8
         idle = await sampler.get_load_info()

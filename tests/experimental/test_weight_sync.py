@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import jax
 import numpy as np
@@ -37,7 +38,7 @@ from tests.experimental.parts import (
     tokens_of,
     wait_until,
 )
-from tests.threads import held
+from tests.threads import held, running
 from tunix_sgljax.experimental import InProcessSource, InProcessTransport
 
 A_FEW_SCALARS = 1000
@@ -114,7 +115,8 @@ def test_requests_in_flight_go_on_under_the_new_weights(sampler, model, other_mo
     async def scenario():
         task = await start_long(sampler, temperature=1.0, seed=3)
         await sync(sampler, sync_request(other_model, version=7))
-        return await task
+        with running():
+            return await task
 
     response = run(scenario())
     versions = response.metadata["policy_versions"]
@@ -132,8 +134,10 @@ def test_requests_in_flight_go_on_under_the_new_weights(sampler, model, other_mo
 def test_requests_in_flight_end_first(model, other_model, mode):
     async def scenario(sampler):
         task = await start_long(sampler)
-        await sync(sampler, sync_request(other_model))
-        return await task, await greedy(sampler)
+        with running() if mode == "wait" else contextlib.nullcontext():
+            await sync(sampler, sync_request(other_model))
+        with running():
+            return await task, await greedy(sampler)
 
     with new_sampler(model, weight_update_mode=mode) as sampler:
         response, after = run(scenario(sampler))
@@ -205,7 +209,8 @@ def test_an_abort_ends_the_wait_for_requests(model):
         with pytest.raises(EngineStateError, match="continue_generation ended the pause"):
             await pre
         assert not task.done()
-        return await task
+        with running():
+            return await task
 
     with new_sampler(model, weight_update_mode="wait") as sampler:
         response = run(scenario(sampler))
