@@ -3,12 +3,13 @@
     python benchmarks/lib/plots.py [FOLDER]
 
 Reads `bench_*.json` (compare.py), `step_parts_*.json` (step_parts.py) and `growth.json`
-(growth.py), as far as they are there.
+(growth.py), as far as they are there, and the first lines of every report.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,13 +178,38 @@ def _made_on(environment: dict[str, Any]) -> str:
     return f"{environment['date']}, {environment['cpu']}, {environment['num_cores']} cores."
 
 
+def _table(folder: Path) -> list[str]:
+    """A row for each report, from its first lines; what they do not say stays empty."""
+    lines = ["| file | what it measures | machine | date | command |", "|---|---|---|---|---|"]
+    for path in sorted(folder.glob("*.md")):
+        if path.name == "README.md":
+            continue
+        title, _, rest = path.read_text().partition("\n")
+        head = " ".join(rest.partition("\n|")[0].split())
+        machine = re.search(r"(?:Machine: |, on )([^,;]+, \d+ cores)", head)
+        date = re.search(r"\d{4}-\d{2}-\d{2}", head)
+        command = re.search(r"`((?:python )?[^` ]+\.py[^`]*)`", head)
+        cells = [
+            f"[{path.stem}]({path.name})",
+            title.removeprefix("# "),
+            machine[1] if machine else "",
+            date[0] if date else "",
+            f"`{command[1].removeprefix('python ')}`" if command else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def _write_page(folder: Path) -> Path:
     lines = [
         "# Benchmark results",
         "",
-        "Made by `benchmarks/lib/plots.py` from the JSON files here.",
+        "Made by `benchmarks/lib/plots.py` from the files here: the current result of each model",
+        "and machine. How to read them: [docs/benchmarks.md](../../docs/benchmarks.md).",
     ]
-    lines += ["How to read them: [docs/benchmarks.md](../../docs/benchmarks.md).", ""]
+    if (folder / "archive").exists():
+        lines += ["Older and superseded ones are in [the archive](archive/README.md)."]
+    lines += ["", *_table(folder), ""]
 
     def show(title: str, name: str) -> None:
         lines.extend([f"![{title}]({name})", ""])
@@ -210,11 +236,6 @@ def _write_page(folder: Path) -> Path:
             name = f"growth_{series['name']}.svg"
             draw_growth(series, folder / name)
             show(series["title"], name)
-    shown = ("bench_*.md", "step_parts_*.md", "growth.md")
-    others = sorted(set(folder.glob("*.md")) - {p for glob in shown for p in folder.glob(glob)})
-    others = [path for path in others if path.name != "README.md"]
-    if others:
-        lines += ["## Other reports", "", *(f"- [{path.stem}]({path.name})" for path in others), ""]
     page = folder / "README.md"
     page.write_text("\n".join(lines))
     return page
