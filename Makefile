@@ -34,7 +34,7 @@ test-tunix: $(STAMP) ## Run the tests that use Tunix with another one: make test
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
-	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/throughput/compare.py $(BENCH_ARGS)
 
 .PHONY: notebooks
 notebooks: $(STAMP) ## Run the notebooks and write them with their outputs.
@@ -46,7 +46,7 @@ recipes: $(STAMP) ## Run all of Tunix's recipes, small, and write docs/recipes.m
 
 .PHONY: install-matrix
 install-matrix: $(STAMP) ## Try the wheel beside other versions; needs the package index, an hour.
-	$(BIN)/python benchmarks/install_matrix.py
+	$(BIN)/python .ci/install_matrix.py
 
 .PHONY: docs
 docs: $(STAMP) ## Build the documentation into site/, with warnings as errors.

@@ -4,16 +4,20 @@ import json
 
 import pytest
 
-import cold_start
-import compare
-import peers
-from comparison import PeerResult, WorkloadResult, format_comparison
-from roofline import weight_bytes
+from benchmarks.hardware.roofline import weight_bytes
+from benchmarks.interruption.weight_sync import (
+    find_stalls_s,
+    format_weight_sync,
+    measure_weight_sync,
+)
+from benchmarks.lib import peers
+from benchmarks.lib.comparison import PeerResult, WorkloadResult, format_comparison
+from benchmarks.start_up import cold_start
+from benchmarks.throughput import compare
 from sgljax_engine.observability.trace import RecordedEvent
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.vanilla import VanillaPeer
 from tunix_sgljax.bench.workloads import make_workload
-from weight_sync import find_stalls_s, format_weight_sync, measure_weight_sync
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 

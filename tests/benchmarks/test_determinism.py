@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from determinism import Pairs, measure_pairs
+from benchmarks.throughput.determinism import Pairs, measure_pairs
 
 
 def test_ratios_are_speeds_pair_by_pair():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from float64_reference import float64_logprobs
+from benchmarks.lib.float64_reference import float64_logprobs
 from tunix_sgljax.bench.models import make_tunix_model
 from tunix_sgljax.bench.shapes import MODELS, PAD_ID
 from tunix_sgljax.exactness.trainer_match import trainer_logps

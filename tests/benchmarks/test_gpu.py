@@ -7,7 +7,7 @@ import json
 import jax
 import pytest
 
-import gpu
+from benchmarks.hardware import gpu
 
 
 @pytest.mark.slow

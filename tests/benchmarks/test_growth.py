@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import growth
-import plots
+from benchmarks.lib import plots
+from benchmarks.throughput import growth
 from tunix_sgljax.bench.shapes import MODELS
 
 

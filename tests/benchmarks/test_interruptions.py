@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import interruptions
+from benchmarks.interruption import interruptions
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix

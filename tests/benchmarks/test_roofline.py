@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-import roofline
-from ceilings import Ceilings, measure_ceilings
+from benchmarks.hardware import roofline
+from benchmarks.hardware.ceilings import Ceilings, measure_ceilings
 from sgljax_engine import ModelConfig, RopeConfig
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.workloads import Workload

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import sleep_wake
+from benchmarks.interruption import sleep_wake
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix

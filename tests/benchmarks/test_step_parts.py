@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import plots
-import step_parts
+from benchmarks.hardware import step_parts
+from benchmarks.lib import plots
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix

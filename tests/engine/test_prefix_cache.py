@@ -173,7 +173,7 @@ class TestGroup:
         assert ids(outs) == ids(reference.generate_requests([prompt], params))
 
     def test_a_groups_prefill_takes_a_fraction_of_the_time(self):
-        """A small version of `benchmarks/prefix_sharing.py`; less work, so less of a difference."""
+        """Less work than `benchmarks/throughput/prefix_sharing.py`, so less of a difference."""
         model = dataclasses.replace(
             MODEL, hidden_size=256, intermediate_size=768, num_layers=3, num_heads=8, head_dim=32
         )

@@ -22,9 +22,10 @@ from tunix_sgljax.rollout import SglJaxRollout
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
 """Differences of one token's log-probs that rounding alone explains, by dtype.
 
-In float32 some ten times what `benchmarks/mismatch.py` measures with 8 layers. In bfloat16, whose
-values from 16 to 32 are 1/8 apart, two such steps: Tunix's models round their logits to bfloat16,
-so that a logit may land a step away on either side. Measured with small logits: a tenth of it.
+In float32 some ten times what `benchmarks/exactness/mismatch.py` measures with 8 layers. In
+bfloat16, whose values from 16 to 32 are 1/8 apart, two such steps: Tunix's models round their
+logits to bfloat16, so that a logit may land a step away on either side. Measured with small logits:
+a tenth of it.
 Other dtypes than float32 and float64 take bfloat16's.
 """
 

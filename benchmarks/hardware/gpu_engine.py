@@ -1,0 +1,265 @@
+"""Rollouts and decode steps of the whole engine on one GPU; see gpu.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.qwen3.model import ModelConfig, Qwen3
+
+from benchmarks.hardware.gpu_kernels import Ceilings
+from sgljax_engine import SamplingParams
+from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
+from tunix_sgljax.bench.shapes import IdTokenizer
+
+_TINY = ModelConfig(
+    num_layers=2,
+    vocab_size=128,
+    embed_dim=32,
+    hidden_dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=1_000_000,
+    norm_eps=1e-6,
+    use_tied_embedding=True,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSizes:
+    """What is measured.
+
+    Attributes:
+        model: Tunix's config.
+        num_prompts, num_samples: Of the rollouts.
+        prompt_lengths: Shortest and longest.
+        output_lengths: Shortest, median and longest.
+        repeats: Turns of each contestant, after one that compiles.
+        batches: Rows of the decode steps.
+        context: Prompt tokens of the decode steps.
+        num_steps: Decode steps that are timed.
+    """
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig.qwen3_0p6b)
+    num_prompts: int = 16
+    num_samples: int = 8
+    prompt_lengths: tuple[int, int] = (64, 128)
+    output_lengths: tuple[int, int, int] = (16, 64, 256)
+    repeats: int = 3
+    batches: tuple[int, ...] = (1, 16, 128)
+    context: int = 512
+    num_steps: int = 128
+
+    @classmethod
+    def smoke(cls) -> EngineSizes:
+        """Runs in seconds on a CPU."""
+        return cls(
+            model=_TINY,
+            num_prompts=2,
+            num_samples=2,
+            prompt_lengths=(4, 8),
+            output_lengths=(2, 4, 8),
+            repeats=1,
+            batches=(1, 4),
+            context=16,
+            num_steps=8,
+        )
+
+    def in_words(self) -> str:
+        """The model, for the report."""
+        m = self.model
+        return (
+            f"Qwen3 of {m.num_layers} layers, hidden {m.embed_dim}, {m.num_heads}/{m.num_kv_heads} "
+            f"heads of {m.head_dim}, MLP {m.hidden_dim}, vocabulary {m.vocab_size}"
+        )
+
+    @property
+    def num_params(self) -> int:
+        """Parameters that a decode step reads; the tied table once."""
+        m = self.model
+        attention = 2 * m.embed_dim * (m.num_heads + m.num_kv_heads) * m.head_dim
+        return m.num_layers * (attention + 3 * m.embed_dim * m.hidden_dim) + (
+            m.vocab_size * m.embed_dim
+        )
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim
+
+
+def make_model(sizes: EngineSizes) -> Qwen3:
+    """Tunix's model with random weights in bfloat16."""
+    config = dataclasses.replace(sizes.model, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    return nnx.jit(lambda: Qwen3(config, rngs=nnx.Rngs(0)))()
+
+
+def make_rollout(
+    model: Qwen3, backend: str, *, max_model_len: int, rows: int, buckets: Sequence[int]
+) -> SglJaxRollout:
+    """Our engine on that model's weights."""
+    return create_sgljax_rollout(
+        model,
+        IdTokenizer(),
+        max_model_len=max_model_len,
+        max_running_requests=rows,
+        batch_buckets=tuple(buckets),
+        num_kv_tokens=2 * rows * max_model_len,
+        attention_backend=backend,
+        dtype="bfloat16",
+    )
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Returns the seconds that `run` takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _workload(sizes: EngineSizes) -> tuple[list[list[int]], list[int]]:
+    """The prompts, each repeated for its samples, and the length of each sample."""
+    rng = np.random.default_rng(0)
+    low, high = sizes.prompt_lengths
+    prompts = [
+        rng.integers(1, sizes.model.vocab_size, rng.integers(low, high + 1)).tolist()
+        for _ in range(sizes.num_prompts)
+    ]
+    shortest, median, longest = sizes.output_lengths
+    lengths = rng.lognormal(np.log(median), 0.8, sizes.num_prompts * sizes.num_samples).round()
+    lengths = np.clip(lengths, shortest, longest).astype(int)
+    return [prompt for prompt in prompts for _ in range(sizes.num_samples)], lengths.tolist()
+
+
+def _vanilla(model: Qwen3, sizes: EngineSizes, prompts: list[list[int]]) -> Callable[[], object]:
+    config, tokenizer = sizes.model, IdTokenizer()
+    max_prompt, max_new = sizes.prompt_lengths[1], sizes.output_lengths[2]
+    cache = CacheConfig(
+        cache_size=max_prompt + max_new,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    sampler = Sampler(model, tokenizer, cache)
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
+    return lambda: sampler(
+        input_strings=texts,
+        max_generation_steps=max_new,
+        max_prompt_length=max_prompt,
+        temperature=1.0,
+        top_p=1.0,
+        seed=time.perf_counter_ns() % 2**31,
+    )
+
+
+def measure_rollouts(
+    sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """Rollouts of the engine with each backend and of the vanilla sampler, in turns.
+
+    A contestant that fails in its first run leaves the race, and fails the section when the others
+    have finished. The limit reads the weights in every
+    step of the longest output and each sample's keys in each of its steps, and computes each prompt
+    once.
+    """
+    model = make_model(sizes)
+    prompts, lengths = _workload(sizes)
+    params = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in lengths]
+    rollouts: list[SglJaxRollout] = []
+
+    def ours(backend: str) -> Callable[[], object]:
+        longest = sizes.prompt_lengths[1] + sizes.output_lengths[2]
+        rows = len(prompts)
+        rollouts.append(
+            make_rollout(model, backend, max_model_len=longest, rows=rows, buckets=(rows,))
+        )
+        engine = rollouts[-1].engine
+        return lambda: engine.generate_requests(prompts, params)
+
+    makers: dict[str, Callable[[], Callable[[], object]]] = {
+        **{f"engine, {backend}": lambda backend=backend: ours(backend) for backend in backends},
+        "vanilla": lambda: _vanilla(model, sizes, prompts),
+    }
+    runs: dict[str, Callable[[], object]] = {}
+    first: dict[str, float] = {}
+    failures: list[Exception] = []
+    for name, make in makers.items():
+        try:
+            run = make()
+            first[name] = timed(run)
+            runs[name] = run
+            print(f"{name}: first run {first[name]:.1f} s", flush=True)
+        except Exception as error:
+            traceback.print_exc()
+            failures.append(error)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(sizes.repeats):
+        for name, run in runs.items():
+            times[name].append(timed(run))
+    for rollout in rollouts:
+        rollout.close()
+    weights_s = max(lengths) * 2 * sizes.num_params / ceilings.bytes_per_s
+    keys = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
+    keys_s = keys * sizes.kv_token_bytes / ceilings.bytes_per_s
+    distinct = sum(len(p) for p in prompts[:: sizes.num_samples])
+    limit_s = weights_s + keys_s + 2.0 * distinct * sizes.num_params / ceilings.flops_per_s
+    for name in runs:
+        median = float(np.median(times[name]))
+        yield {
+            "contestant": name,
+            "useful tokens/s": sum(lengths) / median,
+            "seconds": median,
+            "of limit": limit_s / median,
+            "first run, s": first[name],
+        }
+    if failures:
+        raise failures[0]
+
+
+def measure_decode_steps(
+    sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """Seconds of a decode step by batch size, and to the first token of a lone request."""
+    model = make_model(sizes)
+    rng = np.random.default_rng(1)
+    for backend in backends:
+        rollout = make_rollout(
+            model,
+            backend,
+            max_model_len=sizes.context + sizes.num_steps + 1,
+            rows=max(sizes.batches),
+            buckets=sizes.batches,
+        )
+        engine = rollout.engine
+
+        def run(batch: int, new_tokens: int, engine: Any = engine) -> float:
+            prompts = rng.integers(1, sizes.model.vocab_size, (batch, sizes.context)).tolist()
+            params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+            return timed(lambda: engine.generate_requests(prompts, params))
+
+        for batch in sizes.batches:
+            for new_tokens in (1, sizes.num_steps + 1):
+                run(batch, new_tokens)  # compiles
+            once = [run(batch, 1) for _ in range(3)]
+            full = [run(batch, sizes.num_steps + 1) for _ in range(3)]
+            step_s = float(np.median(full) - np.median(once)) / sizes.num_steps
+            kv_bytes = batch * (sizes.context + sizes.num_steps / 2) * sizes.kv_token_bytes
+            limit_s = (2 * sizes.num_params + kv_bytes) / ceilings.bytes_per_s
+            yield {
+                "backend": backend,
+                "rows": batch,
+                "step, ms": 1e3 * step_s,
+                "limit, ms": 1e3 * limit_s,
+                "of limit": limit_s / step_s,
+                "tokens/s": batch / step_s,
+                "to first tokens, ms": 1e3 * float(np.median(once)),
+            }
+        rollout.close()

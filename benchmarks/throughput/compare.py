@@ -1,0 +1,263 @@
+"""Our engine against every peer, on the same weights and requests, in one run.
+
+    make bench                                        # tiny and small, all workloads
+    make bench BENCH_ARGS="--models small --workloads rl_longtail --pairs 7"
+    python benchmarks/throughput/compare.py --quick              # a smoke test, in a few minutes
+
+For each model the machine's ceilings; then, workload by workload and peer by peer, first greedy
+tokens, which must agree, and pairs of runs, one of ours and one of the peer, in alternating order.
+What counts is useful tokens a second: those that a request asked for. Everything is compiled
+before. Start-up is measured apart, in processes of its own. docs/benchmarks.md says how to read the
+results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import shlex
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.hardware.ceilings import Ceilings, measure_ceilings
+from benchmarks.hardware.roofline import decode_step_bytes, limit_by_part, useful_work, weight_bytes
+from benchmarks.interruption.weight_sync import (
+    WeightSync,
+    format_weight_sync,
+    measure_weight_sync,
+    sync_workload,
+)
+from benchmarks.lib import plots
+from benchmarks.lib.batch_peers import TRANSFORMERS
+from benchmarks.lib.comparison import PeerResult, WorkloadResult, format_comparison
+from benchmarks.lib.peers import PEERS, PeerFactory, missing_reason
+from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.start_up import cold_start
+from tunix_sgljax.bench.environment import describe_environment
+from tunix_sgljax.bench.measure import count_agreed, timed
+from tunix_sgljax.bench.models import make_tunix_model
+from tunix_sgljax.bench.peers import OURS, Peer
+from tunix_sgljax.bench.shapes import MODELS, BenchModel
+from tunix_sgljax.bench.workloads import WORKLOADS, Workload, make_workload
+
+DEFAULT_MODELS = ("tiny", "small")
+START_WORKLOAD = "rl_longtail"
+
+
+def measure_peer(ours: Peer, peer: Peer, workload: Workload, num_pairs: int) -> PeerResult:
+    """Pairs of runs; the order within a pair alternates. Both are compiled before."""
+    num_agreed, num_greedy = count_agreed(ours, peer, workload)
+    print(f"  {num_agreed} of {num_greedy} greedy tokens are those of {peer.name}", flush=True)
+    timed(peer, workload)  # compiles
+    peer.first_token_s(workload)
+    first_token_s = peer.first_token_s(workload)
+    runs: dict[str, list[float]] = {OURS: [], peer.name: []}
+    for pair in range(num_pairs):
+        for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
+            runs[runner.name].append(timed(runner, workload))
+        ratio = runs[peer.name][-1] / runs[OURS][-1]
+        print(f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratio:.2f} times ours", flush=True)
+    return PeerResult(
+        name=peer.name,
+        batch_size=peer.batch_size,
+        num_agreed=num_agreed,
+        first_token_s=first_token_s,
+        runs_s=runs[peer.name],
+        our_runs_s=runs[OURS],
+    )
+
+
+def summarize_ours(
+    ours: Peer, workload: Workload, results: Sequence[PeerResult], num_runs: int
+) -> PeerResult:
+    """Our runs of all pairs together; without a peer, runs of ours alone."""
+    runs_s = [seconds for result in results for seconds in result.our_runs_s]
+    runs_s = runs_s or [timed(ours, workload) for _ in range(num_runs)]
+    return PeerResult(
+        name=OURS,
+        batch_size=ours.batch_size,
+        num_agreed=None,
+        first_token_s=ours.first_token_s(workload),
+        runs_s=runs_s,
+        our_runs_s=runs_s,
+    )
+
+
+def measure_workload(
+    factory: PeerFactory,
+    bench_model: BenchModel,
+    workload: Workload,
+    peers: Sequence[str],
+    ceilings: Ceilings,
+    num_pairs: int,
+) -> WorkloadResult:
+    """All peers on one workload: in one whole batch, and in micro-batches if that is faster.
+
+    Args:
+        factory: Of peers.
+        bench_model: What they run.
+        workload: What they are asked.
+        peers: Names of the others.
+        ceilings: The machine's, for reading what a decode step of the workload reads.
+        num_pairs: Runs of each peer, and of ours with it.
+    """
+    limit = limit_by_part(useful_work(bench_model.config, workload), ceilings)
+    print(
+        f"{bench_model.name}, {workload.name}: {workload.useful_tokens} tokens, "
+        f"limit {sum(limit.values()):.2f} s",
+        flush=True,
+    )
+    ours = factory.make(OURS, workload)
+    ours.start(workload)
+    print(f"  {OURS}: {timed(ours, workload):.2f} s", flush=True)
+    results: list[PeerResult] = []
+    for name in peers:
+        whole = factory.make(name, workload)
+        results.append(measure_peer(ours, whole, workload, num_pairs))
+        whole.close()
+        micro = factory.best_micro_batch(name, workload, results[-1].median_s)
+        if micro is not None:
+            peer = factory.make(name, workload, micro)
+            results.append(measure_peer(ours, peer, workload, num_pairs))
+            peer.close()
+    own = summarize_ours(ours, workload, results, num_pairs)
+    ours.close()
+    return WorkloadResult(
+        workload=workload.name,
+        num_requests=len(workload.output_lengths),
+        num_rows=workload.num_rows,
+        useful_tokens=workload.useful_tokens,
+        read_bytes_per_s=ceilings.read_bytes_per_s,
+        step_bytes=decode_step_bytes(bench_model.config, workload),
+        limit_by_part_s=limit,
+        peers=[own, *results],
+    )
+
+
+def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> None:
+    """Measures one model and writes its results."""
+    bench_model = MODELS[name]
+    config, num_pairs = bench_model.config, args.pairs
+    print(f"{name}: {bench_model.in_words}", flush=True)
+    seconds = 0.02 if args.quick else 0.5
+    ceilings = measure_ceilings(weight_bytes(config), seconds=seconds)
+    print(f"  {ceilings.in_words()}", flush=True)
+    model = make_tunix_model(config)
+    factory = PeerFactory(model, bench_model)
+    workloads = [
+        make_workload(workload, config.vocab_size, is_quick=args.quick)
+        for workload in args.workloads
+    ]
+    results: list[WorkloadResult] = []
+    syncs: list[WeightSync] = []
+    starts: list[cold_start.Start] = []
+    for workload in workloads:
+        others = () if workload.name in args.alone else peers
+        reading = ceilings.reading(decode_step_bytes(config, workload), seconds=seconds)
+        results.append(measure_workload(factory, bench_model, workload, others, reading, num_pairs))
+        # A run that is cut short leaves what it has.
+        _write(args, bench_model, ceilings, results, syncs, starts)
+    if not args.skip_sync:
+        workload = sync_workload(config.vocab_size, is_quick=args.quick)
+        syncs = measure_weight_sync(model, workload, repeats=num_pairs)
+    if not args.skip_cold_start:
+        del factory, model
+        gc.collect()
+        print(f"{name}: starts", flush=True)
+        starts = cold_start.run_starts([OURS, *peers], name, START_WORKLOAD, is_quick=args.quick)
+    _write(args, bench_model, ceilings, results, syncs, starts)
+
+
+def _write(
+    args: argparse.Namespace,
+    bench_model: BenchModel,
+    ceilings: Ceilings,
+    results: list[WorkloadResult],
+    syncs: list[WeightSync],
+    starts: list[cold_start.Start],
+) -> None:
+    names = {peer.name for result in results for peer in result.peers}
+    num_left = len(args.workloads) - len(results)
+    more_packages = ("transformers", "torch") if TRANSFORMERS in names else ()
+    environment = describe_environment(jax.devices()[0].device_kind, more_packages)
+    command = shlex.join(["python", "benchmarks/throughput/compare.py", *args.command])
+    lines = [
+        *report_head(
+            f"Rollout speed, model `{bench_model.name}`",
+            command,
+            environment,
+            f"Model: {bench_model.in_words}, float32, random weights",
+            f"Ceilings measured in this run: {ceilings.in_words()}",
+            f"{args.pairs} pairs of runs a peer" + (", quick sizes: no result" * args.quick),
+            *([f"CUT SHORT: {num_left} workload(s) missing"] if num_left else []),
+        ),
+        *format_comparison(results),
+        *(cold_start.format_starts(starts, START_WORKLOAD) if starts else []),
+        *(format_weight_sync(syncs) if syncs else []),
+    ]
+    content: dict[str, Any] = {
+        "command": command,
+        "is_quick": args.quick,
+        "model": dataclasses.asdict(bench_model),
+        "ceilings": dataclasses.asdict(ceilings),
+        "workloads": [result.to_dict() for result in results],
+        "starts": [dataclasses.asdict(start) for start in starts],
+        "start_workload": START_WORKLOAD,
+        "weight_sync": [dataclasses.asdict(sync) for sync in syncs],
+    }
+    write_report(args.output_dir / f"bench_{bench_model.name}.md", lines, environment, content)
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the options; `command` keeps them for the reports."""
+    parser = argparse.ArgumentParser(description="Our engine against every peer.")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=DEFAULT_MODELS)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument(
+        "--alone", nargs="+", choices=WORKLOADS, default=(), help="workloads without any peer"
+    )
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each peer, and ours with it")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny sizes, one pair")
+    parser.add_argument("--skip-cold-start", action="store_true")
+    parser.add_argument("--skip-sync", action="store_true", help="leave weight sync out")
+    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
+    args = parser.parse_args(argv)
+    if args.pairs < 1:
+        parser.error(f"--pairs must be at least 1, got {args.pairs}")
+    if not set(args.alone) <= set(args.workloads):
+        parser.error(f"--alone must name some of --workloads, got {args.alone}")
+    if args.quick:
+        args.models, args.pairs = args.models if "--models" in argv else ["tiny"], 1
+    if args.output_dir is None:
+        quick_dir, full_dir = ROOT / "outputs/bench_quick", ROOT / "benchmarks/results"
+        args.output_dir = quick_dir if args.quick else full_dir
+    args.command = list(argv)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures all models and draws the page."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    peers: list[str] = []
+    for peer in args.peers:
+        reason = missing_reason(peer)
+        if reason:
+            print(f"{peer} is left out: {reason}", flush=True)
+        else:
+            peers.append(peer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Tunix uses old names of JAX and Flax.
+        for name in args.models:
+            compare_model(args, name, peers)
+    print(f"wrote {plots.write_page(args.output_dir)}")
+
+
+if __name__ == "__main__":
+    main()
