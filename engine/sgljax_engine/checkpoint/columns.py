@@ -54,10 +54,9 @@ class _Extras(Codec):
     def write(self, name: str, value: Sequence[TopLogprobs], where: str) -> dict[str, Any]:
         if not value:
             return dict.fromkeys(self._dtypes)
+        columns = zip(*value, strict=True)
         arrays: dict[str, Any] = {}
-        for (entry, dtypes), column in zip(
-            self._dtypes.items(), zip(*value, strict=True), strict=True
-        ):
+        for (entry, dtypes), column in zip(self._dtypes.items(), columns, strict=True):
             make = int_array if dtypes is INT else float_array
             arrays[entry] = make(column, f"{where}: {entry}", num_dims=2)
         return arrays
