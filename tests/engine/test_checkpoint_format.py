@@ -23,7 +23,9 @@ from sgljax_engine import (
     SamplingParams,
     SchedulerCheckpoint,
 )
+from sgljax_engine.checkpoint.codecs import codecs
 from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
+from sgljax_engine.checkpoint.request import FRESH
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import (
     FinishReason,
@@ -311,6 +313,31 @@ def test_a_finished_request_stays_finished():
     kept = make_request(1, status=FINISHED)
     back = RequestCheckpoint.from_dict(kept.to_dict()).to_request((), None, 50.0)
     assert (back.status, back.finish) == (FINISHED, FinishReason("stop", matched="</answer>"))
+
+
+def test_every_field_of_a_request_is_kept_or_made_anew():
+    """Whoever adds one says which: here, or by a field of `RequestCheckpoint`."""
+    fields = {field.name for field in dataclasses.fields(Request)}
+    kept = codecs(RequestCheckpoint).keys()
+    assert fields >= FRESH
+    assert fields - kept == FRESH - {"call"}  # kept to know which belong together
+    assert kept - fields == {"error", "age_s"}
+
+
+@pytest.mark.parametrize(
+    "kind", [EngineCheckpoint, SchedulerCheckpoint, RequestCheckpoint, PrefixCheckpoint]
+)
+def test_every_field_of_a_structure_is_stored(kind):
+    assert list(codecs(kind)) == [field.name for field in dataclasses.fields(kind)]
+
+
+def test_a_field_that_nobody_says_how_to_store_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Careless(SchedulerCheckpoint):
+        added: int = 0
+
+    with pytest.raises(TypeError, match=r"Careless\.added is not annotated with its codec"):
+        codecs(Careless)
 
 
 # ---------------------------------------------------------------------- refusals

@@ -1,100 +1,115 @@
-"""The parts of a request that are arrays in a checkpoint, and their inverses."""
+"""Codecs of the log-probs and weight versions of a request, and what they must fulfil."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from sgljax_engine.checkpoint.codecs import FLOAT, INT, Codec
 from sgljax_engine.checkpoint.fields import Fields, float_array, int_array
 from sgljax_engine.errors import CheckpointError
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import PromptLogprobs, TopLogprobs
 
-INT_COLUMNS = (
-    "prompt_ids",
-    "output_ids",
-    "token_versions",
-    "extra_token_ids",
-    "prompt_extra_token_ids",
-)
-"""The fields of a request's dict that are int32 arrays, or None where they do not apply."""
 
-FLOAT_COLUMNS = (
-    "logprobs",
-    "scaled_logprobs",
-    "processed_logprobs",
-    "extra_values",
-    "extra_chosen",
-    "prompt_logprobs",
-    "prompt_extra_values",
-    "prompt_extra_chosen",
-)
-"""Those that are float32 arrays (float64 if that would round one), or None."""
+class _Versions(Codec):
+    """[R, 2] (version, output tokens of it in a row): they change seldom."""
 
+    def entries(self, name: str) -> dict[str, tuple[str, ...]]:
+        return {name: INT}
 
-def run_lengths(values: Sequence[int], where: str) -> np.ndarray:
-    """[R, 2] (value, how often in a row): weight versions change seldom."""
-    array = int_array(values, where)
-    starts = np.flatnonzero(np.diff(array, prepend=-1))
-    counts = np.diff(starts, append=len(array))
-    return np.stack([array[starts], counts], axis=1).astype(np.int32)
+    def write(self, name: str, value: Sequence[int], where: str) -> dict[str, Any]:
+        array = int_array(value, f"{where}: {name}")
+        starts = np.flatnonzero(np.diff(array, prepend=-1))
+        counts = np.diff(starts, append=len(array))
+        return {name: np.stack([array[starts], counts], axis=1).astype(np.int32)}
+
+    def read(self, name: str, fields: Fields, known: Mapping[str, Any]) -> list[int]:
+        """Refuses runs that do not add up to the output tokens."""
+        where, num_tokens = f"{fields.where}.{name}", len(known["output_ids"])
+        runs = fields.ints(name, num_dims=2)
+        if not runs.size:
+            runs = runs.reshape(0, 2)
+        if runs.shape[1] != 2:
+            raise CheckpointError(f"{where} must be [R, 2], got {list(runs.shape)}")
+        total = int(runs[:, 1].sum(dtype=np.int64))
+        if total != num_tokens:
+            raise CheckpointError(f"{where} must have {num_tokens} entries, got {total}")
+        return np.repeat(runs[:, 0], runs[:, 1]).tolist()
 
 
-def expand_runs(runs: np.ndarray, num_values: int, where: str) -> list[int]:
-    """The inverse of `run_lengths`; refuses runs that do not add up to `num_values`."""
-    if runs.shape[1] != 2 and runs.size:
-        raise CheckpointError(f"{where} must be [R, 2], got {list(runs.shape)}")
-    counts = runs[:, 1] if runs.size else np.empty(0, np.int32)
-    total = int(counts.sum(dtype=np.int64))
-    if total != num_values:
-        raise CheckpointError(f"{where} must have {num_values} entries, got {total}")
-    return np.repeat(runs[:, 0], counts).tolist() if runs.size else []
+class _Extras(Codec):
+    """The log-probs of a list of positions: three arrays, or None without positions."""
+
+    def __init__(self, prefix: str) -> None:
+        """The arrays are named after `prefix`."""
+        kinds = {"values": FLOAT, "token_ids": INT, "chosen": FLOAT}
+        self._dtypes = {f"{prefix}_{end}": dtypes for end, dtypes in kinds.items()}
+
+    def entries(self, name: str) -> dict[str, tuple[str, ...]]:
+        return self._dtypes
+
+    def write(self, name: str, value: Sequence[TopLogprobs], where: str) -> dict[str, Any]:
+        if not value:
+            return dict.fromkeys(self._dtypes)
+        columns = zip(*value, strict=True)
+        arrays: dict[str, Any] = {}
+        for (entry, dtypes), column in zip(self._dtypes.items(), columns, strict=True):
+            make = int_array if dtypes is INT else float_array
+            arrays[entry] = make(column, f"{where}: {entry}", num_dims=2)
+        return arrays
+
+    def read(self, name: str, fields: Fields, known: Mapping[str, Any]) -> list[TopLogprobs]:
+        options: LogprobOptions = known["logprob_options"]
+        names = list(self._dtypes)
+        if fields.value(names[0]) is None:
+            return []
+        values = fields.floats(names[0], num_dims=2)
+        token_ids = fields.ints(names[1], num_dims=2)
+        chosen = fields.floats(names[2], num_dims=2)
+        num_chosen = len(options.token_ids)
+        # A vocabulary may be smaller than top_num.
+        has_fit = values.shape == token_ids.shape and values.shape[1] <= options.top_num
+        if not has_fit or chosen.shape != (len(values), num_chosen):
+            raise CheckpointError(
+                f"{fields.where}: {', '.join(names)} must be [N, <= {options.top_num}] twice and "
+                f"[N, {num_chosen}], got {values.shape}, {token_ids.shape}, {chosen.shape}"
+            )
+        columns = (values.tolist(), token_ids.tolist(), chosen.tolist())
+        return [TopLogprobs(*entry) for entry in zip(*columns, strict=True)]
 
 
-def extra_columns(entries: Sequence[TopLogprobs], prefix: str, where: str) -> dict[str, Any]:
-    """Three arrays of the positions' log-probs, named after `prefix`; None without positions."""
-    names = [f"{prefix}_values", f"{prefix}_token_ids", f"{prefix}_chosen"]
-    if not entries:
-        return dict.fromkeys(names)
-    makers = (float_array, int_array, float_array)
-    return {
-        name: make([entry[i] for entry in entries], f"{where}: {name}", num_dims=2)
-        for i, (name, make) in enumerate(zip(names, makers, strict=True))
-    }
+class _Scored(Codec):
+    """The log-probs of a prompt: one array, and its `_Extras`; its first token has none."""
+
+    _EXTRAS = _Extras("prompt_extra")
+
+    def entries(self, name: str) -> dict[str, tuple[str, ...]]:
+        return {name: FLOAT} | self._EXTRAS.entries(name)
+
+    def write(self, name: str, value: PromptLogprobs | None, where: str) -> dict[str, Any]:
+        if value is None:
+            return dict.fromkeys(self.entries(name))
+        logprobs = [each for each in value.logprobs if each is not None]
+        extras = [each for each in value.extras if each is not None]
+        array = float_array(logprobs, f"{where}: {name}")
+        return {name: array} | self._EXTRAS.write(name, extras, where)
+
+    def read(self, name: str, fields: Fields, known: Mapping[str, Any]) -> PromptLogprobs | None:
+        extras = self._EXTRAS.read(name, fields, known)
+        if fields.value(name) is None:
+            return None
+        options: LogprobOptions = known["logprob_options"]
+        head = [None] if options.start_len == 0 else []
+        logprobs = [*head, *fields.floats(name).tolist()]
+        return PromptLogprobs(logprobs, [*head, *extras] if options.has_extras else [])
 
 
-def extra_entries(
-    fields: Fields, prefix: str, options: LogprobOptions, where: str
-) -> list[TopLogprobs]:
-    """The inverse of `extra_columns`."""
-    if fields.value(f"{prefix}_values") is None:
-        return []
-    values = fields.floats(f"{prefix}_values", num_dims=2)
-    token_ids = fields.ints(f"{prefix}_token_ids", num_dims=2)
-    chosen = fields.floats(f"{prefix}_chosen", num_dims=2)
-    num_chosen = len(options.token_ids)
-    # A vocabulary may be smaller than top_num.
-    has_fit = values.shape == token_ids.shape and values.shape[1] <= options.top_num
-    if not has_fit or chosen.shape != (len(values), num_chosen):
-        raise CheckpointError(
-            f"{where}: {prefix}_values, _token_ids and _chosen must be [N, <= {options.top_num}] "
-            f"twice and [N, {num_chosen}], got {values.shape}, {token_ids.shape}, {chosen.shape}"
-        )
-    columns = (values.tolist(), token_ids.tolist(), chosen.tolist())
-    return [TopLogprobs(*entry) for entry in zip(*columns, strict=True)]
-
-
-def read_prompt_logprobs(
-    fields: Fields, extras: list[TopLogprobs], options: LogprobOptions
-) -> PromptLogprobs | None:
-    """From the arrays of a request's dict; the prompt's first token has no log-prob."""
-    if fields.value("prompt_logprobs") is None:
-        return None
-    head = [None] if options.start_len == 0 else []
-    logprobs = [*head, *fields.floats("prompt_logprobs").tolist()]
-    return PromptLogprobs(logprobs, [*head, *extras] if options.has_extras else [])
+VERSIONS = _Versions()
+EXTRAS = _Extras("extra")
+SCORED = _Scored()
 
 
 def check_prompt_logprobs(

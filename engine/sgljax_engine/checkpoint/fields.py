@@ -110,11 +110,6 @@ class Fields:
         return float_array(self.value(name), f"{self.where}.{name}", num_dims=num_dims)
 
 
-def check_number(where: str, name: str, value: object) -> None:
-    """Raises CheckpointError unless a field is a finite number, 0 or above."""
-    Fields({name: value}, where, [name]).number(name)
-
-
 def int_array(values: Any, where: str, *, num_dims: int = 1, low: int = 0) -> np.ndarray:
     """A list or array of integers in [low, MAX_TOKEN] as int32, or a CheckpointError."""
     array = _array(values, where, "iu", "integers", num_dims)

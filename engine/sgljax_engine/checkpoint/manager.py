@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from sgljax_engine.checkpoint.codecs import to_dict
 from sgljax_engine.checkpoint.files import (
     TEMPORARY,
     check_compression,
@@ -38,7 +39,9 @@ from sgljax_engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_IN_MANIFEST = ("waiting_queue", "running_queue", "finished_req_ids", "new_token_ratio")
+_IN_FILES = ("requests", "prefix_cache")
+"""Fields of `SchedulerCheckpoint` that have files of their own; the others are in the manifest."""
+
 _OWN_FILE = re.compile(r"(?:requests|prefix)-(\d{6,})\.(?:json|safetensors)(?:\.zst)?")
 
 
@@ -196,7 +199,7 @@ class CheckpointManager:
             number=number,
             timestamp=checkpoint.timestamp,
             metadata=checkpoint.metadata,
-            scheduler={name: getattr(state, name) for name in _IN_MANIFEST},
+            scheduler=to_dict(state, "scheduler_state", without=_IN_FILES),
             requests=_stored_requests(packed, kept, number),
             segments=segments,
             prefix=prefix,
@@ -272,7 +275,7 @@ class CheckpointManager:
         if manifest.prefix is not None:
             _, compression, file, sizes = manifest.prefix
             prefix = read_prefix(self._path, file, sizes, compression)
-        own = {"requests": requests, "prefix_cache": prefix}
+        own = dict(zip(_IN_FILES, (requests, prefix), strict=True))
         clash = own.keys() & manifest.scheduler.keys()
         if clash:
             raise CheckpointError(f"{self._path / MANIFEST_NAME}: scheduler has {sorted(clash)}")

@@ -20,18 +20,6 @@ from sgljax_engine.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "sgljax-engine-checkpoint"
-_NAMES = (
-    "format",
-    "version",
-    "number",
-    "timestamp",
-    "metadata",
-    "scheduler",
-    "requests",
-    "segments",
-    "prefix",
-    "sha256",
-)
 _MAX_NUMBER = 10**12
 
 
@@ -102,20 +90,15 @@ class Manifest:
 
     def write(self, folder: Path) -> FileEntry:
         """Replaces the manifest in a folder; `sync_folder` has to follow."""
-        prefix = self.prefix
-        body = {
-            "format": _FORMAT,
-            "version": CHECKPOINT_VERSION,
-            "number": self.number,
-            "timestamp": self.timestamp,
-            "metadata": self.metadata,
-            "scheduler": self.scheduler,
-            "requests": [list(request) for request in self.requests],
-            "segments": [_segment_dict(segment) for segment in self.segments.values()],
-            "prefix": None if prefix is None else prefix._asdict() | {"file": list(prefix.file)},
-        }
+        body = {name: getattr(self, name) for name in _FIELDS}  # tuples become lists
+        body["segments"] = [dataclasses.asdict(segment) for segment in self.segments.values()]
+        body["prefix"] = None if self.prefix is None else self.prefix._asdict()
+        body = {"format": _FORMAT, "version": CHECKPOINT_VERSION, **body}
         data = dump_json(_signed(body))
         return write_file(folder, MANIFEST_NAME, [data])
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Manifest))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -135,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
         check_version(loaded.get("version"), str(path))  # before the fields, which may be others
     except CheckpointError as error:
         raise ForeignManifestError(str(error)) from None
-    fields = Fields(loaded, str(path), _NAMES)
+    fields = Fields(loaded, str(path), ("format", "version", *_FIELDS, "sha256"))
     # Compared as bytes, so that no two files have the same checksum.
     body = {name: value for name, value in loaded.items() if name != "sha256"}
     try:
@@ -168,17 +151,8 @@ def _signed(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"sha256": hashlib.sha256(dump_json(body)).hexdigest()}
 
 
-def _segment_dict(segment: Segment) -> dict[str, Any]:
-    return {
-        "number": segment.number,
-        "num_requests": segment.num_requests,
-        "compression": segment.compression,
-        "files": [list(file) for file in segment.files],
-    }
-
-
 def _segment(given: object, where: str) -> Segment:
-    fields = Fields(given, where, ("number", "num_requests", "compression", "files"))
+    fields = Fields(given, where, [field.name for field in dataclasses.fields(Segment)])
     number, compression = fields.count("number", high=_MAX_NUMBER), _compression(fields)
     names = segment_names(number, compression)
     files = fields.list("files")

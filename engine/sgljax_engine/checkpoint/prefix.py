@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from sgljax_engine.checkpoint.codecs import INT, SIZE, TEXT, Codec, Plain, from_dict, to_dict
 from sgljax_engine.checkpoint.fields import Fields, int_array
 from sgljax_engine.errors import CheckpointError
 
@@ -18,8 +19,7 @@ BITS = {
 }
 """By the name of a KV cache's dtype, the one its bits are kept in: numpy has no bfloat16."""
 
-_SIZES = ("page_size", "num_layers", "num_kv_heads", "head_dim")
-_FIELDS = (*_SIZES, "dtype", "num_nodes", "parents", "tokens", "pages")
+Nodes = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class LayerPages(NamedTuple):
@@ -31,6 +31,40 @@ class LayerPages(NamedTuple):
 
     k: np.ndarray
     v: np.ndarray
+
+
+class _NodesCodec(Codec):
+    """`num_nodes`, `parents` [N] and `tokens` [N, page_size]."""
+
+    def entries(self, name: str) -> dict[str, tuple[str, ...]]:
+        return {"num_nodes": (), "parents": INT, "tokens": INT}
+
+    def write(self, name: str, value: Nodes, where: str) -> dict[str, Any]:
+        parents = [parent for parent, _ in value]
+        tokens = [list(tokens) for _, tokens in value]
+        return {
+            "num_nodes": len(value),
+            "parents": int_array(parents, f"{where}: parents", low=-1),
+            "tokens": int_array(tokens, f"{where}: tokens", num_dims=2),
+        }
+
+    def read(self, name: str, fields: Fields, known: Mapping[str, Any]) -> Nodes:
+        parents = fields.ints("parents", low=-1).tolist()
+        tokens = fields.ints("tokens", num_dims=2).tolist()
+        if len(parents) != fields.count("num_nodes") or len(tokens) != len(parents):
+            raise fields.error("num_nodes", f"that of parents and tokens, {len(parents)}")
+        return [(parent, tuple(each)) for parent, each in zip(parents, tokens, strict=True)]
+
+
+def _read_pages(fields: Fields, name: str) -> list[LayerPages]:
+    pages = fields.list(name)
+    if not all(isinstance(layer, LayerPages) for layer in pages):
+        raise fields.error(name, "a list of LayerPages")
+    return pages
+
+
+_NODES = _NodesCodec()
+_PAGES = Plain(_read_pages, lambda pages, where: list(pages))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,13 +83,13 @@ class PrefixCheckpoint:
         pages: One entry a layer.
     """
 
-    page_size: int
-    dtype: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    nodes: Sequence[tuple[int, tuple[int, ...]]]
-    pages: Sequence[LayerPages]
+    page_size: Annotated[int, SIZE]
+    dtype: Annotated[str, TEXT]
+    num_layers: Annotated[int, SIZE]
+    num_kv_heads: Annotated[int, SIZE]
+    head_dim: Annotated[int, SIZE]
+    nodes: Annotated[Nodes, _NODES]
+    pages: Annotated[Sequence[LayerPages], _PAGES]
 
     def __post_init__(self) -> None:
         """Raises CheckpointError naming the node or layer that does not fit."""
@@ -90,35 +124,9 @@ class PrefixCheckpoint:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON but for the arrays: `parents` [N], `tokens` [N, page_size], `pages` as they are."""
-        parents = [parent for parent, _ in self.nodes]
-        tokens = [list(tokens) for _, tokens in self.nodes]
-        shaped = int_array(tokens, "prefix tokens", num_dims=2)
-        return {
-            "dtype": self.dtype,
-            **{name: getattr(self, name) for name in _SIZES},
-            "num_nodes": len(parents),
-            "parents": int_array(parents, "prefix parents", low=-1),
-            "tokens": shaped.reshape(len(parents), self.page_size),
-            "pages": list(self.pages),
-        }
+        return to_dict(self, "prefix_cache")
 
     @classmethod
     def from_dict(cls, given: object) -> PrefixCheckpoint:
         """The inverse of `to_dict`. Raises CheckpointError."""
-        fields = Fields(given, "prefix_cache", _FIELDS)
-        parents = fields.ints("parents", low=-1).tolist()
-        tokens = fields.ints("tokens", num_dims=2).tolist()
-        if len(parents) != fields.count("num_nodes") or len(tokens) != len(parents):
-            raise fields.error("num_nodes", f"that of parents and tokens, {len(parents)}")
-        pages = fields.list("pages")
-        if not all(isinstance(layer, LayerPages) for layer in pages):
-            raise fields.error("pages", "a list of LayerPages")
-        return cls(
-            dtype=fields.text("dtype"),
-            page_size=fields.count("page_size", low=1),
-            num_layers=fields.count("num_layers", low=1),
-            num_kv_heads=fields.count("num_kv_heads", low=1),
-            head_dim=fields.count("head_dim", low=1),
-            nodes=[(parent, tuple(each)) for parent, each in zip(parents, tokens, strict=True)],
-            pages=pages,
-        )
+        return from_dict(cls, given, "prefix_cache")

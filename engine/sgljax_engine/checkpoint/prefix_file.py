@@ -1,20 +1,24 @@
 """The file of a prefix cache: `prefix-000003.safetensors`.
 
 Tensors: `parents`, `tokens`, and for each layer `layer.0.k` and `layer.0.v`. The sizes are in the
-manifest.
+manifest. The header is made and compared here, since the safetensors library holds all tensors of
+a file as `bytes` to write it, and copies each that it reads: pages may be gigabytes.
+Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgljax_engine.checkpoint import tensors
-from sgljax_engine.checkpoint.fields import Fields
+from sgljax_engine.checkpoint.codecs import entries
+from sgljax_engine.checkpoint.fields import Fields, dump_json
 from sgljax_engine.checkpoint.files import (
+    Buffer,
     Compression,
     FileEntry,
     check_file,
@@ -23,12 +27,21 @@ from sgljax_engine.checkpoint.files import (
     write_file,
 )
 from sgljax_engine.checkpoint.prefix import BITS, LayerPages, PrefixCheckpoint
-from sgljax_engine.checkpoint.tensors import TensorSpec
 from sgljax_engine.errors import CheckpointError
 
 _ARRAYS = ("parents", "tokens", "pages")
-_SIZES = ("page_size", "num_layers", "num_kv_heads", "head_dim", "num_nodes")
+_TYPES = {"int32": "I32", "uint16": "U16", "uint32": "U32"}
+_ALIGNMENT = 8
 _MAX_LAYERS = 1 << 16
+
+
+class _Tensor(NamedTuple):
+    """Where a tensor is behind the header; `dtype` is little-endian."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
 
 
 def prefix_name(number: int, compression: Compression) -> str:
@@ -41,11 +54,11 @@ def write_prefix(
 ) -> tuple[FileEntry, dict[str, Any]]:
     """Writes the arrays, `sync_folder` has to follow; also returns the rest, which is JSON."""
     sizes = prefix.to_dict()
-    arrays = {name: sizes.pop(name) for name in _ARRAYS[:2]}
-    for layer, pair in enumerate(sizes.pop("pages")):
+    arrays = {name: sizes.pop(name) for name in _ARRAYS}
+    for layer, pair in enumerate(arrays.pop("pages")):
         arrays[f"layer.{layer}.k"], arrays[f"layer.{layer}.v"] = pair
     name = prefix_name(number, compression)
-    return write_file(folder, name, tensors.buffers(arrays), compression), sizes
+    return write_file(folder, name, _buffers(arrays, _fields(sizes)), compression), sizes
 
 
 def read_prefix(
@@ -57,32 +70,75 @@ def read_prefix(
         CheckpointError: names the file that is missing, truncated, damaged or inconsistent.
     """
     path = folder / entry.name
-    fields = Fields(sizes, "the manifest's prefix_cache", ("dtype", *_SIZES))
-    if fields.text("dtype") not in BITS:
-        raise fields.error("dtype", f"one of {', '.join(BITS)}")
-    fields.count("num_layers", low=1, high=_MAX_LAYERS)
-    specs = list(_specs(fields))
+    fields = _fields(sizes)
+    header, tensors = _layout(fields)
     check_file(folder, entry)
-    arrays = tensors.split(_contents(path, tensors.file_size(specs), compression), specs)
-    if arrays is None:
+    num_bytes = len(header) + max(tensor.end for tensor in tensors.values())
+    data = _contents(path, num_bytes, compression)
+    if len(data) != num_bytes or data[: len(header)].tobytes() != header:
         raise CheckpointError(f"{path} does not hold the arrays that the manifest says")
+    body = data[len(header) :]
+    arrays = {
+        name: body[tensor.start : tensor.end].view(tensor.dtype).reshape(tensor.shape)
+        for name, tensor in tensors.items()
+    }
+    own = {name: fields.value(name) for name in _json_names()}
+    own |= {name: arrays[name] for name in ("parents", "tokens")}
     pages = [
         LayerPages(arrays[f"layer.{layer}.k"], arrays[f"layer.{layer}.v"])
         for layer in range(fields.count("num_layers"))
     ]
-    own = {name: fields.value(name) for name in ("dtype", *_SIZES)}
-    return own | {"parents": arrays["parents"], "tokens": arrays["tokens"], "pages": pages}
+    return own | {"pages": pages}
 
 
-def _specs(fields: Fields) -> Iterator[TensorSpec]:
+def _json_names() -> list[str]:
+    return [name for name in entries(PrefixCheckpoint) if name not in _ARRAYS]
+
+
+def _fields(sizes: object) -> Fields:
+    """What the manifest says of a file, checked as far as its layout needs."""
+    fields = Fields(sizes, "the manifest's prefix_cache", _json_names())
+    if fields.text("dtype") not in BITS:
+        raise fields.error("dtype", f"one of {', '.join(BITS)}")
+    fields.count("num_layers", low=1, high=_MAX_LAYERS)
+    return fields
+
+
+def _layout(fields: Fields) -> tuple[bytes, dict[str, _Tensor]]:
+    """What a file with these sizes starts with, and its tensors in their order."""
+    tensors: dict[str, _Tensor] = {}
+    end = 0
+    for name, dtype, shape in _shapes(fields):
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        tensors[name] = _Tensor(dtype, shape, start, end)
+    described = {
+        name: {"dtype": _TYPES[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
+        for name, (dtype, shape, start, end) in tensors.items()
+    }
+    text = dump_json(described)
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, tensors
+
+
+def _shapes(fields: Fields) -> Iterator[tuple[str, np.dtype, tuple[int, ...]]]:
     num_nodes, page_size = fields.count("num_nodes"), fields.count("page_size")
-    heads, head_dim = fields.count("num_kv_heads"), fields.count("head_dim")
-    yield TensorSpec("parents", np.dtype(np.int32), (num_nodes,))
-    yield TensorSpec("tokens", np.dtype(np.int32), (num_nodes, page_size))
+    ids, bits = np.dtype("<i4"), BITS[fields.text("dtype")].newbyteorder("<")
+    yield "parents", ids, (num_nodes,)
+    yield "tokens", ids, (num_nodes, page_size)
+    page = (num_nodes, fields.count("num_kv_heads"), page_size, fields.count("head_dim"))
     for layer in range(fields.count("num_layers")):
-        for name in ("k", "v"):
-            shape = (num_nodes, heads, page_size, head_dim)
-            yield TensorSpec(f"layer.{layer}.{name}", BITS[fields.text("dtype")], shape)
+        yield f"layer.{layer}.k", bits, page
+        yield f"layer.{layer}.v", bits, page
+
+
+def _buffers(arrays: Mapping[str, np.ndarray], fields: Fields) -> Iterator[Buffer]:
+    """The contents of a file; arrays that are C-contiguous and little-endian are not copied."""
+    header, tensors = _layout(fields)
+    yield header
+    for name, tensor in tensors.items():
+        if arrays[name].size:  # memoryview cannot cast empty ones
+            little = arrays[name].astype(tensor.dtype, copy=False)
+            yield np.ascontiguousarray(little).data.cast("B")
 
 
 def _contents(path: Path, num_bytes: int, compression: Compression) -> np.ndarray:

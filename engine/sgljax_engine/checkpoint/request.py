@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
-from sgljax_engine.checkpoint.columns import (
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
-    check_prompt_logprobs,
-    expand_runs,
-    extra_columns,
-    extra_entries,
-    read_prompt_logprobs,
-    run_lengths,
+from sgljax_engine.checkpoint.codecs import (
+    COUNT,
+    FLAG,
+    FLOATS,
+    IDS,
+    NUMBER,
+    OPTIONAL_NUMBER,
+    OPTIONAL_TEXT,
+    PER_TOKEN,
+    TEXT,
+    check_numbers,
+    codecs,
+    from_dict,
+    notes,
+    to_dict,
 )
-from sgljax_engine.checkpoint.fields import Fields, float_array, int_array
-from sgljax_engine.checkpoint.request_fields import (
-    non_default,
-    read_finish,
-    read_params,
-    read_status,
-)
+from sgljax_engine.checkpoint.columns import EXTRAS, SCORED, VERSIONS, check_prompt_logprobs
+from sgljax_engine.checkpoint.request_fields import FINISH, OPTIONS, PARAMS, STATUS
 from sgljax_engine.errors import CheckpointError
 from sgljax_engine.sampling_params import NO_LOGPROBS, LogprobOptions, SamplingParams
 from sgljax_engine.types import (
@@ -35,11 +36,27 @@ from sgljax_engine.types import (
     prompt_key,
 )
 
-_COUNTS = ("call", "seed", "num_cached", "num_retractions", "num_cache_misses")
-_SECONDS = ("age_s", "first_token_s")
+FRESH = frozenset(
+    {
+        # They follow from others.
+        "stop_ids",
+        "edits",
+        "prompt_key",
+        # The engine that it is submitted to gives them.
+        "call",
+        "arrival",
+        "arrival_s",
+        # They are of a request that runs.
+        "adapter",
+        "pages",
+        "seen",
+        "num_computed",
+    }
+)
+"""Fields of `Request` that one that goes on has anew; a checkpoint keeps all others."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheckpoint:
     """One request at the moment of a checkpoint. What follows from `params` is not kept.
 
@@ -58,56 +75,48 @@ class RequestCheckpoint:
         first_token_s: Seconds from submission to its first token; None before.
     """
 
-    rid: str
-    group: str
-    call: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    seed: int
-    logprob_options: LogprobOptions = NO_LOGPROBS
-    is_streaming: bool = False
-    lora: str | None = None
-    status: RequestStatus = RequestStatus.WAITING
-    finish: FinishReason | None = None
-    error: str | None = None
-    output_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    scaled_logprobs: list[float] = dataclasses.field(default_factory=list)
-    processed_logprobs: list[float] = dataclasses.field(default_factory=list)
-    extra_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None
-    token_versions: list[int] = dataclasses.field(default_factory=list)
-    num_cached: int = 0
-    num_retractions: int = 0
-    num_cache_misses: int = 0
-    age_s: float = 0.0
-    first_token_s: float | None = None
+    rid: Annotated[str, TEXT]
+    group: Annotated[str, TEXT]
+    call: Annotated[int, COUNT]
+    prompt_ids: Annotated[list[int], IDS]
+    params: Annotated[SamplingParams, PARAMS]
+    seed: Annotated[int, COUNT]
+    logprob_options: Annotated[LogprobOptions, OPTIONS] = NO_LOGPROBS
+    is_streaming: Annotated[bool, FLAG] = False
+    lora: Annotated[str | None, OPTIONAL_TEXT] = None
+    status: Annotated[RequestStatus, STATUS] = RequestStatus.WAITING
+    finish: Annotated[FinishReason | None, FINISH] = None
+    error: Annotated[str | None, OPTIONAL_TEXT] = None
+    output_ids: Annotated[list[int], IDS, PER_TOKEN] = field(default_factory=list)
+    logprobs: Annotated[list[float], FLOATS, PER_TOKEN] = field(default_factory=list)
+    scaled_logprobs: Annotated[list[float], FLOATS, PER_TOKEN] = field(default_factory=list)
+    processed_logprobs: Annotated[list[float], FLOATS, PER_TOKEN] = field(default_factory=list)
+    extra_logprobs: Annotated[list[TopLogprobs], EXTRAS, PER_TOKEN] = field(default_factory=list)
+    prompt_logprobs: Annotated[PromptLogprobs | None, SCORED] = None
+    token_versions: Annotated[list[int], VERSIONS, PER_TOKEN] = field(default_factory=list)
+    num_cached: Annotated[int, COUNT] = 0
+    num_retractions: Annotated[int, COUNT] = 0
+    num_cache_misses: Annotated[int, COUNT] = 0
+    age_s: Annotated[float, NUMBER] = 0.0
+    first_token_s: Annotated[float | None, OPTIONAL_NUMBER] = None
 
     def __post_init__(self) -> None:
         """Raises CheckpointError when fields contradict one another."""
-        given = {name: getattr(self, name) for name in (*_COUNTS, *_SECONDS)}
-        fields = Fields(given, f"request {self.rid!r}", given)
-        for name in _COUNTS:
-            fields.count(name)
-        for name in _SECONDS:
-            fields.optional_number(name)
+        where = f"request {self.rid!r}"
+        check_numbers(self, where)
         self._check_lists()
         check_prompt_logprobs(
-            self.prompt_logprobs, self.logprob_options, len(self.prompt_ids), fields.where
+            self.prompt_logprobs, self.logprob_options, len(self.prompt_ids), where
         )
 
     def _check_lists(self) -> None:
         num_tokens = len(self.output_ids)
         num_extras = num_tokens if self.logprob_options.has_extras else 0
-        for name, entries, num_expected in (
-            ("logprobs", self.logprobs, num_tokens),
-            ("scaled_logprobs", self.scaled_logprobs, num_tokens),
-            ("processed_logprobs", self.processed_logprobs, num_tokens),
-            ("token_versions", self.token_versions, num_tokens),
-            ("extra_logprobs", self.extra_logprobs, num_extras),
-        ):
-            if len(entries) != num_expected:
-                raise self._error(f"{name} must have {num_expected} entries, got {len(entries)}")
+        for name in _PER_TOKEN:
+            num_entries = len(getattr(self, name))
+            num_expected = num_extras if name == "extra_logprobs" else num_tokens
+            if num_entries != num_expected:
+                raise self._error(f"{name} must have {num_expected} entries, got {num_entries}")
         if not self.rid:
             raise self._error("rid must not be empty")
         if not self.prompt_ids:
@@ -154,32 +163,19 @@ class RequestCheckpoint:
             error: What it failed with.
         """
         first = request.time_to_first_token_s if num_tokens else None
-        return cls(
-            rid=request.rid,
-            group=request.group,
-            call=call,
-            prompt_ids=request.prompt_ids,
-            params=request.params,
-            seed=request.seed,
-            logprob_options=request.logprob_options,
-            is_streaming=request.is_streaming,
-            lora=request.lora,
-            status=status,
-            finish=finish,
-            error=error,
-            output_ids=request.output_ids[:num_tokens],
-            logprobs=request.logprobs[:num_tokens],
-            scaled_logprobs=request.scaled_logprobs[:num_tokens],
-            processed_logprobs=request.processed_logprobs[:num_tokens],
-            extra_logprobs=request.extra_logprobs[:num_tokens],
-            prompt_logprobs=prompt_logprobs,
-            token_versions=request.token_versions[:num_tokens].tolist(),
-            num_cached=request.num_cached,
-            num_retractions=request.num_retractions,
-            num_cache_misses=request.num_cache_misses,
-            age_s=max(now_s - request.arrival_s, 0.0),
-            first_token_s=None if first is None else max(first, 0.0),
-        )
+        given: dict[str, Any] = {
+            "call": call,
+            "status": status,
+            "prompt_logprobs": prompt_logprobs,
+            "finish": finish,
+            "error": error,
+            "age_s": max(now_s - request.arrival_s, 0.0),
+            "first_token_s": None if first is None else max(first, 0.0),
+        }
+        for name in codecs(cls).keys() - given.keys():
+            value = getattr(request, name)
+            given[name] = list(value[:num_tokens]) if name in _PER_TOKEN else value
+        return cls(**given)
 
     def to_request(
         self, stop_ids: tuple[int, ...], edits: LogitEdits | None, now_s: float
@@ -191,115 +187,38 @@ class RequestCheckpoint:
             edits: Follow from `params`.
             now_s: By `time.perf_counter`; the request was submitted `age_s` before.
         """
+        kept: dict[str, Any] = {}
+        for name in {each.name for each in fields(Request)} - FRESH:
+            value = getattr(self, name)
+            kept[name] = list(value) if isinstance(value, list) else value
+        arrival_s, first = now_s - self.age_s, self.first_token_s
         is_finished = self.status is RequestStatus.FINISHED
-        arrival_s = now_s - self.age_s
-        first = self.first_token_s
+        kept |= {
+            "first_token_s": None if first is None else arrival_s + first,
+            "status": RequestStatus.FINISHED if is_finished else RequestStatus.WAITING,
+            "token_versions": array("i", self.token_versions),
+        }
         return Request(
-            rid=self.rid,
-            prompt_ids=list(self.prompt_ids),
-            params=self.params,
-            seed=self.seed,
             stop_ids=stop_ids,
             edits=edits,
-            logprob_options=self.logprob_options,
-            is_streaming=self.is_streaming,
-            lora=self.lora,
-            group=self.group,
             prompt_key=prompt_key(self.prompt_ids, self.lora),
             arrival_s=arrival_s,
-            first_token_s=None if first is None else arrival_s + first,
-            status=RequestStatus.FINISHED if is_finished else RequestStatus.WAITING,
-            output_ids=list(self.output_ids),
-            logprobs=list(self.logprobs),
-            scaled_logprobs=list(self.scaled_logprobs),
-            processed_logprobs=list(self.processed_logprobs),
-            extra_logprobs=list(self.extra_logprobs),
-            prompt_logprobs=self.prompt_logprobs,
-            num_cached=self.num_cached,
-            num_retractions=self.num_retractions,
-            num_cache_misses=self.num_cache_misses,
-            token_versions=array("i", self.token_versions),
-            finish=self.finish,
+            **kept,
         )
 
     # ------------------------------------------------------------------ from and to dicts
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON but for `columns.INT_COLUMNS` and `FLOAT_COLUMNS`, which are arrays or None.
-
-        `token_versions` becomes [R, 2] (version, tokens of it in a row).
-        """
-        where, scored = f"request {self.rid!r}", self.prompt_logprobs
-        fields: dict[str, Any] = {
-            "rid": self.rid,
-            "group": self.group,
-            "call": self.call,
-            "seed": self.seed,
-            "is_streaming": self.is_streaming,
-            "lora": self.lora,
-            "status": self.status.value,
-            "params": non_default(self.params),
-            "logprob_options": non_default(self.logprob_options),
-            "finish": None if self.finish is None else dataclasses.asdict(self.finish),
-            "error": self.error,
-            "num_cached": self.num_cached,
-            "num_retractions": self.num_retractions,
-            "num_cache_misses": self.num_cache_misses,
-            "age_s": self.age_s,
-            "first_token_s": self.first_token_s,
-            "prompt_ids": int_array(self.prompt_ids, f"{where}: prompt_ids"),
-            "output_ids": int_array(self.output_ids, f"{where}: output_ids"),
-            "token_versions": run_lengths(self.token_versions, f"{where}: token_versions"),
-            "prompt_logprobs": None,
-        }
-        for name in ("logprobs", "scaled_logprobs", "processed_logprobs"):
-            fields[name] = float_array(getattr(self, name), f"{where}: {name}")
-        fields |= extra_columns(self.extra_logprobs, "extra", where)
-        extras: list[TopLogprobs] = []
-        if scored is not None:
-            known = [entry for entry in scored.logprobs if entry is not None]
-            fields["prompt_logprobs"] = float_array(known, f"{where}: prompt_logprobs")
-            extras = [entry for entry in scored.extras if entry is not None]
-        return fields | extra_columns(extras, "prompt_extra", where)
+        """JSON, but for the entries with dtypes (see `codecs.entries`): arrays or None."""
+        return to_dict(self, f"request {self.rid!r}")
 
     @classmethod
     def from_dict(cls, given: object) -> RequestCheckpoint:
         """The inverse of `to_dict`; arrays may be lists. Raises CheckpointError."""
         rid = given.get("rid") if isinstance(given, dict) else None
-        where = f"request {rid!r}"
-        fields = Fields(given, where, _NAMES)
-        params = read_params(SamplingParams, fields, "params")
-        options = read_params(LogprobOptions, fields, "logprob_options")
-        output_ids = fields.ints("output_ids").tolist()
-        runs = fields.ints("token_versions", num_dims=2)
-        extras = extra_entries(fields, "prompt_extra", options, where)
-        return cls(
-            rid=fields.text("rid"),
-            group=fields.text("group"),
-            call=fields.count("call"),
-            prompt_ids=fields.ints("prompt_ids").tolist(),
-            params=params,
-            seed=fields.count("seed"),
-            logprob_options=options,
-            is_streaming=fields.flag("is_streaming"),
-            lora=fields.optional_text("lora"),
-            status=read_status(fields),
-            finish=read_finish(fields),
-            error=fields.optional_text("error"),
-            output_ids=output_ids,
-            logprobs=fields.floats("logprobs").tolist(),
-            scaled_logprobs=fields.floats("scaled_logprobs").tolist(),
-            processed_logprobs=fields.floats("processed_logprobs").tolist(),
-            extra_logprobs=extra_entries(fields, "extra", options, where),
-            prompt_logprobs=read_prompt_logprobs(fields, extras, options),
-            token_versions=expand_runs(runs, len(output_ids), f"{where}.token_versions"),
-            num_cached=fields.count("num_cached"),
-            num_retractions=fields.count("num_retractions"),
-            num_cache_misses=fields.count("num_cache_misses"),
-            age_s=fields.number("age_s"),
-            first_token_s=fields.optional_number("first_token_s"),
-        )
+        return from_dict(cls, given, f"request {rid!r}")
 
 
-_NAMES = {field.name for field in dataclasses.fields(RequestCheckpoint)} - {"extra_logprobs"}
-_NAMES |= {*INT_COLUMNS, *FLOAT_COLUMNS}
+_PER_TOKEN = tuple(
+    name for name, note in notes(RequestCheckpoint, str).items() if note == PER_TOKEN
+)

@@ -1,25 +1,20 @@
-"""The parts of a request that are JSON objects in a checkpoint, and their inverses."""
+"""Codecs of the parts of a request that are JSON objects in a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
+from sgljax_engine.checkpoint.codecs import Plain
 from sgljax_engine.checkpoint.fields import Fields
 from sgljax_engine.errors import CheckpointError
 from sgljax_engine.sampling_params import LogprobOptions, SamplingParams
 from sgljax_engine.types import FinishReason, RequestStatus
 
-_FINISH_TYPES: tuple[Literal["stop", "length", "abort", "error"], ...] = (
-    "stop",
-    "length",
-    "abort",
-    "error",
-)
 _ParamsT = TypeVar("_ParamsT", SamplingParams, LogprobOptions)
 
 
-def non_default(given: SamplingParams | LogprobOptions) -> dict[str, Any]:
+def _non_default(given: SamplingParams | LogprobOptions, where: str) -> dict[str, Any]:
     """The fields that differ from their defaults; a JSON object has only strings as keys."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(given):
@@ -37,8 +32,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_params(kind: type[_ParamsT], fields: Fields, name: str) -> _ParamsT:
-    """The inverse of `non_default`."""
+def _read_params(kind: type[_ParamsT], fields: Fields, name: str) -> _ParamsT:
+    """The inverse of `_non_default`."""
     known = [field.name for field in dataclasses.fields(kind)]
     given = fields.value(name)
     if isinstance(given, dict):  # what is not there has its default
@@ -51,25 +46,33 @@ def read_params(kind: type[_ParamsT], fields: Fields, name: str) -> _ParamsT:
         raise CheckpointError(f"{fields.where}.{name}: {error}") from error
 
 
-def read_status(fields: Fields) -> RequestStatus:
+def _read_status(fields: Fields, name: str) -> RequestStatus:
     """A status by its value."""
     try:
-        return RequestStatus(fields.text("status"))
+        return RequestStatus(fields.text(name))
     except ValueError:
         known = ", ".join(status.value for status in RequestStatus)
-        raise fields.error("status", f"one of {known}") from None
+        raise fields.error(name, f"one of {known}") from None
 
 
-def read_finish(fields: Fields) -> FinishReason | None:
+def _read_finish(fields: Fields, name: str) -> FinishReason | None:
     """A finish reason, or None, from its `dataclasses.asdict`."""
-    if fields.value("finish") is None:
+    if fields.value(name) is None:
         return None
     names = [field.name for field in dataclasses.fields(FinishReason)]
-    finish = Fields(fields.value("finish"), f"{fields.where}.finish", names)
-    for kind in _FINISH_TYPES:
-        if finish.value("type") == kind:
-            matched = finish.value("matched")
-            if isinstance(matched, bool) or not isinstance(matched, (int, str, type(None))):
-                raise finish.error("matched", "an integer, a string or null")
-            return FinishReason(kind, matched, finish.text("message"))
-    raise finish.error("type", f"one of {', '.join(_FINISH_TYPES)}")
+    finish = Fields(fields.value(name), f"{fields.where}.{name}", names)
+    kinds = get_args(get_type_hints(FinishReason)["type"])
+    if finish.value("type") not in kinds:
+        raise finish.error("type", f"one of {', '.join(kinds)}")
+    matched = finish.value("matched")
+    if isinstance(matched, bool) or not isinstance(matched, (int, str, type(None))):
+        raise finish.error("matched", "an integer, a string or null")
+    return FinishReason(finish.value("type"), matched, finish.text("message"))
+
+
+PARAMS = Plain(lambda fields, name: _read_params(SamplingParams, fields, name), _non_default)
+OPTIONS = Plain(lambda fields, name: _read_params(LogprobOptions, fields, name), _non_default)
+STATUS = Plain(_read_status, lambda status, where: status.value)
+FINISH = Plain(
+    _read_finish, lambda finish, where: None if finish is None else dataclasses.asdict(finish)
+)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from sgljax_engine.checkpoint import tensors
-from sgljax_engine.checkpoint.columns import FLOAT_COLUMNS, INT_COLUMNS
+from sgljax_engine.checkpoint.codecs import entries
 from sgljax_engine.checkpoint.fields import MAX_COUNT, Fields, dump_json, parse_json
 from sgljax_engine.checkpoint.files import Compression, FileEntry, read_file, write_file
 from sgljax_engine.checkpoint.request import RequestCheckpoint
@@ -26,11 +27,8 @@ _MAX_GARBAGE = 0.5
 """Of the stored requests; with more, all requests are written anew."""
 
 _MAX_SEGMENTS = 32
-_COLUMNS = (*INT_COLUMNS, *FLOAT_COLUMNS)
-_DTYPES = {
-    **dict.fromkeys(INT_COLUMNS, ("int32",)),
-    **dict.fromkeys(FLOAT_COLUMNS, ("float32", "float64")),
-}
+_DTYPES = {name: dtypes for name, dtypes in entries(RequestCheckpoint).items() if dtypes}
+"""Of the arrays of a request, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +80,7 @@ def segment_names(number: int, compression: Compression) -> tuple[str, str]:
 def pack(request: RequestCheckpoint) -> PackedRequest:
     """Takes a request apart."""
     record = request.to_dict()
-    columns = {name: record.pop(name) for name in _COLUMNS}
+    columns = {name: record.pop(name) for name in _DTYPES}
     columns = {name: array for name, array in columns.items() if array is not None}
     age_s = record.pop("age_s")
     record["shapes"] = {name: list(array.shape) for name, array in columns.items()}
@@ -99,16 +97,16 @@ def write_segment(
 ) -> Segment:
     """Writes requests to two files; `sync_folder` has to follow."""
     joined: dict[str, np.ndarray] = {}
-    for name in _COLUMNS:
+    for name, allowed in _DTYPES.items():
         parts = [each.columns[name].ravel() for each in requests if name in each.columns]
-        joined[name] = np.concatenate(parts) if parts else np.empty(0, _DTYPES[name][0])
+        joined[name] = np.concatenate(parts) if parts else np.empty(0, allowed[0])
     dtypes = dump_json({name: array.dtype.name for name, array in joined.items()})
     records = b",\n".join(each.record for each in requests)
     text = b'{"dtypes":%b,"requests":[\n%b\n]}\n' % (dtypes, records)
     names = segment_names(number, compression)
     files = (
         write_file(folder, names[0], [text], compression),
-        write_file(folder, names[1], tensors.buffers(joined), compression),
+        write_file(folder, names[1], [save(joined)], compression),
     )
     return Segment(number=number, num_requests=len(requests), compression=compression, files=files)
 
@@ -123,10 +121,10 @@ def read_segment(folder: Path, segment: Segment) -> list[dict[str, Any]]:
     path = folder / first.name
     loaded = parse_json(read_file(folder, first, segment.compression), str(path))
     fields = Fields(loaded, str(path), ("dtypes", "requests"))
-    dtypes = Fields(fields.value("dtypes"), f"{path}: dtypes", _COLUMNS)
-    for name in _COLUMNS:
-        if dtypes.value(name) not in _DTYPES[name]:
-            raise dtypes.error(name, f"one of {', '.join(_DTYPES[name])}")
+    dtypes = Fields(fields.value("dtypes"), f"{path}: dtypes", _DTYPES)
+    for name, allowed in _DTYPES.items():
+        if dtypes.value(name) not in allowed:
+            raise dtypes.error(name, f"one of {', '.join(allowed)}")
     records = fields.list("requests")
     if len(records) != segment.num_requests:
         raise CheckpointError(
@@ -134,25 +132,28 @@ def read_segment(folder: Path, segment: Segment) -> list[dict[str, Any]]:
         )
     shapes = [_take_shapes(record, f"{path}: request {i}") for i, record in enumerate(records)]
     sizes = [{name: math.prod(shape) for name, shape in each.items()} for each in shapes]
-    specs = [
-        tensors.TensorSpec(
-            name, np.dtype(dtypes.text(name)), (sum(each.get(name, 0) for each in sizes),)
-        )
-        for name in _COLUMNS
-    ]
-    data = np.frombuffer(read_file(folder, second, segment.compression), np.uint8)
-    columns = tensors.split(data, specs)
-    if columns is None:
+    columns = _load(folder / second.name, read_file(folder, second, segment.compression))
+    expected = {
+        name: (dtypes.text(name), (sum(each.get(name, 0) for each in sizes),)) for name in _DTYPES
+    }
+    if {name: (array.dtype.name, array.shape) for name, array in columns.items()} != expected:
         raise CheckpointError(f"{folder / second.name} does not hold the arrays of {first.name}")
-    starts = dict.fromkeys(_COLUMNS, 0)
+    starts = dict.fromkeys(_DTYPES, 0)
     for record, shape_of, size_of in zip(records, shapes, sizes, strict=True):
-        for name in _COLUMNS:
+        for name in _DTYPES:
             record[name] = None
             if name in shape_of:
                 end = starts[name] + size_of[name]
                 record[name] = columns[name][starts[name] : end].reshape(shape_of[name])
                 starts[name] = end
     return records
+
+
+def _load(path: Path, data: bytes) -> dict[str, np.ndarray]:
+    try:
+        return load(data)
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy has not
+        raise CheckpointError(f"{path} is no safetensors file of numpy arrays: {error}") from error
 
 
 def needs_compaction(segments: dict[int, Segment], num_kept: int, num_requests: int) -> bool:
@@ -175,11 +176,11 @@ def _take_shapes(record: Any, where: str) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(f"{where} must be a dict with the shapes of its arrays")
     shapes = {}
     for name, shape in record.pop("shapes").items():
-        is_list = name in _COLUMNS and isinstance(shape, list) and 1 <= len(shape) <= 2
+        is_list = name in _DTYPES and isinstance(shape, list) and 1 <= len(shape) <= 2
         if not is_list or not all(type(n) is int and 0 <= n <= MAX_COUNT for n in shape):
             raise CheckpointError(f"{where}: no array {name!r} can have the shape {shape!r}")
         shapes[name] = tuple(shape)
-    given = [name for name in _COLUMNS if name in record]
+    given = [name for name in _DTYPES if name in record]
     if given:
         raise CheckpointError(f"{where}: {given} must not be in the JSON")
     return shapes

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
-from sgljax_engine.checkpoint.fields import Fields, check_number, plain_json
+from sgljax_engine.checkpoint.codecs import (
+    ANY,
+    COUNT,
+    NUMBER,
+    TEXTS,
+    Plain,
+    check_numbers,
+    from_dict,
+    notes,
+    to_dict,
+)
+from sgljax_engine.checkpoint.fields import Fields, plain_json
 from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
 from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.errors import CheckpointError
@@ -24,6 +35,27 @@ CHECKPOINT_VERSION = 1
 """Of the structures and of the files. Older versions are read, newer ones are refused."""
 
 
+def _read_requests(fields: Fields, name: str) -> dict[str, RequestCheckpoint]:
+    requests: dict[str, RequestCheckpoint] = {}
+    for each in fields.list(name):
+        request = RequestCheckpoint.from_dict(each)
+        if request.rid in requests:
+            raise CheckpointError(f"{fields.where}.{name}: {request.rid!r} is there twice")
+        requests[request.rid] = request
+    return requests
+
+
+def _read_prefix(fields: Fields, name: str) -> PrefixCheckpoint | None:
+    given = fields.value(name)
+    return None if given is None else PrefixCheckpoint.from_dict(given)
+
+
+_REQUESTS = Plain(
+    _read_requests, lambda requests, where: [each.to_dict() for each in requests.values()]
+)
+_PREFIX = Plain(_read_prefix, lambda prefix, where: None if prefix is None else prefix.to_dict())
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCheckpoint:
     """All requests, and where each of them is.
@@ -37,12 +69,12 @@ class SchedulerCheckpoint:
         prefix_cache: Cached keys and values; None to compute them again.
     """
 
-    requests: dict[str, RequestCheckpoint]
-    waiting_queue: list[str]
-    running_queue: list[str]
-    finished_req_ids: list[str]
-    new_token_ratio: float
-    prefix_cache: PrefixCheckpoint | None = None
+    requests: Annotated[dict[str, RequestCheckpoint], _REQUESTS]
+    waiting_queue: Annotated[list[str], TEXTS, RequestStatus.WAITING]
+    running_queue: Annotated[list[str], TEXTS, RequestStatus.RUNNING]
+    finished_req_ids: Annotated[list[str], TEXTS, RequestStatus.FINISHED]
+    new_token_ratio: Annotated[float, NUMBER]
+    prefix_cache: Annotated[PrefixCheckpoint | None, _PREFIX] = None
 
     def __post_init__(self) -> None:
         """Raises CheckpointError unless each request is in just the one list of its status."""
@@ -50,12 +82,8 @@ class SchedulerCheckpoint:
             if request.rid != rid:
                 raise CheckpointError(f"requests[{rid!r}] is the request {request.rid!r}")
         places: dict[str, str] = {}
-        for name, rids, status in (
-            ("waiting_queue", self.waiting_queue, RequestStatus.WAITING),
-            ("running_queue", self.running_queue, RequestStatus.RUNNING),
-            ("finished_req_ids", self.finished_req_ids, RequestStatus.FINISHED),
-        ):
-            for rid in rids:
+        for name, status in notes(SchedulerCheckpoint, RequestStatus).items():
+            for rid in getattr(self, name):
                 if rid in places:
                     raise CheckpointError(f"{name}: {rid!r} is in {places[rid]} already")
                 if rid not in self.requests:
@@ -66,38 +94,22 @@ class SchedulerCheckpoint:
         lost = [rid for rid in self.requests if rid not in places]
         if lost:
             raise CheckpointError(f"requests in no queue: {lost[:10]}")
-        check_number("scheduler_state", "new_token_ratio", self.new_token_ratio)
+        check_numbers(self, "scheduler_state")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON but for the arrays of requests and prefix cache; `requests` becomes a list."""
-        return {
-            "requests": [request.to_dict() for request in self.requests.values()],
-            "waiting_queue": list(self.waiting_queue),
-            "running_queue": list(self.running_queue),
-            "finished_req_ids": list(self.finished_req_ids),
-            "new_token_ratio": self.new_token_ratio,
-            "prefix_cache": None if self.prefix_cache is None else self.prefix_cache.to_dict(),
-        }
+        return to_dict(self, "scheduler_state")
 
     @classmethod
     def from_dict(cls, given: object) -> SchedulerCheckpoint:
         """The inverse of `to_dict`. Raises CheckpointError."""
-        fields = Fields(given, "scheduler_state", [f.name for f in dataclasses.fields(cls)])
-        requests: dict[str, RequestCheckpoint] = {}
-        for each in fields.list("requests"):
-            request = RequestCheckpoint.from_dict(each)
-            if request.rid in requests:
-                raise CheckpointError(f"scheduler_state.requests: {request.rid!r} is there twice")
-            requests[request.rid] = request
-        prefix = fields.value("prefix_cache")
-        return cls(
-            requests=requests,
-            waiting_queue=fields.texts("waiting_queue"),
-            running_queue=fields.texts("running_queue"),
-            finished_req_ids=fields.texts("finished_req_ids"),
-            new_token_ratio=fields.number("new_token_ratio"),
-            prefix_cache=None if prefix is None else PrefixCheckpoint.from_dict(prefix),
-        )
+        return from_dict(cls, given, "scheduler_state")
+
+
+_SCHEDULER = Plain(
+    lambda fields, name: SchedulerCheckpoint.from_dict(fields.value(name)),
+    lambda state, where: state.to_dict(),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,40 +123,29 @@ class EngineCheckpoint:
         version: `CHECKPOINT_VERSION`.
     """
 
-    scheduler_state: SchedulerCheckpoint
-    metadata: dict[str, Any]
-    timestamp: float
-    version: int = CHECKPOINT_VERSION
+    scheduler_state: Annotated[SchedulerCheckpoint, _SCHEDULER]
+    metadata: Annotated[dict[str, Any], ANY]
+    timestamp: Annotated[float, NUMBER]
+    version: Annotated[int, COUNT] = CHECKPOINT_VERSION
 
     def __post_init__(self) -> None:
         """Raises CheckpointError for another version and for metadata that is not JSON."""
         check_version(self.version, "the checkpoint")
-        check_number("checkpoint", "timestamp", self.timestamp)
+        check_numbers(self, "checkpoint")
         if not isinstance(self.metadata, dict):
             raise CheckpointError(f"metadata must be a dict, got {self.metadata!r}")
         object.__setattr__(self, "metadata", plain_json(self.metadata, "metadata"))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON but for arrays; see `SchedulerCheckpoint.to_dict`."""
-        return {
-            "version": self.version,
-            "timestamp": self.timestamp,
-            "metadata": self.metadata,
-            "scheduler_state": self.scheduler_state.to_dict(),
-        }
+        return to_dict(self, "checkpoint")
 
     @classmethod
     def from_dict(cls, given: object) -> EngineCheckpoint:
         """The inverse of `to_dict`. Raises CheckpointError."""
         if isinstance(given, dict) and "version" in given:  # a newer one may have other fields
             check_version(given["version"], "the checkpoint")
-        fields = Fields(given, "checkpoint", [f.name for f in dataclasses.fields(cls)])
-        return cls(
-            scheduler_state=SchedulerCheckpoint.from_dict(fields.value("scheduler_state")),
-            metadata=fields.value("metadata"),
-            timestamp=fields.number("timestamp"),
-            version=fields.count("version"),
-        )
+        return from_dict(cls, given, "checkpoint")
 
 
 def check_version(version: object, where: str) -> None:
