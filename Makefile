@@ -25,8 +25,15 @@ demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/gr
 	$(BIN)/python examples/grpo_addition.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(STAMP) ## Run the tests, by default in two processes; PYTEST_ARGS="-k name" instead.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP) ## Run the fast tests, in two processes; PYTEST_ARGS="-k name" instead.
+	$(BIN)/python -m pytest -m "not slow and not recipes" $(PYTEST_ARGS)
+
+.PHONY: test-long
+test-long: $(STAMP) ## Run the long tests: trainings, notebooks, wheel, site, several devices, kills.
+	$(BIN)/python -m pytest -m "slow and not recipes" $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: test test-long ## Run all tests.
 
 .PHONY: test-tunix
 test-tunix: $(STAMP) ## Run the tests that use Tunix with another one: make test-tunix TUNIX=../tunix.

@@ -14,6 +14,8 @@ import pytest
 
 import install_matrix
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = {"tunix_sgljax": ROOT, "sgljax_engine": ROOT / "engine"}

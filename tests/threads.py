@@ -114,6 +114,7 @@ def is_gated(engine: Engine) -> bool:
 
 def take_steps(engine: Engine, count: int = 1) -> None:
     """Has a gated engine take steps, as far as there is something to do."""
+    assert is_gated(engine)
     core = engine._loop._core
     _set_steps(engine, count)
     # Answered between two steps, or when none can be taken.

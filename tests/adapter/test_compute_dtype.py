@@ -74,6 +74,7 @@ def test_the_engine_computes_as_the_trainer_does(model):
     rollout.close()
 
 
+@pytest.mark.slow
 def test_it_is_nearer_to_the_trainer_than_float32(model, monkeypatch):
     followed, finer = report_of(model), report_of(model, dtype="float32")
     assert followed.mean_abs < 0.9 * finer.mean_abs

@@ -66,6 +66,7 @@ def test_class_as_the_rollout_engine(closing):
     check_trained(cluster)
 
 
+@pytest.mark.slow
 def test_partial_as_the_rollout_engine(closing):
     """With options, configs for training and evaluation, and an evaluation."""
     key = jax.random.PRNGKey(0)

@@ -28,6 +28,7 @@ def compiles():
         yield seen
 
 
+@pytest.mark.slow
 def test_fifty_updates(compiles):
     model = ref.make_tunix_qwen3(MODEL)
     host = jax.tree.map(np.asarray, params_of(model))

@@ -137,7 +137,14 @@ print("meshes ok")
 """
 
 
-@pytest.mark.parametrize("script", [GRPO, WEIGHTS, KV_COPIES], ids=["grpo", "weights", "kv_copies"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(GRPO, id="grpo", marks=pytest.mark.slow),
+        pytest.param(WEIGHTS, id="weights"),
+        pytest.param(KV_COPIES, id="kv_copies", marks=pytest.mark.slow),
+    ],
+)
 def test_four_devices(script):
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

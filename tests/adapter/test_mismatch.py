@@ -99,6 +99,7 @@ def test_other_families(name):
     assert report.is_within(), str(report)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     model = ref.make_tunix_qwen3(BFLOAT16)
     rollout = new_rollout(model)

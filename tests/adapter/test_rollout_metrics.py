@@ -100,6 +100,7 @@ def test_grpo(tmp_path):
     assert "actor/train/loss" in scalars
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs:FutureWarning")  # of Tunix's trainer
 def test_ppo(tmp_path):
     model = ref.make_tunix_qwen3(MODEL | {"use_tied_embedding": False})

@@ -319,6 +319,7 @@ print("sharded ok")
 """
 
 
+@pytest.mark.slow
 def test_a_sharded_actor_stays_where_it_is():
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

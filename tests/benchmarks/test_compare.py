@@ -77,6 +77,7 @@ def test_a_peer_that_cannot_run_is_named(monkeypatch):
     assert peers.missing_reason("vanilla") is None
 
 
+@pytest.mark.slow
 def test_comparison_end_to_end(tmp_path, capsys):
     arguments = ["--quick", "--peers", "vanilla", "--workloads", "rl_uniform", "single_stream"]
     arguments += ["--skip-cold-start", "--skip-sync", "--alone", "single_stream"]
@@ -118,6 +119,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_has(tmp_path, monkeypatch):
     assert "CUT SHORT: 1 workload(s)" in (tmp_path / "bench_tiny.md").read_text()
 
 
+@pytest.mark.slow
 def test_micro_batches_answer_in_order():
     bench_model = MODELS["tiny"]
     workload = make_workload("rl_longtail", bench_model.config.vocab_size, is_quick=True)
@@ -145,6 +147,7 @@ def test_different_outputs_stop_the_comparison():
         compare.count_agreed(Constant(1), Constant(2), workload)
 
 
+@pytest.mark.slow
 def test_weight_sync():
     bench_model = MODELS["tiny"]
     model = compare.make_tunix_model(bench_model.config)
@@ -174,6 +177,7 @@ def test_a_stall_is_the_time_between_dispatches_that_holds_the_swap():
         find_stalls_s([*events, outside])
 
 
+@pytest.mark.slow
 def test_cold_start_of_vanilla():
     start = cold_start.measure_start(
         "vanilla", "tiny", "single_stream", is_quick=True, is_warm=False, with_run=True

@@ -9,6 +9,7 @@ from benchmarks.throughput import growth
 from tunix_sgljax.bench.shapes import MODELS
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_batch_sizes(tmp_path):
     growth.main(["--quick", "--series", "batch", "--output-dir", str(tmp_path)])

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.interruption import interruptions
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_pauses_and_cycles(tmp_path):
     interruptions.main(["--quick", "--output-dir", str(tmp_path)])
@@ -23,6 +24,7 @@ def test_pauses_and_cycles(tmp_path):
     assert "| lost | 0 |" in (tmp_path / "interruptions.md").read_text()
 
 
+@pytest.mark.slow
 def test_pauses_alone_write_no_report(tmp_path, capsys):
     interruptions.main(["--quick", "--only-pauses", "--pauses", "1", "--output-dir", str(tmp_path)])
     assert "| 0.1 s | in_place | 1 | ms |" in capsys.readouterr().out

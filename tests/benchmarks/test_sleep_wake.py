@@ -7,6 +7,7 @@ import pytest
 from benchmarks.interruption import sleep_wake
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_cycles_and_saves(tmp_path):
     sleep_wake.main(["--quick", "--output-dir", str(tmp_path)])

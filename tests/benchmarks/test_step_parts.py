@@ -8,6 +8,7 @@ from benchmarks.hardware import step_parts
 from benchmarks.lib import plots
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_parts_of_a_running_engine(tmp_path):
     step_parts.main(["--model", "tiny", "--quick", "--output-dir", str(tmp_path)])

@@ -147,6 +147,7 @@ def prompts_and_logits(name):
         yield golden[f"prompt_{i}"], golden[f"logits_{i}"]
 
 
+@pytest.mark.slow
 def test_peft_computes_what_was_trained():
     model = checkpoints.make("qwen3_gqa_tied", checkpoints.ADAPTERS["qwen3_gqa_tied"])
     for prompt, logits in prompts_and_logits("qwen3_gqa_tied"):

@@ -11,6 +11,7 @@ import hf_folder
 from tests.docs import doc_blocks
 
 
+@pytest.mark.slow
 def test_tutorial(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shell = [block.code for block in doc_blocks.blocks("tutorial.md") if block.kind == "bash"]

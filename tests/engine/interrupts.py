@@ -48,7 +48,8 @@ def small_copies() -> Iterator[None]:
 
 
 def wait_until(engine: Engine, holds: Callable[[EngineState], bool]) -> EngineState:
-    """Makes a gated engine take steps until something holds of its state."""
+    """Has an engine take steps, which are gated from now on, until something holds of its state."""
+    gate_steps(engine)
     deadline = time.monotonic() + LIMIT_S
     while not holds(state := engine.get_internal_state()):
         assert time.monotonic() < deadline, state

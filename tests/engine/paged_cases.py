@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,7 +27,9 @@ class RaggedCase(NamedTuple):
     def run(self, backend, options) -> np.ndarray:
         """The backend's output [N, Q, D, h], as float32."""
         queries = jnp.asarray(self.queries, self.layer.k.dtype)
-        out = backend(queries, self.layer, self.tables, options)
+        # One program: compiling each operation by itself takes several times as long.
+        attend = jax.jit(lambda queries, *cache: backend(queries, *cache, options))
+        out = attend(queries, self.layer, self.tables)
         assert out.dtype == queries.dtype
         return np.asarray(out, np.float32)
 

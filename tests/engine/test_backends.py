@@ -148,6 +148,7 @@ def generate(**options: Any):
         return outputs, scored, runs_natively(engine), state.memory.contiguous_kv_bytes
 
 
+@pytest.mark.slow
 @needs_machine_code
 def test_both_ways_give_the_same_answers(no_machine_code, monkeypatch):
     portable = generate()

@@ -91,6 +91,12 @@ def backend(request):
         yield request.param
 
 
+def ways(backend: str, count: int, num_fast: int) -> list[Any]:
+    """A backend with each way; the first ones are of the fast tier."""
+    marks = [() if index < num_fast else (pytest.mark.slow,) for index in range(count)]
+    return [pytest.param(backend, index, marks=marks[index]) for index in range(count)]
+
+
 BOTH = pytest.mark.parametrize("backend", ["native", "portable"], indirect=True)
 PORTABLE = pytest.mark.parametrize("backend", ["portable"], indirect=True)
 
@@ -109,7 +115,7 @@ def assert_same(found: list[Bits], expected: list[Bits]):
 
 @pytest.mark.parametrize(
     ("backend", "index"),
-    [("native", i) for i in range(NUM_WAYS)] + [("portable", i) for i in range(NUM_PORTABLE_WAYS)],
+    [*ways("native", NUM_WAYS, num_fast=3), *ways("portable", NUM_PORTABLE_WAYS, num_fast=1)],
     indirect=["backend"],
 )
 def test_no_bit_differs(alone, index):
@@ -128,6 +134,7 @@ def test_the_requests_differ(alone):
     assert sum(len(bits.tokens) for bits in alone) > 3000
 
 
+@pytest.mark.slow
 @PORTABLE
 @pytest.mark.usefixtures("backend")
 def test_small_pools_retract_and_read_pages():
@@ -141,6 +148,7 @@ def test_small_pools_retract_and_read_pages():
             assert bool(state.counters.num_retractions) != has_contiguous_kv
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.usefixtures("backend")
 def test_a_head_dim_that_rows_do_not_take():
@@ -155,6 +163,7 @@ def test_a_head_dim_that_rows_do_not_take():
         assert_same(run(engine, PLAIN, way), expected)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
@@ -194,6 +203,7 @@ class TestControl:
     def test_default_mode(self):
         assert self.differing(enable_deterministic_sampling=False) > 10
 
+    @pytest.mark.slow
     @PORTABLE
     def test_widths_that_disagree(self, monkeypatch):
         """One is made to round otherwise, which `agreeing_widths` would find out."""
@@ -210,6 +220,7 @@ class TestControl:
         monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))
         assert self.differing() > 10
 
+    @pytest.mark.slow
     @PORTABLE
     def test_attention_in_no_particular_order(self, monkeypatch):
         """Requests that lose their pages are prefilled as far as they were decoded."""

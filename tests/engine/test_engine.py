@@ -182,6 +182,7 @@ class TestBatching:
         for prompt, p, out in zip(prompts, params, together, strict=True):
             assert engine.generate_requests([prompt], p)[0].output_ids == out.output_ids
 
+    @pytest.mark.slow
     def test_200_requests_in_a_tenth_of_the_pool(self, one_at_a_time):
         rng = np.random.default_rng(5)
         prompts = random_prompts(200, 1, 50, seed=5)

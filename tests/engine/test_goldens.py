@@ -51,8 +51,15 @@ def test_greedy_tokens_and_logprobs(model):
     assert_greedy(*model)
 
 
-@pytest.mark.parametrize("name", ["qwen2_bias_untied", "gemma2_window", "gemma3_window"])
-def test_without_machine_code_of_our_own(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_bias_untied",
+        pytest.param("gemma2_window", marks=pytest.mark.slow),
+        "gemma3_window",
+    ],
+)
+def test_without_jit_compiled_kernels(name, monkeypatch):
     """What other processors and dtypes use: XLA's products, and rows copied out of pages."""
     monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
     golden = np.load(GOLDEN / name / "golden.npz")
@@ -73,7 +80,14 @@ def strict_ranks():
 
 @pytest.mark.usefixtures("strict_ranks")
 @pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("name", ["qwen2_bias_untied", "gemma2_window", "gemma3_window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_bias_untied",
+        pytest.param("gemma2_window", marks=pytest.mark.slow),
+        pytest.param("gemma3_window", marks=pytest.mark.slow),
+    ],
+)
 def test_layouts(name, layout, monkeypatch):
     """That of TPUs and GPUs too, with biases, norms behind the layer, and two rotary embeddings."""
     monkeypatch.setattr(placement, "default_layout", lambda platform: layout)

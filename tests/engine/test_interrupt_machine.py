@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import unittest
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+import hypothesis
+import pytest
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -293,12 +296,21 @@ def _within(count: int, most: int) -> None:
     assert 0 <= count <= most
 
 
-TestInterruptMachine = InterruptMachine.TestCase
-TestInterruptMachine.settings = settings(
-    max_examples=200,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    # How fast examples are says nothing here: most of their time is the engine's.
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+def machine(num_examples: int) -> type[unittest.TestCase]:
+    """A test of so many examples."""
+
+    class Machine(InterruptMachine.TestCase):
+        settings = hypothesis.settings(
+            max_examples=num_examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            # How fast examples are says nothing here: most of their time is the engine's.
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+
+    return Machine
+
+
+TestInterruptMachine = machine(num_examples=40)
+TestInterruptMachineForLong = pytest.mark.slow(machine(num_examples=200))

@@ -18,9 +18,9 @@ from tests.threads import LIMIT_S
     "case",
     [
         "placement",
-        "outputs",
-        "families",
-        "states",
+        pytest.param("outputs", marks=pytest.mark.slow),
+        pytest.param("families", marks=pytest.mark.slow),
+        pytest.param("states", marks=pytest.mark.slow),
         pytest.param("more_families", marks=pytest.mark.slow),
         pytest.param("deterministic", marks=pytest.mark.slow),
     ],

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.threads import LIMIT_S
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -178,6 +180,7 @@ print("mesh ok")
 """
 
 
+@pytest.mark.slow
 def test_eight_devices():
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

@@ -132,19 +132,20 @@ def test_new_tokens_join_the_copied_ones():
     rng = np.random.default_rng(2)
     rows = poisoned_rows(4, 140, 2, 16)
     end = jnp.max(case.tables.kv_lens) + num_steps
-    (rows,) = gather_rows(
+    (rows,) = jax.jit(gather_rows)(
         (rows,), (case.layer,), case.tables.page_table, case.tables.kv_lens, end, jnp.int32(0)
     )
     keys, values = list(case.keys), list(case.values)
     is_used = jnp.asarray([True, True, True, False])
+    write, attend = jax.jit(write_rows), jax.jit(row_attention, static_argnums=4)
     for step in range(num_steps):
         k, v = (rng.normal(size=(4, 2, 16)).astype(np.float32) for _ in range(2))
         positions = jnp.asarray([*(lengths + step), 0], jnp.int32)
-        rows = write_rows(rows, jnp.asarray(k), jnp.asarray(v), positions, is_used)
+        rows = write(rows, jnp.asarray(k), jnp.asarray(v), positions, is_used)
         q = rng.normal(size=(4, 4, 16)).astype(np.float32)
         lens = jnp.where(is_used, positions + 1, 0)
         nothing = jnp.zeros_like(lens)
-        out = row_attention(jnp.asarray(q), rows, lens, nothing, DEFAULT)
+        out = attend(jnp.asarray(q), rows, lens, nothing, DEFAULT)
         for i in range(3):
             keys[i], values[i] = (
                 np.concatenate([keys[i], k[i : i + 1]]),
@@ -213,7 +214,7 @@ class TestSharing:
         expected = [(128, 64, 0)[row // 4 % 3] for row in range(num_rows)]
         assert shared.tolist() == expected
         rows = poisoned_rows(num_rows, 200, 2, 16)
-        (rows,) = gather_rows(
+        (rows,) = jax.jit(gather_rows)(
             (rows,), (case.layer,), tables.page_table, tables.kv_lens, jnp.int32(200), jnp.int32(0)
         )
         q = jnp.asarray(np.random.default_rng(4).normal(size=(num_rows, 4, 16)), jnp.float32)
@@ -246,6 +247,7 @@ class TestEngine:
             )
         return outputs
 
+    @pytest.mark.slow
     def test_backends_agree(self):
         expected = self.generate("xla")
         for backend in ("xla_tiles", "xla_rows"):

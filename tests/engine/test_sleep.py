@@ -140,6 +140,7 @@ class TestPreservedState:
             state = engine.get_internal_state()
             assert state.counters.num_prefill_tokens - before == len(prompt) - 1
 
+    @pytest.mark.slow
     def test_bfloat16(self):
         """numpy has no such dtype of its own."""
         with make_engine(dtype="bfloat16") as engine:

@@ -154,6 +154,7 @@ class TestBuckets:
         """Parts of passes where a bucket has any; else a bucket costs the same however full."""
         assert prefill_sizes(buckets, per_pass) == sizes
 
+    @pytest.mark.slow
     def test_several_passes_prefill_what_one_does(self, monkeypatch):
         """With page sharing between requests of one dispatch, whichever pass computes the pages."""
         common = random_prompts(1, 60, 60)[0]

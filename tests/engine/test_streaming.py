@@ -255,6 +255,7 @@ def byte_ids(text):
 
 
 class TestBytes:
+    @pytest.mark.slow
     def test_random_bytes(self, bytes_engine):
         params = {"temperature": 1.5, "seed": 1, "n": 8, "max_new_tokens": 100}
         wholes, _ = assert_streams_the_same(

@@ -189,6 +189,7 @@ def check_masks(episode):
     return len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
 def test_two_steps(tmp_path, capsys):
     content = run(tmp_path, "--steps", "2", "--seed", "3")

@@ -11,6 +11,7 @@ import ppo_addition
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_ppo_on_addition(tmp_path, capsys):
     arguments = ["--steps", "2", "--batch-size", "4", "--output-dir", str(tmp_path)]
@@ -22,6 +23,7 @@ def test_ppo_on_addition(tmp_path, capsys):
     assert "mean reward first 2 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps(tmp_path, capsys):
     arguments = ["--steps", "2", "--batch-size", "2", "--every", "1", "--held-out", "2"]
     assert evaluate_between_steps.main([*arguments, "--output-dir", str(tmp_path)]) == 0

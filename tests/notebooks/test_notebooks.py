@@ -15,6 +15,8 @@ import pytest
 
 from tests.threads import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 IMAGES = {
