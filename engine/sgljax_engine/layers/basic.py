@@ -66,7 +66,7 @@ class Layout(enum.Enum):
         return x if self is Layout.TOKENS_FIRST else lax.optimization_barrier(x)
 
     def compute_once(self, make: Callable[[jax.Array], _T], x: jax.Array) -> _T:
-        """Computes `make(x)`, a pytree of arrays, once and into memory. `x` must not be negative.
+        """Computes `make(x)`, a pytree of arrays, once and into memory. Integers in `x` are >= 0.
 
         XLA on CPUs would recompute cheap-looking values, such as sines, in each fusion that reads
         them. A loop returns its result in memory, so this is a loop of one iteration, which the

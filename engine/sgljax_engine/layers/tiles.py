@@ -98,7 +98,7 @@ class Tiles(NamedTuple):
 
 
 def tokens_in_tiles(widths: Sequence[int], num_tokens: int, num_used: jax.Array) -> Tokens:
-    """Tiles of the narrowest width that holds all tokens, else the widest; `Together` without widths.
+    """Tiles of the narrowest width that holds all tokens, else the widest; `Together` if no widths.
 
     Args:
         widths: Tile widths, ascending.

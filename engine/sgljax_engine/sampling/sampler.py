@@ -162,7 +162,7 @@ def _divisor(temperature: jax.Array) -> jax.Array:
 
 
 def _scale(logits_BV: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row's largest logit, and its logits over temperature, shifted so that the largest is 0."""
+    """Each row's largest logit, and logits over temperature, shifted so that the largest is 0."""
     peak = jnp.max(logits_BV, axis=-1)
     return peak, (logits_BV - peak[:, None]) / _divisor(temperature)[:, None]
 

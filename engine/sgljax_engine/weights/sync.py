@@ -381,7 +381,7 @@ def _stored(
     else:
         # XLA on CPUs takes twice as long to transpose and widen at once.
         stored = lax.optimization_barrier(jnp.copy(_swapped(x, target.shape))).astype(target.dtype)
-    return stored, is_finite(x.astype(target.dtype))  # in the source's order, which is read sequentially
+    return stored, is_finite(x.astype(target.dtype))  # in source order: sequential reads
 
 
 def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -450,7 +450,7 @@ def await_source(source: Mapping[str, Any]) -> None:
 
 
 def placement(plan: SyncPlan, source: Mapping[str, Any]) -> frozenset[Any] | None:
-    """The devices that programs are compiled for; None unless the source is where the engine is."""
+    """Placement that programs are compiled for; None unless the source is where the engine is."""
     target = _target_devices(plan.program.shardings)
     arrays = source.values()
     if any(not isinstance(x, jax.Array) or _device_order(x.sharding) != target for x in arrays):
@@ -599,7 +599,7 @@ def _make(plan: SyncPlan, arrays: list[Sources]) -> Weights:
 
 
 def _together(plan: SyncPlan, arrays: list[Sources]) -> tuple[list[Sources], bool]:
-    """The arrays in a place where one program can take them all, and whether the engine is there."""
+    """The arrays where one program can take them all, and whether that is where the engine is."""
     target = _target_devices(plan.program.shardings)
     sources = {
         _device_order(x.sharding) for each in arrays for x in each if isinstance(x, jax.Array)
