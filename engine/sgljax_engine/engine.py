@@ -765,8 +765,8 @@ class Engine:
         """Frees staged weights; does not touch the serving weights.
 
         Returns:
-            Whether there was something to free: False if they were published or discarded before,
-            or freed by a shutdown of the engine.
+            Whether there was something to free. Weights that were published or discarded, or freed
+            by a shutdown, need no freeing.
 
         Raises:
             InvalidRequestError: for weights that another engine staged.
