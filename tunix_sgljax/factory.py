@@ -1,4 +1,4 @@
-"""The other ways in: a factory, and Tunix's cluster and learner with `rollout_worker=`."""
+"""Other entry points: a factory, and Tunix's cluster and learner with `rollout_worker=`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def create_sgljax_rollout(
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
 
     Args:
-        model: The Tunix model whose weights it starts with.
+        model: The Tunix model that provides the first weights.
         tokenizer: A Tunix TokenizerAdapter or anything it wraps.
         model_config: The model's shape: a Tunix ModelConfig, an HF config dict or the engine's
             ModelConfig; None takes `model.config`.
-        mesh: Where to run; None, or an empty mesh, takes JAX's first device.
-        max_model_len: Prompt plus output tokens of one sequence at most.
-        rollout_config: A training RolloutConfig, when it is known already.
+        mesh: Devices to run on; None, or an empty mesh, takes JAX's first device.
+        max_model_len: Maximum number of prompt plus output tokens of one sequence.
+        rollout_config: The training RolloutConfig, if known already.
         sampling_params: Sampling fields that RolloutConfig does not have; see `SglJaxRollout`.
         logprobs_mode: See `SglJaxRollout`.
         match_batch_size: See `SglJaxRollout`.
@@ -86,7 +86,7 @@ def create_sgljax_rollout(
 
 
 class RLCluster(tunix_cluster.RLCluster):
-    """Tunix's RLCluster that also takes a rollout worker made beforehand."""
+    """Tunix's RLCluster that also accepts an existing rollout worker."""
 
     def __init__(
         self,
@@ -100,21 +100,21 @@ class RLCluster(tunix_cluster.RLCluster):
         perf_config: Any = None,
         rollout_worker: BaseRollout | None = None,
     ) -> None:
-        """As Tunix's, with one argument more.
+        """Takes Tunix's arguments and one more.
 
         Args:
             actor: The policy being trained, or its path.
             tokenizer: A tokenizer, or Tunix's adapter of one.
             cluster_config: Tunix's ClusterConfig.
-            critic: Of PPO.
+            critic: The critic of PPO.
             reference: The frozen policy of the KL penalty.
             reward: A reward model.
             perf_config: See Tunix.
-            rollout_worker: Takes the place of `cluster_config.rollout_engine`: what
-                `create_sgljax_rollout` returned, or any other BaseRollout.
+            rollout_worker: Used instead of `cluster_config.rollout_engine`: the result of
+                `create_sgljax_rollout`, or any other BaseRollout.
 
         Raises:
-            InvalidConfigError: when `rollout_worker` is no BaseRollout.
+            InvalidConfigError: when `rollout_worker` is not a BaseRollout.
         """
         if rollout_worker is not None:
             if not isinstance(rollout_worker, BaseRollout):
@@ -122,7 +122,7 @@ class RLCluster(tunix_cluster.RLCluster):
                     f"rollout_worker must be a BaseRollout, got {type(rollout_worker).__name__}"
                 )
             engine = functools.partial(_ExistingRollout, rollout_worker=rollout_worker)
-            # Tunix's annotation leaves out the partial that its code accepts.
+            # Tunix's annotation omits the partial that its code accepts.
             cluster_config = dataclasses.replace(cluster_config, rollout_engine=engine)
         self._has_reference = reference is not None
         super().__init__(
@@ -143,16 +143,16 @@ class RLCluster(tunix_cluster.RLCluster):
         eos_id: int,
         micro_batch_size: int | None = None,
     ) -> jax.Array:
-        """As Tunix's; without a reference model, the rollout's frozen base is the reference.
+        """Tunix's method; without a reference model it uses the rollout's frozen base.
 
-        That is for a LoRA actor and a rollout with lora="adapter".
+        The frozen base needs a LoRA actor and a rollout with lora="adapter".
 
         Args:
             prompt_tokens: [B, P] int32, left-padded.
             completion_tokens: [B, C] int32, right-padded.
             pad_id: See Tunix.
             eos_id: See Tunix.
-            micro_batch_size: Of the reference model; the engine batches by itself.
+            micro_batch_size: Micro-batch size of the reference model; the engine batches by itself.
 
         Returns:
             [B, C] float32.
@@ -174,7 +174,7 @@ class RLCluster(tunix_cluster.RLCluster):
 
 
 class _ExistingRollout(BaseRollout):
-    """Stands in for a class where Tunix wants one; "constructing" it gives the worker itself."""
+    """Stands in for a class that Tunix expects; "constructing" it returns the worker itself."""
 
     def __new__(
         cls,
@@ -213,7 +213,7 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
             data_shuffle_seed: See Tunix.
         """
         super().__init__(
-            rl_cluster,  # by position: releases of Tunix disagree about its name
+            rl_cluster,  # by position: its name differs between releases of Tunix
             grpo_config,
             reward_fns=reward_fns,
             metric_fns=metric_fns,

@@ -1,4 +1,4 @@
-"""What a rollout's engine gives back of the device between the rollout's calls."""
+"""Idle policy: what a rollout's engine frees on the device between the rollout's calls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 class IdlePolicy:
-    """Counts the calls that need the engine, and puts it to rest while there are none.
+    """Counts the calls that need the engine, and frees device memory while there are none.
 
-    Rest is one of two things. With `releases_kv` the KV cache is released when the last of the
-    concurrent calls ends. With a cluster that offloads its models, the engine sleeps from the time
-    that the cluster says so (`offload`) until the next call. One that its owner put to sleep, not
-    this class, is neither woken nor put to sleep.
+    There are two ways. With `releases_kv` the KV cache is released when the last of the concurrent
+    calls ends. With a cluster that offloads its models, the engine sleeps from the cluster's signal
+    (`offload`) until the next call. This class leaves alone an engine that its owner put to sleep.
 
     Any thread. All changes of the engine are made under one lock, so no call begins on an engine
-    that falls asleep, and none falls asleep under a call.
+    that is going to sleep, and no engine goes to sleep during a call.
     """
 
     def __init__(self, *, releases_kv: bool) -> None:
-        """Neither call nor engine yet.
+        """Starts without calls or an engine.
 
         Args:
             releases_kv: Whether to release the KV cache after the last call.
@@ -34,20 +33,20 @@ class IdlePolicy:
         self._lock = threading.Lock()
         self._num_calls = 0
         self._is_offloading = False
-        self._is_used = False  # since the engine was built or woke
-        self._own_sleep: int | None = None  # which of the engine's sleeps began here
+        self._is_used = False  # since the engine was built or woken
+        self._own_sleep: int | None = None  # number of the engine's sleep that began here
 
     @property
     def is_offloading(self) -> bool:
-        """Whether the cluster has given its sign."""
+        """Whether the cluster has signalled that it offloads."""
         return self._is_offloading
 
     @contextlib.contextmanager
     def call(self, engine: Engine) -> Iterator[None]:
-        """A call that needs the engine awake; wakes it if it was put to sleep here.
+        """Wraps a call that needs the engine awake; wakes it if this class put it to sleep.
 
         Raises:
-            OffloadError: when it cannot be woken; it sleeps on, and a later call may wake it.
+            OffloadError: when it cannot be woken; it stays asleep, and a later call may wake it.
         """
         with self._lock:
             self._wake(engine)
@@ -64,13 +63,13 @@ class IdlePolicy:
                     self._end(engine, has_failed)
 
     def offload(self, engine: Engine | None) -> None:
-        """Takes Tunix's sign that it offloads models: around each of its calls, before and after.
+        """Takes Tunix's signal that it offloads models, sent before and after each of its calls.
 
-        The engine goes to sleep unless a call runs, or none has since it woke: then this is the
-        sign before a call.
+        The engine goes to sleep unless a call is running. It also stays awake if no call has run
+        since it woke: then this is the signal before a call.
 
         Args:
-            engine: None if there is none yet.
+            engine: The engine; None if there is none yet.
 
         Raises:
             OffloadError: when copying to the host failed; the engine is awake.
@@ -88,7 +87,7 @@ class IdlePolicy:
         """
         with self._lock:
             if self._is_offloading:
-                self._is_used = True  # if it cannot sleep now, the next sign tries again
+                self._is_used = True  # if it cannot sleep now, the next signal tries again
                 self._sleep(engine)
 
     # ------------------------------------------------------------------ under the lock
@@ -99,7 +98,7 @@ class IdlePolicy:
         self._own_sleep = None
 
     def _sleep(self, engine: Engine) -> None:
-        """Unless a call runs, or the owner put it to sleep: that is the owner's to end."""
+        """Puts the engine to sleep, unless a call is running or the owner put it to sleep."""
         if self._num_calls:
             return
         with contextlib.suppress(EngineShutdownError):  # its memory is free already
@@ -112,7 +111,7 @@ class IdlePolicy:
 
     def _put_to_sleep(self, engine: Engine, state: EngineState) -> None:
         before = self._own_sleep
-        # Set before: an interrupt takes this thread away from the call, but not the call back.
+        # Set before, since an interrupt leaves the call but does not undo it.
         self._own_sleep = state.counters.num_sleeps + 1
         try:
             engine.sleep()
@@ -121,19 +120,19 @@ class IdlePolicy:
             raise
 
     def _is_own(self, state: EngineState) -> bool:
-        """Whether it sleeps, and the owner has not woken it and put it to sleep since."""
+        """Whether it sleeps because of this class, and the owner has not woken it since."""
         return state.is_sleeping and state.counters.num_sleeps == self._own_sleep
 
     def _end(self, engine: Engine, has_failed: bool) -> None:
-        """The last of the concurrent calls is over."""
+        """Handles the end of the last of the concurrent calls."""
         if self._is_offloading and has_failed:
-            # Tunix gives its sign after calls that succeed. The call's own error goes first.
+            # Tunix sends its signal only after successful calls. The call's own error goes first.
             try:
                 self._sleep(engine)
             except EngineError:
                 logger.exception("the engine could not be put to sleep after a call that failed")
         elif self._releases_kv:
-            # Other users may have requests running, or somebody closed the engine: then its
-            # memory is not this call's to give back.
+            # Other users may have running requests, or have closed the engine: then this call must
+            # not free its memory.
             with contextlib.suppress(EngineStateError, EngineShutdownError):
                 engine.release_kv_cache()

@@ -1,7 +1,7 @@
-"""LoRA actors: the pairs that qwix puts beside a model's weights, as rules for the engine.
+"""LoRA actors: turns qwix's pairs beside a model's weights into rules for the engine.
 
 qwix stores a pair beside the weight: `<w>_lora_a` and `<w>_lora_b`, `nnx.LoRAParam`s. After each
-step Tunix hands over these leaves alone, so the frozen base is kept here.
+step Tunix passes only these leaves, so this module keeps the frozen base.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ BaseHolder = Literal["the actor", "the rollout"]
 
 
 class LoraReport(NamedTuple):
-    """What a rollout knows of its actor's LoRA, and what it costs.
+    """What a rollout knows about its actor's LoRA, and its memory cost.
 
     Attributes:
         mode: How pairs are applied.
-        num_pairs: Weights with a pair.
+        num_pairs: Number of weights with a pair.
         max_rank: The largest rank.
-        base_bytes: Of the frozen base, which every update reads; quantised if the actor's is.
-        base_holder: Who has that memory: the actor, whose variables the rollout refers to, or the
-            rollout, after `update_params` brought a base that is not the actor's.
+        base_bytes: Bytes of the frozen base, which every update reads; quantised if the actor's is.
+        base_holder: Owner of that memory: the actor, whose variables the rollout refers to, or the
+            rollout, after `update_params` got a base other than the actor's.
     """
 
     mode: LoraMode
@@ -53,7 +53,7 @@ _A, _B = "_lora_a", "_lora_b"
 
 
 def check_lora_mode(mode: str) -> LoraMode:
-    """The value, or InvalidConfigError for anything but a `LoraMode`."""
+    """Returns the value, or raises InvalidConfigError for anything but a `LoraMode`."""
     modes = get_args(LoraMode)
     if mode not in modes:
         raise InvalidConfigError(f"lora must be one of {modes}, got {mode!r}")
@@ -61,7 +61,7 @@ def check_lora_mode(mode: str) -> LoraMode:
 
 
 def check_scaling(name: str, value: Any) -> float | None:
-    """The value, or InvalidConfigError if it is neither None nor a finite number."""
+    """Returns the value; raises InvalidConfigError unless it is None or a finite number."""
     if value is None:
         return None
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -76,7 +76,7 @@ def is_lora_name(name: str) -> bool:
 
 
 class _Pair(NamedTuple):
-    """A pair as it stands in a module."""
+    """A pair in its module."""
 
     path: tuple[Any, ...]
     module: nnx.Module
@@ -89,14 +89,14 @@ class _Pair(NamedTuple):
 
 
 def find_lora(actor: Any, scaling: float | None) -> LoraActor | None:
-    """What is to be known of a LoRA actor; None for a model without LoRA parameters.
+    """The pairs and base of a LoRA actor; None for a model without LoRA parameters.
 
     Args:
         actor: A Tunix model, perhaps wrapped by `qwix.apply_lora_to_model`.
         scaling: alpha / rank of all pairs; None takes it from the actor's provider.
 
     Raises:
-        InvalidConfigError: when nothing tells the scale, or how A and B go with the weight.
+        InvalidConfigError: when the scale, or the way A and B fit the weight, is unknown.
     """
     if not isinstance(actor, nnx.Module):
         return None
@@ -157,7 +157,7 @@ def _provider(actor: nnx.Module) -> qwix.LoraProvider | None:
 
 
 def _scale(pair: _Pair, provider: qwix.LoraProvider | None) -> float:
-    """The alpha / rank of the first rule that fits a pair's module and operation, as in qwix."""
+    """Alpha / rank of the first rule that matches a pair's module and operation, as in qwix."""
     where = "/".join(map(str, pair.path))
     is_einsum = getattr(pair.module, f"{pair.weight}_lora_einsum_str", None) is not None
     operation = "einsum" if is_einsum else "dot_general"
@@ -178,7 +178,7 @@ def _scale(pair: _Pair, provider: qwix.LoraProvider | None) -> float:
 
 
 def _in_axes(pair: _Pair) -> tuple[int, ...]:
-    """Axes of the weight that A has: those that the layer contracts with its input."""
+    """Axes of the weight that A has: those the layer contracts with its input."""
     shape = _weight_shape(pair)
     inputs = list(_shape(pair, _A)[:-1])
     einsum = getattr(pair.module, "einsum_str", None)
@@ -204,7 +204,7 @@ def _subsets(size: int) -> list[tuple[int, ...]]:
 
 def _weight_shape(pair: _Pair) -> tuple[int, ...]:
     weight = getattr(pair.module, pair.weight)
-    inner = getattr(weight, "array", None)  # of qwix's wrapper around a quantised weight
+    inner = getattr(weight, "array", None)  # from qwix's wrapper around a quantised weight
     return tuple(inner.qvalue.shape if isinstance(inner, qwix.QArray) else weight.shape)
 
 
@@ -212,14 +212,14 @@ def _weight_shape(pair: _Pair) -> tuple[int, ...]:
 
 
 def _base_variables(actor: nnx.Module) -> dict[str, nnx.Variable[Any]]:
-    """The actor's parameters without its pairs, by dotted names, as the variables that they are."""
+    """The variables of the actor's parameters without its pairs, by dotted names."""
     state = nnx.state(actor, nnx.Param)
     flat = {".".join(map(str, key)): leaf for key, leaf in nnx.to_flat_state(state)}
     return {name: leaf for name, leaf in flat.items() if not is_lora_name(name)}
 
 
 def _quantised(actor: nnx.Module) -> dict[str, Any]:
-    """The logical type that qwix has of each quantised weight, by the weight's dotted name."""
+    """Qwix's logical type of each quantised weight, by the weight's dotted name."""
     found = {}
     for path, module in nnx.iter_modules(actor):
         for attribute, value in vars(module).items():
@@ -236,14 +236,14 @@ def _dequantised(named: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str
         qvalue, scale, zero_point = (
             named.get(f"{name}.array.{part}") for part in ("qvalue", "scale", "zero_point")
         )
-        if qvalue is not None and scale is not None:  # else the engine's plan names what is missing
+        if qvalue is not None and scale is not None:  # else the engine's plan names the missing one
             quantised = qwix.QArray(qvalue, scale, zero_point, qtype)
             out[name] = qwix.dequantize(jax.tree.map(_in_device_memory, quantised))
     return out
 
 
 def _in_device_memory(x: Any) -> Any:
-    """The array, moved there if Tunix has put it into the host's memory (`offload_to_cpu`)."""
+    """The array, moved to device memory if Tunix keeps it on the host (`offload_to_cpu`)."""
     if not isinstance(x, jax.Array):
         return x
     default = next(iter(x.sharding.device_set)).default_memory().kind
@@ -260,9 +260,9 @@ def _is_inside(name: str, types: Mapping[str, Any]) -> bool:
 class LoraActor:
     """A LoRA actor's pairs as rules, and its frozen base.
 
-    The base is read from the actor's own variables whenever it is needed: they always hold the
-    arrays that the trainer has, wherever it moves them, so that there is no second copy. Tunix's
-    trainers donate optimizer state alone. Not thread-safe; updates of a rollout come one at a time.
+    The base is read from the actor's own variables when needed: they always hold the trainer's
+    current arrays, wherever it moves them, so there is no second copy. Tunix's trainers donate only
+    optimizer state. Not thread-safe; updates of a rollout come one at a time.
 
     Attributes:
         rules: One for each pair; part of the rules of every update.
@@ -276,13 +276,13 @@ class LoraActor:
         quantised: Mapping[str, Any],
         max_rank: int,
     ) -> None:
-        """Takes what `find_lora` found."""
+        """Takes the results of `find_lora`."""
         self.rules = tuple(rules)
         self.max_rank = max_rank
         self._factors = {name for rule in rules for name in (rule.a, rule.b)}
         self._variables = dict(variables)
         self._quantised = dict(quantised)
-        self._given: dict[str, Any] | None = None  # another base than the actor's
+        self._given: dict[str, Any] | None = None  # a base other than the actor's
         self._pairs: dict[str, Any] = {}
         self._pending: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
 
@@ -293,33 +293,33 @@ class LoraActor:
 
     @property
     def brings_base(self) -> bool:
-        """Whether what was completed last has another base than the actor's."""
+        """Whether the last completed parameters have a base other than the actor's."""
         return self._pending[0] is not None
 
     def accept(self) -> None:
-        """What was completed last serves: it is what later parameters are completed by."""
+        """Records that the last completed parameters serve; they complete later ones."""
         self._given, self._pairs = self._pending
 
     def report(self, mode: LoraMode) -> LoraReport:
-        """For users."""
+        """A report for users."""
         holder: BaseHolder = "the actor" if self._given is None else "the rollout"
         num_bytes = sum(int(x.nbytes) for x in self._base().values())
         return LoraReport(mode, len(self.rules), self.max_rank, num_bytes, holder)
 
     def complete(self, named: Mapping[str, Any], *, with_base: bool = True) -> dict[str, Any]:
-        """All parameters, from all of them, from LoRA leaves alone, or from a base alone.
+        """Completes parameters that may be all, only LoRA leaves, or only a base.
 
-        What is not given is the actor's base, and the pairs that were accepted last. A given base
-        that is not the actor's is kept once it is accepted. A quantised one is given back in
-        floating point.
+        Missing parts come from the actor's base and the pairs accepted last. A given base other
+        than the actor's is kept once it is accepted. A quantised base is returned in floating
+        point.
 
         Args:
             named: Parameters by name.
-            with_base: Without, pairs that come alone are all that is given back.
+            with_base: False returns pairs that come alone without a base.
 
         Raises:
-            WeightSyncError: names LoRA leaves that the actor does not have, pairs that are missing,
-                and a base that was deleted.
+            WeightSyncError: names LoRA leaves that the actor does not have, missing pairs, or a
+                deleted base.
         """
         pairs = {name: x for name, x in named.items() if is_lora_name(name)}
         base = {name: x for name, x in named.items() if name not in pairs}
@@ -348,7 +348,7 @@ class LoraActor:
             )
         self._pending = given, pairs
         if self._quantised:
-            # On its own thread: Tunix's transfer guards are thread-local, and forbid constants.
+            # On a separate thread: Tunix's transfer guards are thread-local, and forbid constants.
             with ThreadPoolExecutor(1) as pool:
                 base = pool.submit(_dequantised, base, self._quantised).result()
         return base | {name: pairs[name] for name in sorted(pairs)}

@@ -49,7 +49,7 @@ _LLAMA = (
 
 
 def _heads(source: str, name: str, part: int | None = None) -> Rule:
-    """Of Gemma's projections, which are [heads, model, head], fused ones in parts."""
+    """Rule of a Gemma projection, [heads, model, head]; a fused one is taken in parts."""
     target = f"{_HF_LAYER}self_attn.{name}_proj.weight"
     return Rule(f"{_LAYER}attn.{source}.w", target, (1, 0, 2), part=part)
 
@@ -87,8 +87,7 @@ _BUILT_IN: dict[str, tuple[Rule, ...]] = {
         _norm("self_attn.k_norm", "attn._key_norm.scale"),
     ),
 }
-"""By engine architecture, for a model that ships no `sglang_jax` mapping and has the parameter
-names of Tunix's own. Tunix ships none for Gemma."""
+"""Rules by architecture, for models with Tunix's names and no `sglang_jax` mapping, as Gemma."""
 
 
 _LORA_IN_AXES = {
@@ -98,18 +97,18 @@ _LORA_IN_AXES = {
     "kv_einsum.w": (2,),
     "qkv_einsum.w": (2,),
 }
-"""Axes that a layer contracts with its input, and a LoRA A has; of other weights the first one."""
+"""Axes that a layer contracts with its input, which a LoRA A has; the first for other weights."""
 
 
 def built_in_targets(name: str, architecture: str) -> list[tuple[str, Rule]]:
-    """The Hugging Face tensors that a weight of Tunix's own models is mapped to.
+    """The Hugging Face tensors that a weight of Tunix's own models maps to.
 
     Args:
         name: Its dotted name.
-        architecture: The engine's name of it.
+        architecture: The engine's name of the architecture.
 
     Returns:
-        One for each part of a fused weight, with its rule; none for a name that is not known.
+        One tensor for each part of a fused weight, with its rule; none for an unknown name.
     """
     return [
         (_fill(rule.target, rule.source, name), rule)
@@ -119,12 +118,12 @@ def built_in_targets(name: str, architecture: str) -> list[tuple[str, Rule]]:
 
 
 def lora_in_axes(name: str) -> tuple[int, ...]:
-    """The axes of a weight of Tunix's own models that A of its LoRA pair has."""
+    """The axes of a weight of Tunix's own models that its LoRA A has."""
     return _LORA_IN_AXES.get(".".join(name.split(".")[-2:]), (0,))
 
 
 def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
-    """The user's mapping, else the one that the model ships for `sglang_jax`, else None.
+    """The user's mapping, else the model's own for `sglang_jax`, else None.
 
     Args:
         mapping_obj: `RolloutConfig.rollout_mapping_config`: a MappingConfig, dict or object.
@@ -134,26 +133,26 @@ def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:
         return MappingConfig.build(mapping_obj=mapping_obj, model=model, backend="sglang_jax")
     try:
         mapping = MappingConfig.build(model=model, backend="sglang_jax")
-    except RuntimeError:  # Tunix's word for "this model has no such mapping"
+    except RuntimeError:  # how Tunix reports that a model has no such mapping
         return None
     return mapping if mapping.to_hf_mappings else None
 
 
 class WeightMapper:
-    """A trainer's parameters as an engine takes them: arrays by name, and rules.
+    """Converts a trainer's parameters to the engine's input: arrays by name, and rules.
 
-    Rules are made once for each set of names, so that the engine reuses its compiled plan.
+    Rules are built once per set of names, so that the engine reuses its compiled plan.
     """
 
     def __init__(
         self, mapping: MappingConfig | None, architecture: str, lora: LoraActor | None = None
     ) -> None:
-        """Takes what maps the weights.
+        """Sets the mapping.
 
         Args:
-            mapping: As `find_mapping` returns it.
-            architecture: The engine's name of it.
-            lora: Of a LoRA actor.
+            mapping: Result of `find_mapping`.
+            architecture: The engine's name of the architecture.
+            lora: The pairs of a LoRA actor.
         """
         self._mapping = mapping
         self._architecture = architecture
@@ -163,14 +162,14 @@ class WeightMapper:
     def named_source(self, params: Any, *, with_base: bool = True) -> dict[str, Any]:
         """The parameters by dotted name, after the mapping's preprocessing.
 
-        LoRA leaves alone are completed by the frozen base of the actor.
+        If there are only LoRA leaves, the actor's frozen base completes them.
 
         Args:
-            params: As `SglJaxRollout.update_params` takes them.
-            with_base: Without, LoRA leaves alone stay alone.
+            params: As in `SglJaxRollout.update_params`.
+            with_base: False leaves LoRA leaves that come alone as they are.
 
         Raises:
-            WeightSyncError: for LoRA parameters that are not the actor's.
+            WeightSyncError: for LoRA parameters of another actor.
         """
         preprocess = self._mapping.preprocess_src_state if self._mapping is not None else None
         source = flatten_named(params)
@@ -186,12 +185,12 @@ class WeightMapper:
         return source
 
     def lora_targets(self) -> tuple[str, ...]:
-        """Kinds of the engine's projections that the actor's pairs change, "q_proj" say."""
+        """Kinds of the engine's projections that the actor's pairs change, such as "q_proj"."""
         weights = [] if self._lora is None else self._lora.weights
         kinds: dict[str, None] = {}
         for rule in to_rules(self._mapping, weights, self._architecture):
             if rule.target is not None and _matching(rule.source, weights):
-                # Tunix's mappings call tables "embedding", the engine's names "weight".
+                # Tunix's mappings call tables "embedding", the engine calls them "weight".
                 kinds[rule.target.rsplit(".", 2)[-2]] = None
         return tuple(kinds)
 
@@ -202,7 +201,7 @@ class WeightMapper:
 
         Args:
             source: Parameters by name.
-            with_lora: The rules of the actor's pairs too.
+            with_lora: Include the rules of the actor's pairs.
         """
         key = (with_lora, *source)
         if key not in self._rules:
@@ -219,16 +218,16 @@ def to_rules(
     """Engine rules for a mapping, with transposes and hooks resolved for each source name.
 
     Args:
-        mapping: None takes the rules that are built in for the architecture.
-        source_names: Of the trainer's parameters.
-        architecture: The engine's name of it.
+        mapping: The mapping; None takes the built-in rules of the architecture.
+        source_names: Names of the trainer's parameters.
+        architecture: The engine's name of the architecture.
 
-    Layers that are stacked in one array (scanned) are those with "layer" in the sharding of their
-    mapping; its place there is their axis, and the target's last `*` is the layer. Transposes and
-    hooks are those of one layer.
+    Layers stacked in one array (scanned) have "layer" in the sharding of their mapping; its place
+    there is their axis, and the target's last `*` is the layer. Transposes and hooks apply to one
+    layer.
 
     Raises:
-        UnsupportedModelError: when there is no mapping and none is built in.
+        UnsupportedModelError: when there is neither a mapping nor built-in rules.
     """
     if mapping is None:
         if architecture not in _BUILT_IN:
@@ -244,7 +243,7 @@ def to_rules(
     for pattern, entry in patterns.items():
         target, sharding = (entry, None) if isinstance(entry, str) else entry
         stacked = _stacked_axis(sharding)
-        # A wildcard rule may need transposes or hooks that single layers carry in Tunix's tables.
+        # A wildcard rule may need transposes or hooks that Tunix's tables have per layer.
         for name in _matching(pattern, source_names) or [pattern]:
             concrete = _fill(target, pattern, name)
             transpose, hook = _transpose(name, transposes), _lookup(name, hooks)
@@ -256,7 +255,7 @@ def to_rules(
 
 
 def _stacked_axis(sharding: Any) -> int | None:
-    """The axis of stacked layers, as Tunix marks it; None for a layer of its own."""
+    """The axis of stacked layers, as Tunix marks it; None for a single layer."""
     if not sharding or "layer" not in sharding:
         return None
     return tuple(sharding).index("layer")
@@ -275,7 +274,7 @@ def _fill(target: str, pattern: str, name: str) -> str:
 
 
 def _transpose(name: str, table: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Tunix's look-up order: the last component, the full name, then wildcards."""
+    """Looks up in Tunix's order: the last component, the full name, then wildcards."""
     last = name.rsplit(".", 1)[-1]
     permutation = table.get(last, _lookup(name, table))
     return tuple(permutation) if permutation is not None else None

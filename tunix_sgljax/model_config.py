@@ -1,7 +1,7 @@
-"""From a Tunix model to the engine's ModelConfig.
+"""Derives the engine's ModelConfig from a Tunix model.
 
-What counts is what Tunix's code computes, not what its configs say: the rollout must sample from
-the model that is trained.
+It follows what Tunix's code computes, not what its configs say: the rollout must sample from the
+model that is trained.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sgljax_engine import (
 logger = logging.getLogger(__name__)
 
 _GEMMA_NORM_EPS = 1e-6
-"""Written out in Tunix's Gemma RMSNorm."""
+"""The constant in Tunix's Gemma RMSNorm."""
 
 _COMPUTED = ("rope", "rms_norm_eps", "attention", "final_logit_softcap")
-"""Fields that no weight's shape tells."""
+"""Fields that cannot be derived from the shapes of weights."""
 
 
 def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
@@ -38,8 +38,8 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
 
     Args:
         config: A Tunix ModelConfig, the contents of an HF config.json, or an engine ModelConfig
-            (returned as it is).
-        context_length: For Tunix's configs, which do not say.
+            (returned unchanged).
+        context_length: Context length for Tunix's configs, which have none.
 
     Raises:
         UnsupportedModelError: for other models.
@@ -58,7 +58,7 @@ def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
 
 
 def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
-    """`model` with what Tunix computes the actor with, where a config.json says otherwise."""
+    """`model` with Tunix's own values for the actor where its config.json differs."""
     convert = _converter(actor_config)
     if convert is None:
         return model
@@ -77,13 +77,13 @@ def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
 
 
 def compute_dtype(actor_config: Any) -> str | None:
-    """What Tunix computes a model in, by the name of the dtype; None where that of its weights.
+    """Name of the dtype in which Tunix computes a model; None for the dtype of its weights.
 
-    Tunix's Qwen2 and Qwen3 cast weights where they are used, to `dtype` of their config, which may
-    be another one than they are stored in. Its other models compute in what their weights are.
+    Tunix's Qwen2 and Qwen3 cast weights at use to `dtype` of their config, which may differ from
+    the stored dtype. Its other models compute in the dtype of their weights.
 
     Args:
-        actor_config: A Tunix ModelConfig; others, and None, tell nothing.
+        actor_config: A Tunix ModelConfig; others, and None, give None.
     """
     if _converter(actor_config) is None:
         return None
@@ -92,10 +92,10 @@ def compute_dtype(actor_config: Any) -> str | None:
 
 
 def engine_dtype(actor_config: Any, stored: str) -> str:
-    """What the engine's weights, activations and KV cache should be, unless one is asked for.
+    """Default dtype of the engine's weights, activations and KV cache.
 
-    The coarser one of what Tunix computes in and what it stores weights in: finer weights than it
-    computes with are not nearer to it, and finer ones than it stores take memory for nothing.
+    The coarser of Tunix's compute dtype and its stored dtype: weights finer than the compute dtype
+    are no closer to Tunix, and weights finer than the stored dtype waste memory.
 
     Args:
         actor_config: See `compute_dtype`.
@@ -118,7 +118,7 @@ def engine_dtype(actor_config: Any, stored: str) -> str:
 
 
 def coarser_dtype(*dtypes: str) -> str:
-    """The one of them that rounds most."""
+    """The dtype among these that rounds most."""
     return max(dtypes, key=lambda name: float(jnp.finfo(name).eps))
 
 
@@ -156,7 +156,7 @@ def _qwen3(config: Any, context_length: int) -> ModelConfig:
 
 
 def _llama3(config: Any, context_length: int) -> ModelConfig:
-    # Neither rope_theta nor Llama 3.1's stretching is in Tunix 0.1.7's Llama 3.
+    # Tunix 0.1.7's Llama 3 has neither rope_theta nor Llama 3.1's stretching.
     theta, tied = _default_of_apply_rope(config, "rope_theta"), config.weight_tying
     return _llama_like("LlamaForCausalLM", config, context_length, theta=theta, tied=tied)
 
@@ -189,7 +189,7 @@ def _gemma_like(
 
 
 def _gemma(config: Any, context_length: int) -> ModelConfig:
-    """Gemma 1 and 2, which are one class in Tunix."""
+    """Config of Gemma 1 or 2, which are one class in Tunix."""
     norms = (config.use_post_attn_norm, config.use_post_ffw_norm)
     if norms not in ((False, False), (True, True)):
         raise UnsupportedModelError(
@@ -238,14 +238,14 @@ def _gemma3(config: Any, context_length: int) -> ModelConfig:
 
 
 def _sliding_layers(types: Any, num_layers: int) -> tuple[bool, ...]:
-    """For each layer whether it slides; empty when none does."""
+    """Whether each layer slides; empty when none does."""
     sliding = tuple(kind.name == "LOCAL_SLIDING" for kind in types)[:num_layers]
     return sliding if any(sliding) else ()
 
 
 def _default_of_apply_rope(config: Any, name: str) -> float:
-    # Some of Tunix 0.1.7's models call apply_rope without their config's base, so that its default
-    # is what the trainer computes with.
+    # Some of Tunix 0.1.7's models call apply_rope without their config's base, so the trainer uses
+    # the default base.
     return _rope_default(_module(config), name)
 
 
@@ -255,9 +255,9 @@ def _rope_default(module: str, name: str) -> float:
 
 
 def trained_rope_theta(architecture: str) -> float | None:
-    """The rotary base that Tunix trains an architecture with, unscaled, whatever its config says.
+    """The unscaled rotary base with which Tunix trains an architecture, whatever its config says.
 
-    None where Tunix takes the config's.
+    None if Tunix uses the config's base.
     """
     modules = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
     if architecture not in modules:
@@ -272,11 +272,11 @@ _CONVERTERS: dict[str, Callable[[Any, int], ModelConfig]] = {
     "tunix.models.gemma.model": _gemma,
     "tunix.models.gemma3.model": _gemma3,
 }
-"""By the module of a config's class, so that no model is imported that nobody uses."""
+"""Converters by the module of a config's class, so that no unused model is imported."""
 
 
 def _module(config: Any) -> str:
-    """The Tunix module that a config's class, or a base of it, comes from; "" if none is known."""
+    """The Tunix module of a config's class or of one of its bases; "" if none is known."""
     names = (cls.__module__ for cls in type(config).__mro__)
     return next((name for name in names if name in _CONVERTERS), "")
 

@@ -1,4 +1,4 @@
-"""The rectangular arrays that Tunix's learners expect around a rollout."""
+"""Padding for the rectangular arrays that Tunix's learners expect."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_pad_id(pad_id: int | None, eos_id: int | None) -> None:
-    """Says what follows where a tokenizer's pad and end tokens are one.
+    """Warns about a tokenizer whose pad and end tokens are the same.
 
     Raises:
-        InvalidConfigError: for a tokenizer that has neither, so that nothing can be padded.
+        InvalidConfigError: for a tokenizer that has neither, so that padding is impossible.
     """
     if pad_id != eos_id:
         return
@@ -41,7 +41,7 @@ def left_pad_prompts(
     """Left-padded prompts, int32 [B, P].
 
     P is `max_prompt_length`, so that all micro-batches have the same shape. As in Tunix's own
-    samplers a longer prompt is never cut: P then grows to the next power of two.
+    samplers, a longer prompt is never cut: P then grows to the next power of two.
     """
     longest = max(len(ids) for ids in prompts)
     width = max_prompt_length
@@ -64,34 +64,34 @@ def right_pad(rows: Sequence[np.ndarray], width: int, value: int) -> np.ndarray:
 def strip_prompt(ids: Sequence[int], pad_id: int) -> list[int]:
     """A prompt's ids without the pad ids in front of it.
 
-    In Tunix's left-padded arrays nothing tells those from padding: its masks hide them from
-    samplers and trainers. Pad ids behind the first other token stay.
+    In Tunix's left-padded arrays these look like padding: its masks hide them from samplers and
+    trainers. Pad ids after the first other token stay.
     """
     return list(itertools.dropwhile(lambda token: token == pad_id, ids))
 
 
 def unpad_prompts(prompts_BP: np.ndarray, pad_id: int) -> list[np.ndarray]:
-    """The tokens of each left-padded row, from the first one that is not `pad_id` on."""
+    """The tokens of each left-padded row, from the first one that is not `pad_id`."""
     return [row[np.logical_or.accumulate(row != pad_id)] for row in prompts_BP]
 
 
 def completion_mask(completions_BC: np.ndarray, pad_id: int) -> np.ndarray:
-    """Where right-padded rows have tokens, bool [B, C]: up to the last one that is not `pad_id`."""
+    """Mask of tokens in right-padded rows, bool [B, C]: up to the last one that is not `pad_id`."""
     reversed_BC = (completions_BC != pad_id)[:, ::-1]
     return np.logical_or.accumulate(reversed_BC, axis=1)[:, ::-1]
 
 
 def num_before_end(ids: Sequence[int], pad_id: int, end_ids: Collection[int]) -> int:
-    """Tokens of a completion without a sampled end token that equals the pad id.
+    """Number of tokens of a completion, without a sampled end token that equals the pad id.
 
-    Tunix could not tell such a token from the padding behind it. Other end tokens count.
+    Tunix could not distinguish such a token from padding. Other end tokens count.
     """
     has_hidden_end = len(ids) > 0 and ids[-1] == pad_id and pad_id in end_ids
     return len(ids) - has_hidden_end
 
 
 def spread(values: Sequence[np.ndarray], mask_BL: np.ndarray) -> np.ndarray:
-    """Puts each row's values where its mask is true; 0 elsewhere. Float32 [B, L]."""
+    """Puts each row's values where its mask is true, and 0 elsewhere. Float32 [B, L]."""
     out = np.zeros(mask_BL.shape, np.float32)
     for row, row_values in enumerate(values):
         out[row, mask_BL[row]] = row_values

@@ -1,4 +1,4 @@
-"""The trainer's parameters on their way into the engine, LoRA pairs merged or beside the base."""
+"""Passes the trainer's parameters to the engine, with LoRA pairs merged or beside the base."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tunix_sgljax.mappings import WeightMapper
 from tunix_sgljax.sampling import WeightUpdateMode
 
 POLICY = "policy"
-"""The name of the adapter that is the policy, with lora="adapter"."""
+"""Name of the policy's adapter, with lora="adapter"."""
 
 
 class FirstWeights(NamedTuple):
-    """What an engine starts with; see the arguments of `Engine`."""
+    """First weights of an engine; see the arguments of `Engine`."""
 
     weights: dict[str, Any]
     weight_rules: tuple[WeightRule, ...]
@@ -30,19 +30,19 @@ class FirstWeights(NamedTuple):
 
 
 class PolicyWeights:
-    """Maps parameters and hands them to the engine. Calls come one at a time.
+    """Maps parameters and passes them to the engine. Calls come one at a time.
 
     Attributes:
-        adapter: Name of the adapter that is the policy; None where weights alone are.
+        adapter: Name of the policy's adapter; None if weights alone are the policy.
     """
 
     def __init__(self, mapper: WeightMapper, lora: LoraActor | None, mode: LoraMode) -> None:
-        """Hands nothing over yet.
+        """Passes nothing to the engine yet.
 
         Args:
             mapper: Maps names.
-            lora: Of a LoRA actor.
-            mode: How its pairs are applied.
+            lora: The pairs of a LoRA actor.
+            mode: How to apply its pairs.
         """
         self._mapper = mapper
         self._lora = lora
@@ -62,12 +62,12 @@ class PolicyWeights:
     def adapter_config(
         self, asked: LoraConfig, explicit: Collection[str], max_rank: int | None
     ) -> LoraConfig:
-        """The engine's room for the policy's adapter, and for others that were asked for.
+        """Adapter slots for the policy, and for others that the configuration asks for.
 
         Args:
-            asked: Of the engine's configuration.
-            explicit: Names of options that were given for the engine.
-            max_rank: The largest rank that the training config announces.
+            asked: LoRA part of the engine's configuration.
+            explicit: Names of options given for the engine.
+            max_rank: The largest rank that the training config names.
 
         Raises:
             InvalidConfigError: for a `max_lora_rank` below the actor's.
@@ -86,12 +86,12 @@ class PolicyWeights:
         return dataclasses.replace(asked, max_loras=max(asked.max_loras, 1))
 
     def source(self, params: Any) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
-        """Parameters by name and the rules that map them, as `Engine.update_weights` takes them."""
+        """Parameters by name and the rules that map them, as for `Engine.update_weights`."""
         named = self._mapper.named_source(params)
         return named, self._mapper.rules_for(named)
 
     def first(self, params: Any) -> FirstWeights:
-        """What an engine starts with, of all parameters of the actor."""
+        """First weights of an engine, from all parameters of the actor."""
         named, rules = self.source(params)
         self._accept()
         if self.adapter is None:
@@ -116,7 +116,7 @@ class PolicyWeights:
         return version
 
     def accept(self, params: Any) -> None:
-        """Takes parameters for those that serve, handed over by somebody else."""
+        """Records that these parameters serve, after another caller passed them to the engine."""
         self._mapper.named_source(params)
         self._accept()
 
@@ -129,7 +129,7 @@ class PolicyWeights:
         return base, self._mapper.rules_for(base, with_lora=False)
 
     def differing(self, engine: Engine, params: Any) -> list[str]:
-        """Names of engine weights, or of projections with adapters, that differ from the mapped."""
+        """Names of engine weights, or projections with adapters, that differ from mapped ones."""
         named, rules = self.source(params)
         if self.adapter is None:
             return engine.find_differing_weights(named, rules)

@@ -54,20 +54,20 @@ from tunix_sgljax.rollout_config.fields import max_lora_rank
 from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
 
 _MIN_CONTEXT_LENGTH = 32768
-"""Context of a Tunix model whose config names none; rotary embeddings set no limit."""
+"""Context of a Tunix model whose config names none; rotary embeddings have no limit."""
 
 
 class SglJaxRollout(BaseRollout):
     """A rollout worker that samples on an engine inside this process.
 
-    The engine is built at the first call that needs it, with the weights that the actor has by
-    then (a checkpoint may be restored into the actor after construction). From there on the
-    engine holds its own copy, replaced by `update_params`. All methods are thread-safe, and
-    prompts of concurrent `generate` calls are batched together.
+    The first call that needs the engine builds it, with the actor's weights at that time (a
+    checkpoint may be restored into the actor after construction). From then on the engine holds its
+    own copy, which `update_params` replaces. All methods are thread-safe, and prompts of concurrent
+    `generate` calls are batched together.
 
     With `ClusterConfig(offload_to_cpu=True)` the engine sleeps, weights on the host, between the
-    cluster's calls of `generate` and `get_per_token_logps`; see `update_params`. An engine that its
-    owner put to sleep, through `engine`, is the owner's to wake: `generate` waits for that.
+    cluster's calls of `generate` and `get_per_token_logps`; see `update_params`. If the owner puts
+    the engine to sleep through `engine`, the owner must wake it: `generate` waits for that.
     """
 
     def __init__(
@@ -94,50 +94,51 @@ class SglJaxRollout(BaseRollout):
         Args:
             rollout_actor: The policy being trained (a Tunix NNX model).
             tokenizer: A Tunix TokenizerAdapter or anything it wraps.
-            mesh: Where to run; None, or an empty mesh, takes JAX's first device.
+            mesh: Devices to run on; None, or an empty mesh, takes JAX's first device.
             rollout_config: The training RolloutConfig.
-            model_config: The model's shape, when the actor's `.config` does not tell.
-            sampling_params: Sampling fields that RolloutConfig does not have, for every call:
-                `{"min_p": 0.05, "stop": ["</answer>"]}` say.
-            logprobs_mode: What `return_logprobs` returns. "trainer_logprobs", where neither this
-                nor `rollout_vllm_logprobs_mode` of the config says otherwise, are those that
-                Tunix's trainer computes, under softmax(logits / temperature), as the engine rounds
-                them; "trainer_match" are computed again by Tunix's own function on the trainer's
-                own arrays, which stay referenced, in the trainer's shapes; "processed_logprobs"
-                also follow filters, penalties and biases; "raw_logprobs" not even the temperature.
-            match_batch_size: Rows that "trainer_match" scores together, which for equal bits must
-                be those of the trainer's batch; None takes all of a call.
+            model_config: The model's shape, if the actor's `.config` does not give it.
+            sampling_params: Sampling fields that RolloutConfig does not have, for every call, such
+                as `{"min_p": 0.05, "stop": ["</answer>"]}`.
+            logprobs_mode: What `return_logprobs` returns. "trainer_logprobs" are those that Tunix's
+                trainer computes, under softmax(logits / temperature), with the engine's rounding;
+                the default unless the config sets `rollout_vllm_logprobs_mode`. "trainer_match" are
+                computed again by Tunix's own function on the trainer's own arrays, in the trainer's
+                shapes; the arrays stay referenced. "processed_logprobs" also follow filters,
+                penalties and biases; "raw_logprobs" ignore even the temperature.
+            match_batch_size: Rows that "trainer_match" scores together; for equal bits this must be
+                the trainer's batch size. None takes all rows of a call.
             weight_update_mode: What `update_params` does to completions that are being sampled.
-                "retract" keeps their tokens, computes their KV again under the new weights and
-                goes on; "in_place" goes on with the KV of the old weights; "wait" lets those that
-                have started finish first; "abort" ends them with the tokens they have.
-            release_kv_between_steps: Give the KV cache's memory back, prefix cache included, when
-                the last of the concurrent calls of `generate` and `get_per_token_logps` ends,
-                until the next one. Calls that follow one another (micro-batches, few concurrent
-                episodes) release and take it each time. While other users of the same engine
-                have requests running, nothing is released.
-            lora: How the pairs of a LoRA actor are applied. "merged" adds them to the frozen base
-                whenever they come, so that sampling costs what it costs without LoRA. "adapter"
-                keeps them apart: a sync moves the pairs alone, the base serves too (the reference's
-                log-probs, say), and so may other adapters; decoding takes a little longer. Without
-                LoRA parameters in the actor it means nothing.
+                "retract" keeps their tokens, recomputes their KV under the new weights and
+                continues; "in_place" continues with the KV of the old weights; "wait" lets started
+                completions finish first; "abort" ends them with their tokens so far.
+            release_kv_between_steps: Free the KV cache's memory, prefix cache included, after the
+                last of the concurrent calls of `generate` and `get_per_token_logps`, until the next
+                call. Consecutive calls (micro-batches, few concurrent episodes) free and allocate
+                it each time. Nothing is freed while other users of the same engine have running
+                requests.
+            lora: How to apply the pairs of a LoRA actor. "merged" adds them to the frozen base at
+                each sync, so that sampling costs the same as without LoRA. "adapter" keeps them
+                apart: a sync moves only the pairs, and the base (for the reference's log-probs, for
+                example) and other adapters can serve too; decoding takes a little longer. Ignored
+                for an actor without LoRA parameters.
             lora_scaling: alpha / rank of all pairs. None takes
-                `RolloutConfig.rollout_sglang_jax_lora_scaling`, else what the actor's qwix provider
-                says of each.
-            strict_config: Refuse fields of a RolloutConfig that have no meaning here, another
-                engine's among them; else one warning names all that are not at their defaults.
-            progress: Draws bars of loading, warm-up and rollouts.
-            **engine_options: Flat `EngineConfig` options; they win over `rollout_config`.
+                `RolloutConfig.rollout_sglang_jax_lora_scaling`, else each pair's value from the
+                actor's qwix provider.
+            strict_config: Refuse fields of a RolloutConfig that have no meaning here, such as
+                another engine's; otherwise one warning names all such fields that are not at their
+                defaults.
+            progress: Draw progress bars of loading, warm-up and rollouts.
+            **engine_options: Flat `EngineConfig` options; they override `rollout_config`.
 
         Raises:
-            InvalidConfigError: for an unknown option, a wrong value, fields that contradict the
-                mesh, and with `strict_config` a RolloutConfig field without a meaning here.
+            InvalidConfigError: for an unknown option, a wrong value or fields that contradict the
+                mesh; with `strict_config` also for a RolloutConfig field without a meaning here.
             UnsupportedModelError: for a model that the engine does not implement.
         """
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
         self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
         padding.check_pad_id(self.pad_id(), self.eos_id())
-        # Tunix hands over an empty mesh where it runs without one.
+        # Tunix passes an empty mesh when it runs without one.
         self._mesh = None if mesh is None or mesh.empty else mesh
         self._actor: nnx.Module | None = rollout_actor
         self._given_model_config = model_config
@@ -169,16 +170,16 @@ class SglJaxRollout(BaseRollout):
         self._temperature: float | None = None
         self.bind(rollout_config or RolloutConfig())
         if rollout_config is None:
-            self._temperature = None  # the first call's, until a training config is bound
+            self._temperature = None  # of the first call, until a training config is bound
 
     def bind(self, rollout_config: RolloutConfig) -> None:
-        """Takes the cluster's training RolloutConfig.
+        """Sets the cluster's training RolloutConfig.
 
-        `RLCluster(rollout_worker=...)` calls it, since such a worker is made without one.
+        `RLCluster(rollout_worker=...)` calls it, since such a worker is created without one.
 
         Raises:
-            InvalidConfigError: for a field that the rollout refuses, or that asks for another
-                engine than the one that is built already.
+            InvalidConfigError: for a field that the rollout refuses, or that asks for a different
+                engine than the one already built.
         """
         self._field_checker.check(rollout_config, self._mesh)
         asked_mode = engine_options.asked_logprobs_mode(rollout_config)
@@ -216,14 +217,14 @@ class SglJaxRollout(BaseRollout):
         with self._lock:
             if self._engine is None:
                 self._engine = self._build_engine()
-                # From here on weights come through update_params; do not keep the actor alive.
+                # From now on weights come through update_params; do not keep the actor alive.
                 self._actor = None
                 self._observers.built(self._engine)
             return self._engine
 
     @property
     def observers(self) -> RolloutObservers:
-        """Who is told of this rollout's calls; for metrics and timelines."""
+        """Observers of this rollout's calls, for metrics and timelines."""
         return self._observers
 
     @property
@@ -238,20 +239,20 @@ class SglJaxRollout(BaseRollout):
 
     @property
     def dtype(self) -> str:
-        """The engine's, of weights, activations and KV cache; builds the engine.
+        """Dtype of the engine's weights, activations and KV cache; builds the engine.
 
-        Unless one is asked for, what Tunix computes the actor in; see `engine_dtype`.
+        The default is the dtype in which Tunix computes the actor; see `engine_dtype`.
         """
         self.engine  # noqa: B018
         return self._dtype
 
     @property
     def logprobs_mode(self) -> str:
-        """What `return_logprobs` returns."""
+        """Which log-probs `return_logprobs` returns."""
         return self._logprobs_mode
 
     def check_comparable(self, rollout_config: RolloutConfig) -> None:
-        """Refuses a config under which `generate` gives log-probs that no trainer computes.
+        """Refuses a config under which `generate` returns log-probs that no trainer computes.
 
         Raises:
             InvalidConfigError: names the mode and the setting that makes them differ.
@@ -260,17 +261,17 @@ class SglJaxRollout(BaseRollout):
 
     @property
     def lora_report(self) -> LoraReport | None:
-        """The actor's LoRA pairs, and who holds the frozen base; None without LoRA parameters."""
+        """The actor's LoRA pairs and the holder of its base; None without LoRA parameters."""
         return self._weights.lora_report()
 
     @property
     def adapter(self) -> str | None:
-        """Name of the adapter that is the policy, with lora="adapter"; else None."""
+        """Name of the policy's adapter with lora="adapter"; else None."""
         return self._weights.adapter
 
     @property
     def weight_version(self) -> int:
-        """0 for the actor's first weights, one more with every `update_params`."""
+        """Version of the serving weights: 0 at first, incremented by every `update_params`."""
         return 0 if self._engine is None else self._engine.weight_version
 
     @property
@@ -287,7 +288,7 @@ class SglJaxRollout(BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """None: the engine's weights are its own, so Tunix syncs them after every step."""
+        """None: the engine has its own weights, so Tunix syncs them after every step."""
 
     # ------------------------------------------------------------------ sampling
 
@@ -297,20 +298,19 @@ class SglJaxRollout(BaseRollout):
         """Samples one completion for each prompt.
 
         Args:
-            prompts: Texts; a bare string is one prompt. Repeated prompts get samples of their own.
-                Each gets the tokenizer's BOS in front, as in Tunix's samplers, if it has one (an id
-                above 0) and the tokens do not begin with it. `Engine.generate` leaves that to a
-                Hugging Face tokenizer, which may add none.
-            rollout_config: How to sample, and the padding of prompts. With `seed` set, a run is
-                reproducible: draws depend on the seed, on how many calls used that seed before
-                and on the row, so no two calls repeat the same noise.
-            **kwargs: None is supported.
+            prompts: Texts; a bare string is one prompt. Repeated prompts get separate samples. As
+                in Tunix's samplers, each prompt gets the tokenizer's BOS in front, if there is one
+                (an id above 0) and the tokens do not begin with it. `Engine.generate` leaves that
+                to a Hugging Face tokenizer, which may add none.
+            rollout_config: Sampling settings, and the padding of prompts. With `seed` set, a run is
+                reproducible: draws depend on the seed, the number of earlier calls with it, and the
+                row, so no two calls repeat the same noise.
+            **kwargs: No further arguments are supported.
 
         Returns:
-            Tokens with the end token, if one was sampled that is not the pad id; log-probs of
-            these tokens (see `logprobs_mode`) if `return_logprobs` is set, else None; the weight
-            version that sampled each token. Log-probs are those under the weights that sampled
-            the token.
+            Tokens, with a sampled end token unless it is the pad id; log-probs of these tokens (see
+            `logprobs_mode`) if `return_logprobs` is set, else None; the weight version that sampled
+            each token. Log-probs are under the weights that sampled the token.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
@@ -340,7 +340,7 @@ class SglJaxRollout(BaseRollout):
         return output
 
     def _holding_policies(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
-        """Around a call that may need the trainer's arrays of every version from now on."""
+        """Wraps a call that may need the trainer's arrays of every version from now on."""
         if self._match is None:
             return contextlib.nullcontext()
         return self._match.call(engine.weight_version)
@@ -359,9 +359,9 @@ class SglJaxRollout(BaseRollout):
 
     @contextlib.contextmanager
     def recorded_outputs(self) -> Iterator[list[VersionedRolloutOutput]]:
-        """Collects what this thread's `generate` calls return inside the block.
+        """Collects the results of this thread's `generate` calls inside the block.
 
-        For callers of `RLCluster.generate`, which hands on Tunix's own fields alone.
+        For callers of `RLCluster.generate`, which passes on only Tunix's own fields.
         """
         with self._recorder.recording() as outputs:
             yield outputs
@@ -396,7 +396,7 @@ class SglJaxRollout(BaseRollout):
         )
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each prompt from the first one on that Tunix does not take for padding."""
+        """The ids of each prompt, from the first one that Tunix does not take for padding."""
         pad = self.pad_id()
         prompt_ids = [self._encode(str(text)) for text in texts]
         stripped = [padding.strip_prompt(ids, pad) for ids in prompt_ids]
@@ -409,7 +409,7 @@ class SglJaxRollout(BaseRollout):
         return stripped
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids as Tunix's samplers make them: BOS in front, if it is there and not 0."""
+        """Token ids as in Tunix's samplers: with BOS in front, if there is one and it is not 0."""
         bos = self._tokenizer.bos_id()
         ids = [int(token) for token in self._tokenizer.encode(text)]
         has_bos = bos is not None and bos > 0
@@ -422,7 +422,7 @@ class SglJaxRollout(BaseRollout):
             return [params] * count
         with self._lock:
             call = next(self._call_counts[seed])
-        # Index 0 would hand the seed through unmixed, and one call's row could repeat another's.
+        # Index 0 would leave the seed unmixed, and one call's row could repeat another's.
         call_seed = derive_seed(seed, call + 1)
         return [
             dataclasses.replace(params, seed=derive_seed(call_seed, row + 1))
@@ -430,7 +430,7 @@ class SglJaxRollout(BaseRollout):
         ]
 
     def _sampling_params(self, config: RolloutConfig) -> SamplingParams:
-        """Of any prompt, without a seed."""
+        """Sampling parameters of any prompt, without a seed."""
         return sampling.to_sampling_params(
             with_training_kwargs(config, self._rollout_config),
             eos_id=self.eos_id(),
@@ -443,10 +443,11 @@ class SglJaxRollout(BaseRollout):
     ) -> jax.Array:
         """`get_per_token_logps` of the frozen base: the reference policy of a LoRA run.
 
-        It needs no second model; `RLCluster` of this package takes it where there is no reference.
+        It needs no second model; this package's `RLCluster` uses it if there is no reference model.
 
         Raises:
-            InvalidConfigError: unless lora="adapter", where the engine has the base by itself.
+            InvalidConfigError: unless lora="adapter", with which the engine holds the base
+                separately.
         """
         if self.adapter is None:
             raise InvalidConfigError(
@@ -460,13 +461,13 @@ class SglJaxRollout(BaseRollout):
     ) -> jax.Array:
         """Log-probs of given completions under the engine's own weights.
 
-        The logits are divided by the training temperature, as in Tunix's loss, unless it is 0.
-        With "trainer_match" Tunix's function scores these very arrays on the trainer's weights.
-        Padding is what stands before a prompt's first and behind a completion's last token that
-        is not the pad id; pad ids between them are scored and seen like any other.
+        The logits are divided by the training temperature, as in Tunix's loss, unless it is 0. With
+        "trainer_match" Tunix's function scores these very arrays on the trainer's weights. Padding
+        is everything before a prompt's first and after a completion's last token that is not the
+        pad id. Pad ids in between are scored and seen like other tokens.
 
         Raises:
-            InvalidRequestError: for a prompt that is all padding.
+            InvalidRequestError: for a prompt of padding alone.
 
         Shape:
             prompt_tokens: [B, P] int32, left-padded; completion_tokens: [B, C] int32,
@@ -474,7 +475,7 @@ class SglJaxRollout(BaseRollout):
         """
         if self._match is None:
             return self._score(prompt_tokens, completion_tokens, self.adapter)
-        self._sequences(prompt_tokens, completion_tokens)  # refuses what cannot be scored
+        self._sequences(prompt_tokens, completion_tokens)  # refuses inputs that cannot be scored
         prompts_BP, completions_BC = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         watched = self._observers.span("get_per_token_logps", rows=len(prompts_BP))
         with watched, self._holding_policies(self.engine):
@@ -501,7 +502,7 @@ class SglJaxRollout(BaseRollout):
     def _sequences(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> tuple[list[list[int]], list[int], np.ndarray]:
-        """Token ids without padding, the lengths of their prompts, and which completions' count."""
+        """Token ids without padding, the prompt lengths, and which completion tokens count."""
         pad = self.pad_id()
         prompts = padding.unpad_prompts(np.asarray(prompt_tokens), pad)
         if any(len(prompt) == 0 for prompt in prompts):
@@ -519,11 +520,11 @@ class SglJaxRollout(BaseRollout):
     # ------------------------------------------------------------------ for an event loop
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, as `generate` makes them."""
+        """Token ids of a prompt, as in `generate`."""
         return self._encode(text)
 
     def request_params(self, config: RolloutConfig) -> SamplingParams:
-        """How one prompt is sampled; with a `seed`, by the next draw of that seed."""
+        """Sampling parameters of one prompt; a `seed` gives the next draw of that seed."""
         return self._row_params(config, 1)[0]
 
     async def async_generate_ids(
@@ -536,9 +537,9 @@ class SglJaxRollout(BaseRollout):
 
     @property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Names, shapes and dtypes of what Tunix hands to `update_params`; builds the engine.
+        """Names, shapes and dtypes that Tunix passes to `update_params`; builds the engine.
 
-        All of the actor's parameters, or the LoRA leaves of an actor that has any.
+        All of the actor's parameters, or only the LoRA leaves if it has any.
         """
         self.engine  # noqa: B018
         return dict(self._weight_specs)
@@ -546,43 +547,43 @@ class SglJaxRollout(BaseRollout):
     def weight_source(self, params: Any) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
         """Parameters by name and the rules that map them, as `Engine` takes them.
 
-        LoRA leaves alone are completed by the actor's frozen base.
+        If there are only LoRA leaves, the actor's frozen base completes them.
 
         Raises:
-            WeightSyncError: for LoRA parameters that are not the actor's.
+            WeightSyncError: for LoRA parameters of another actor.
         """
         return self._weights.source(params)
 
     def accept_source(self, params: Any) -> None:
-        """Says that an engine serves what `weight_source` made of these parameters.
+        """Records that an engine serves the result of `weight_source` for these parameters.
 
-        LoRA leaves that come alone later are completed by their base.
+        Their base completes LoRA leaves that come alone later.
         """
         self._weights.accept(params)
 
     # ------------------------------------------------------------------ weights
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Replaces the engine's weights by the trainer's; all of them or none.
+        """Replaces the engine's weights with the trainer's, all or none.
 
-        Completions that other threads are sampling are treated as `weight_update_mode` says.
+        `weight_update_mode` decides what happens to completions that other threads are sampling.
 
-        An empty state is Tunix's sign that it offloads models: it passes one before and after each
-        of its calls of `generate` and `get_per_token_logps`. From the first one on, the engine
-        sleeps after a sign with no such call active, until the next call; an update while it
-        sleeps replaces the weights that it sleeps with.
+        An empty state is Tunix's signal that it offloads models: Tunix passes one before and after
+        each of its calls of `generate` and `get_per_token_logps`. From the first one on, the engine
+        sleeps after a signal with no such call active, until the next call. An update while it
+        sleeps replaces the sleeping weights.
 
         Args:
             params: The actor's `nnx.State` (or any pytree with its names), or an empty one.
-            filter_types: The variable types that `params` holds. Not needed: names tell LoRA
-                leaves, which may come alone, from weights.
+            filter_types: The variable types in `params`. Ignored: names distinguish LoRA leaves,
+                which may come alone, from weights.
 
         Raises:
-            InvalidConfigError: for an empty state with "trainer_match", whose references would
-                keep the device memory that Tunix means to free.
+            InvalidConfigError: for an empty state with "trainer_match", whose references would keep
+                the device memory that Tunix wants to free.
             WeightSyncError: names each missing, extra or mis-shaped parameter; the old weights
                 keep serving.
-            OffloadError: when the engine could not be put to sleep; it serves what it should.
+            OffloadError: when the engine could not be put to sleep; it serves the right weights.
         """
         if not jax.tree.leaves(params):
             if self._match is not None:
@@ -594,8 +595,8 @@ class SglJaxRollout(BaseRollout):
 
     def _update(self, params: Any) -> None:
         if self._weights.has_lora:
-            self.engine  # noqa: B018  built from the actor, which has the frozen base
-            # Offloading, Tunix passes the base alone as it moves the reference model.
+            self.engine  # noqa: B018  built from the actor, which holds the frozen base
+            # With offloading, Tunix passes only the base when it moves the reference model.
             if self._idle_policy.is_offloading and not any(
                 map(is_lora_name, flatten_named(params))
             ):
@@ -609,7 +610,7 @@ class SglJaxRollout(BaseRollout):
         self._idle_policy.updated(engine)
 
     def find_differing_weights(self, params: Any) -> list[str]:
-        """Names of engine weights whose bits are not those of the mapped trainer's; see `Engine`.
+        """Names of engine weights whose bits differ from the mapped trainer weights; see `Engine`.
 
         Args:
             params: The actor's `nnx.State`, as `update_params` takes it.
@@ -662,7 +663,7 @@ class SglJaxRollout(BaseRollout):
         )
 
     def _check_same_engine(self, config: RolloutConfig) -> None:
-        """Refuses engine fields of a later config that differ from what the engine runs with."""
+        """Refuses engine fields of a later config that differ from the running engine's."""
         engine_options.check_same_engine(config, self._engine_config, self._explicit_options)
         asked_mode = engine_options.asked_logprobs_mode(config)
         if self._given_logprobs_mode is None and asked_mode not in (None, self._logprobs_mode):
@@ -679,7 +680,7 @@ class SglJaxRollout(BaseRollout):
     def _find_model_config(self, rollout_config: RolloutConfig, wanted: int) -> ModelConfig:
         given = self._given_model_config
         if given is None:
-            # Tunix's sglang_jax engine takes a model name here; a local folder tells the shape.
+            # Tunix's sglang_jax engine takes a model name here; a local folder gives the shape.
             folder = rollout_config.rollout_sglang_jax_model_version
             if folder and (Path(folder) / "config.json").is_file():
                 given = load_model_config(folder)

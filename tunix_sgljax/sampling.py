@@ -1,4 +1,4 @@
-"""How a rollout samples: what RolloutConfig and the rollout's own keywords say of it."""
+"""Sampling settings of a rollout, from RolloutConfig and the rollout's own keywords."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _FROM_CONFIG = (
     "stop_token_ids",
     "ignore_eos",
 )
-"""Sampling fields that RolloutConfig decides, or that a rollout has no use for."""
+"""Sampling fields that RolloutConfig sets, or that a rollout does not use."""
 
 LOGPROBS_MODES = ("trainer_logprobs", "trainer_match", "processed_logprobs", "raw_logprobs")
 """Which log-probs a rollout returns. The last two have vLLM's names."""
 
 WeightUpdateMode = Literal["retract", "in_place", "wait", "abort"]
-"""What an update does to completions that are being sampled; see `SglJaxRollout`."""
+"""What a weight update does to completions that are being sampled; see `SglJaxRollout`."""
 
 
 def apply_log_level(config: RolloutConfig) -> None:
-    """Sets the level of the two packages' loggers when the config names another than "info"."""
+    """Sets the log level of the two packages if the config names another than "info"."""
     level = config.rollout_sglang_jax_log_level
     if level is None or level == "info":
         return
@@ -50,11 +50,11 @@ def apply_log_level(config: RolloutConfig) -> None:
 
 
 def check_extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling fields beyond RolloutConfig's, for all calls of a rollout.
+    """Checks sampling fields beyond RolloutConfig's, for all calls of a rollout.
 
     Raises:
         InvalidRequestError: for an unknown field or a bad value.
-        InvalidConfigError: for a field that RolloutConfig decides.
+        InvalidConfigError: for a field that RolloutConfig sets.
     """
     for name in _FROM_CONFIG:
         if name in extra:
@@ -66,20 +66,20 @@ def check_extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidConfigError(
             "sampling_params must not set detokenize=False: reward functions read the text"
         )
-    # min_new_tokens is bounded by max_new_tokens, which each call brings.
+    # max_new_tokens, which each call sets, bounds min_new_tokens.
     SamplingParams.from_dict({"max_new_tokens": _MAX_SEED, **extra})
     return dict(extra)
 
 
 def check_logprobs_mode(mode: str | None) -> str | None:
-    """None or one of `LOGPROBS_MODES`, or InvalidConfigError."""
+    """Returns None or one of `LOGPROBS_MODES`, or raises InvalidConfigError."""
     if mode not in (None, *LOGPROBS_MODES):
         raise InvalidConfigError(f"logprobs_mode must be one of {LOGPROBS_MODES}, got {mode!r}")
     return mode
 
 
 def check_match_batch_size(size: int | None, mode: str | None) -> int | None:
-    """The value, or InvalidConfigError if it is no number of rows or the mode has no use for it."""
+    """Returns the value; InvalidConfigError if it is no row count or the mode does not use it."""
     if size is None:
         return None
     if mode != "trainer_match":
@@ -92,7 +92,7 @@ def check_match_batch_size(size: int | None, mode: str | None) -> int | None:
 
 
 def check_comparable(mode: str, params: SamplingParams) -> None:
-    """Refuses log-probs that a trainer's, of softmax(logits / temperature), say nothing about.
+    """Refuses log-probs that cannot be compared with a trainer's, of softmax(logits / temperature).
 
     Raises:
         InvalidConfigError: names the mode and the setting that makes the two differ.
@@ -126,14 +126,14 @@ def check_weight_update_mode(mode: str) -> None:
 
 
 def check_flag(name: str, value: bool) -> bool:
-    """The value, or InvalidConfigError if it is not a bool."""
+    """Returns the value, or raises InvalidConfigError if it is not a bool."""
     if not isinstance(value, bool):
         raise InvalidConfigError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def pick_logprobs(output: RequestOutput, mode: str) -> list[float]:
-    """The log-probs of an output's tokens that a mode asks for."""
+    """The log-probs of an output's tokens for a mode."""
     if mode == "raw_logprobs":
         return output.logprobs
     if mode == "processed_logprobs":
@@ -157,8 +157,8 @@ def to_sampling_params(
     Args:
         config: Tunix's config of this call.
         eos_id: The tokenizer's end token; None or negative when it has none.
-        seed: Of this prompt, already made unique.
-        extra: Fields that RolloutConfig does not have; see `check_extra_params`. They win over
+        seed: Seed of this prompt, already unique.
+        extra: Fields that RolloutConfig does not have; see `check_extra_params`. They override
             `rollout_vllm_sampling_kwargs`.
 
     Raises:

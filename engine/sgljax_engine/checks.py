@@ -14,7 +14,7 @@ def require(ok: bool, name: str, value: object, limit: str) -> None:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer, True and False not among them."""
+    """Whether a value is an integer but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

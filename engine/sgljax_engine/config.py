@@ -45,13 +45,13 @@ class CacheConfig:
 
     Attributes:
         page_size: Tokens in a page.
-        num_kv_tokens: Tokens that the pool holds, rounded down to whole pages. None takes
-            what `max_running_requests` sequences of `max_model_len` need, but at most
-            `mem_fraction_static` of the memory that is free once the weights are there (device
+        num_kv_tokens: Tokens that the pool holds, rounded down to whole pages. None takes what
+            `max_running_requests` sequences of `max_model_len` need, but at most
+            `mem_fraction_static` of the memory that is free once the weights are loaded (device
             memory; host memory on CPU).
-        mem_fraction_static: See `num_kv_tokens`; also holds for what decode attention on CPUs
-            copies pages into, pages included. In (0, 1).
-        disable_radix_cache: Share no pages between requests and keep none after they end.
+        mem_fraction_static: See `num_kv_tokens`; on CPUs it also bounds pages plus contiguous KV
+            together. In (0, 1).
+        disable_radix_cache: Do not share pages between requests or keep pages after a request ends.
     """
 
     page_size: int = 16
@@ -80,21 +80,21 @@ class SchedulerConfig:
     """Continuous batching.
 
     Attributes:
-        max_running_requests: Sequences decoded together at most.
-        chunked_prefill_size: Tokens prefilled in one dispatch at most, rounded up to a multiple of
-            `TOKEN_BLOCK`; longer prompts go in chunks.
-        decode_steps: Decode steps in one dispatch at most.
-        max_dispatch_s: Seconds that a dispatch should last at most; bounds how long a command
-            waits. By the time that earlier ones took, it prefills as many tokens as fit beside a
-            decode step, up to `chunked_prefill_size`, and takes as many steps as fit the rest, up
-            to `decode_steps`; but no fewer than the smallest prefill program's and one. Above 0;
-            infinite to leave it to those limits.
-        stream_interval: Decode steps in one dispatch at most while a request is decoded that
-            streams or has stop strings; it shortens the dispatches of all others too. Streams get
-            their tokens by the dispatch, the first one by itself, and a stop string is found at its
-            end: what was decoded behind it is thrown away.
-        init_new_token_ratio: Fraction of their remaining max_new_tokens that running requests are
-            expected to use; admission keeps that many KV tokens free. In [0, 1].
+        max_running_requests: Maximum number of sequences decoded together.
+        chunked_prefill_size: Maximum number of tokens prefilled in one dispatch, rounded up to a
+            multiple of `TOKEN_BLOCK`; longer prompts are prefilled in chunks.
+        decode_steps: Maximum number of decode steps in one dispatch.
+        max_dispatch_s: Target for the longest dispatch in seconds; bounds how long a command waits.
+            From the times of earlier dispatches the engine estimates how many tokens fit beside one
+            decode step, up to `chunked_prefill_size`, and how many decode steps fit the rest, up to
+            `decode_steps`. A dispatch takes at least the smallest prefill program and one decode
+            step. Above 0; infinity leaves only the other two limits.
+        stream_interval: Maximum number of decode steps in one dispatch while any running request
+            streams or has stop strings; all requests share the shorter dispatch. A stream gets its
+            first token by itself, and then the tokens of each dispatch. A stop string is found at
+            the end of a dispatch, and tokens decoded after it are discarded.
+        init_new_token_ratio: Expected fraction of their remaining max_new_tokens that running
+            requests will use; admission keeps that many KV tokens free. In [0, 1].
         min_new_token_ratio: Where the ratio decays to. In [0, init_new_token_ratio].
         new_token_ratio_decay: Subtracted from the ratio at each decode dispatch.
     """
@@ -132,10 +132,10 @@ class SchedulerConfig:
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """Of numpy's and JAX's dtypes too, such as `jnp.bfloat16`; what is none is given back."""
+    """The name of a dtype, also of numpy's and JAX's; returns what is no dtype unchanged."""
     if isinstance(dtype, str):
         return dtype
-    import numpy as np  # it reads the environment, which importing this package must not
+    import numpy as np  # reads the environment; importing this package must not
 
     try:
         return np.dtype(dtype).name
@@ -148,29 +148,29 @@ class RuntimeConfig:
     """Device programs.
 
     Attributes:
-        dtype: Of weights but for those of norms, which are float32, of activations and of the KV
-            cache; one of `DTYPES` or JAX's own of that name. None takes the checkpoint's or
-            float32.
-        batch_buckets: Decode batch sizes to compile for; None takes powers of four, on CPUs more.
-        token_buckets: Prefill sizes in tokens to compile for; None takes powers of two, and on
-            CPUs 64 and one whose time follows the tokens.
+        dtype: Dtype of weights, activations and the KV cache; norm weights stay float32. One of
+            `DTYPES` or JAX's dtype of that name. None takes the checkpoint's dtype, or float32.
+        batch_buckets: Decode batch sizes to compile for; None takes powers of four, and more on
+            CPUs.
+        token_buckets: Prefill sizes in tokens to compile for; None takes powers of two; on CPUs, 64
+            and a program whose time follows the number of tokens.
         forbid_compile: Raise CompileForbiddenError when a step after `warmup` needs a new program.
         compilation_cache_dir: JAX's persistent compilation cache: "auto" uses a folder in the
             user's cache directory unless the process configured one, None leaves JAX alone, any
-            other value is the folder to use. Where the engine turns it on, it keeps programs from
-            0.1 s of compilation on, unless the process has changed JAX's limit of 1 s.
-        attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it can be had,
+            other value is the folder to use. When the engine turns the cache on, it keeps programs
+            that took 0.1 s or more to compile, unless the process has changed JAX's limit of 1 s.
+        attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it is available,
             on one x86-64 CPU in float32, and a portable one elsewhere; "pallas" is a kernel for
             NVIDIA GPUs. See docs/performance.md.
-        linear_backend: Of projections: one of `LINEAR_BACKENDS`, "auto" as above.
-        enable_deterministic_sampling: Tokens and log-probs of a greedy or seeded request have the
-            same bits whatever runs beside it and however it is batched, chunked, cached, paused or
-            put to sleep; `attention_backend` must be "auto", "native" or "xla_rows". See
-            docs/determinism.md.
-        random_seed: Seeds the fresh seeds of requests that bring none, and random weights. None
+        linear_backend: Backend of projections: one of `LINEAR_BACKENDS`, with "auto" as above.
+        enable_deterministic_sampling: Make tokens and log-probs of a greedy or seeded request
+            batch-invariant: the same bits whatever else is in the batch, and however the request is
+            batched, chunked, cached, paused or put to sleep; `attention_backend` must be "auto",
+            "native" or "xla_rows". See docs/determinism.md.
+        random_seed: Seed of random weights, and of the fresh seeds of requests without one. None
             takes the operating system's entropy for requests and 0 for weights.
-        check_finite: Refuse weights that hold NaN or infinity: those to start with, and those of
-            each update that does not say otherwise.
+        check_finite: Refuse weights that hold NaN or infinity, at the start and in each update that
+            does not override it.
     """
 
     dtype: str | None = None
@@ -228,15 +228,14 @@ class RuntimeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters that stay apart from the weights; see `Engine.load_adapter`.
+    """LoRA adapters, kept apart from the weights; see `Engine.load_adapter`.
 
     Attributes:
-        max_loras: Adapters that may be loaded at once. 0 makes an engine without, which pays
-            nothing for them.
-        max_lora_rank: The largest rank of an adapter. Every slot takes the memory and the time of
-            it, whatever its own rank.
-        lora_targets: Kinds of projections that adapters may change, of `LORA_TARGETS`; None takes
-            all but "lm_head". Others cost nothing.
+        max_loras: Maximum number of adapters loaded at once. 0 turns adapters off, at no cost.
+        max_lora_rank: The largest rank of an adapter. Every slot takes the memory and time of this
+            rank, whatever the rank of its adapter.
+        lora_targets: Kinds of projections that adapters may change, out of `LORA_TARGETS`; None
+            takes all but "lm_head". Kinds left out cost nothing.
     """
 
     max_loras: int = 0
@@ -263,15 +262,15 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that shapes an engine but its model, weights, tokenizer and mesh.
+    """All options of an engine; its model, weights, tokenizer and mesh are given apart.
 
     Attributes:
         cache: The KV pool and the prefix cache.
         scheduler: Batches, chunks and the length of dispatches.
         runtime: Dtype, buckets, compilation, attention, determinism and seeds.
         lora: Adapters.
-        max_model_len: Prompt plus output tokens of one sequence at most; None takes the model's
-            context length.
+        max_model_len: Maximum number of prompt plus output tokens of one sequence; None takes the
+            model's context length.
     """
 
     cache: CacheConfig = CacheConfig()
@@ -314,8 +313,8 @@ class EngineConfig:
             options: Values by name; `option_names` has the names.
 
         Raises:
-            InvalidConfigError: for an unknown name, with what another engine's option is called
-                here or the nearest known one, and for a value out of range.
+            InvalidConfigError: for a value out of range, or an unknown name; then the message names
+                the option that another engine calls so, or the nearest known one.
         """
         groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
         top: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""The engine's public face: thread-safe, blocking and asyncio calls over one engine thread.
+"""The engine's public API: thread-safe, blocking and asyncio calls over one engine thread.
 
-A long file, since a facade has a method for everything that can be asked; none does more than
-check its arguments and hand a command over.
+The file is long because the facade has a method for every call. Each method only checks its
+arguments and sends a command to the engine thread.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ logger = logging.getLogger(__name__)
 class Engine:
     """An inference engine inside this process.
 
-    All methods may be called from any thread, several at a time; requests of all callers are
-    batched together. Creating an engine takes device memory and starts two threads, the first
+    Any thread may call any method, also concurrently; the engine batches the requests of all
+    callers together. Creating an engine takes device memory and starts two threads, the first
     weight update a third, the first checkpoint a fourth; `shutdown`, leaving the `with` block, or
-    dropping the last reference gives all of that back.
+    dropping the last reference releases all of it.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Engine:
         """Loads the model and starts the engine.
 
         Args:
-            model_path: A Hugging Face folder: config.json, safetensors, and a tokenizer if there
-                is one.
+            model_path: A Hugging Face folder: config.json, safetensors and an optional tokenizer.
             model_config: The model's shape, instead of `model_path`.
             weights: A pytree of arrays to start with, instead of a checkpoint.
             weight_rules: Map `weights` onto the model, as in `update_weights`.
             tokenizer: A Hugging Face tokenizer, a SentencePieceProcessor, or an object with encode,
-                decode, bos_id, eos_id and pad_id; None takes the folder's.
-            load_format: "auto" or "safetensors" reads the folder, "dummy" makes random weights.
-            adapters: Adapters to start with, in the first slots: pytrees with their pairs and the
-                rules, by name; see `load_adapter`. At most `max_loras`.
-            mesh: Where to run, sharded over its axis "tp"; None, or an empty mesh, takes JAX's
-                first device.
+                decode, bos_id, eos_id and pad_id; None loads the folder's.
+            load_format: "auto" or "safetensors" reads the folder, "dummy" creates random weights.
+            adapters: Adapters to start with, by name: a pytree with the LoRA pairs, and its rules;
+                see `load_adapter`. They take the first slots. At most `max_loras`.
+            mesh: Devices to run on, sharded over the mesh axis "tp"; None, or an empty mesh, takes
+                JAX's first device.
             config: All options as one object.
-            progress: Told how far loading and warm-up are, on the threads that do them.
+            progress: Called with the progress of loading and warm-up, on the threads that do the
+                work.
             **options: Instead of `config`: flat names of `EngineConfig`, for example
                 `page_size=16, max_running_requests=64, dtype="bfloat16"`.
 
@@ -164,18 +164,18 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt plus output tokens of one request at most."""
+        """Maximum number of prompt plus output tokens of one request."""
         return self._requests.limits.max_model_len
 
     @property
     def weight_version(self) -> int:
-        """0 for the first weights, one more with every update."""
+        """Version of the serving weights: 0 at first, incremented by every update."""
         return self._loop.weight_version
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters as the model's generation_config.json has them.
+        """Sampling parameters from the model's generation_config.json.
 
-        Fields that it leaves out, and a model without the file, get vLLM's defaults.
+        Missing fields, or a missing file, get vLLM's defaults.
         """
         known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"}
         fields = {k: v for k, v in self._generation.items() if k in known and v is not None}
@@ -186,7 +186,7 @@ class Engine:
         return SamplingParams.from_dict(fields)
 
     def get_internal_state(self) -> EngineState:
-        """Queue sizes, free KV tokens and counters, taken between two dispatches."""
+        """Queue sizes, free KV tokens and counters, read between two dispatches."""
         return self._client.ask(cmd.GetState)
 
     async def async_get_internal_state(self) -> EngineState:
@@ -194,17 +194,17 @@ class Engine:
         return await self._client.async_ask(cmd.GetState)
 
     def get_progress(self) -> EngineProgress:
-        """Queue sizes and totals, read without waiting for the engine and at no cost to it."""
+        """Queue sizes and totals; does not wait for the engine or slow it down."""
         return self._loop.progress
 
     def start_recording(self, max_events: int = MAX_EVENTS) -> None:
-        """Notes from now on what the engine's threads do and when; see `stop_recording`.
+        """Starts recording what the engine's threads do and when; see `stop_recording`.
 
-        Meanwhile the engine waits for each prefill before it dispatches the decode behind it, so
-        that the time of each is its own.
+        While recording, the engine waits for each prefill to end before it dispatches the decode,
+        so that the two are timed separately.
 
         Args:
-            max_events: Events, and samples, to hold; older ones are forgotten.
+            max_events: Events, and samples, to keep; older ones are dropped.
 
         Raises:
             InvalidRequestError: unless `max_events` is a positive int.
@@ -212,10 +212,10 @@ class Engine:
         self._loop.recorder.start(max_events)
 
     def stop_recording(self) -> Recording:
-        """Ends the recording and hands it over; an empty one if there was none.
+        """Stops recording and returns the recording, which is empty if none was started.
 
-        Times are readings of `time.perf_counter`. Events that are not over yet are left out, but
-        for a pause and a sleep, which are cut off.
+        Times are readings of `time.perf_counter`. Unfinished events are left out, except for a
+        pause or a sleep, which ends with the recording.
         """
         return self._loop.recorder.stop()
 
@@ -238,7 +238,7 @@ class Engine:
         rid: str | Sequence[str] | None = None,
         lora: str | Sequence[str | None] | None = None,
     ) -> Any:
-        """Generates and waits; while generation is paused, until it continues.
+        """Generates and waits for the output, also across a pause of generation.
 
         Args:
             prompt: One text or several.
@@ -246,25 +246,26 @@ class Engine:
                 `get_default_sampling_params()`.
             input_ids: Token ids instead of `prompt`: one prompt's, or a list of prompts'.
             return_logprob: Put log-probs into `meta_info`, see `RequestOutput.to_dict`. This and
-                the next three are for all prompts, or lists with one for each.
+                the next three arguments apply to all prompts, or are lists with one value per
+                prompt.
             logprob_start_len: Report the prompt's log-probs from this position on; -1 or None
                 reports none.
             top_logprobs_num: Most likely tokens to report at each position.
             token_ids_logprob: Tokens to report at each position.
             stream: Return an iterator at once; see `TokenStream`.
-            rid: The caller's id of each prompt, for `abort_request` and checkpoints; no request of
-                a call that is not answered may have it. Sample i of several is `<rid>-<i>`.
-            lora: The adapter of all prompts by its name, or a list with one for each; None is the
+            rid: The caller's id of each prompt, for `abort_request` and checkpoints; it must not be
+                in use by an unanswered call. With several samples, sample i is `<rid>-<i>`.
+            lora: Name of the adapter for all prompts, or a list with one per prompt; None is the
                 base model alone.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
-            the n samples of a prompt in a row. With `stream`, a `TokenStream`.
+            with the n samples of a prompt next to one another. With `stream`, a `TokenStream`.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
-            EngineStepError: when the device step of one of the requests failed.
-            EngineStateError: after an update with donate=True that failed.
+            EngineStepError: when a device step of one of the requests failed.
+            EngineStateError: after an update with donate=True failed.
             EngineShutdownError: after, or because of, `shutdown`.
         """
         logprobs = LogprobArgs(
@@ -314,13 +315,14 @@ class Engine:
         stream: bool = False,
         lora: str | Sequence[str | None] | None = None,
     ) -> Any:
-        """`generate` for conversations, written out by the tokenizer's chat template.
+        """`generate` for conversations, rendered with the tokenizer's chat template.
 
         Args:
             messages: One conversation, a list of `{"role": ..., "content": ...}`, or several.
             sampling_params: As in `generate`.
-            add_generation_prompt: End with the beginning of the assistant's answer.
-            template_options: More variables of the template, `{"enable_thinking": False}` say.
+            add_generation_prompt: End the prompt with the start of the assistant's answer.
+            template_options: More variables for the template, for example `{"enable_thinking":
+                False}`.
             return_logprob: As in `generate`.
             stream: As in `generate`.
             lora: As in `generate`.
@@ -359,12 +361,12 @@ class Engine:
 
         Args:
             messages: A list of `{"role": ..., "content": ...}`.
-            add_generation_prompt: End with the beginning of the assistant's answer.
-            template_options: More variables of the template.
+            add_generation_prompt: End the prompt with the start of the assistant's answer.
+            template_options: More variables for the template.
 
         Raises:
-            InvalidRequestError: when the engine has no tokenizer, the tokenizer no template, or a
-                message no role or content.
+            InvalidRequestError: when the engine has no tokenizer, the tokenizer has no chat
+                template, or a message lacks its role or content.
         """
         if self._tokenizer is None:
             raise InvalidRequestError("messages need a tokenizer and the engine has none")
@@ -388,7 +390,7 @@ class Engine:
             lora: The adapter of all prompts; None is the base model alone.
 
         Returns:
-            All samples of all prompts in order, n of a prompt in a row.
+            All samples of all prompts in order, with the n samples of a prompt next to one another.
 
         Raises:
             InvalidRequestError: names the field, its value and its limit.
@@ -419,14 +421,14 @@ class Engine:
     ) -> list[np.ndarray]:
         """Log-probs of given tokens under the current weights.
 
-        What sequences have in common from their beginnings on is computed once for those of a
-        batch, in blocks of 16 tokens: put the samples of a prompt next to one another.
+        Sequences of one batch share the computation of a common prefix, in blocks of 16 tokens; so
+        put the samples of a prompt next to one another.
 
         Args:
             sequences: Token ids, each of at least one token.
             temperature: Divides the logits; > 0.
-            start_lens: Leading tokens of each sequence that need no log-prob, at least 1: those
-                of a prompt, say; None for 1.
+            start_lens: Number of leading tokens of each sequence that need no log-prob, such as the
+                prompt's; at least 1. None means 1.
             lora: The adapter of all sequences; None is the base model alone.
 
         Returns:
@@ -446,16 +448,16 @@ class Engine:
     # ------------------------------------------------------------------ control
 
     def warmup(self, *, include_score: bool = False, include_table: bool = False) -> int:
-        """Compiles and runs all prefill, copy and decode programs; returns how many were new.
+        """Compiles and runs all prefill, copy and decode programs; returns the number of new ones.
 
-        Programs for `top_logprobs_num` and `token_ids_logprob` are left to their first use. Other
-        requests wait meanwhile, seconds to minutes.
+        Programs for `top_logprobs_num` and `token_ids_logprob` are compiled at their first use.
+        Other requests wait during warm-up, for seconds to minutes.
 
         Args:
-            include_score: Those of `score` and `logprob_start_len` too, one for each prefill
-                bucket, and for each power of two beyond them up to the longest sequence.
-            include_table: Those for penalties, biases, allowed and bad tokens and min_new_tokens
-                too, three or more for each batch bucket.
+            include_score: Also compile programs for `score` and `logprob_start_len`: one for each
+                prefill bucket, and for each larger power of two up to the longest sequence.
+            include_table: Also compile programs for penalties, biases, allowed and bad tokens and
+                min_new_tokens: three or more for each batch bucket.
 
         Raises:
             EngineStateError: while the engine sleeps or has no weights.
@@ -465,30 +467,30 @@ class Engine:
         )
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
-        """Stops generating. Returns when the device runs nothing of this engine.
+        """Pauses generation. Returns once this engine runs nothing on the device.
 
-        Requests that come meanwhile wait for `continue_generation`; so a thread that pauses must
-        not wait for an output before it continues. Calling it again changes the mode.
+        New requests wait for `continue_generation`, so the pausing thread must not wait for an
+        output before it continues. A second call changes the mode.
 
         Args:
-            mode: What becomes of the requests; see `io_struct.PauseMode`. "wait" returns once
-                those that have started are finished.
+            mode: What happens to the requests; see `io_struct.PauseMode`. "wait" returns once all
+                started requests have finished.
 
         Raises:
             InvalidRequestError: for an unknown mode.
             EngineStateError: when `continue_generation`, or a pause that keeps requests from
-                finishing, came before a "wait" was over.
+                finishing, interrupted a "wait".
         """
         request = PauseGenerationReqInput(mode=mode)
         self._client.ask(functools.partial(cmd.Pause, request))
 
     async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
-        """`pause_generation` for asyncio; a cancelled task does not take the pause back."""
+        """`pause_generation` for asyncio; cancelling the task does not undo the pause."""
         request = PauseGenerationReqInput(mode=mode)
         await self._client.async_ask(functools.partial(cmd.Pause, request))
 
     def continue_generation(self) -> None:
-        """Goes on generating; does nothing if generation is not paused."""
+        """Continues generation; does nothing if generation is not paused."""
         self._client.ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
 
     async def async_continue_generation(self) -> None:
@@ -496,18 +498,18 @@ class Engine:
         await self._client.async_ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
 
     def abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
-        """Ends requests with finish reason `abort`; their callers get what they have.
+        """Ends requests with finish reason `abort`; their callers get the output so far.
 
         Args:
-            rid: Of a request, or the id given for a prompt with several samples. One that is
-                unknown or finished is no error.
-            abort_all: Ends all requests, those that have not started too.
+            rid: Id of a request, or of a prompt with several samples. An unknown or finished id is
+                not an error.
+            abort_all: End all requests, including waiting ones.
 
         Returns:
-            How many were ended.
+            The number of requests that it ended.
 
         Raises:
-            InvalidRequestError: unless exactly one of the two is given.
+            InvalidRequestError: unless exactly one of the two arguments is given.
         """
         request = AbortReq(rid=rid, abort_all=abort_all)
         return self._client.ask(functools.partial(cmd.Abort, request))
@@ -520,11 +522,11 @@ class Engine:
     def flush_cache(self) -> FlushCacheReqOutput:
         """Empties the prefix cache and resets `new_token_ratio` and `forward_ct_decode`.
 
-        Refused, with a reason in the answer, while requests hold KV pages: when some run, or are
-        paused in place. Retracted ones hold none.
+        The engine refuses, and says why in the answer, while running requests or requests paused in
+        place hold KV pages. Retracted requests hold none.
 
         Returns:
-            Whether it was done, and how many KV tokens were cached.
+            Whether the cache was flushed, and how many KV tokens it held.
         """
         return self._client.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
 
@@ -533,10 +535,10 @@ class Engine:
         return await self._client.async_ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
 
     def release_kv_cache(self) -> int:
-        """Gives the memory of the KV cache back until the next dispatch takes it again.
+        """Frees the memory of the KV cache; the next dispatch allocates it again.
 
         Returns:
-            The bytes that were freed; 0 if it was released already.
+            Bytes freed; 0 if it was released already.
 
         Raises:
             EngineStateError: while requests hold KV pages; see `flush_cache`.
@@ -548,57 +550,56 @@ class Engine:
     def sleep(
         self, level: int = 1, preserve_state: bool = False, *, refuse_requests: bool = False
     ) -> int:
-        """Gives the memory of weights and KV cache back to the devices, until `wake_up`.
+        """Frees the device memory of weights and KV cache until `wake_up`.
 
-        No request is lost: those that have started keep their tokens and go on after `wake_up`, and
-        those that come meanwhile wait for it. So a thread that put the engine to sleep must not
-        wait for an output before it wakes it. A pause stays what it is. What sleeps already,
-        when the other was woken by its tag or by `update_weights`, stays as it was put to sleep;
-        if all does, nothing is done but to log a warning.
+        No request is lost: started requests keep their tokens and continue after `wake_up`, and new
+        requests wait for it. So a thread that put the engine to sleep must not wait for an output
+        before it wakes the engine. A pause stays in force. If one of weights and KV cache sleeps
+        already, it stays as it was put to sleep; if both do, the call only logs a warning.
 
         Args:
-            level: 1 keeps the weights on the host. 2 gives them up: after `wake_up`, generation
-                waits for `update_weights`, and new requests are refused until then.
-            preserve_state: Keep everything on the host whatever the level: weights, KV pages in
-                use and the prefix cache; requests go on without a prefill. Else the KV cache is
-                given up, and requests that have started are retracted.
-            refuse_requests: Refuse requests that come while the engine sleeps.
+            level: 1 keeps the weights on the host. 2 drops them: after `wake_up`, generation waits
+                for `update_weights`, and the engine refuses new requests until then.
+            preserve_state: Keep weights, KV pages in use and the prefix cache on the host, whatever
+                the level; requests then continue without a prefill. Otherwise the KV cache is
+                dropped and started requests are retracted.
+            refuse_requests: Refuse new requests while the engine sleeps.
 
         Returns:
-            Bytes of the devices' memory that were given back.
+            Bytes of device memory freed.
 
         Raises:
-            InvalidRequestError: for another level or a flag that is no bool.
-            OffloadError: when copying to the host failed; all is as before.
+            InvalidRequestError: for an unknown level, or a flag that is not a bool.
+            OffloadError: when copying to the host failed; nothing has changed.
         """
         return self._client.ask(_sleep_command(level, preserve_state, refuse_requests))
 
     async def async_sleep(
         self, level: int = 1, preserve_state: bool = False, *, refuse_requests: bool = False
     ) -> int:
-        """`sleep` for asyncio; a cancelled task does not take it back."""
+        """`sleep` for asyncio; cancelling the task does not undo it."""
         return await self._client.async_ask(_sleep_command(level, preserve_state, refuse_requests))
 
     def wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
-        """Takes the memory again that `sleep` gave back, and restores what was kept.
+        """Allocates the memory that `sleep` freed, and restores what was kept.
 
-        Requests go on once nothing sleeps. Logs a warning if nothing of this sleeps.
+        Requests continue once nothing sleeps. Logs a warning if nothing named by the tags sleeps.
 
         Args:
-            tags: "weights", "kv_cache" or both, to wake one after the other; None wakes all.
+            tags: "weights", "kv_cache" or both, to wake them one by one; None wakes all.
 
         Returns:
-            Bytes of the devices' memory that were taken.
+            Bytes of device memory allocated.
 
         Raises:
             InvalidRequestError: for an unknown tag.
-            OffloadError: when that failed, for want of memory say. What slept sleeps on with all
-                that it kept, so it can be tried again.
+            OffloadError: when waking failed, for example for lack of memory. The engine stays
+                asleep and keeps its state, so the call can be repeated.
         """
         return self._client.ask(functools.partial(cmd.WakeUp, check_tags(tags)))
 
     async def async_wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
-        """`wake_up` for asyncio; a cancelled task does not take it back."""
+        """`wake_up` for asyncio; cancelling the task does not undo it."""
         return await self._client.async_ask(functools.partial(cmd.WakeUp, check_tags(tags)))
 
     def is_sleeping(self) -> bool:
@@ -624,40 +625,40 @@ class Engine:
     ) -> int:
         """Replaces all weights between two dispatches, while other callers generate.
 
-        New weights are made while the engine decodes, if they live on one device. Updates are done
-        in the order of their calls. While generation is paused, the update is done and the pause
-        goes on. Weights that sleep are awake afterwards. The prefix cache never serves what other
+        If the weights live on one device, the engine keeps decoding while the new weights are made.
+        Updates run in the order of their calls. An update also runs during a pause, which then goes
+        on. It wakes sleeping weights. The prefix cache never serves keys and values that other
         weights computed.
 
         Args:
-            source: A pytree of arrays, or a list of pairs of name and array, on any devices; it is
-                copied, never aliased. Or the path of a Hugging Face folder of the same model.
-            rules: Map it onto the model. None expects weights as Hugging Face has them, see
-                `hf_rules`: its names, and projections [out, in]. `logical_rules` is for the same
-                names with projections [in, out]. Reuse a rules object to reuse the compiled
-                transformation.
-            mode: What becomes of requests that have started; see `io_struct.PauseMode`. With
-                "in_place" they go on over keys and values of the old weights, which no other
-                request ever uses; with "retract" all is prefilled again under the new ones.
-            flush_cache: True refuses to go on over keys and values of the old weights, so it goes
-                with "in_place" only while nothing runs. None is True for all other modes.
+            source: A pytree of arrays, or a list of (name, array) pairs, on any devices; the engine
+                copies it and never aliases it. Or the path of a Hugging Face folder of the same
+                model.
+            rules: Map `source` onto the model. None expects Hugging Face's names and projections
+                [out, in], see `hf_rules`. `logical_rules` expects the same names with projections
+                [in, out]. Reuse a rules object to reuse the compiled transformation.
+            mode: What happens to started requests; see `io_struct.PauseMode`. With "in_place" they
+                keep the keys and values of the old weights, which no other request ever uses. With
+                "retract" they are prefilled again under the new weights.
+            flush_cache: True refuses to reuse keys and values of the old weights, so it allows
+                "in_place" only while nothing runs. None means True for all other modes.
             donate: Free each old weight before its replacement is made, which takes the memory of
-                one model, not two. Generation stands still meanwhile. What fails before the first
-                weight is freed leaves all as it was; what fails later leaves no weights, fails all
-                requests, and refuses new ones until an update succeeds.
+                one model, not two. Generation stops during the update. A failure before the first
+                weight is freed changes nothing. A later failure leaves no weights: all requests
+                fail, and the engine refuses new ones until an update succeeds.
             verify: Compare checksums of the new weights and of the mapped source. Hooks must only
-                move and cast, since arithmetic may round otherwise when it is done again.
-            check_finite: Refuse new weights that hold NaN or infinity. None does as the engine's
-                option of that name says, which is to refuse them. With `donate` that takes a
-                second look at the source, before the first old weight is freed.
+                move and cast, since repeated arithmetic may round differently.
+            check_finite: Refuse new weights that hold NaN or infinity. None follows the engine
+                option of that name, True by default. With `donate` this reads the source a second
+                time, before the first old weight is freed.
 
         Returns:
             The new weight version.
 
         Raises:
             WeightSyncError: names every missing, extra or mis-shaped parameter, or those that are
-                not finite. As with all other errors, the old weights keep serving.
-            WeightsLostError: the one exception to that; see `donate`.
+                not finite. As after all other errors, the old weights keep serving.
+            WeightsLostError: the one exception; see `donate`.
             WeightLoadError: for a folder that is missing, broken or of another model.
             EngineStateError: for mode "wait" in a pause that keeps requests from finishing, and as
                 `flush_cache` asks.
@@ -676,9 +677,9 @@ class Engine:
         verify: bool = False,
         check_finite: bool | None = None,
     ) -> int:
-        """`update_weights` for asyncio; a cancelled task does not take the update back.
+        """`update_weights` for asyncio; cancelling the task does not undo the update.
 
-        Nor does that end the reading of `source`: it must stay as it is until the update is done.
+        The update keeps reading `source` after that: do not change it until the update is done.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
         return await self._client.async_ask(job)
@@ -691,12 +692,11 @@ class Engine:
         verify: bool = False,
         check_finite: bool | None = None,
     ) -> StagedWeights:
-        """Makes new weights beside those that serve, which go on serving untouched.
+        """Makes new weights beside the serving weights, which keep serving unchanged.
 
-        The first half of an update: `publish_weights` is the second, `discard_weights` calls it
-        off. Staged weights take the memory of one more model on the engine's devices, and stay
-        there while the engine sleeps; several may be staged at once. Calls that concern weights
-        are done one after another in their order.
+        This is the first half of an update: `publish_weights` is the second, and `discard_weights`
+        cancels it. Staged weights take the device memory of one more model, also while the engine
+        sleeps; several may be staged at once. All calls about weights run one by one, in order.
 
         Args:
             source: As in `update_weights`.
@@ -719,7 +719,7 @@ class Engine:
         verify: bool = False,
         check_finite: bool | None = None,
     ) -> StagedWeights:
-        """`stage_weights` for asyncio; what a cancelled task staged is freed when it is made."""
+        """`stage_weights` for asyncio; cancelling the task frees what it staged."""
         job = self._stage_job(source, rules, verify, check_finite)
         return await self._client.async_ask(job)
 
@@ -730,11 +730,11 @@ class Engine:
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
     ) -> int:
-        """Serves staged weights from the next dispatch on; all of them or none.
+        """Serves staged weights from the next dispatch on, atomically.
 
-        Staged weights are whole, so it does not matter which ones served when they were made: after
-        another update they replace that one's. Weights that sleep are awake afterwards. Calling it
-        again changes nothing and returns the same version, even if others serve by then.
+        Staged weights are complete, so it does not matter which weights served when they were made:
+        they also replace those of a later update. Publishing wakes sleeping weights. A second call
+        changes nothing and returns the same version, even if other weights serve by then.
 
         Args:
             staged: From `stage_weights` of this engine.
@@ -742,11 +742,11 @@ class Engine:
             flush_cache: As in `update_weights`.
 
         Returns:
-            The weight version that they became.
+            The weight version of the published weights.
 
         Raises:
             InvalidRequestError: for weights that another engine staged.
-            EngineStateError: for weights that were discarded; and as in `update_weights`, when the
+            EngineStateError: for discarded weights; also as in `update_weights`, and then the
                 weights stay staged.
         """
         return self._client.ask(_publish_job(staged, mode, flush_cache))
@@ -758,15 +758,15 @@ class Engine:
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
     ) -> int:
-        """`publish_weights` for asyncio; a cancelled task does not take it back."""
+        """`publish_weights` for asyncio; cancelling the task does not undo it."""
         return await self._client.async_ask(_publish_job(staged, mode, flush_cache))
 
     def discard_weights(self, staged: StagedWeights) -> bool:
-        """Frees staged weights. Those that serve are not touched.
+        """Frees staged weights; does not touch the serving weights.
 
         Returns:
-            Whether there was something to free; not if they were published or discarded before, or
-            the engine was shut down, which frees all that is staged.
+            Whether there was something to free. Weights that were published or discarded, or freed
+            by a shutdown, need no freeing.
 
         Raises:
             InvalidRequestError: for weights that another engine staged.
@@ -778,7 +778,7 @@ class Engine:
             return False
 
     async def async_discard_weights(self, staged: StagedWeights) -> bool:
-        """`discard_weights` for asyncio; a cancelled task does not take it back."""
+        """`discard_weights` for asyncio; cancelling the task does not undo it."""
         job = _discard_job(staged)
         try:
             return await self._client.async_ask(job)
@@ -794,28 +794,29 @@ class Engine:
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
     ) -> int:
-        """Loads a LoRA adapter beside the weights, or another one in the place of its namesake.
+        """Loads a LoRA adapter beside the weights, or replaces the adapter of the same name.
 
-        Requests name it as `lora=`; those of other adapters and of the base model go on
-        undisturbed, in the same batches. An engine has room for `max_loras` of rank
-        `max_lora_rank`. Only the pairs are moved, and nothing is compiled again for other pairs of
-        the same shapes. Weights that sleep are awake afterwards.
+        Requests select it with `lora=`. Requests of other adapters and of the base model continue
+        undisturbed in the same batches. An engine has room for `max_loras` adapters of rank
+        `max_lora_rank`. Loading moves only the LoRA pairs, and compiles nothing new for pairs of
+        the same shapes. It wakes sleeping weights.
 
         Args:
-            name: Of the adapter.
-            source: A pytree that holds A and B of each `LoraRule`; it is copied, never aliased.
-            rules: LoRA rules, and the rules that map the weights that they change; reuse them.
-            mode: What becomes of requests of this name that have started; see `update_weights`.
+            name: Name of the adapter.
+            source: A pytree that holds A and B of each `LoraRule`; the engine copies it and never
+                aliases it.
+            rules: LoRA rules, and the rules that map the weights they change; reuse the objects.
+            mode: What happens to started requests of this adapter; see `update_weights`.
             flush_cache: As in `update_weights`.
 
         Returns:
             The new weight version.
 
         Raises:
-            WeightSyncError: names each pair that is not whole, does not fit, has too large a rank,
+            WeightSyncError: names each pair that is incomplete, does not fit, has too large a rank,
                 or changes a projection without room for adapters. The old adapter keeps serving.
-            EngineStateError: when there is no free slot, or no weights to load it beside.
-            InvalidRequestError: for a name that is none.
+            EngineStateError: when there is no free slot, or the engine has no weights.
+            InvalidRequestError: for an invalid name.
         """
         return self._client.ask(self._adapter_job(name, source, rules, mode, flush_cache))
 
@@ -828,17 +829,17 @@ class Engine:
         mode: PauseMode = "retract",
         flush_cache: bool | None = None,
     ) -> int:
-        """`load_adapter` for asyncio; a cancelled task does not take it back."""
+        """`load_adapter` for asyncio; cancelling the task does not undo it."""
         job = self._adapter_job(name, source, rules, mode, flush_cache)
         return await self._client.async_ask(job)
 
     def find_differing_adapter(
         self, name: str, source: Any, rules: Sequence[WeightRule]
     ) -> list[str]:
-        """Names of projections whose adapter has other bits than a source makes of it.
+        """Names of projections whose adapter differs in bits from one made from a source.
 
         Args:
-            name: Of a loaded adapter.
+            name: Name of a loaded adapter.
             source: As in `load_adapter`.
             rules: As in `load_adapter`.
 
@@ -851,7 +852,7 @@ class Engine:
         return self._client.ask(functools.partial(CompareJob, name, load))
 
     def unload_adapter(self, name: str) -> None:
-        """Gives an adapter's slot back.
+        """Frees an adapter's slot.
 
         Raises:
             InvalidRequestError: for an adapter that is not loaded.
@@ -879,9 +880,9 @@ class Engine:
         return functools.partial(AdapterJob, name, load, mode, flush, self._checks_finite)
 
     def get_weights_checksum(self) -> dict[str, str]:
-        """A checksum of each serving weight's bits in its logical shape: 16 hexadecimal digits.
+        """Checksums of the bits of each serving weight in its logical shape: 16 hexadecimal digits.
 
-        Equal for equal weights, whatever the engine's devices, sharding and physical layout.
+        Equal weights have equal checksums, whatever the devices, sharding and physical layout.
 
         Raises:
             EngineStateError: while the engine sleeps or has no weights.
@@ -891,10 +892,10 @@ class Engine:
     def find_differing_weights(
         self, source: Any, rules: Sequence[WeightRule] | None = None
     ) -> list[str]:
-        """Names of serving weights whose bits differ from those of a source; empty if none does.
+        """Names of serving weights whose bits differ from a source; empty if none do.
 
-        Checksums are compared, of each weight and of what it would be made of; hooks of rules must
-        only move and cast, since arithmetic may round otherwise in another program.
+        Compares the checksum of each weight with that of the mapped source. Hooks of rules must
+        only move and cast, since arithmetic may round differently in another program.
 
         Args:
             source: As in `update_weights`.
@@ -955,21 +956,22 @@ class Engine:
     ) -> SaveReport:
         """Writes all unfinished requests to a folder, for `restore_checkpoint`.
 
-        Also while the engine sleeps or is paused. Other callers go on: the engine takes a snapshot
-        between two dispatches, which another thread writes. Finished requests belong to it until
-        all of the same `generate` call are. The folder holds one checkpoint, the last one saved,
-        and is sound whenever the process dies. What did not change since the last one is not
-        written again.
+        Works also while the engine sleeps or is paused. Other callers continue: the engine takes a
+        snapshot between two dispatches, and another thread writes it. Finished requests are saved
+        until their whole `generate` call has finished. The folder holds one checkpoint, the last
+        one saved, and is valid whenever the process dies. Saving writes only what changed since the
+        last checkpoint.
 
         Args:
-            path: A folder of its own, which is made if need be.
-            include_kv: The prefix cache too, with the full KV pages of running requests, so that
-                they need almost no prefill. They take memory of the host meanwhile. Copied a few
-                at a time between dispatches; those that others need before that are left out.
-            compression: "zstd", which needs the extra [zstd]; None writes plain files.
+            path: A folder for this alone; created if missing.
+            include_kv: Also save the prefix cache and the full KV pages of running requests, so
+                that a restore needs almost no prefill. The pages take host memory while they are
+                saved. The engine copies a few at a time between dispatches, and leaves out pages
+                that other requests need first.
+            compression: "zstd", which needs the extra [zstd], or None for plain files.
 
         Raises:
-            CheckpointError: it could not be written; the one before is still there.
+            CheckpointError: it could not be written; the previous checkpoint is still there.
             InvalidConfigError: an unknown compression, or one that is not installed.
             OffloadError: KV pages could not be copied.
         """
@@ -982,34 +984,34 @@ class Engine:
         include_kv: bool = False,
         compression: Literal["zstd"] | None = None,
     ) -> SaveReport:
-        """`save_checkpoint` for asyncio; a cancelled task does not end it."""
+        """`save_checkpoint` for asyncio; cancelling the task does not stop it."""
         return await self._client.async_ask(_save_job(path, include_kv, compression))
 
     def restore_checkpoint(
         self, path: str | Path, *, missing_ok: bool = False
     ) -> dict[str, Future[RequestOutput]]:
-        """Goes on with the requests of a checkpoint, behind those that the engine has.
+        """Continues the requests of a checkpoint, queued behind those that the engine has.
 
-        With the weights that served when it was saved, greedy and seeded outputs are those of an
-        engine that was never interrupted, unless they went on over keys of older weights after an
-        update with mode="in_place": keys are computed anew. With other weights, requests go on
-        under those, and a warning is logged; token versions stay ascending. KV pages are used only
-        with the same weights and as far as there is room, and not with
-        enable_deterministic_sampling, since they may come from an engine without. Streams are
-        answered as a whole.
+        With the weights that served at the save, greedy and seeded outputs equal those of an
+        uninterrupted engine. The exception is a request that kept keys of older weights after an
+        update with mode="in_place": its keys are computed anew. With other weights, requests
+        continue under those and a warning is logged; token versions stay ascending. Saved KV pages
+        are used only with the same weights and as far as there is room. They are not used with
+        enable_deterministic_sampling, since an engine without it may have computed them. A stream
+        is answered as a whole.
 
         Args:
-            path: The folder.
-            missing_ok: A folder without a checkpoint is no error, but a warning.
+            path: The folder of the checkpoint.
+            missing_ok: Log a warning, and raise no error, for a folder without a checkpoint.
 
         Returns:
-            For each request, by its id, the future of its whole output, tokens from before
-            included. A request that this engine would refuse (it is too long, say) has the
-            InvalidRequestError there.
+            For each request id, the future of the whole output, with the tokens from before the
+            save. If this engine refuses a request (it is too long, for example), its future holds
+            the InvalidRequestError.
 
         Raises:
-            CheckpointError: there is none, it is damaged, of a newer version or of another model,
-                or has a request id that is in use. Then nothing was restored.
+            CheckpointError: the checkpoint is missing, damaged, of a newer version or of another
+                model, or has a request id that is in use. Nothing is restored then.
             EngineStateError: as for `generate`, when requests are refused.
         """
         folder = Path(path)
@@ -1025,7 +1027,7 @@ class Engine:
     async def async_restore_checkpoint(
         self, path: str | Path, *, missing_ok: bool = False
     ) -> dict[str, asyncio.Future[RequestOutput]]:
-        """`restore_checkpoint` for asyncio; with futures of the running event loop."""
+        """`restore_checkpoint` for asyncio; its futures belong to the running event loop."""
         restore = functools.partial(self.restore_checkpoint, path, missing_ok=missing_ok)
         futures = await asyncio.to_thread(restore)
         return {rid: asyncio.wrap_future(future) for rid, future in futures.items()}
@@ -1121,7 +1123,7 @@ def _dicts(outputs: Sequence[RequestOutput], is_single: bool) -> Any:
 
 
 def _conversations(messages: Any) -> tuple[Sequence[Any], bool]:
-    """The conversations of a `chat` call, and whether it was given one, not a list of them."""
+    """The conversations of a `chat` call, and whether the caller gave a single one."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     if not is_list or not messages:
         raise InvalidRequestError(

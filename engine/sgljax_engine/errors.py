@@ -21,15 +21,15 @@ class EngineError(Exception):
 class InvalidConfigError(EngineError, ValueError):
     """An engine or model option is unknown, out of range or inconsistent with another.
 
-    Raised when an engine, a rollout or a config is made, on the caller's thread, before anything is
-    taken; says the option, its value and the limit.
+    Raised on the caller's thread when an engine, a rollout or a config is made, before it takes any
+    resource; names the option, its value and the limit.
     """
 
 
 class InvalidRequestError(EngineError, ValueError):
-    """A request cannot be served as it was written; the engine goes on serving others.
+    """A request cannot be served as given; the engine keeps serving others.
 
-    Raised by the call, on its own thread; says the field, its value and the limit.
+    Raised by the call, on the caller's thread; names the field, its value and the limit.
     """
 
 
@@ -43,8 +43,8 @@ class UnsupportedModelError(EngineError, ValueError):
 class WeightLoadError(EngineError, ValueError):
     """A checkpoint of weights is missing, truncated or inconsistent with the model.
 
-    From making an engine, or from `Engine.update_weights` with a folder; then the old weights keep
-    serving.
+    Raised when an engine is made, or by `Engine.update_weights` with a folder; then the old weights
+    keep serving.
     """
 
 
@@ -52,7 +52,7 @@ class CheckpointError(EngineError, ValueError):
     """A checkpoint of the engine's state cannot be written or read.
 
     It is missing, truncated, tampered with, of a newer version or of another model, or the disk
-    failed; the engine serves on.
+    failed; the engine keeps serving.
     """
 
 
@@ -66,7 +66,7 @@ class WeightSyncError(EngineError, ValueError):
 class WeightsLostError(WeightSyncError):
     """An update with donate=True failed half-way: no weights serve until an update succeeds.
 
-    All requests that the engine had fail with `EngineStateError`, and new ones are refused.
+    All unfinished requests fail with `EngineStateError`, and new ones are refused.
     """
 
 
@@ -78,23 +78,24 @@ class EngineStateError(EngineError, RuntimeError):
 
 
 class OffloadError(EngineError, RuntimeError):
-    """Moving weights or KV pages between device and host failed; all is as it was before.
+    """Moving weights or KV pages between device and host failed; nothing has changed.
 
-    An engine that was to sleep is awake, one that was to wake sleeps on, with all that it kept.
+    After a failed `sleep` the engine is awake; after a failed `wake_up` it still sleeps and keeps
+    all its state.
     """
 
 
 class EngineShutdownError(EngineError, RuntimeError):
     """The engine was shut down before, or while, it handled the call.
 
-    Every unfinished request gets it, so that no caller waits for ever.
+    Every unfinished request fails with it, so that no caller waits forever.
     """
 
 
 class EngineStepError(EngineError, RuntimeError):
-    """A device step failed; the requests it touched fail with this, the engine lives on.
+    """A device step failed; its requests fail with this error, and the engine keeps serving.
 
-    The step's own error is the `__cause__`.
+    The step's original error is the `__cause__`.
     """
 
 
@@ -114,7 +115,7 @@ def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def forget_locals(error: BaseException) -> None:
-    """Frees what an error's frames hold, weights and commands among it; callers keep errors."""
+    """Frees the locals of an error's frames, such as weights and commands; callers keep errors."""
     seen: list[BaseException] = []  # causes may go in a circle
     cause: BaseException | None = error
     while cause is not None and not any(cause is other for other in seen):

@@ -1,7 +1,7 @@
-"""What other engines call their options, and what each is called here.
+"""Names of other engines' options, and what each is called here.
 
-Names of vLLM's EngineArgs, of the server arguments of SGLang and SGLang-JAX and of Tunix, but for
-those that are options here under the same name. Host-only; no JAX.
+Covers vLLM's EngineArgs, the server arguments of SGLang and SGLang-JAX, and Tunix's options, except
+those that have the same name here. Host-only; no JAX.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class ForeignOption:
     """An option of another engine.
 
     Attributes:
-        name: What it is called there.
-        engine: Whose it is, where it is told.
-        option: The option here that takes its place; None if there is none.
-        note: Why there is none, or in what the two differ.
+        name: Its name there.
+        engine: The other engine's name, if given.
+        option: The matching option here; None if there is none.
+        note: Why there is none, or how the two differ.
         is_opposite: Whether True there is False here.
     """
 
@@ -34,7 +34,7 @@ class ForeignOption:
 
     @property
     def hint(self) -> str:
-        """What to tell somebody who gives this name."""
+        """The hint for a user who gives this name."""
         if self.option is None:
             return f"it is an option of {self.engine} without a counterpart here: {self.note}"
         what = "the opposite of " if self.is_opposite else ""
@@ -71,7 +71,7 @@ _RENAMED = (
     ("precompile_token_paddings", "SGLang", "token_buckets", ""),
     ("seed", "vLLM", "random_seed", ""),
 )
-"""Name, engine, the option here and in what it differs."""
+"""Name, engine, the option here and how it differs."""
 
 _WITHOUT_COUNTERPART = (
     (
@@ -180,7 +180,7 @@ _WITHOUT_COUNTERPART = (
     ("'chunked_prefill_size' bounds all prompts of a batch together", "max_prefill_tokens"),
     ("pages are told apart by their tokens themselves", "prefix_caching_hash_algo"),
 )
-"""Why there is none, and the names."""
+"""Why there is no such option, and the names."""
 
 
 def _all_options() -> dict[str, ForeignOption]:
@@ -205,4 +205,4 @@ def _all_options() -> dict[str, ForeignOption]:
 
 
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(_all_options())
-"""By name. None of them is an option of `EngineConfig`."""
+"""Foreign options by name. None of them is an option of `EngineConfig`."""

@@ -1,6 +1,6 @@
-"""What control calls ask for and answer, as SGLang's structures of the same names. No JAX.
+"""Inputs and outputs of control calls, after SGLang's structures of the same names. No JAX.
 
-`Engine`'s methods make them from their arguments; a server may make them from a request's body.
+`Engine`'s methods build them from their arguments; a server may build them from a request body.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any, Literal, get_args
 from sgljax_engine.errors import InvalidRequestError
 
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
-"""What becomes of requests that have started when generation pauses, or weights change.
+"""What happens to started requests when generation pauses or weights change.
 
-- abort: they are answered at once with what they have, and so are those that have not started.
-- retract: they give up their KV pages and wait, with their output so far, to be prefilled again.
-- in_place: they keep their KV pages and go on from there.
-- wait: they are let finish first; none begins meanwhile.
+- abort: all requests end at once with their output so far, waiting ones included.
+- retract: they free their KV pages, keep their output so far and wait to be prefilled again.
+- in_place: they keep their KV pages and continue from there.
+- wait: they finish first; no other request starts until then.
 """
 
 _MODES = get_args(PauseMode)
 
 SleepTag = Literal["weights", "kv_cache"]
-"""What an engine takes on its devices, by the names that vLLM and SGLang use."""
+"""The parts of an engine's device memory, named as in vLLM and SGLang."""
 
 SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
 SLEEP_LEVELS = (1, 2)
@@ -44,7 +44,7 @@ def check_tags(tags: Any) -> tuple[SleepTag, ...]:
     """The tags, each once and in the order of `SLEEP_TAGS`; all of them for None.
 
     Raises:
-        InvalidRequestError: for an unknown one, and for none at all.
+        InvalidRequestError: for an unknown tag, or an empty list.
     """
     if tags is None:
         return SLEEP_TAGS
@@ -56,13 +56,13 @@ def check_tags(tags: Any) -> tuple[SleepTag, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AbortReq:
-    """End requests with finish reason `abort` and what they have.
+    """End requests with finish reason `abort` and their output so far.
 
     Attributes:
-        rid: Of the request, or the one given for a prompt with several samples.
-        abort_all: All requests instead.
-        finished_reason: What they report, {"type": "abort", "message": ...}.
-        aborted_message: Only its message.
+        rid: Id of the request, or the id given for a prompt with several samples.
+        abort_all: End all requests instead.
+        finished_reason: Their finish reason, {"type": "abort", "message": ...}.
+        aborted_message: The message alone.
     """
 
     rid: str | None = None
@@ -91,7 +91,7 @@ class AbortReq:
 
     @property
     def message(self) -> str:
-        """What aborted requests report."""
+        """The message that aborted requests report."""
         if self.finished_reason is not None:
             return str(self.finished_reason.get("message", ""))
         return "aborted by the caller" if self.aborted_message is None else self.aborted_message
@@ -114,20 +114,20 @@ class PauseGenerationReqInput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContinueGenerationReqInput:
-    """Go on generating."""
+    """Continue generation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FlushCacheReqInput:
-    """Empty the prefix cache and forget what scheduling has learnt."""
+    """Empty the prefix cache and reset what the scheduler has learnt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FlushCacheReqOutput:
-    """What became of a flush.
+    """Result of a flush.
 
     Attributes:
-        success: False if it was refused; then nothing has changed.
+        success: False if the flush was refused; nothing has changed then.
         flushed_items: KV tokens that were cached.
         error_msg: Why it was refused.
     """

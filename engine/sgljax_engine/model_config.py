@@ -58,13 +58,14 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """How layers attend, where it is not softmax(q k / sqrt(head_dim)) over all keys.
+    """How attention differs from softmax(q k / sqrt(head_dim)) over all keys.
 
     Attributes:
         scale: Multiplies products of queries and keys; None is head_dim ** -0.5.
         logit_softcap: Scaled products s become cap * tanh(s / cap); None for no cap.
-        sliding_window: Newest keys, its own included, that a query of a sliding layer sees.
-        sliding_layers: For each layer whether it slides; empty when none does.
+        sliding_window: Number of newest keys, its own included, that a query of a sliding layer
+            sees.
+        sliding_layers: Whether each layer slides; empty when none does.
         sliding_rope: Rotary embedding of sliding layers; None is that of the other layers.
     """
 
@@ -87,7 +88,7 @@ class AttentionConfig:
 class ModelConfig:
     """Shape of a dense decoder-only transformer, named as in Hugging Face's config.json.
 
-    `models.registry.load_model_config` reads one from a model folder.
+    `models.registry.load_model_config` reads it from a model folder.
 
     Attributes:
         architecture: HF class name, a key of `models.registry.MODELS`.
@@ -101,7 +102,7 @@ class ModelConfig:
         rope: Rotary position embedding.
         rms_norm_eps: Added to the mean square in every norm.
         tie_word_embeddings: The output projection is the embedding table.
-        context_length: Tokens in one sequence at most (HF's max_position_embeddings).
+        context_length: Maximum number of tokens in one sequence (HF's max_position_embeddings).
         eos_token_ids: End-of-sequence ids; generation stops after one unless `ignore_eos`.
         attention: Scales, sliding windows and soft caps.
         final_logit_softcap: Logits x become cap * tanh(x / cap); None for no cap.

@@ -1,4 +1,4 @@
-"""What callers get back. Host-only; no JAX."""
+"""Outputs of requests. Host-only; no JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import FinishReason, PromptLogprobs, TopLogprobs
 
 LogprobEntry = tuple[float | None, int, None]
-"""(log-prob, token id, None), as SGLang reports it; the last is the token's text there."""
+"""(log-prob, token id, None), as SGLang reports it; in SGLang the last is the token's text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

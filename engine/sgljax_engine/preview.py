@@ -27,19 +27,19 @@ class EnginePreview:
     Attributes:
         platform: JAX's name for the kind of device.
         device_kind: The device's own name.
-        dtype: Of weights, activations and KV cache.
-        layout: Of activations and projection weights, see `layers.basic.Layout`.
-        prefill_attention: The backend of prefill, see `ATTENTION_BACKENDS`.
-        decode_attention: That of decode.
-        linear: The backend of projections, see `LINEAR_BACKENDS`.
-        why_not_native: Why a CPU does without JIT-compiled CPU kernels; None if it does not.
-        max_model_len: Prompt plus output tokens of one request at most.
-        num_parameters: Numbers in the weights.
-        weights_bytes: Bytes of them, in that dtype.
-        free_bytes: Of memory, before the weights; None when the devices do not say.
-        memory: What the KV cache would take; None if it would not fit.
+        dtype: Dtype of weights, activations and KV cache.
+        layout: Layout of activations and projection weights, see `layers.basic.Layout`.
+        prefill_attention: Attention backend of prefill, see `ATTENTION_BACKENDS`.
+        decode_attention: Attention backend of decode.
+        linear: Backend of projections, see `LINEAR_BACKENDS`.
+        why_not_native: Why a CPU does not use JIT-compiled CPU kernels; None if it does.
+        max_model_len: Maximum number of prompt plus output tokens of one request.
+        num_parameters: Number of parameters in the weights.
+        weights_bytes: Bytes of the weights, in that dtype.
+        free_bytes: Free bytes of memory, before the weights; None when the devices do not say.
+        memory: Memory that the KV cache would take; None if it would not fit.
         problem: Why it would not fit; None if it would.
-        compilation_cache: Where compiled programs are kept; None for nowhere.
+        compilation_cache: Folder of compiled programs; None if they are not kept.
     """
 
     platform: str
@@ -69,8 +69,8 @@ def preview_engine(
     """Says what an engine for a model would use.
 
     Args:
-        model: Its shape.
-        folder: Its Hugging Face folder, whose config.json may name the dtype.
+        model: The model's shape.
+        folder: The model's Hugging Face folder, whose config.json may name the dtype.
         mesh: As for `Engine`.
         config: As for `Engine`.
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of a generation. Host-only; no JAX."""
+"""Parameters of a generation. Host-only; no JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 
 MAX_STOP_TOKEN_IDS = 16
-"""Stop token ids of one request at most, end-of-sequence ids included (an array's width)."""
+"""Maximum number of stop token ids of one request, with end-of-sequence ids (an array's width)."""
 
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 1e6
@@ -73,7 +73,7 @@ REFUSED_FIELDS = {
     "prompt": "it is an argument of generate",
     "stream_interval": "it is an option of the engine",
 }
-"""Fields that other engines have and this engine has not, and what to do instead."""
+"""Fields of other engines that this engine lacks, and what to do instead."""
 
 
 DEFAULT_IF_NONE = (
@@ -86,8 +86,7 @@ DEFAULT_IF_NONE = (
     "repetition_penalty",
     "min_new_tokens",
 )
-"""Numbers that may be None in a dict, as clients that write JSON have them. Not max_new_tokens: for
-vLLM its None means no limit."""
+"""Numbers that may be None in a dict, as in JSON. Not max_new_tokens: vLLM's None is no limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +304,7 @@ _SWITCHES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Which log-probs a request reports. Those of more than its output tokens are raw.
+    """Which log-probs a request reports. Log-probs other than those of its output tokens are raw.
 
     Attributes:
         enabled: Report any at all.

@@ -1,4 +1,4 @@
-"""Host-side nouns of the request path. This module imports no JAX.
+"""Host-side data types of the request path. This module imports no JAX.
 
 The words are those of vLLM and SGLang: a `Request` waits, runs, may be *retracted* (its KV pages
 taken away, to be prefilled again later) and finishes with a `FinishReason`.
@@ -26,7 +26,7 @@ NO_ADAPTER = -1
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
+    """State of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -61,9 +61,9 @@ class LogitEdits(NamedTuple):
     """What logit_bias, allowed_token_ids and bad_token_ids do to a row's logits.
 
     Attributes:
-        token_ids: int32 [M], each once.
+        token_ids: int32 [M], without duplicates.
         values: float32 [M], added to their logits; -inf forbids.
-        is_allow_list: All other tokens are forbidden.
+        is_allow_list: Whether all other tokens are forbidden.
     """
 
     token_ids: np.ndarray
@@ -72,7 +72,7 @@ class LogitEdits(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """Log-probs of more tokens than the one at a position; raw, of softmax(logits).
+    """Log-probs of further tokens at a position; raw, of softmax(logits).
 
     Attributes:
         values, token_ids: The most likely tokens, likeliest first; top_num entries.
@@ -88,8 +88,8 @@ class PromptLogprobs(NamedTuple):
     """Log-probs of the prompt's tokens from `LogprobOptions.start_len` on; raw.
 
     Attributes:
-        logprobs: One entry a token; None for the first token of the prompt, which has none.
-        extras: As long as `logprobs` if more was asked for, else empty.
+        logprobs: One entry per token; None for the first token of the prompt, which has none.
+        extras: One entry per token if `LogprobOptions` asks for extras, else empty.
     """
 
     logprobs: list[float | None]
@@ -97,27 +97,26 @@ class PromptLogprobs(NamedTuple):
 
 
 def prompt_key(prompt_ids: Sequence[int], lora: str | None) -> int:
-    """The same for prompts that have the same keys and values; nearly always another for others."""
+    """A hash: equal for prompts with the same keys and values, else nearly always different."""
     return hash((lora, *prompt_ids))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
-    """One sequence being generated. Owned and changed by the engine thread alone.
+    """One sequence being generated. Only the engine thread may change it.
 
     `num_computed` counts the tokens whose K and V are in `pages`. The newest token is never
     among them: it is the next decode step's input. A request whose `num_computed` is smaller
     than `kv_len` has to be prefilled (for the first time, or again after a retraction).
 
-    `group` is the id that the caller gave to the prompt, of which `rid` is one of n samples; `call`
-    is the same for all requests that were submitted together.
-    `arrival_s` and `first_token_s` are readings of `time.perf_counter`: when the caller submitted
-    it, and at the end of the dispatch that produced its first token.
-    `token_versions` holds the weight version that sampled each output token.
-    `lora` names the adapter that it is generated with, None for the base model alone; `adapter` is
-    the slot that the engine thread found for it.
-    `seen` is made when a batch first needs it, by rows with penalties only.
-    `pages` is an array of C ints, which numpy copies into a page table without a loop.
+    `group` is the caller's id of the prompt, and `rid` the id of one of its n samples; `call` is
+    the same for all requests that were submitted together. `arrival_s` and `first_token_s` are
+    readings of `time.perf_counter`: when the caller submitted it, and at the end of the dispatch
+    that produced its first token. `token_versions` holds the weight version that sampled each
+    output token. `lora` names the request's adapter, None for the base model alone; `adapter` is
+    the slot that the engine thread found for it. `seen` is created when a batch first needs it,
+    only for rows with penalties. `pages` is an array of C ints, which numpy copies into a page
+    table without a loop.
     """
 
     rid: str
@@ -164,17 +163,17 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that it may still generate."""
+        """Number of tokens that the request may still generate."""
         return self.params.max_new_tokens - len(self.output_ids)
 
     @property
     def is_watched(self) -> bool:
-        """Whether its text is needed before it is finished."""
+        """Whether the text is needed before the request finishes."""
         return self.is_streaming or bool(self.params.stop)
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether its prompt has to be scored before it starts."""
+        """Whether the prompt has to be scored before the request starts."""
         return self.logprob_options.start_len >= 0 and self.prompt_logprobs is None
 
     @property
@@ -198,10 +197,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Tokens [start, start + num_tokens) of a request, to be written into `pages`.
+    """Tokens [start, start + num_tokens) of a request, to be prefilled into `pages`.
 
-    The pages are those that the request had when the chunk was planned; it may decode in a copy
-    of the last one.
+    These are the pages that the request had when the chunk was planned; it may decode in a copy of
+    the last page.
     """
 
     request: Request
@@ -218,7 +217,7 @@ class PageCopy(NamedTuple):
 
 
 class PageStamp(NamedTuple):
-    """Tells whether a full page still has the contents that it had; see `PagePool.stamp`."""
+    """Tells whether a full page still has the same contents; see `PagePool.stamp`."""
 
     page: int
     num_uses: int
@@ -237,9 +236,10 @@ class SchedulerOutput:
         num_steps: Decode steps in this dispatch.
         retracted: Requests that lost their pages while this was decided.
         started: Requests that got pages, for the first time or again.
-        prefill_tokens: Of `prefill`, in whole blocks.
-        max_finished: End the dispatch early when so many rows have finished, since others wait for
-            room; None if nobody does. Then it ends when the others fit a smaller program.
+        prefill_tokens: Tokens of `prefill`, in whole blocks.
+        max_finished: End the dispatch once this many rows have finished, since other requests wait
+            for room. None if none waits; then it ends once the remaining rows fit a smaller
+            program.
     """
 
     prefill: list[PrefillChunk]
@@ -265,7 +265,7 @@ class SchedulerOutput:
 
 
 class RowOutput(NamedTuple):
-    """What one decode row produced in one dispatch; lists of equal length, one entry a token.
+    """What one decode row produced in one dispatch; lists of equal length, one entry per token.
 
     `extra_logprobs` is empty for rows that asked for none.
     """
@@ -295,10 +295,10 @@ class StepOutput:
         rows: A `RowOutput` for each of `SchedulerOutput.decode`, in order.
         weight_version: The weights that it ran with.
         num_cache_misses: Programs that it compiled.
-        dispatch_s: Seconds from the first program to the end of the last; None if they say nothing
-            of other dispatches, since it compiled.
+        dispatch_s: Seconds from the first program to the end of the last; None if the dispatch
+            compiled, since its time then predicts nothing.
         failures: Errors of requests whose prompt could not be scored, by id.
-        times: When its parts were done; None if nobody looked.
+        times: When its parts ended; None if nothing is being recorded.
     """
 
     rows: list[RowOutput]
@@ -310,7 +310,7 @@ class StepOutput:
 
 
 class StepChanges(NamedTuple):
-    """What a dispatch changed for those who wait.
+    """What a dispatch changed for waiting callers.
 
     Attributes:
         finished: Requests that it finished.

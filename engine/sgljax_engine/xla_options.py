@@ -10,25 +10,25 @@ Options = dict[str, str | bool]
 
 
 def compiler_options(platform: str) -> Options | None:
-    """For programs of the model.
+    """Compiler options for programs of the model.
 
-    On CPUs XLA uses half the width of AVX-512 unless told; CPUs without it ignore the option.
+    On CPUs XLA uses half the width of AVX-512 by default; CPUs without AVX-512 ignore the option.
     """
     return _known(platform, "xla_cpu_prefer_vector_width", "512")
 
 
 def transposition_options(platform: str) -> Options | None:
-    """For programs that do little but copy and transpose.
+    """Compiler options for programs that mostly copy and transpose.
 
-    On CPUs XLA's fusion emitters transpose by way of small tiles on the stack; the loops that it
-    writes without them take a quarter less time. Other programs are much faster with them.
+    On CPUs XLA's fusion emitters transpose through small tiles on the stack; the loops emitted
+    without them take a quarter less time. Other programs are much faster with the emitters.
     """
     return _known(platform, "xla_cpu_use_fusion_emitters", False)
 
 
 @functools.cache
 def _known(platform: str, name: str, value: str | bool) -> Options | None:
-    """The option, for CPUs whose XLA has it: it refuses those that it does not know."""
+    """The option, for CPUs whose XLA has it: XLA refuses options that it does not know."""
     if platform != "cpu":
         return None
     options: Options = {name: value}

@@ -1,1 +1,1 @@
-"""Measuring rollout speed: request lists, models of random weights, what is compared."""
+"""Measures rollout speed: workloads, models with random weights, and peers."""

@@ -29,8 +29,8 @@ def describe_environment(device: str, more_packages: Sequence[str] = ()) -> Envi
     """Returns this machine, with the JAX device that a run reported.
 
     Args:
-        device: JAX's name for it.
-        more_packages: Whose versions matter beside `PACKAGES`.
+        device: JAX's name for the device.
+        more_packages: Packages to list in addition to `PACKAGES`.
     """
     return Environment(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -50,7 +50,7 @@ def num_cores() -> int:
 
 
 def cpu_model() -> str:
-    """Returns the name of the processor, or its architecture where Linux does not tell."""
+    """Returns the name of the processor, or its architecture if Linux does not tell."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""One run, and whether two peers do the same work."""
+"""Times a run, and checks that two peers do the same work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def timed(peer: Peer, workload: Workload) -> float:
 
 
 def agreed_tokens(ours: Peer, peer: Peer, workload: Workload) -> tuple[list[int], int]:
-    """For some prompts, how many leading greedy tokens both peers share; and of how many each."""
+    """For some prompts, the number of leading greedy tokens that both share, and the total."""
     count = min(_NUM_GREEDY_TOKENS, workload.max_output_len)
     prompts = workload.prompts[:_NUM_GREEDY_PROMPTS]
     few = dataclasses.replace(
@@ -42,10 +42,10 @@ def agreed_tokens(ours: Peer, peer: Peer, workload: Workload) -> tuple[list[int]
 
 
 def count_agreed(ours: Peer, peer: Peer, workload: Workload) -> tuple[int, int]:
-    """How many greedy tokens of `agreed_tokens` are the same, of how many in all.
+    """The number of equal greedy tokens of `agreed_tokens`, and the total.
 
     Raises:
-        AssertionError: when a first token differs: then the work is not the same.
+        AssertionError: when a first token differs, so that the work is not the same.
     """
     agreed, count = agreed_tokens(ours, peer, workload)
     if 0 in agreed:

@@ -1,4 +1,4 @@
-"""Models as Tunix takes them: with random weights, or from a Hugging Face folder."""
+"""Tunix models with random weights, or from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EMBEDDING = "input_embedding"
 
 
 def make_tunix_model(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Qwen3:
-    """Returns a Tunix Qwen3 with random weights, none of them zero.
+    """Returns a Tunix Qwen3 with random non-zero weights.
 
     The pad token's embedding is small, so that greedy decoding does not choose it: the vanilla
     sampler would then hide the token from later steps, and outputs would differ.
@@ -41,8 +41,8 @@ def make_tunix_model(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float3
         dtype=dtype,
         param_dtype=dtype,
     )
-    # Shapes first and values after: Tunix's own initialisation leaves MLPs zero, and would hold
-    # memory that a measurement of the peak then sees.
+    # Shapes first and values later: Tunix's own initialisation leaves MLPs zero, and would hold
+    # memory that a peak measurement then includes.
     model = nnx.eval_shape(lambda: Qwen3(tunix_config, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     rng = np.random.default_rng(seed)
@@ -64,7 +64,7 @@ def load_tunix_model(folder: str | Path, dtype: str) -> nnx.Module:
     """Returns the model of a Hugging Face folder, read by Tunix's own loader, on one device.
 
     Raises:
-        InvalidConfigError: for a model that Tunix or its loader does not have.
+        InvalidConfigError: for a model that Tunix or its loader lacks.
     """
     section = ModelSection(path=str(folder), dtype=dtype)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))

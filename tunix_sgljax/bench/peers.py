@@ -1,4 +1,4 @@
-"""What is measured, behind one interface, and our engine behind it."""
+"""The interface of measured samplers, and this engine behind it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ OURS = "sgljax"
 
 
 class Peer(Protocol):
-    """Something that answers a workload's requests.
+    """A sampler that answers a workload's requests.
 
     Attributes:
-        name: What results are filed under, the same in every run.
-        batch_size: Requests that it answers together; all others wait.
+        name: Name for results, the same in every run.
+        batch_size: Number of requests that it answers together; all others wait.
     """
 
     name: str
     batch_size: int
 
     def start(self, workload: Workload) -> None:
-        """Compiles what the workload needs and produces a first token of its requests."""
+        """Compiles all programs of the workload and produces a first token of its requests."""
         ...
 
     def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
-        """Answers all requests; returns the tokens that each asked for."""
+        """Answers all requests; returns the tokens of each."""
         ...
 
     def first_token_s(self, workload: Workload) -> list[float]:
@@ -37,20 +37,20 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives memory and threads back."""
+        """Releases memory and threads."""
         ...
 
 
 class EnginePeer:
-    """An engine."""
+    """An engine as a peer."""
 
     name = OURS
 
     def __init__(self, engine: Engine, num_rows: int) -> None:
-        """Takes an engine, which decodes `num_rows` requests together at most."""
+        """Takes an engine that decodes at most `num_rows` requests together."""
         self.engine, self.batch_size = engine, num_rows
         self.outputs: list[RequestOutput] = []
-        """Those of the last `generate`."""
+        """Outputs of the last `generate`."""
 
     def start(self, workload: Workload) -> None:
         """See `Peer`."""
@@ -58,7 +58,7 @@ class EnginePeer:
         self.first_token_s(workload)
 
     def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
-        """See `Peer`. The prefix cache is emptied before: no run helps the next one."""
+        """See `Peer`. Empties the prefix cache first, so that no run helps the next one."""
         self.engine.flush_cache()
         params = _sampling_params(workload, temperature=0.0 if is_greedy else 1.0)
         self.outputs = self.engine.generate_requests(workload.requests, params)
@@ -87,7 +87,7 @@ class EnginePeer:
 
 
 class SglJaxPeer(EnginePeer):
-    """Our engine as the rollout of a Tunix model; default options but the workload's sizes."""
+    """The engine as the rollout of a Tunix model, with default options except workload sizes."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class SglJaxPeer(EnginePeer):
         """Builds the engine; its programs are compiled by `start` or on first use.
 
         Args:
-            model: Tunix's.
-            workload: The largest that it will run.
-            decode_steps: Of the engine.
-            weight_update_mode: Of the rollout.
+            model: The Tunix model.
+            workload: The largest workload that it will run.
+            decode_steps: Option of the engine.
+            weight_update_mode: Option of the rollout.
             options: More options of the engine.
         """
         from tunix_sgljax import create_sgljax_rollout

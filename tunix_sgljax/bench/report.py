@@ -1,4 +1,4 @@
-"""What a user's own measurement found, as a table and as JSON."""
+"""Results of a user's own measurement, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Comparison:
     """Another sampler on the same requests, in pairs of runs with ours.
 
     Attributes:
-        name: Of the sampler.
+        name: Name of the sampler.
         runs_s: Seconds of its runs.
         our_runs_s: Seconds of our run of each pair.
-        num_agreed: Leading greedy tokens of some prompts that are the same with both.
-        num_greedy: Of how many.
+        num_agreed: Leading greedy tokens of some prompts that are equal with both.
+        num_greedy: Total number of these tokens.
     """
 
     name: str
@@ -36,20 +36,20 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One workload.
+    """Results of one workload.
 
     Attributes:
         workload: Its name.
         num_requests: Its requests.
         useful_tokens: Tokens that they ask for.
         runs_s: Seconds of our runs.
-        first_token_s: Of each request of our last run, from the call.
-        latency_s: The same, to its last token.
+        first_token_s: Seconds from the call to the first token, for each request of our last run.
+        latency_s: The same to its last token.
         start_s: Seconds from making the engine to the first tokens, with what it compiled.
         compile_s: Seconds of it spent compiling, or reading compiled programs from the cache.
-        num_compiles: Programs.
-        memory: What the engine took.
-        peak_bytes: Most memory that the process had had by the end; None where nothing tells.
+        num_compiles: Number of compiled programs.
+        memory: Memory that the engine took.
+        peak_bytes: Peak memory of the process by the end; None if unknown.
         against: Another sampler.
     """
 
@@ -68,11 +68,11 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """Useful tokens a second, of the median run."""
+        """Useful tokens per second in the median run."""
         return self.useful_tokens / statistics.median(self.runs_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, and what follows from them."""
+        """All fields and derived values."""
         values: dict[str, Any] = dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
         if self.against is not None:
             values["against"] |= {
@@ -84,7 +84,7 @@ class Measurement:
 
 
 def format_table(measurements: Sequence[Measurement]) -> list[str]:
-    """A Markdown table, a line for each workload."""
+    """A Markdown table with a line for each workload."""
     against = next((m.against for m in measurements if m.against is not None), None)
     columns = ["workload", "requests", "useful tokens/s", "first token s (median, longest)"]
     columns += ["latency s (median, longest)", "start s", "compile s", "KV cache MB"]

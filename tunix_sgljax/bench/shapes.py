@@ -1,4 +1,4 @@
-"""The models that are measured, by their shapes."""
+"""Shapes of the measured models."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class BenchModel:
     """A model's shape; always float32, tied embeddings.
 
     Attributes:
-        name: What results are filed under.
-        config: In the engine's terms.
-        in_words: For reports.
+        name: Name for results.
+        config: The engine's ModelConfig.
+        in_words: Description for reports.
     """
 
     name: str
@@ -106,4 +106,4 @@ MODELS = {
         ),
     )
 }
-"""By name; 3, 27 and 596 million parameters."""
+"""Models by name; 3, 27 and 596 million parameters."""

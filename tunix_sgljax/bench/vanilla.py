@@ -1,4 +1,4 @@
-"""Tunix's vanilla sampler, measured; and what all samplers that take fixed batches share."""
+"""Tunix's vanilla sampler as a peer, and the base of samplers with fixed batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VANILLA = "vanilla"
 class BatchPeer:
     """A peer that takes fixed batches, one after the other.
 
-    A subclass says how one batch is run.
+    A subclass defines how to run one batch.
     """
 
     def __init__(self, kind: str, workload: Workload, batch_size: int | None) -> None:
@@ -46,7 +46,7 @@ class BatchPeer:
         return outputs
 
     def first_token_s(self, workload: Workload) -> list[float]:
-        """See `Peer`. Time of a run with one step, which favours micro-batches."""
+        """See `Peer`. The time of a run with one step, which favours micro-batches."""
         seconds: list[float] = []
         start = time.perf_counter()
         for prompts, _ in batches(workload, self.batch_size):
@@ -67,9 +67,9 @@ class VanillaPeer(BatchPeer):
         """Makes the sampler.
 
         Args:
-            model: Tunix's.
-            config: Its shape.
-            workload: The largest that it will run.
+            model: The Tunix model.
+            config: The model's shape.
+            workload: The largest workload that it will run.
             batch_size: Requests in a batch; None for all.
         """
         super().__init__(VANILLA, workload, batch_size)
@@ -90,7 +90,7 @@ class VanillaPeer(BatchPeer):
     def start(self, workload: Workload) -> None:
         """See `Peer`. Every token ends a row here, so the compiled loop stops at once.
 
-        On a sampler of its own: compiled programs hold the end tokens.
+        It uses a separate sampler, since compiled programs hold the end tokens.
         """
         sampler = self._make_sampler()
         end_tokens = list(range(self._vocab_size))

@@ -1,4 +1,4 @@
-"""The request lists that the benchmarks run: prompts, and how many tokens each request wants."""
+"""Workloads of the benchmarks: prompts, and the number of tokens for each request."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Workload:
     """Requests that are all submitted at once.
 
     Attributes:
-        name: What results are filed under.
+        name: Name for results.
         prompts: Distinct prompts, token ids.
         num_samples: Requests of each prompt; request i samples prompt `i // num_samples`.
-        output_lengths: Tokens that each request asks for, exactly.
-        num_rows: Requests that our engine decodes together at most.
+        output_lengths: Exact number of tokens that each request asks for.
+        num_rows: Maximum number of requests that the engine decodes together.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def max_model_len(self) -> int:
-        """Positions that a peer must have room for."""
+        """Number of positions that a peer must have room for."""
         return self.max_prompt_len + self.max_output_len
 
     def with_lengths(self, output_lengths: Sequence[int]) -> Workload:
@@ -70,7 +70,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large the workloads are. All are counts of tokens, but for prompts, samples and rows."""
+    """Sizes of the workloads. All are counts of tokens, except prompts, samples and rows."""
 
     num_prompts: int = 16
     num_samples: int = 8
@@ -86,7 +86,7 @@ class Sizes:
     def scaled(
         self, length: float, num_prompts: int | None = None, num_samples: int | None = None
     ) -> Sizes:
-        """With all lengths times `length`, at least 1; and with other counts, unless None."""
+        """Sizes with all lengths times `length`, at least 1, and with other counts unless None."""
         changes = {name: max(round(getattr(self, name) * length), 1) for name in _LENGTHS}
         counts = {"num_prompts": num_prompts, "num_samples": num_samples}
         changes |= {name: count for name, count in counts.items() if count is not None}
@@ -103,7 +103,7 @@ _LENGTHS = (
     "long_output",
 )
 FULL = Sizes()
-"""What the tables report."""
+"""Sizes of the reported tables."""
 
 QUICK = Sizes(
     num_prompts=2,
@@ -203,7 +203,7 @@ def make_workload(
         name: One of `WORKLOADS`.
         vocab_size: Prompt tokens are below it.
         is_quick: The same shape with few and short requests.
-        sizes: Others than those.
+        sizes: Other sizes instead.
 
     Raises:
         ValueError: for an unknown name.

@@ -1,4 +1,4 @@
-"""LoRA pairs of a checkpoint as Hugging Face and PEFT have them: A [rank, in] and B [out, rank]."""
+"""LoRA pairs of a checkpoint in the form of Hugging Face and PEFT: A [rank, in], B [out, rank]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HfPair(NamedTuple):
     Attributes:
         a: [rank, in].
         b: [out, rank].
-        scale: By which b a counts.
+        scale: Factor of b a.
     """
 
     a: np.ndarray
@@ -34,12 +34,12 @@ class HfPair(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Rows of A."""
+        """Number of rows of A."""
         return self.a.shape[0]
 
     @property
     def alpha(self) -> float:
-        """PEFT's, of which the scale is alpha / rank."""
+        """PEFT's alpha; the scale is alpha / rank."""
         return self.scale * self.rank
 
 
@@ -48,7 +48,7 @@ class LoraScale(NamedTuple):
 
     Attributes:
         scaling: alpha / rank; None if alpha is given.
-        alpha: To be divided by each pair's rank.
+        alpha: Alpha, which is divided by each pair's rank.
     """
 
     scaling: float | None
@@ -68,18 +68,18 @@ def hf_pairs(
     scale: LoraScale,
     base: Mapping[str, HfTensor],
 ) -> dict[str, HfPair]:
-    """The pairs of a checkpoint by the names of the tensors that they are added to.
+    """The pairs of a checkpoint by the names of their tensors.
 
-    A pair beside a fused weight becomes one for each part, and these have the same A.
+    A pair of a fused weight becomes one pair per part, all with the same A.
 
     Args:
-        weights: Of a checkpoint, by Tunix's names; those that are no pairs are left out.
-        architecture: The engine's name of it.
-        scale: Of the pairs.
+        weights: Parameters of a checkpoint by Tunix's names; those that are not pairs are ignored.
+        architecture: The engine's name of the architecture.
+        scale: Scale of the pairs.
         base: The tensors of the model.
 
     Raises:
-        WeightSyncError: names all pairs that lack a half, belong to no tensor, or do not fit it.
+        WeightSyncError: names all pairs that are incomplete, belong to no tensor, or do not fit it.
     """
     found: dict[str, HfPair] = {}
     problems: list[str] = []
@@ -129,7 +129,7 @@ def _split(
     rank = a.shape[-1]
     for target, rule in targets:
         part = b
-        if isinstance(rule.part, int):  # of a fused weight, whose parts are outputs
+        if isinstance(rule.part, int):  # a fused weight, whose parts are outputs
             if rule.part_axis in in_axes or b.shape[1 + rule.part_axis] != len(targets):
                 raise ValueError(f"{where}; the second axis of B must be {len(targets)}")
             part = b.take(rule.part, axis=1 + rule.part_axis)
@@ -142,9 +142,9 @@ def merge_pairs(
     """The tensors with each pair added to its own, in float32.
 
     Args:
-        tensors: Of the base.
-        pairs: By names of these.
-        dtype: Of sums; None takes the base tensor's.
+        tensors: Tensors of the base.
+        pairs: Pairs by names of tensors.
+        dtype: Dtype of the sums; None takes the base tensor's.
     """
     return {
         name: _merged(tensor, pairs[name], dtype or tensor.dtype) if name in pairs else tensor
@@ -171,11 +171,11 @@ def write_peft(
     """Writes an adapter as PEFT's `save_pretrained` does; returns the paths of its two files.
 
     Args:
-        folder: Where; must exist.
-        pairs: By names of tensors of the base.
-        base: Its tensors, of which only the names count.
-        base_name: What the adapter says that it is for.
-        dtype: Of the pairs; None keeps theirs.
+        folder: An existing folder.
+        pairs: Pairs by names of base tensors.
+        base: Tensors of the base; only their names are used.
+        base_name: Name of the base model to write into the adapter.
+        dtype: Dtype of the pairs; None keeps theirs.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, pair in pairs.items():
@@ -194,7 +194,7 @@ def write_peft(
 def peft_config(
     pairs: Mapping[str, HfPair], base: Mapping[str, HfTensor], base_name: str
 ) -> dict[str, Any]:
-    """What adapter_config.json holds.
+    """The contents of adapter_config.json.
 
     Rank and alpha are those of most pairs; `rank_pattern` and `alpha_pattern` have the others.
     """
@@ -224,7 +224,7 @@ def _others(values: Mapping[str, float], usual: float) -> dict[str, float]:
 
 
 def _short_names(values: Mapping[str, Any], everywhere: Sequence[str]) -> dict[str, Any]:
-    """Values by last names, "q_proj", where all modules of that name have the same; else by all."""
+    """Values by last names such as "q_proj" if equal in all such modules; else by full names."""
     by_last: dict[str, set[Any]] = {}
     for name in everywhere:
         by_last.setdefault(name.rpartition(".")[2], set()).add(values.get(name))

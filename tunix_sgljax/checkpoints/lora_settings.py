@@ -1,4 +1,4 @@
-"""lora.json: what a LoRA checkpoint of Tunix does not hold, kept beside it."""
+"""lora.json: LoRA settings that a Tunix checkpoint lacks, kept beside it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from sgljax_engine import WeightLoadError
 
 FILE = "lora.json"
-"""In the folder that is given to Tunix as `checkpoint_root_directory`."""
+"""File name, in the folder that Tunix gets as `checkpoint_root_directory`."""
 
 
 class LoraSettings(NamedTuple):
     """How the pairs of a checkpoint were made.
 
     Attributes:
-        rank: Of all pairs.
-        alpha: Their scale is alpha / rank.
-        module_path: Which modules have one.
-        weight_qtype: What the base was quantised to; None if it was not.
+        rank: Rank of all pairs.
+        alpha: Alpha of all pairs; their scale is alpha / rank.
+        module_path: Which modules have a pair.
+        weight_qtype: Quantised type of the base; None if it is not quantised.
     """
 
     rank: int
@@ -30,14 +30,14 @@ class LoraSettings(NamedTuple):
 
 
 def write_settings(root: Path, settings: LoraSettings) -> None:
-    """Writes the file into a checkpoint root, which is made if it is not there."""
+    """Writes the file into a checkpoint root, which is created if missing."""
     root.mkdir(parents=True, exist_ok=True)
     text = json.dumps(settings._asdict(), indent=2) + "\n"
     (root / FILE).write_text(text, encoding="utf-8")
 
 
 def read_settings(root: Path) -> LoraSettings | None:
-    """What the file in a checkpoint root says; None if there is none.
+    """Reads the file in a checkpoint root; None if there is none.
 
     Raises:
         WeightLoadError: it is damaged.

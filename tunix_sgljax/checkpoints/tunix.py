@@ -1,4 +1,4 @@
-"""Reading the checkpoints that Tunix's trainers write with Orbax."""
+"""Reads the checkpoints that Tunix's trainers write with Orbax."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
     """The folder of a model's parameters within a checkpoint folder.
 
     Args:
-        path: The folder given to Tunix (which has `actor` below it), one with steps, one step, or
+        path: The folder given to Tunix (which contains `actor`), a folder with steps, one step, or
             its `model_params`.
-        step: Which step; None takes the latest.
+        step: Number of the step; None takes the latest.
 
     Raises:
-        WeightLoadError: when there is no checkpoint, or not that step; lists those that are.
+        WeightLoadError: when there is no checkpoint, or not that step; lists the existing ones.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -87,7 +87,7 @@ def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
         WeightLoadError: when Orbax cannot read it, and for weights that qwix quantised.
     """
     import jax
-    import orbax.checkpoint as ocp  # seconds, and needed by no other path
+    import orbax.checkpoint as ocp  # takes seconds, and only needed here
 
     handler = ocp.PyTreeCheckpointHandler()
     path: Any = Path(folder).resolve()  # Orbax takes any kind of path, and declares its own
@@ -111,11 +111,11 @@ def read_checkpoint(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def root_of(step_folder: Path) -> Path:
-    """The folder given to Tunix, of a `model_params` folder that `find_step` found."""
+    """The folder given to Tunix, for a `model_params` folder found by `find_step`."""
     folder = step_folder.parent.parent
     return folder.parent if folder.name == _ACTOR else folder
 
 
 def _without_value(name: str) -> str:
-    """Orbax writes what is inside an nnx.Variable under the name "value"."""
+    """Removes "value", Orbax's name for the contents of an nnx.Variable."""
     return name.removesuffix(".value").removesuffix(".raw_value")

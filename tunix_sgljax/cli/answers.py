@@ -1,4 +1,4 @@
-"""Where the answers of `generate` go, and what is said of them at the end."""
+"""Writers for the answers of `generate`, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Writer(Protocol):
     """Takes the answers in any order. A context manager."""
 
     def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """Takes all samples of a prompt, as `Engine.generate` returns them."""
+        """Writes all samples of a prompt, as `Engine.generate` returns them."""
         ...
 
     def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """Takes what is wrong with a prompt instead."""
+        """Writes the error of a refused prompt instead."""
         ...
 
     def __enter__(self) -> Writer:
@@ -41,14 +41,14 @@ class Writer(Protocol):
 
 
 class _InOrder:
-    """Lines by index, handed out when all before them were."""
+    """Puts lines in the order of their index."""
 
     def __init__(self) -> None:
         self._next = 0
         self._waiting: dict[int, list[str]] = {}
 
     def put(self, index: int, lines: list[str]) -> list[str]:
-        """Takes the lines of an index; returns all that may be written now."""
+        """Adds the lines of an index; returns all lines that may be written now."""
         self._waiting[index] = lines
         ready: list[str] = []
         while self._next in self._waiting:
@@ -58,10 +58,10 @@ class _InOrder:
 
 
 class TextWriter:
-    """Texts to stdout, in the order of the prompts, with headings if there are several."""
+    """Writes texts to stdout in the order of the prompts, with headings if there are several."""
 
     def __init__(self, num_prompts: int) -> None:
-        """Knows how many prompts there are."""
+        """Sets the number of prompts."""
         self._num_prompts = num_prompts
         self._order = _InOrder()
 
@@ -98,10 +98,10 @@ class TextWriter:
 
 
 class JsonlWriter:
-    """One JSON object a sample, written when its prompt is answered."""
+    """Writes one JSON object per sample, when its prompt is answered."""
 
     def __init__(self, path: str, *, keep_order: bool) -> None:
-        """Opens the file; what was in it is gone."""
+        """Opens the file and overwrites its contents."""
         self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._order = _InOrder() if keep_order else None
 
@@ -166,7 +166,7 @@ def _row(output: dict[str, Any]) -> dict[str, Any]:
 
 
 class Summary:
-    """Counts answers; the clock starts when it is made."""
+    """Counts answers; the clock starts at construction."""
 
     def __init__(self) -> None:
         self.num_refused = self.num_not_started = 0
@@ -176,7 +176,7 @@ class Summary:
         self._num_aborted = 0
 
     def add(self, output: dict[str, Any]) -> None:
-        """Takes an answer, or the last piece of a streamed one."""
+        """Adds an answer, or the last piece of a streamed one."""
         meta = output["meta_info"]
         self._num_tokens.append(meta["completion_tokens"])
         if meta["time_to_first_token"] is not None:
@@ -184,7 +184,7 @@ class Summary:
         self._num_aborted += meta["finish_reason"]["type"] == "abort"
 
     def in_words(self, state: EngineState) -> str:
-        """Tokens a second, times to the first token, and what went wrong."""
+        """Tokens per second, times to the first token, and errors."""
         seconds = time.perf_counter() - self._start
         total = sum(self._num_tokens)
         parts = [

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures; writes what it has when interrupted, and returns 130 then."""
+    """Measures; if interrupted, writes the results so far and returns 130."""
     for name in ("repeats", "num_prompts", "num_samples", "length_scale"):
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -118,10 +118,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_model(args: argparse.Namespace) -> tuple[ModelConfig, Path | None]:
-    """The model's shape, and its folder unless its weights are to be random.
+    """The model's shape, and its folder unless the weights are random.
 
     Raises:
-        InvalidConfigError: for something that is neither.
+        InvalidConfigError: for anything else.
         UnsupportedModelError: for an architecture that is not implemented, or that the other
             sampler cannot run.
     """
@@ -248,7 +248,7 @@ def _make_ours(
     from tunix_sgljax.bench.peers import EnginePeer, SglJaxPeer
     from tunix_sgljax.observability.progress import Progress
 
-    if folder is None and model is not None:  # the weights that the other sampler has
+    if folder is None and model is not None:  # the same weights as the other sampler
         return SglJaxPeer(model, workload, options=read_pairs("--engine", args.engine))
     sizes = {
         "max_model_len": workload.max_model_len,

@@ -128,7 +128,7 @@ def _write_adapter(args: argparse.Namespace, source: Path, output: Path) -> str:
 
 @contextlib.contextmanager
 def _partial_folder(output: Path) -> Iterator[Path]:
-    """A new folder that becomes the output if nothing goes wrong, and else is removed."""
+    """Yields a new folder that becomes the output on success and is removed on failure."""
     partial = output.with_name(output.name + ".partial")
     partial.mkdir(parents=True)
     try:
@@ -140,10 +140,10 @@ def _partial_folder(output: Path) -> Iterator[Path]:
 
 
 def lora_scale(args: argparse.Namespace) -> LoraScale | None:
-    """The scale that the user gave; None if there is none.
+    """The scale given by the user, or None.
 
     Raises:
-        InvalidConfigError: for both options at once, and for a value that is no scale.
+        InvalidConfigError: for both options at once, or an invalid scale.
     """
     from tunix_sgljax.checkpoints.lora_files import LoraScale
 
@@ -176,7 +176,7 @@ def _refuse_checkpoint_options(args: argparse.Namespace) -> None:
 
 
 def copy_other_files(base: Path, output: Path) -> None:
-    """Copies config, tokenizer and the like: all but weights, hidden files and folders."""
+    """Copies config, tokenizer and other files, without weights, hidden files and folders."""
     for path in sorted(base.iterdir()):
         is_weights = any(path.match(pattern) for pattern in _WEIGHT_FILES + _WEIGHT_INDEXES)
         if path.is_file() and not is_weights and not path.name.startswith("."):
@@ -184,7 +184,7 @@ def copy_other_files(base: Path, output: Path) -> None:
 
 
 def write_config(base: Path, output: Path, dtype: str | None) -> None:
-    """Writes the base's config.json with the dtype of the weights, if all have the same."""
+    """Writes the base's config.json with the dtype of the weights, if it is the same for all."""
     config: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
     if dtype is not None:
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
@@ -209,7 +209,7 @@ def parse_size(text: str) -> int:
     """Bytes, from a number with a unit.
 
     Raises:
-        InvalidConfigError: for something else, and for less than one byte.
+        InvalidConfigError: for anything else, or less than one byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]I?B|)", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def to_json(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
-    """Facts and findings as JSON has them."""
+    """Facts and findings as JSON."""
     values = dataclasses.asdict(facts)
     values["accelerators"] = sorted(facts.accelerators)
     if facts.preview is not None:

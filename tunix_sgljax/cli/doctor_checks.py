@@ -20,11 +20,11 @@ _LOW_MEMORY_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that a check found.
+    """A result of a check.
 
     Attributes:
-        level: A "problem" keeps something from working; a "note" is worth knowing.
-        message: What is so.
+        level: "problem" if something does not work, "note" for information.
+        message: What the check found.
         fix: What to do about it.
     """
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 def check_requirements(facts: Facts) -> Iterator[Finding]:
-    """Every package that ours requires is there, in a version within its range."""
+    """Every required package is installed, in a version within its range."""
     for requirement in required_here(facts.requirements):
         version = facts.versions.get(requirement.name)
         wanted = str(requirement.specifier) or "any version"
@@ -46,7 +46,7 @@ def check_requirements(facts: Facts) -> Iterator[Finding]:
 
 
 def check_jaxlib(facts: Facts) -> Iterator[Finding]:
-    """Jaxlib and the plugins are of JAX's own version, or as close as JAX asks for."""
+    """Jaxlib and the plugins have JAX's own version, or one that JAX accepts."""
     jax = facts.versions.get("jax")
     if jax is None:
         return
@@ -75,7 +75,7 @@ def check_jax_starts(facts: Facts) -> Iterator[Finding]:
 
 
 def check_accelerator_is_used(facts: Facts) -> Iterator[Finding]:
-    """A GPU or TPU that the machine has is one that JAX uses."""
+    """JAX uses the GPU or TPU of this machine."""
     if facts.jax_problem is not None:
         return
     platforms = {device.platform for device in facts.devices}
@@ -124,7 +124,7 @@ def check_variables(facts: Facts) -> Iterator[Finding]:
 
 
 def check_cache(facts: Facts) -> Iterator[Finding]:
-    """Compiled programs can be kept for the next start."""
+    """Compiled programs can be cached for the next start."""
     if facts.cache is not None and not facts.cache.is_writable:
         yield Finding(
             "problem",
@@ -136,7 +136,7 @@ def check_cache(facts: Facts) -> Iterator[Finding]:
 
 
 def check_host(facts: Facts) -> Iterator[Finding]:
-    """There is memory left on the host, and on the devices."""
+    """The host and the devices have free memory."""
     available = facts.available_bytes
     if available is not None and available < _MIN_AVAILABLE_BYTES:
         yield Finding(
@@ -156,7 +156,7 @@ def check_host(facts: Facts) -> Iterator[Finding]:
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:
-    """The engine supports the model, its weights are there, and it fits."""
+    """The engine supports the model, its weights exist, and it fits."""
     model = facts.model
     if model is not None and model.problem is not None:
         fixes = {
@@ -179,7 +179,7 @@ def check_model(facts: Facts) -> Iterator[Finding]:
 
 
 def check_dtype(facts: Facts) -> Iterator[Finding]:
-    """The dtype is one that the device computes fast in."""
+    """The device computes fast in the dtype."""
     preview = facts.preview
     if preview is not None and preview.platform == "cpu" and preview.dtype != "float32":
         yield Finding(
@@ -190,7 +190,7 @@ def check_dtype(facts: Facts) -> Iterator[Finding]:
 
 
 def check_tokenizer(facts: Facts) -> Iterator[Finding]:
-    """The model has a tokenizer that goes with it."""
+    """The model has a matching tokenizer."""
     model = facts.model
     if model is None or model.problem is not None:
         return
@@ -250,6 +250,6 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 
 def find_all(facts: Facts) -> list[Finding]:
-    """What all checks found, problems first."""
+    """Findings of all checks, problems first."""
     findings = [finding for check in CHECKS for finding in check(facts)]
     return sorted(findings, key=lambda finding: finding.level != "problem")

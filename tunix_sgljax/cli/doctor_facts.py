@@ -1,4 +1,4 @@
-"""What `doctor` looks at. Gathering it is all that touches the machine; checks take the result."""
+"""Facts for `doctor`. Only gathering them touches the machine; checks use the result."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ PACKAGES = (
     "libtpu",
     "torch",
 )
-"""Shown if installed."""
+"""Packages shown if installed."""
 
 _GOOGLE = "0x1ae0"
 _TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-"""PCI ids of TPUs v2 to 7x, as JAX knows them; Google's network cards have its vendor id too."""
+"""PCI ids of TPUs v2 to 7x, from JAX; Google's network cards have the same vendor id."""
 
 VARIABLES = (
     "JAX_PLATFORMS",
@@ -65,7 +65,7 @@ VARIABLES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device as JAX sees it; memory in bytes, None where it does not say."""
+    """A JAX device; memory in bytes, None if unknown."""
 
     platform: str
     kind: str
@@ -85,20 +85,20 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of a model's folder.
+    """Facts about a model's folder.
 
     Attributes:
         path: The folder.
-        problem: Why the engine would refuse it; None if it would not.
+        problem: Why the engine would refuse it; None if it accepts it.
         problem_kind: The class of that error.
         num_tensors: Tensors in its safetensors files.
         has_tokenizer: Whether the folder has one.
-        tokenizer_problem: Why it cannot be loaded.
-        has_chat_template: Whether it can be used for conversations.
+        tokenizer_problem: Why the tokenizer cannot be loaded.
+        has_chat_template: Whether the tokenizer has a chat template.
         pad_id: The tokenizer's pad token.
         eos_ids: End tokens: the tokenizer's, and the config's.
-        vocab_size: Of the model.
-        tokenizer_size: Of the tokenizer.
+        vocab_size: Vocabulary size of the model.
+        tokenizer_size: Vocabulary size of the tokenizer.
     """
 
     path: str
@@ -116,26 +116,26 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that checks look at.
+    """Input of all checks.
 
     Attributes:
-        python: Its version.
+        python: Version of Python.
         system: Operating system and architecture.
         versions: Installed packages, see `installed_versions`.
-        requirements: What the installed distribution requires, as in its metadata.
-        devices: As JAX lists them; empty if it fails to.
+        requirements: Requirements in the installed distribution's metadata.
+        devices: JAX's devices; empty if JAX fails to list them.
         jax_problem: Why JAX could not be imported or found no device.
-        num_processes: JAX processes.
+        num_processes: Number of JAX processes.
         accelerators: Kinds of accelerators that the machine has, whether JAX uses them or not.
-        num_cores: That this process may use.
-        memory_bytes: Of the host.
-        available_bytes: Of it, what is available.
+        num_cores: Cores that this process may use.
+        memory_bytes: Memory of the host.
+        available_bytes: Available memory of the host.
         variables: Those of `VARIABLES` that are set.
-        cache: The compilation cache; None if there is to be none.
+        cache: The compilation cache; None if it is off.
         preview: What an engine would use; None if it would not start.
-        preview_problem: Why not.
-        is_example: Whether the preview is of no model of the user's, but of Qwen3-0.6B's shape.
-        model: The folder that was asked about.
+        preview_problem: Why it would not start.
+        is_example: Whether the preview is for Qwen3-0.6B's shape instead of a user's model.
+        model: The folder given by the user.
     """
 
     python: str
@@ -158,7 +158,7 @@ class Facts:
 
 
 def gather(folder: Path | None, config: EngineConfig) -> Facts:
-    """Looks at this machine, and at a model's folder if one is given."""
+    """Gathers facts about this machine, and a model's folder if given."""
     requirements = tuple(importlib.metadata.requires(DISTRIBUTION) or ())
     total, available = host_memory()
     facts = Facts(
@@ -191,7 +191,7 @@ def gather(folder: Path | None, config: EngineConfig) -> Facts:
 
 
 def required_here(lines: Sequence[str]) -> Iterator[Requirement]:
-    """Requirements as in a distribution's metadata, without those of extras and other systems."""
+    """Requirements from a distribution's metadata, without those of extras and other systems."""
     for line in lines:
         requirement = Requirement(line)
         marker = requirement.marker
@@ -200,7 +200,7 @@ def required_here(lines: Sequence[str]) -> Iterator[Requirement]:
 
 
 def installed_versions(requirements: Sequence[str]) -> dict[str, str]:
-    """Of `PACKAGES` and what is required, as far as installed."""
+    """Installed versions of `PACKAGES` and required packages."""
     required = {requirement.name for requirement in required_here(requirements)}
     versions = {}
     for name in (*PACKAGES, *sorted(required - set(PACKAGES))):
@@ -212,7 +212,7 @@ def installed_versions(requirements: Sequence[str]) -> dict[str, str]:
 
 
 def find_devices() -> tuple[tuple[Device, ...], int]:
-    """JAX's devices, and how many processes share them."""
+    """JAX's devices, and the number of processes that share them."""
     import jax
 
     return tuple(map(_describe, jax.devices())), jax.process_count()
@@ -251,7 +251,7 @@ def _reads(path: Path) -> str:
 
 
 def host_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
-    """Bytes of the host's memory, all of it and what is available; None where nothing tells."""
+    """Total and available bytes of the host's memory; None if unknown."""
     if not meminfo.exists():
         return None, None
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)

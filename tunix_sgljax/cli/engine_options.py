@@ -1,4 +1,4 @@
-"""Options that several commands have: the model's folder, and the engine's own options."""
+"""Options shared by several commands: the model's folder, and the engine's own options."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def model_folder(path: str) -> Path:
 
 
 def read_pairs(option: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value` arguments as a dict; values are JSON where they can be, else text.
+    """`key=value` arguments as a dict; values are JSON if possible, else text.
 
     Raises:
-        InvalidConfigError: for one without a `=`, and for a key given twice.
+        InvalidConfigError: for an argument without `=`, or a key given twice.
     """
     values: dict[str, Any] = {}
     for pair in pairs:

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         if len(prompts) == 1 and num_samples == 1 and args.output is None:
             stream_one(job, prompts[0], summary)
         else:
-            # Texts on the same terminal would tear the bar.
+            # Texts on the same terminal would break the bar.
             has_bar = args.output is not None
             bar = progress.rollout(engine, num_samples) if has_bar else contextlib.nullcontext()
             with _writer(args, len(prompts)) as writer, bar:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """An engine and what all prompts have in common."""
+    """An engine and the settings common to all prompts."""
 
     engine: Engine
     args: argparse.Namespace
@@ -150,7 +150,7 @@ class _Job:
 
 
 def stream_one(job: _Job, prompt: Prompt, summary: Summary) -> None:
-    """Writes the text of one answer to stdout as it is made; Ctrl-C cuts it short.
+    """Writes the text of one answer to stdout as it is generated; Ctrl-C cuts it short.
 
     Raises:
         InvalidRequestError: when the engine refuses the prompt.
@@ -171,10 +171,10 @@ def stream_one(job: _Job, prompt: Prompt, summary: Summary) -> None:
 async def generate_all(
     job: _Job, prompts: Sequence[Prompt], writer: Writer, summary: Summary
 ) -> None:
-    """Submits all prompts at once and hands each answer to the writer when it is there.
+    """Submits all prompts at once, and passes each answer to the writer when it arrives.
 
-    A prompt that the engine refuses gets an answer that says why; the others go on. Ctrl-C ends
-    all with what they have; prompts that were not submitted get no answer.
+    A refused prompt gets an answer with the reason; the others continue. Ctrl-C ends all with their
+    output so far; prompts that were not submitted get no answer.
     """
     loop = asyncio.get_running_loop()
     abort = functools.partial(job.engine.async_abort_request, abort_all=True)
@@ -194,7 +194,7 @@ async def generate_all(
             summary.add(output)
         writer.write(index, prompt, outputs)
 
-    # On the loop's thread, so that no request slips in between this and the look at the flag.
+    # On the loop's thread, so that no request slips in between this and the check of the flag.
     with current().on_interrupt(lambda: asyncio.run_coroutine_threadsafe(abort(), loop)):
         await asyncio.gather(*(answer(index, prompt) for index, prompt in enumerate(prompts)))
 

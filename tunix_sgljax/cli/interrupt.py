@@ -14,24 +14,24 @@ from typing import Any
 from tunix_sgljax.cli.output import say
 
 EXIT_INTERRUPTED = 130
-"""What a shell expects of a command that Ctrl-C ended: 128 + SIGINT."""
+"""Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
 
 _current: Interrupts | None = None
 
 
 class Interrupts:
-    """Handles SIGINT while it is entered, on the main thread; elsewhere it changes nothing.
+    """Handles SIGINT inside its `with` block on the main thread; elsewhere it does nothing.
 
-    The first Ctrl-C raises KeyboardInterrupt in the main thread, or, within `on_interrupt`, calls
-    what that was given. The second ends the process with `EXIT_INTERRUPTED`, whatever it does.
+    The first Ctrl-C raises KeyboardInterrupt in the main thread, or calls the given function inside
+    `on_interrupt`. The second ends the process at once with `EXIT_INTERRUPTED`.
     """
 
     def __init__(self, *, stays: bool = False) -> None:
         """Handles nothing yet.
 
         Args:
-            stays: Once interrupted, the handler stays after the end: threads that the interpreter
-                waits for on its way out can then be left behind by another Ctrl-C.
+            stays: After an interrupt, keep the handler after the block, so that another Ctrl-C can
+                abandon threads that the interpreter waits for at exit.
         """
         self._stays = stays
         self._abort: Callable[[], Any] | None = None
@@ -45,7 +45,7 @@ class Interrupts:
         return self._count > 0
 
     def __enter__(self) -> Interrupts:
-        """Installs the handler, unless SIGINT is ignored, as it is for a job in the background."""
+        """Installs the handler, unless SIGINT is ignored, as for a background job."""
         global _current
         if (
             threading.current_thread() is threading.main_thread()
@@ -57,7 +57,7 @@ class Interrupts:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Puts the handler back that was there before, unless it stays."""
+        """Restores the previous handler, unless this one stays."""
         global _current
         if self._is_installed and not (self._stays and self.is_interrupted):
             signal.signal(signal.SIGINT, self._before)
@@ -65,7 +65,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def on_interrupt(self, abort: Callable[[], Any]) -> Iterator[None]:
-        """Within it the first Ctrl-C calls `abort`, on a thread of its own, and raises nothing."""
+        """Inside the block the first Ctrl-C calls `abort` on a new thread, and raises nothing."""
         self._abort = abort
         try:
             yield
@@ -87,5 +87,5 @@ class Interrupts:
 
 
 def current() -> Interrupts:
-    """Those of the command that runs; outside of one, some that no Ctrl-C reaches."""
+    """Interrupts of the running command; outside of one, an object that no Ctrl-C reaches."""
     return _current or Interrupts()

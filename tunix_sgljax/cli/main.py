@@ -47,7 +47,7 @@ COMMANDS = {
     "doctor": "Say what is installed, what will be used, and what is wrong.",
     "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
 }
-"""By name; each is a module of this package."""
+"""Commands by name; each is a module of this package."""
 
 _EXAMPLES = """examples:
   tunix-sgljax doctor --model path/to/Qwen3-0.6B
@@ -67,7 +67,7 @@ def find_command(name: str) -> Command:
 
 
 def make_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """The parser for these arguments: of all commands, but with the options of theirs only."""
+    """The parser of all commands, with options only for the command in these arguments."""
     parser = argparse.ArgumentParser(
         prog="tunix-sgljax",
         description=(__doc__ or "").partition("\n")[0],
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             say("interrupted")
             return EXIT_INTERRUPTED
-        except BrokenPipeError:  # whoever read the output is gone, as with `| head`
+        except BrokenPipeError:  # the reader of the output is gone, as with `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_FAILURE
         except Exception as error:
@@ -124,16 +124,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_bad_input(error: Exception) -> bool:
-    """Whether the one who typed the command can put it right: wrong values, missing files."""
+    """Whether the user can fix the error: wrong values, missing files."""
     missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
     return isinstance(error, (ValueError, FileExistsError, *missing))
 
 
 def describe(error: Exception) -> str:
-    """An error in words for the terminal; of one that nobody meant to raise, its class too."""
+    """An error's text for the terminal; for an unexpected error, with its class."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {str(error.filename)!r}"
-    # By name: importing the engine's errors costs every command that needs no engine.
+    # By name, since importing the engine's errors is slow for commands without an engine.
     is_ours = any(base.__name__ == "EngineError" for base in type(error).__mro__)
     if is_ours or type(error) is ValueError:
         return str(error)

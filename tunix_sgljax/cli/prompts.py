@@ -21,9 +21,9 @@ class Prompt:
     """What to complete: exactly one of `text`, `messages` and `input_ids`.
 
     Attributes:
-        id: The user's name for it, copied into the output.
-        sampling: Fields of SamplingParams that are this prompt's own.
-        label: For messages about it.
+        id: The user's id of the prompt, copied into the output.
+        sampling: This prompt's own fields of SamplingParams.
+        label: Name of the prompt in messages.
     """
 
     text: str | None = None
@@ -39,12 +39,12 @@ def read_prompts(arguments: Sequence[str], path: str | None, is_jsonl: bool) -> 
 
     Args:
         arguments: Prompts given as arguments; if there are none, `path` is read.
-        path: A file with a prompt a line; "-" or None for stdin.
-        is_jsonl: Lines are JSON objects; so they are in a file called *.jsonl.
+        path: A file with one prompt per line; "-" or None for stdin.
+        is_jsonl: Whether lines are JSON objects, as always in a file called *.jsonl.
 
     Raises:
-        InvalidRequestError: for prompts both as arguments and in a file, for none at all, and for
-            a line that cannot be read; names its number.
+        InvalidRequestError: for prompts both as arguments and in a file, for no prompt, or for a
+            line that cannot be read, with its number.
     """
     if arguments:
         if path is not None or is_jsonl:

@@ -1,4 +1,4 @@
-"""One option for each field of SamplingParams, with the help that its docstring has."""
+"""One option for each field of SamplingParams, with help from its docstring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = "sampling_"
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options. Those that are not given leave no trace in the parsed arguments."""
+    """Declares the options. Options that are not given are absent from the parsed arguments."""
     group = parser.add_argument_group(
         "sampling", "What is not given is as the model's generation_config.json has it."
     )
@@ -68,7 +68,7 @@ def _int_or_none(text: str) -> int | None:
 
 
 def _field_texts() -> dict[str, str]:
-    """What the docstring of SamplingParams says on each field."""
+    """The docstring of SamplingParams for each field."""
     section = inspect.cleandoc(SamplingParams.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in entries}

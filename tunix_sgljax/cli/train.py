@@ -98,7 +98,7 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
             warnings.catch_warnings(),
             interrupt.current().on_interrupt(stop.set),
         ):
-            # Of Tunix's PPOLearner; `whole_numbers` sees to it that nothing is lost.
+            # From Tunix's PPOLearner; `whole_numbers` ensures that nothing is lost.
             warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
             result = run_training(
                 config,

@@ -1,4 +1,4 @@
-"""`tunix-sgljax tunix`: Tunix's own command line, with our engine among those it can name."""
+"""`tunix-sgljax tunix`: Tunix's own command line, with this engine as a choice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
-    words = [word for word in args.arguments if word != "--debug"]  # main has seen it
+    words = [word for word in args.arguments if word != "--debug"]  # main has handled it
     if {"-h", "--help"} & set(words):
         args.print_help()
         return 0
@@ -95,7 +95,7 @@ def _import_entry(pipeline: str) -> tuple[str, types.ModuleType]:
         try:
             return name, importlib.import_module(full_name)
         except flags.DuplicateFlagError:
-            # Several of Tunix's commands define it, each for a process of its own.
+            # Several of Tunix's commands define it, each for a separate process.
             delattr(flags.FLAGS, _FLAG)
             return name, importlib.import_module(full_name)
     except ImportError as error:
@@ -103,10 +103,10 @@ def _import_entry(pipeline: str) -> tuple[str, types.ModuleType]:
 
 
 def _find_main(module: types.ModuleType) -> Callable[[list[str]], Any] | None:
-    """Tunix's `main`, on a subclass of its pipeline where that pipeline samples.
+    """Tunix's `main`, with a subclass of its pipeline if that pipeline samples.
 
-    The function runs in a copy of its module's names, one of which is the subclass; the module
-    itself stays as it is.
+    The function runs in a copy of its module's names that holds the subclass; the module itself
+    does not change.
     """
     from tunix.cli.config import HyperParameters
 
@@ -144,7 +144,7 @@ def _check_base_config(words: list[str]) -> None:
 
 @contextlib.contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """Modules that a config names are found in a folder, as `python -m` has it."""
+    """Makes modules that a config names importable from a folder, like `python -m`."""
     path = str(folder)
     sys.path.insert(0, path)
     try:
@@ -156,13 +156,13 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _parsed_flags(argv: list[str]) -> Iterator[list[str]]:
-    """Does for Tunix what `absl.app.run` does, and undoes it: flags parsed, absl's log handler.
+    """Parses flags and installs absl's log handler like `absl.app.run`, and undoes both.
 
     Yields:
-        The arguments that are no flags.
+        The arguments that are not flags.
 
     Raises:
-        InvalidConfigError: for an unknown flag, or a bad value of one.
+        InvalidConfigError: for an unknown flag, or a bad value.
     """
     from absl import flags
     from absl import logging as absl_logging

@@ -1,4 +1,4 @@
-"""What `convert` reads of a Tunix checkpoint: tensors and LoRA pairs as Hugging Face names them."""
+"""Reads a Tunix checkpoint for `convert`: tensors and LoRA pairs by Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TunixModel:
-    """A checkpoint beside the Hugging Face folder that training began with.
+    """A checkpoint, and the Hugging Face folder that training began with.
 
     Attributes:
         folder: The checkpoint's parameters.
-        model: What they are of.
+        model: The model of the parameters.
         originals: The tensors of the Hugging Face folder.
-        tensors: The checkpoint's own weights, all of them; None if it holds LoRA pairs alone.
+        tensors: All weights of the checkpoint; None if it holds only LoRA pairs.
         pairs: LoRA parameters by Tunix's names; empty without LoRA.
-        scale: What `tunix-sgljax train` wrote of the pairs' scale; None if it wrote nothing.
+        scale: Scale of the pairs that `tunix-sgljax train` wrote; None if there is none.
     """
 
     folder: Path
@@ -51,10 +51,10 @@ class TunixModel:
         """The LoRA pairs by Hugging Face's names.
 
         Args:
-            scale: As the user gave it; None takes the one that was written beside the checkpoint.
+            scale: The user's scale; None takes the one written beside the checkpoint.
 
         Raises:
-            InvalidConfigError: Nothing tells the scale.
+            InvalidConfigError: The scale is unknown.
             WeightSyncError: names all pairs that do not fit.
         """
         from tunix_sgljax.checkpoints.lora_files import hf_pairs
@@ -68,7 +68,7 @@ class TunixModel:
         return hf_pairs(self.pairs, self.model.architecture, scale, self.originals)
 
     def merged(self, scale: LoraScale | None, dtype: np.dtype | None) -> dict[str, HfTensor]:
-        """All tensors, with the LoRA pairs added to theirs; in the dtype given, or as they are."""
+        """All tensors with their LoRA pairs added, in the given dtype or their own."""
         from tunix_sgljax.checkpoints.lora_files import merge_pairs
 
         tensors = dict(self.originals if self.tensors is None else self.tensors)
@@ -78,7 +78,7 @@ class TunixModel:
                 f"--lora-alpha and --lora-scaling go with LoRA parameters; {self.folder} has none"
             )
         tensors = merge_pairs(tensors, pairs, dtype)
-        if self.model.tie_word_embeddings and _HEAD in tensors:  # a copy of what it is tied to
+        if self.model.tie_word_embeddings and _HEAD in tensors:  # a copy of the tied embedding
             tensors[_HEAD] = tensors[_EMBEDDING]
         return tensors
 
@@ -138,7 +138,7 @@ def check_like(tensors: Mapping[str, HfTensor], base: Mapping[str, HfTensor], wh
 
 
 def check_same(tensors: Mapping[str, HfTensor], base: Mapping[str, HfTensor], where: str) -> None:
-    """Raises WeightSyncError unless a checkpoint's frozen weights are those of the base.
+    """Raises WeightSyncError unless a checkpoint's frozen weights equal the base's.
 
     Values are compared in the coarser of both dtypes.
     """
@@ -153,7 +153,7 @@ def check_same(tensors: Mapping[str, HfTensor], base: Mapping[str, HfTensor], wh
 
 
 def warn_of_rope(model: ModelConfig, base: Path) -> None:
-    """Says so if the base's config.json rotates otherwise than Tunix did in training."""
+    """Warns if the base's config.json has a different rotary embedding than Tunix in training."""
     from tunix_sgljax.model_config import trained_rope_theta
 
     theta = trained_rope_theta(model.architecture)

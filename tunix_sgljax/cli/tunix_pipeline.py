@@ -1,4 +1,4 @@
-"""Tunix's pipelines, taught `rollout_engine=sgljax` by a subclass."""
+"""Subclasses of Tunix's pipelines that accept `rollout_engine=sgljax`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OVERRIDE = "rollout_engine="
 
 
 def with_sgljax_engine(pipeline: Any) -> Any:
-    """A subclass of a pipeline of `tunix.cli` that samples with our engine when the config says so.
+    """A subclass of a `tunix.cli` pipeline that samples with this engine if the config says so.
 
-    It takes one value more for `rollout_engine` and one section more, `sgljax_config`, whether the
-    base config has their keys or not. Everything else is the pipeline's own.
+    It accepts one more value for `rollout_engine` and one more section, `sgljax_config`, whether or
+    not the base config has their keys. Everything else is the pipeline's own.
 
     Args:
         pipeline: `GrpoPipeline` of `tunix.cli.grpo_main`, or another with `create_cluster_config`.
@@ -86,7 +86,7 @@ def with_sgljax_engine(pipeline: Any) -> Any:
                 fields = sections.translate_section(self.config, self._section, _FIELDS)[0]
             fields = {name: value for name, value in fields.items() if name not in given}
             if sections.leaves_batch_open(given | fields, self._options):
-                # As Tunix does for its SGLang engine: everything that a step samples, at once.
+                # Like Tunix for its SGLang engine: all samples of a step at once.
                 fields["rollout_sglang_jax_max_running_requests"] = max_running_requests
             return fields
 
@@ -96,7 +96,7 @@ def with_sgljax_engine(pipeline: Any) -> Any:
             )
             if not self._uses_sgljax:
                 return config
-            # Tunix's annotation leaves out the partial that its code accepts.
+            # Tunix's annotation omits the partial that its code accepts.
             engine: Any = functools.partial(SglJaxRollout, **self._options)
             return dataclasses.replace(config, rollout_engine=engine)
 
@@ -104,11 +104,11 @@ def with_sgljax_engine(pipeline: Any) -> Any:
 
 
 def announce(config: Any, section: str | None) -> None:
-    """Tells the user what of a config counts, and what would make the run faster.
+    """Tells the user which parts of a config apply, and what would make the run faster.
 
     Args:
         config: The whole config of a pipeline.
-        section: The section for another engine that is translated, if there is one.
+        section: The translated section for another engine, if any.
     """
     unread = sections.unread_rollout_keys(config, _FIELDS)
     note = ""
@@ -124,9 +124,9 @@ def announce(config: Any, section: str | None) -> None:
 
 
 def meshes_in_order(pipeline: Any) -> dict[Any, jax.sharding.Mesh]:
-    """A mesh for each role, as `create_role_to_mesh` of Tunix gives, from devices in their order.
+    """A mesh for each role, like Tunix's `create_role_to_mesh`, from devices in order.
 
-    Tunix carves meshes out of the coordinates that TPUs have, and refuses devices without: GPUs and
+    Tunix builds meshes from the coordinates of TPUs, and refuses devices without them: GPUs and
     CPUs.
 
     Args:

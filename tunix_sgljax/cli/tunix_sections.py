@@ -1,7 +1,7 @@
-"""What the sections of a Tunix config say of the rollout, when our engine is to do it.
+"""Reads the sections of a Tunix config for a rollout with this engine.
 
-The sections are those of `tunix.cli`'s YAML files: `sgljax_config` is ours, `vllm_config` and
-`sglang_jax_config` are written for Tunix's other engines.
+The sections are those of `tunix.cli`'s YAML files: `sgljax_config` is for this engine,
+`vllm_config` and `sglang_jax_config` are for Tunix's other engines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tunix_sgljax.lora import check_lora_mode, check_scaling
 from tunix_sgljax.rollout import SglJaxRollout
 
 ENGINE = "sgljax"
-"""What `rollout_engine` calls our engine."""
+"""This engine's name in `rollout_engine`."""
 SECTION = "sgljax_config"
 """Keywords of `SglJaxRollout`, engine options among them."""
 
@@ -33,7 +33,7 @@ _SIZES_BATCHES = {
     "max_num_seqs",
     "max_running_requests",
 }
-"""What says how many sequences are decoded together, of RolloutConfig and of engines' options."""
+"""Fields of RolloutConfig and engine options that set how many sequences are decoded together."""
 _OBJECTS = {
     "rollout_actor",
     "tokenizer",
@@ -42,11 +42,11 @@ _OBJECTS = {
     "model_config",
     "progress",
 }
-"""Keywords of `SglJaxRollout` that Tunix gives it, or that no YAML can hold."""
+"""Keywords of `SglJaxRollout` that Tunix passes, or that YAML cannot hold."""
 
 
 def plain(value: Any) -> Any:
-    """A value of a config without OmegaConf's containers, references resolved."""
+    """A config value without OmegaConf's containers, with references resolved."""
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):
@@ -58,7 +58,7 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A section as a dict; empty where it is missing or null.
 
     Raises:
-        InvalidConfigError: when it is no mapping.
+        InvalidConfigError: when it is not a mapping.
     """
     section = plain(config.get(name))
     if section is None:
@@ -99,11 +99,11 @@ def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_section(config: Mapping[str, Any], named_engines: Sequence[str]) -> str | None:
-    """The section that the recipe wrote for the engine that it names; None if there is none.
+    """The recipe's section for the engine that it names; None if there is none.
 
     Scripts fill in the sections of several engines and pick one by `rollout_engine`, before a
-    user's override picks ours. Where ours alone is named, the one section that is filled in counts,
-    and of two the one of SGLang, whose options are nearest to ours.
+    user's override picks this engine. If only this engine is named, the one filled section counts;
+    of two, SGLang's, whose options are closest.
 
     Args:
         config: The whole config.
@@ -120,9 +120,9 @@ def recipe_section(config: Mapping[str, Any], named_engines: Sequence[str]) -> s
 def translate_section(
     config: Mapping[str, Any], name: str, fields: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What a section for another engine says, as fields of RolloutConfig.
+    """Translates a section for another engine to fields of RolloutConfig.
 
-    Only what the section holds: what Tunix fills in for that engine is of no use to ours.
+    Uses only the section itself: values that Tunix fills in for that engine do not apply here.
 
     Args:
         config: The whole config.
@@ -130,7 +130,7 @@ def translate_section(
         fields: The names of RolloutConfig's fields in the installed Tunix.
 
     Returns:
-        The fields, and the section's keys that are none.
+        The fields, and the section's other keys.
     """
     prefix = f"rollout_{name.removesuffix('_config')}_"
     values, unknown = {}, []
@@ -144,7 +144,7 @@ def translate_section(
 
 
 def unread_rollout_keys(config: Mapping[str, Any], fields: Collection[str]) -> list[str]:
-    """Keys of `rollout_config` that Tunix's pipeline drops, for they are no fields."""
+    """Keys of `rollout_config` that Tunix's pipeline drops, since they are not fields."""
     keys = read_section(config, "rollout_config")
     return [
         f"rollout_config.{key}"
@@ -154,7 +154,7 @@ def unread_rollout_keys(config: Mapping[str, Any], fields: Collection[str]) -> l
 
 
 def leaves_batch_open(fields: Mapping[str, Any], options: Collection[str]) -> bool:
-    """Whether nothing says how many sequences are decoded together.
+    """Whether no setting says how many sequences are decoded together.
 
     Args:
         fields: RolloutConfig fields that the config holds.
@@ -167,10 +167,10 @@ def leaves_batch_open(fields: Mapping[str, Any], options: Collection[str]) -> bo
 
 
 def micro_batch_advice(config: Mapping[str, Any]) -> str | None:
-    """A line for the user whose rollouts come in parts of a batch; None if there is nothing to say.
+    """Advice for a user whose rollouts come in parts of a batch; None if there is none.
 
-    Tunix calls the engine once for each rollout micro-batch, and where that is not set takes the
-    trainer's. Agentic learners send prompts one by one, concurrently, whatever it is.
+    Tunix calls the engine once for each rollout micro-batch, by default the trainer's. Agentic
+    learners always send prompts one by one, concurrently.
     """
     if str(config.get("training_mode") or "").startswith("agentic"):
         return None
@@ -182,7 +182,7 @@ def micro_batch_advice(config: Mapping[str, Any]) -> str | None:
     if source is None or training[source] >= batch:
         return None
     why = "as set" if source == key else f"which is not set and follows {source}"
-    # No override to copy: Tunix replaces the whole section by what overrides hold of it.
+    # No override to copy: an override makes Tunix replace the whole section.
     return (
         f"rl_training_config.{key} is {training[source]} ({why}): the engine gets that many of a "
         f"batch's {batch} prompts at a time; with {batch} there it batches all of them, which is "

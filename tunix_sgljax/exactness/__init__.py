@@ -1,1 +1,1 @@
-"""How exact log-probs are: reports, and the trainer's own bits."""
+"""Exactness of log-probs: reports, and the trainer's own bits."""

@@ -1,4 +1,4 @@
-"""How far a rollout's log-probs are from those that Tunix's trainer computes of the same tokens."""
+"""Compares a rollout's log-probs with those of Tunix's trainer for the same tokens."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from tunix_sgljax.model_config import coarser_dtype, compute_dtype
 from tunix_sgljax.rollout import SglJaxRollout
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
-"""Differences of one token's log-probs that rounding alone explains, by dtype.
+"""Differences in a token's log-prob that rounding alone explains, by dtype.
 
-In float32 some ten times what `benchmarks/exactness/mismatch.py` measures with 8 layers. In
-bfloat16, whose values from 16 to 32 are 1/8 apart, two such steps: Tunix's models round their
-logits to bfloat16, so that a logit may land a step away on either side. Measured with small logits:
-a tenth of it.
-Other dtypes than float32 and float64 take bfloat16's.
+In float32, some ten times what `benchmarks/exactness/mismatch.py` measures with 8 layers. In
+bfloat16, two steps of 1/8, the distance of values from 16 to 32: Tunix's models round their logits
+to bfloat16, so a logit may land a step away on either side. With small logits a tenth of this was
+measured. Dtypes other than float32 and float64 use bfloat16's tolerance.
 """
 
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
-"""Of the importance ratios."""
+"""Reported quantiles of the importance ratios."""
 
 
 class WorstToken(NamedTuple):
     """The token whose log-probs differ most.
 
     Attributes:
-        row: Of the prompt.
-        position: In the completion.
-        token_id: What was sampled.
-        sampler, trainer: Its log-probs.
+        row: Row of the prompt.
+        position: Position in the completion.
+        token_id: The sampled token.
+        sampler, trainer: Log-probs of the token.
     """
 
     row: int
@@ -52,15 +51,15 @@ class WorstToken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Of the differences of some tokens, or with arrays, of those at each position.
+    """Statistics of the differences of some tokens; arrays hold one value per position.
 
     Attributes:
-        num_tokens: How many there are.
-        max_abs, mean_abs: Of the differences.
-        k1: Mean of sampler's minus trainer's log-prob: estimates KL(sampler || trainer).
+        num_tokens: Number of tokens.
+        max_abs, mean_abs: Largest and mean absolute difference.
+        k1: Mean of the sampler's minus the trainer's log-prob; estimates KL(sampler || trainer).
         k3: Mean of r - 1 - log r of the importance ratio r = exp(trainer - sampler): the same KL
             with less variance and never negative (Schulman, 2020).
-        ratio_quantiles: Of r, at `QUANTILES`.
+        ratio_quantiles: Quantiles of r, at `QUANTILES`.
     """
 
     num_tokens: Any
@@ -72,7 +71,7 @@ class Statistics:
 
     @classmethod
     def of(cls, sampler: np.ndarray, trainer: np.ndarray) -> Statistics:
-        """Of log-probs of the same tokens, float64 [N]. NaN stays NaN."""
+        """Statistics of two log-probs of the same tokens, float64 [N]. NaN stays NaN."""
         if not sampler.size:
             nan = float("nan")
             return cls(
@@ -95,28 +94,28 @@ class Statistics:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and lists."""
+        """The statistics as numbers and lists."""
         return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MismatchReport:
-    """Log-probs of the same tokens by rollout and trainer, and what their differences say.
+    """Log-probs of the same tokens by rollout and trainer, and statistics of their differences.
 
-    Tokens that equal the pad id are not compared: Tunix masks them. It also hides them from the
-    tokens behind them, in the trainer alone, so those differ; see `pad_rows`. The same holds for
+    Tokens that equal the pad id are not compared: Tunix masks them. The trainer, but not the
+    engine, also hides them from later tokens, so those differ; see `pad_rows`. The same holds for
     pad ids inside a prompt; see `prompt_pad_rows`.
 
     Attributes:
         tokens: Sampled token ids, padded; int32.
-        sampler, trainer: Their log-probs; 0 where nothing is compared. float32.
-        is_compared: Which are compared.
-        weight_versions: Weight versions that sampled them, ascending.
-        dtype: The coarser one of rollout and trainer; the tolerance follows it.
-        logprobs_mode: The rollout's.
-        temperature: Of both.
+        sampler, trainer: Log-probs of the tokens; 0 where nothing is compared. float32.
+        is_compared: Which tokens are compared.
+        weight_versions: Weight versions that sampled the tokens, ascending.
+        dtype: The coarser dtype of rollout and trainer; the tolerance follows it.
+        logprobs_mode: The rollout's mode.
+        temperature: Temperature of both.
         pad_rows: Rows in which the pad id was sampled, ascending.
-        prompt_pad_rows: Rows whose prompt has the pad id behind another token, ascending.
+        prompt_pad_rows: Rows whose prompt has the pad id after another token, ascending.
 
     Shape:
         tokens, sampler, trainer, is_compared: [B, C].
@@ -141,19 +140,19 @@ class MismatchReport:
 
     @property
     def overall(self) -> Statistics:
-        """Of all tokens."""
+        """Statistics of all tokens."""
         return self._statistics(slice(None))
 
     @property
     def per_position(self) -> Statistics:
-        """Arrays over positions of completions, [C]; ratio_quantiles [C, 5]. NaN without tokens."""
+        """Statistics per completion position, [C]; ratio_quantiles [C, 5]. NaN without tokens."""
         each = [self._statistics((slice(None), at)) for at in range(self.tokens.shape[1])]
         names = [field.name for field in dataclasses.fields(Statistics)]
         return Statistics(**{name: np.array([getattr(s, name) for s in each]) for name in names})
 
     @property
     def worst(self) -> WorstToken:
-        """The token that differs most; a NaN differs more than any number."""
+        """The token that differs most; NaN counts as the largest difference."""
         gaps = np.where(np.isnan(self.difference), np.inf, self.difference)
         gaps = np.where(self.is_compared, gaps, -1.0)
         row, at = np.unravel_index(int(gaps.argmax()), gaps.shape)
@@ -167,14 +166,15 @@ class MismatchReport:
 
     @property
     def default_tolerance(self) -> float:
-        """The one of `TOLERANCES` for the dtype."""
+        """The tolerance of the dtype, from `TOLERANCES`."""
         return TOLERANCES["float32" if self.dtype in ("float32", "float64") else "bfloat16"]
 
     def is_within(self, tolerance: float | None = None) -> bool:
         """Whether no token differs by more than a tolerance.
 
         Args:
-            tolerance: Of log-probs; None takes the default of the dtype, which rounding explains.
+            tolerance: Tolerance of log-probs; None takes the dtype's default, which rounding
+                explains.
         """
         return not self.rows_off(tolerance)
 
@@ -185,14 +185,14 @@ class MismatchReport:
             tolerance: As in `is_within`.
 
         Returns:
-            The position of the first such token, by row.
+            The position of the first such token by row.
         """
         limit = self.default_tolerance if tolerance is None else tolerance
         is_off = ~(self.difference <= limit)  # NaN is off
         return {int(row): int(is_off[row].argmax()) for row in np.flatnonzero(is_off.any(axis=1))}
 
     def to_dict(self) -> dict[str, Any]:
-        """What `str` shows and the same per position, as JSON takes it."""
+        """The numbers of `str`, and the same per position, for JSON."""
         return {
             "dtype": self.dtype,
             "logprobs_mode": self.logprobs_mode,
@@ -266,22 +266,23 @@ def mismatch_report(
 ) -> MismatchReport:
     """Samples with the rollout and scores the same tokens as Tunix's trainer does.
 
-    With the rollout's weights those of `trainer_model`, all that is left is rounding. A corrupt
-    weight, a wrong position, stale keys or a missed update shows as tokens beyond the tolerance.
+    If the rollout has the weights of `trainer_model`, only rounding differs. A corrupt weight, a
+    wrong position, stale keys or a missed update shows as tokens beyond the tolerance.
 
     Args:
-        rollout: Its weights are not touched.
+        rollout: The rollout; its weights are not changed.
         trainer_model: A Tunix model with the weights that the rollout should have.
         prompts: Texts.
-        rollout_config: How to sample; None is the rollout's training config. `return_logprobs` is
-            set in any case.
-        batch_size: Rows that the trainer scores together; None is all.
+        rollout_config: Sampling settings; None takes the rollout's training config.
+            `return_logprobs` is always set.
+        batch_size: Rows that the trainer scores together; None scores all.
 
     Returns:
-        The comparison, in which filters (top_k, say) decide what was drawn and nothing else.
+        The comparison; filters such as top_k only decide which tokens are drawn.
 
     Raises:
-        InvalidConfigError: where the rollout's `logprobs_mode` gives what no trainer computes.
+        InvalidConfigError: when the rollout's `logprobs_mode` gives log-probs that no trainer
+            computes.
         InvalidRequestError: as `SglJaxRollout.generate`, or for a batch_size below 1.
     """
     config = rollout.rollout_config if rollout_config is None else rollout_config
@@ -328,16 +329,16 @@ def _rows_with(pad_id: int, rows: Sequence[np.ndarray]) -> tuple[int, ...]:
 
 
 def _computed_dtype(model: nnx.Module, graphdef: Any, state: Any) -> str:
-    """What a Tunix model computes in, which may be another dtype than that of its weights.
+    """The dtype in which a Tunix model computes, which may differ from that of its weights.
 
-    The one of its config or of its logits, which some models make float32 at the end.
+    It comes from the config or from the logits, which some models cast to float32 at the end.
     """
     ids_BT = jax.ShapeDtypeStruct((1, 1), np.int32)
     mask_BTS = jax.ShapeDtypeStruct((1, 1, 1), np.bool_)
 
     def logits(state: Any, ids_BT: Any, mask_BTS: Any) -> Any:
         model = nnx.merge(graphdef, state)
-        # As Tunix's own function calls it, of which not every release hands out the logits.
+        # Called like in Tunix's own function, which does not return the logits in every release.
         return model(ids_BT, positions=ids_BT, cache=None, attention_mask=mask_BTS)[0]
 
     dtype = np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name

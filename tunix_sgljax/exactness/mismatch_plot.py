@@ -1,4 +1,4 @@
-"""The picture of a mismatch report: plain SVG text, for the package needs no plotting library."""
+"""The plot of a mismatch report: plain SVG text, so that no plotting library is needed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _WIDTH, _LEFT, _RIGHT = 720, 70, 20
 _CURVE_TOP, _CURVE_HEIGHT = 40, 180
 _MAP_TOP, _MAP_HEIGHT = 290, 240
 _MAX_CELLS = 64
-"""Rows and columns of the map; neighbours are merged beyond it, the largest difference counts."""
+"""Maximum rows and columns of the map; beyond it neighbours merge to their largest difference."""
 
 _NUM_BLUES = 8
 
 _FLOOR = 1e-8
-"""Smaller differences are drawn as this one."""
+"""Smaller differences are drawn as this value."""
 
 
 def draw(difference_BC: np.ndarray, is_compared_BC: np.ndarray, tolerance: float) -> str:
@@ -21,8 +21,8 @@ def draw(difference_BC: np.ndarray, is_compared_BC: np.ndarray, tolerance: float
 
     Args:
         difference_BC: Absolute differences; NaN counts as infinite.
-        is_compared_BC: Which of them count.
-        tolerance: Drawn as a line; tokens beyond it are red in the map.
+        is_compared_BC: Which differences count.
+        tolerance: Tolerance, drawn as a line; tokens beyond it are red in the map.
     """
     gaps_BC = np.where(np.isnan(difference_BC), np.inf, difference_BC)
     kept_BC = np.where(is_compared_BC, gaps_BC, np.nan)
@@ -78,7 +78,7 @@ def _map(columns: np.ndarray, tolerance: float) -> list[str]:
     num_rows, num_columns = merged.shape
     title = "By token, a line a row: blue up to the tolerance (log scale), red beyond it"
     parts = [_text(_LEFT, _MAP_TOP - 10, title)]
-    # One path a colour, in units of cells, keeps the file small.
+    # One path per colour, in units of cells, keeps the file small.
     cells: dict[str, list[str]] = {}
     for (row, column), gap in np.ndenumerate(merged):
         if gap >= 0:

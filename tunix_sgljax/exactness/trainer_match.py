@@ -1,8 +1,8 @@
 """Log-probs of sampled tokens by Tunix's own function, on the trainer's own arrays.
 
-An engine that batches continuously and a trainer that pads run other shapes in other layouts, so
-their sums are added up in another order. Where that must not be, the trainer's program scores what
-the engine sampled.
+An engine with continuous batching and a trainer that pads run different shapes in different
+layouts, so their sums have a different order. Where bits must be equal, the trainer's program
+scores the sampled tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tunix_sgljax import padding
 from tunix_sgljax.lora import is_lora_name
 
 _DATA_AXIS = "fsdp"
-"""Over which Tunix's trainer spreads the rows of a batch, unless it is told otherwise."""
+"""The mesh axis over which Tunix's trainer shards the rows of a batch by default."""
 
 
 def trainer_logps(
@@ -39,22 +39,22 @@ def trainer_logps(
     batch_size: int | None = None,
     wanted_B: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What `tunix.rl.common.compute_per_token_logps` gives, batch by batch.
+    """The result of `tunix.rl.common.compute_per_token_logps`, batch by batch.
 
     Args:
-        graphdef: Of the model.
-        state: Of the model; it runs where these arrays are.
+        graphdef: The model's graphdef.
+        state: The model's state; the model runs where these arrays are.
         prompts_BP: Left-padded token ids, int32.
         completions_BC: Right-padded token ids, int32.
         pad_id: The tokenizer's padding id.
         eos_id: The tokenizer's end id.
         temperature: Divides the logits, unless it is 0.
-        batch_size: Rows of a batch; None is all of them. The last batch repeats rows, so that all
-            have one shape.
-        wanted_B: Batches without a wanted row are left out; None wants all.
+        batch_size: Rows of a batch; None takes all. The last batch repeats rows, so that all
+            batches have one shape.
+        wanted_B: Rows to score; batches without a wanted row are skipped. None wants all.
 
     Returns:
-        float32 [B, C]; 0 in rows of batches that were left out. Padding has values too.
+        float32 [B, C]; 0 in rows of skipped batches. Padding has values too.
     """
     num_rows = len(prompts_BP)
     size = num_rows if batch_size is None else batch_size
@@ -80,7 +80,7 @@ def trainer_logps(
 
 
 def _mesh_of(state: Any) -> Mesh | None:
-    """The mesh of several devices that a state is on; Tunix enters it around its calls."""
+    """The mesh of a state on several devices; Tunix enters it around its calls."""
     for leaf in jax.tree.leaves(state):
         sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -89,7 +89,7 @@ def _mesh_of(state: Any) -> Mesh | None:
 
 
 def _placed(ids: np.ndarray, mesh: Mesh | None) -> Any:
-    """Token ids where Tunix's trainer would have them."""
+    """Token ids, placed as in Tunix's trainer."""
     if mesh is None:
         return jax.numpy.asarray(ids)
     is_spread = _DATA_AXIS in mesh.shape and len(ids) % mesh.shape[_DATA_AXIS] == 0
@@ -99,14 +99,14 @@ def _placed(ids: np.ndarray, mesh: Mesh | None) -> Any:
 
 
 class TrainerMatch:
-    """The trainer's weights by version, held by reference, and the scores of tokens under them.
+    """Holds references to the trainer's weights by version, and scores tokens under them.
 
-    A version is held while a call that began before the next one still runs; the newest always.
-    Any thread.
+    A version is held while any call that began before the next version still runs. The newest is
+    always held. Any thread.
     """
 
     def __init__(self, *, pad_id: int, eos_id: int, batch_size: int | None) -> None:
-        """Holds nothing yet.
+        """Starts without any version.
 
         Args:
             pad_id: The tokenizer's padding id.
@@ -117,17 +117,17 @@ class TrainerMatch:
         self._eos_id = eos_id
         self._batch_size = batch_size
         self._graphdef: Any = None
-        self._params: Any = None  # a state of the right structure, for its names
-        self._rest: Any = None  # of the actor's state, beside its parameters
+        self._params: Any = None  # a state with the right structure, for its names
+        self._rest: Any = None  # the actor's state other than its parameters
         self._states: dict[int, Any] = {}
-        self._starts: Counter[int] = Counter()  # newest versions when calls that run began
+        self._starts: Counter[int] = Counter()  # newest versions when running calls began
         self._lock = threading.Lock()
         self._updating = threading.Lock()
-        self._scoring = threading.Lock()  # logits of one batch at a time are enough
+        self._scoring = threading.Lock()  # memory for the logits of one batch at a time
 
     @property
     def versions(self) -> list[int]:
-        """Those held now, ascending."""
+        """Versions held now, ascending."""
         with self._lock:
             return sorted(self._states)
 
@@ -140,7 +140,7 @@ class TrainerMatch:
         with self._lock:
             found = self._states.get(version)
         if found is None:
-            with self._updating:  # its weights may serve before the update has returned
+            with self._updating:  # its weights may serve before the update returns
                 found = self._states.get(version)
         if found is None:
             raise EngineStateError(
@@ -159,14 +159,14 @@ class TrainerMatch:
 
     @contextlib.contextmanager
     def update(self, params: Any) -> Iterator[list[int]]:
-        """Around an update of the engine; the block appends the version that these params became.
+        """Wraps an update of the engine; the block appends the version of these params.
 
         Raises:
             WeightSyncError: for params that are not the actor's.
         """
         with self._updating:
             ours, new = flatten_named(self._params), flatten_named(params)
-            if all(map(is_lora_name, new)):  # the frozen base stays what it is
+            if all(map(is_lora_name, new)):  # the frozen base stays unchanged
                 new = {n: x for n, x in ours.items() if not is_lora_name(n)} | new
             if ours.keys() != new.keys():
                 raise WeightSyncError(
@@ -182,7 +182,7 @@ class TrainerMatch:
                 self._hold(version, arrays)
 
     def refuse_offload(self) -> None:
-        """Raises InvalidConfigError; for Tunix's sign that it offloads models."""
+        """Raises InvalidConfigError; called on Tunix's signal that it offloads models."""
         raise InvalidConfigError(
             "logprobs_mode='trainer_match' cannot be combined with "
             "ClusterConfig(offload_to_cpu=True): it holds the trainer's arrays by reference, which "
@@ -190,7 +190,7 @@ class TrainerMatch:
         )
 
     def release(self) -> None:
-        """Lets go of all arrays."""
+        """Drops all arrays."""
         with self._lock:
             self._states.clear()
         self._params = self._rest = None
@@ -202,7 +202,7 @@ class TrainerMatch:
             self._drop()
 
     def _drop(self) -> None:
-        """Lets go of what no call can need any more. Under the lock."""
+        """Drops versions that no call can need any more. Called under the lock."""
         oldest = min([max(self._states, default=0), *self._starts])
         for version in [version for version in self._states if version < oldest]:
             del self._states[version]
@@ -219,7 +219,7 @@ class TrainerMatch:
         finally:
             with self._lock:
                 self._starts[version] -= 1
-                self._starts += Counter()  # forgets zeros
+                self._starts += Counter()  # drops zeros
                 self._drop()
 
     def sampled_logps(
@@ -235,9 +235,9 @@ class TrainerMatch:
 
         Args:
             prompts_BP: Left-padded prompts.
-            tokens: Of each completion.
-            versions: Of each token.
-            width: To which completions are padded.
+            tokens: Tokens of each completion.
+            versions: Weight version of each token.
+            width: Padded length of completions.
             temperature: Divides the logits, unless it is 0.
 
         Returns:
@@ -295,7 +295,7 @@ class TrainerMatch:
 
 
 def _frozen(state: Any) -> Any:
-    """The state with the arrays it has now; Tunix's variables change with the model."""
+    """A copy of the state with its current arrays; Tunix's variables change with the model."""
     leaves, structure = jax.tree.flatten(state)
     return jax.tree.unflatten(structure, leaves)
 

@@ -1,4 +1,4 @@
-"""From Tunix's sampling requests to the rollout's terms, and back."""
+"""Converts Tunix's sampling requests to the rollout's terms, and responses back."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _FIELDS = {
     "seed": "seed",
     "return_logprobs": "return_logprobs",
 }
-"""Fields of `SamplingParams`, and keywords of `sample`, by their names in a RolloutConfig."""
+"""Fields of `SamplingParams` and keywords of `sample`, by their names in a RolloutConfig."""
 
 _ALIASES = {"max_generation_steps": "max_tokens"}
-"""What Tunix's workers call fields; a field's own name goes first."""
+"""Names of fields in Tunix's workers; a field's own name has priority."""
 
 _FINISH_REASONS = {"abort": "cancelled"}
-"""The engine's reasons that Tunix has another word for."""
+"""The engine's finish reasons with a different name in Tunix."""
 
 
 def as_requests(given: Any) -> tuple[list[SamplingRequest], bool]:
-    """The requests of a `sample` call, and whether it was given one, not a list.
+    """The requests of a `sample` call, and whether the caller gave a single one.
 
     Raises:
-        InvalidRequestError: for what is neither.
+        InvalidRequestError: for anything else.
     """
     if isinstance(given, SamplingRequest):
         return [given], True
@@ -93,13 +93,13 @@ def prompt_ids(rollout: SglJaxRollout, prompt: Any) -> list[int]:
 def request_config(
     base: RolloutConfig, params: SamplingParams | None, options: Mapping[str, Any]
 ) -> RolloutConfig:
-    """How one request is sampled, as a RolloutConfig.
+    """The sampling settings of one request, as a RolloutConfig.
 
     Args:
-        base: Of the rollout; what it has and Tunix's requests have not, and all without params.
-        params: Of the request.
-        options: Keywords of the `sample` call, which win: Tunix's workers hand on what their
-            caller wrote and leave some of it out of the params.
+        base: The rollout's config: for fields that Tunix's requests lack, or all without params.
+        params: Parameters of the request.
+        options: Keywords of the `sample` call, which have priority: Tunix's workers pass on their
+            caller's keywords but omit some from the params.
 
     Raises:
         InvalidRequestError: for logits, beams and unknown keywords.
@@ -132,18 +132,17 @@ def to_response(
     logprobs_mode: str,
     return_logprobs: bool,
 ) -> SamplingResponse:
-    """Tunix's response to a request.
+    """Builds Tunix's response to a request.
 
-    `metadata` has `policy_version` (the oldest policy of any token), `policy_versions` (of each
-    token, int32) and `logprobs` (float32, asked for or not), whatever becomes of the other fields
-    on the way through Tunix's workers.
+    `metadata` always has `policy_version` (the oldest policy of any token), `policy_versions` (of
+    each token, int32) and `logprobs` (float32), whatever Tunix's workers do with the other fields.
 
     Args:
-        request: What was asked for.
+        request: The request.
         output: The engine's answer.
-        policy_versions: Of each token.
-        policy_version: What to say for an answer without tokens.
-        logprobs_mode: Of the rollout.
+        policy_versions: Policy version of each token.
+        policy_version: Version for an answer without tokens.
+        logprobs_mode: The rollout's mode.
         return_logprobs: Whether log-probs were asked for.
     """
     finish = output.finish

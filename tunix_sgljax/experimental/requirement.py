@@ -1,4 +1,4 @@
-"""What `tunix_sgljax.experimental` needs; everything else runs with Tunix 0.1.7 too."""
+"""Requirement of `tunix_sgljax.experimental`; everything else also runs with Tunix 0.1.7."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def require_experimental() -> None:
-    """For modules that are of no use without `tunix.experimental`.
+    """Checks that `tunix.experimental` is installed.
 
     Raises:
-        ImportError: names the version that is needed.
+        ImportError: names the required version.
     """
     spec = importlib.util.find_spec("tunix")
     file = Path("experimental", "rollout", "sampler.py")

@@ -1,4 +1,4 @@
-"""Which phase of which weight-sync round a sampler is in."""
+"""Tracks the weight-sync round of a sampler, and its phase."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ class SyncRounds:
     """Tunix's `WorkerRoundTracker`, for calls with and without a round's key.
 
     A coordinator's calls carry a key, `req_id` and `uuid` in `extra_config`: a round's phases are
-    idempotent, and calls of an older round are refused. Calls without one, of a program that drives
-    a sampler itself, are rounds one after another: each `pre_weight_sync` opens one, unless the one
-    before is not over yet.
+    idempotent, and calls of an older round are refused. Calls without a key, from a program that
+    drives a sampler itself, form consecutive rounds: each `pre_weight_sync` opens one, unless the
+    previous round is unfinished.
 
-    The thread of the sampler's event loop alone.
+    Only the thread of the sampler's event loop may use it.
     """
 
     def __init__(self) -> None:
-        """No round yet."""
+        """Starts without a round."""
         self._keyed: Any = WorkerRoundTracker()
         self._unkeyed: Any = WorkerRoundTracker()
         self._current: Any = self._keyed
 
     def admit(self, request: Any, phase: str) -> bool:
-        """Whether a phase is to be done; False if this round is that far already.
+        """Whether a phase must run; False if this round has passed it already.
 
         Args:
-            request: Of the call; None has no key.
+            request: Request of the call; None has no key.
             phase: "prepared", "h2d_done", "committed" or "aborted".
 
         Raises:
-            StaleRoundError: for a call of an older round, of one that was superseded or aborted, or
-                that cannot open a round.
+            StaleRoundError: for a call of an older, superseded or aborted round, or one that cannot
+                open a round.
         """
         if _has_key(request):
             tracker = self._keyed
@@ -52,14 +52,14 @@ class SyncRounds:
             raise StaleRoundError(f"phase {phase!r} is of a round that another one superseded")
         is_admitted = tracker.admit(request, phase)
         if not is_admitted and phase != "aborted" and tracker.report()["phase"] == "aborted":
-            # Tunix's tracker says so of a commit alone, and takes other late phases for done.
+            # Tunix's tracker refuses only a late commit, and treats other late phases as done.
             raise StaleRoundError(f"phase {phase!r} is of a round that was aborted")
         if is_admitted:
             self._current = tracker
         return is_admitted
 
     def check(self, request: Any) -> None:
-        """Raises StaleRoundError for a call of a round before the newest one; changes nothing."""
+        """Raises StaleRoundError for a call of a round older than the newest; changes nothing."""
         if not _has_key(request):
             return
         newest, extra = self._keyed.report(), request.extra_config
@@ -70,7 +70,7 @@ class SyncRounds:
             )
 
     def complete(self, request: Any, phase: str) -> None:
-        """A phase that was admitted is done."""
+        """Records the end of an admitted phase."""
         (self._keyed if _has_key(request) else self._unkeyed).complete(request, phase)
 
     def report(self) -> dict[str, Any]:

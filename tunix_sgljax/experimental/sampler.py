@@ -1,4 +1,4 @@
-"""Tunix's experimental `Sampler` protocol on the embedded engine, with its whole contract."""
+"""Tunix's experimental `Sampler` protocol, implemented in full on the embedded engine."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _TRANSFER_STATUS = {
     "committed": "SUCCESS",
     "aborted": "FAILED",
 }
-"""By the phase of a round."""
+"""Transfer status by the phase of a round."""
 
 
 class SglJaxSampler:
     """A `tunix.experimental.rollout.sampler.Sampler` over a SglJaxRollout.
 
     A weight sync is a round of phases. `bind_weight_sync` and `get_weight_sync_metadata` run while
-    requests are served. `pre_weight_sync` closes admission, treats started requests as the
-    rollout's `weight_update_mode` says (retract, wait or abort) and frees the KV cache, prefix
-    cache included; requests that come wait. `weight_sync` stages the weights that arrived beside
-    the serving ones, which it does not touch. `post_weight_sync` publishes them, all or none, and
-    opens admission; `abort_weight_sync`, at any time before that, drops them and opens admission on
-    the old weights. A round that a coordinator runs has a key, by which each phase is idempotent
-    and late calls of older rounds are refused.
+    requests are served. `pre_weight_sync` closes admission, handles started requests according to
+    the rollout's `weight_update_mode` (retract, wait or abort) and frees the KV cache, prefix cache
+    included; new requests wait. `weight_sync` stages the received weights beside the serving ones,
+    which do not change. `post_weight_sync` publishes them, all or none, and opens admission;
+    `abort_weight_sync`, at any time before that, drops them and opens admission on the old weights.
+    A coordinator's round has a key, which makes each phase idempotent; late calls of older rounds
+    are refused.
 
-    One event loop calls it. Phases are serialised; `sample` is called as often at a time as one
-    likes, and all requests are batched together.
+    One event loop calls it. Phases are serialised; `sample` may be called concurrently, and all
+    requests are batched together.
 
     Attributes:
         server_id: The sampler's name.
@@ -69,12 +69,12 @@ class SglJaxSampler:
 
         Args:
             server_id: The sampler's name.
-            rollout: Samples and maps weights; `create_sgljax_rollout` makes one. The sampler closes
-                it when it is stopped.
-            transport: How weights arrive. None takes them from each request: `weights` in its
-                `extra_config`, parameters as `SglJaxRollout.update_params` takes them or the path
-                of a Hugging Face folder.
-            policy_version: Of the rollout's weights of now.
+            rollout: The rollout that samples and maps weights, see `create_sgljax_rollout`. `stop`
+                closes it.
+            transport: Transport of the weights. None takes them from each request: `weights` in its
+                `extra_config`, parameters as for `SglJaxRollout.update_params` or the path of a
+                Hugging Face folder.
+            policy_version: Version of the rollout's current weights.
 
         Raises:
             InvalidConfigError: for a rollout with `weight_update_mode="in_place"`, which keeps the
@@ -103,7 +103,7 @@ class SglJaxSampler:
         self._phases = asyncio.Lock()
         self._versions = PolicyVersions(rollout.weight_version, policy_version)
         self._staged: StagedWeights | None = None
-        self._staged_params: Any = None  # what it was made of; None for a folder
+        self._staged_params: Any = None  # its source; None for a folder
         self._pending_version = policy_version
         self._is_paused = False  # by `pause`
         self._is_quiesced = False  # by a round
@@ -113,7 +113,7 @@ class SglJaxSampler:
     # ------------------------------------------------------------------ life
 
     def initialize(self) -> None:
-        """Builds the engine if it is not there. Idempotent.
+        """Builds the engine if needed. Idempotent.
 
         Raises:
             EngineShutdownError: after `stop`.
@@ -121,13 +121,13 @@ class SglJaxSampler:
         self._rollout.engine  # noqa: B018
 
     async def start(self, **kwargs: Any) -> bool:
-        """`initialize`, beside the event loop."""
+        """`initialize`, without blocking the event loop."""
         _refuse_options("start", kwargs)
         await asyncio.to_thread(self.initialize)
         return True
 
     async def stop(self, **kwargs: Any) -> bool:
-        """Ends the engine; unfinished requests fail. Idempotent."""
+        """Shuts the engine down; unfinished requests fail. Idempotent."""
         _refuse_options("stop", kwargs)
         await asyncio.to_thread(self._rollout.close)
         return True
@@ -141,7 +141,7 @@ class SglJaxSampler:
         return True
 
     async def resume(self, **kwargs: Any) -> bool:
-        """Ends a `pause`. A weight sync that is under way holds requests on."""
+        """Ends a `pause`. A running weight sync still holds requests."""
         _refuse_options("resume", kwargs)
         self._is_paused = False
         if not self._is_quiesced:
@@ -155,7 +155,7 @@ class SglJaxSampler:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that serve."""
+        """Policy version of the serving weights."""
         version = np.array([self._rollout.weight_version], np.int32)
         return int(self._versions.translate(version)[0])
 
@@ -170,20 +170,20 @@ class SglJaxSampler:
 
         Args:
             sampling_requests: A SamplingRequest, or a prompt (a text, token ids or a conversation),
-                or a list of those. A request without `sampling_params` is sampled as the rollout's
-                RolloutConfig says. A `seed` makes a run reproducible; requests with the same one
-                draw different samples, each call too.
-            **kwargs: Fields of SamplingParams for all requests, which win over the requests' own.
+                or a list of those. A request without `sampling_params` uses the rollout's
+                RolloutConfig. A `seed` makes a run reproducible; requests and calls with the same
+                seed draw different samples.
+            **kwargs: Fields of SamplingParams for all requests, which override the requests' own.
 
         Returns:
-            A response, or a list of them. See `requests.to_response` for `metadata`. The end token
-            is in `token_ids` when one was sampled. Aborted requests have finish_reason "cancelled",
-            what they have, and `error`.
+            A response, or a list of them. See `requests.to_response` for `metadata`. `token_ids`
+            includes a sampled end token. Aborted requests have finish_reason "cancelled", their
+            output so far, and `error`.
 
         Raises:
             InvalidRequestError: names the field and its value.
-            EngineError: when requests fail; a failure is not hidden in a response, since Tunix's
-                workers do not look for one.
+            EngineError: when requests fail; responses do not carry failures, since Tunix's workers
+                do not check for them.
         """
         wanted, is_single = requests.as_requests(sampling_requests)
         if not wanted:
@@ -212,41 +212,41 @@ class SglJaxSampler:
     # ------------------------------------------------------------------ weight sync
 
     async def bind_weight_sync(self, **kwargs: Any) -> None:
-        """Does what is to be done before metadata is asked for: builds the engine. Idempotent."""
+        """Prepares for `get_weight_sync_metadata`: builds the engine. Idempotent."""
         _refuse_options("bind_weight_sync", kwargs)
         await asyncio.to_thread(self.initialize)
 
     async def get_weight_sync_metadata(self, **kwargs: Any) -> list[WorkUnitMetadata]:
-        """Names and shapes of the trainer's parameters, as `update_params` takes them.
+        """Names and shapes of the trainer's parameters, as for `update_params`.
 
-        One work unit, of the job "rollout" and the replica `server_id`. A source may shard them as
-        it likes.
+        One work unit, of the job "rollout" and the replica `server_id`. A source may shard the
+        parameters in any way.
         """
         _refuse_options("get_weight_sync_metadata", kwargs)
         return [unit_metadata(self._unit, self._rollout.weight_specs)]
 
     async def pre_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> bool:
-        """Opens a round: closes admission, ends or retracts what runs, frees the KV cache.
+        """Opens a round: closes admission, ends or retracts running requests, frees the KV cache.
 
         Raises:
-            EngineStateError: when the round was called off meanwhile, or another user of the engine
-                goes on generating.
+            EngineStateError: when the round was aborted in the meantime, or another user of the
+                engine continues generation.
             StaleRoundError: for an older round.
         """
         _refuse_options("pre_weight_sync", kwargs)
         async with self._phases:
             if not self._rounds.admit(sync_request, "prepared"):
                 return True
-            await self._drop_weights()  # of a round that this one supersedes
+            await self._drop_weights()  # from a round that this one supersedes
             await self._quiesce()
             self._rounds.complete(sync_request, "prepared")
         return True
 
     async def weight_sync(self, sync_request: Any = None, **kwargs: Any) -> int:
-        """Stages the weights that arrived; the serving ones stay as they are.
+        """Stages the received weights; the serving weights do not change.
 
         Returns:
-            The policy version that they will be published as: the request's, or else the next one.
+            The policy version to publish them as: the request's, or else the next one.
 
         Raises:
             WeightSyncError: names every missing, extra or mis-shaped parameter.
@@ -259,7 +259,7 @@ class SglJaxSampler:
                 return self._pending_version
             if not self._is_quiesced:
                 raise EngineStateError("weight_sync needs pre_weight_sync first, in the same round")
-            if self._staged is not None:  # of a try before
+            if self._staged is not None:  # from an earlier try
                 await self._rollout.engine.async_discard_weights(self._staged)
             self._staged = await self._stage(sync_request)
             self._pending_version = self._wanted_version(sync_request)
@@ -284,16 +284,17 @@ class SglJaxSampler:
             with self._rollout.observers.updating():
                 await self._publish(self._staged)
             await self._open()
-            # Last, so that a call that was cancelled before is done again and comes to the same.
+            # Last, so that a cancelled call can be repeated with the same result.
             self._staged = self._staged_params = None
             self._rounds.complete(sync_request, "committed")
         return True
 
     async def abort_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> None:
-        """Ends a round without its weights: drops them and opens admission on the old ones.
+        """Ends a round without its weights: drops them, and opens admission on the old ones.
 
-        Not in Tunix's protocol, whose worker does not tell its sampler; `SglJaxRolloutWorker`
-        does. Idempotent, at any phase; does nothing once the round's weights serve.
+        This is not in Tunix's protocol: Tunix's worker does not tell its sampler, but
+        `SglJaxRolloutWorker` does. Idempotent, at any phase; does nothing once the round's weights
+        serve.
 
         Raises:
             StaleRoundError: for an older round.
@@ -302,7 +303,7 @@ class SglJaxSampler:
         self._rounds.check(sync_request)
         self._num_aborts += 1
         try:
-            if self._is_draining:  # the phase would keep the lock until all requests are done
+            if self._is_draining:  # the phase would hold the lock until all requests finish
                 await self._rollout.engine.async_continue_generation()
             async with self._phases:
                 await self._abort(sync_request)
@@ -310,7 +311,7 @@ class SglJaxSampler:
             self._num_aborts -= 1
 
     def get_weight_sync_status(self) -> dict[str, Any]:
-        """The current round: `req_id`, `uuid`, `phase`; and `policy_version`, of what serves."""
+        """The current round: `req_id`, `uuid`, `phase`; and the serving `policy_version`."""
         return self._rounds.report() | {"policy_version": self.policy_version}
 
     def check_round(self, sync_request: Any) -> None:
@@ -318,7 +319,7 @@ class SglJaxSampler:
         self._rounds.check(sync_request)
 
     async def get_transfer_status(self, req_id: str, **kwargs: Any) -> str:
-        """What became of the transfer of a round, by its `req_id`.
+        """Status of the transfer of a round, by its `req_id`.
 
         Returns:
             "PENDING", "IN_PROGRESS", "SUCCESS" (staged or published) or "FAILED" (aborted) for the
@@ -333,10 +334,10 @@ class SglJaxSampler:
     async def migrate_kv_cache(
         self, source_server_id: str, target_server_id: str, token_ids: list[int], **kwargs: Any
     ) -> bool:
-        """Refused: the engine's KV pages are in this process, and no wire leads out of it.
+        """Refused: the engine's KV pages cannot leave this process.
 
         Raises:
-            NotImplementedError: always. A request that goes on elsewhere is prefilled there.
+            NotImplementedError: always. A request that continues elsewhere is prefilled there.
         """
         raise NotImplementedError(
             f"SglJaxSampler {self.server_id!r} cannot migrate KV ({len(token_ids)} tokens from "
@@ -345,10 +346,10 @@ class SglJaxSampler:
         )
 
     async def get_load_info(self, **kwargs: Any) -> LoadInfo:
-        """The engine's queues and pages, between two dispatches.
+        """The engine's queues and pages, read between two dispatches.
 
-        `kv_cache_usage_perc` is a fraction, as in vLLM, of tokens that requests hold; pages that
-        the prefix cache alone has count as free. `metadata` has `policy_version`, `is_paused`,
+        `kv_cache_usage_perc` is the fraction of tokens that requests hold, as in vLLM; pages that
+        only the prefix cache holds count as free. `metadata` has `policy_version`, `is_paused`,
         `is_syncing` and `total_kv_tokens`.
         """
         _refuse_options("get_load_info", kwargs)
@@ -369,7 +370,7 @@ class SglJaxSampler:
     # ------------------------------------------------------------------ the parts of phases
 
     async def _quiesce(self) -> None:
-        """Nothing runs, and nothing begins, from here until `_open`."""
+        """Stops all requests, and lets none begin until `_open`."""
         engine, mode = self._rollout.engine, self._rollout.weight_update_mode
         if self._num_aborts:
             raise EngineStateError("the weight sync was called off before it began")
@@ -381,7 +382,7 @@ class SglJaxSampler:
         await asyncio.to_thread(engine.release_kv_cache)
 
     async def _open(self) -> None:
-        """Requests go on, unless `pause` holds them."""
+        """Lets requests continue, unless `pause` holds them."""
         self._is_quiesced = False
         if not self._is_paused:
             await self._rollout.engine.async_continue_generation()
@@ -392,7 +393,7 @@ class SglJaxSampler:
         staged, params = self._staged, self._staged_params
         await self._drop_weights()
         await self._open()
-        # A publication that nobody waited for to the end stands.
+        # A publication whose caller stopped waiting is valid.
         is_published = staged is not None and staged.weight_version is not None
         if is_published and params is not None:
             self._rollout.accept_source(params)
@@ -431,16 +432,16 @@ class SglJaxSampler:
         engine = self._rollout.engine
         next_version = engine.weight_version + 1
         if staged.weight_version is None:
-            # Before they serve, so that no token of theirs is looked at too early.
+            # Before they serve, so that no one looks up their tokens too early.
             self._versions.announce(next_version, self._pending_version)
         version = await engine.async_publish_weights(staged)
         if self._staged_params is not None:
             self._rollout.accept_source(self._staged_params)
-        if version > next_version:  # somebody else updated the engine just before
+        if version > next_version:  # another caller updated the engine just before
             self._versions.announce(version, self._pending_version)
 
     async def _drop_weights(self) -> None:
-        """Forgets what arrived and frees what is staged."""
+        """Drops received weights and frees staged ones."""
         if self._transport is not None:
             self._transport.drop(self._unit)
         staged, self._staged, self._staged_params = self._staged, None, None

@@ -1,4 +1,4 @@
-"""Weight sync between a trainer and samplers of one process: by reference, without a wire."""
+"""Weight sync between a trainer and samplers in one process, by reference."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from sgljax_engine import EngineStateError, InvalidRequestError, flatten_named
 
 
 class InProcessTransport(WeightSyncHandler):
-    """Hands the arrays of a source to the samplers of the same process.
+    """Passes the arrays of a source to the samplers of the same process.
 
-    A transfer moves references only. The one copy is made when a sampler stages them, on its own
-    devices and in its own layout, so source and samplers may be on other devices, and be sharded in
-    other ways. Any thread.
+    A transfer moves only references. A sampler makes the only copy when it stages the weights, on
+    its own devices and in its own layout, so source and samplers may have different devices and
+    shardings. Any thread.
     """
 
     def __init__(self) -> None:
-        """Nothing is registered."""
+        """Starts without registered units."""
         self._lock = threading.Lock()
         self._units: set[WorkUnitId] = set()
         self._offered: dict[WorkUnitId, Any] = {}
@@ -42,12 +42,12 @@ class InProcessTransport(WeightSyncHandler):
             self._units.add(metadata.unit)
 
     def offer(self, unit: WorkUnitId, params: Any) -> None:
-        """A source has these parameters ready; until `withdraw`, it keeps them as they are."""
+        """Offers a source's parameters; it must not change them until `withdraw`."""
         with self._lock:
             self._offered[unit] = params
 
     def withdraw(self, unit: WorkUnitId) -> None:
-        """A source's parameters are not there any more. Those that arrived somewhere are."""
+        """Withdraws a source's parameters, but not those already transferred."""
         with self._lock:
             self._offered.pop(unit, None)
 
@@ -58,7 +58,7 @@ class InProcessTransport(WeightSyncHandler):
         req_id: str | None = None,
         generation: int | None = None,
     ) -> TransferResult:
-        """Lets what one source offers arrive at all destinations, or nothing at any."""
+        """Transfers one source's parameters to all destinations, or to none."""
         del generation
         with self._lock:
             problem = self._problem(src_units, dst_units)
@@ -78,7 +78,7 @@ class InProcessTransport(WeightSyncHandler):
         return ""
 
     def take(self, unit: WorkUnitId, req_id: str | None) -> Any:
-        """What arrived at a destination in a round; it is not there any more.
+        """Removes and returns the parameters that arrived at a destination in a round.
 
         Raises:
             EngineStateError: when nothing arrived in that round.
@@ -93,12 +93,12 @@ class InProcessTransport(WeightSyncHandler):
         return params
 
     def drop(self, unit: WorkUnitId) -> None:
-        """Forgets what arrived at a destination."""
+        """Drops the parameters that arrived at a destination."""
         with self._lock:
             self._arrived.pop(unit, None)
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Drops everything."""
         with self._lock:
             self._units.clear()
             self._offered.clear()
@@ -108,8 +108,8 @@ class InProcessTransport(WeightSyncHandler):
 class InProcessSource:
     """The trainer's side of an `InProcessTransport`: a `WeightSyncSource`.
 
-    Register it with a coordinator's registry in the trainer's place, or have a trainer's worker
-    call it.
+    Register it with a coordinator's registry in the trainer's place, or call it from a trainer's
+    worker.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class InProcessSource:
         """Offers nothing yet.
 
         Args:
-            transport: The samplers' too.
-            read_params: Returns what `SglJaxRollout.update_params` takes, the actor's `nnx.State`.
-                Its arrays must not be donated before the round is over.
-            name: Of the worker and of its work unit.
+            transport: The transport, shared with the samplers.
+            read_params: Returns the argument of `SglJaxRollout.update_params`, the actor's
+                `nnx.State`. Its arrays must not be donated before the round ends.
+            name: Name of the worker and of its work unit.
         """
         self._transport = transport
         self._read_params = read_params
@@ -132,7 +132,7 @@ class InProcessSource:
         return WorkerInfo(worker_id=self._unit.job_name, roles=frozenset({"trainer"}))
 
     async def prepare_weight_sync(self, sync_request: Any = None) -> list[WorkUnitMetadata]:
-        """Offers the parameters of now.
+        """Offers the current parameters.
 
         Raises:
             InvalidRequestError: when there are none.
@@ -141,23 +141,23 @@ class InProcessSource:
         leaves, structure = jax.tree.flatten(self._read_params())
         if not leaves:
             raise InvalidRequestError("read_params returned no parameters")
-        # The arrays of now: Tunix's variables change with the model.
+        # The current arrays: Tunix's variables change with the model.
         params = jax.tree.unflatten(structure, leaves)
         self._transport.offer(self._unit, params)
         return [unit_metadata(self._unit, flatten_named(params))]
 
     async def release_weight_sync(self, sync_request: Any = None) -> None:
-        """Lets go of the parameters. Idempotent."""
+        """Releases the parameters. Idempotent."""
         del sync_request
         self._transport.withdraw(self._unit)
 
 
 def unit_metadata(unit: WorkUnitId, params: dict[str, Any]) -> WorkUnitMetadata:
-    """What a coordinator compares of the two sides: names, shapes and bytes of an element.
+    """Facts that a coordinator compares: names, shapes and bytes of an element.
 
     Args:
-        unit: Whose parameters.
-        params: By name; arrays, or their shapes and dtypes.
+        unit: Unit of the parameters.
+        params: Arrays by name, or their shapes and dtypes.
     """
     return WorkUnitMetadata(
         unit=unit,

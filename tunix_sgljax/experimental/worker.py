@@ -1,4 +1,4 @@
-"""Tunix's RolloutWorker, telling a SglJaxSampler all that happens to a weight-sync round."""
+"""Tunix's RolloutWorker, which passes every event of a weight-sync round to a SglJaxSampler."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tunix_sgljax.experimental.sampler import SglJaxSampler
 
 
 class SglJaxRolloutWorker(RolloutWorker):
-    """A RolloutWorker whose rounds can be called off, and whose policy version is the served one.
+    """A RolloutWorker with abortable rounds, and with the policy version of the serving weights.
 
-    Tunix's own keeps an abort from its sampler, which would stay closed; counts a version when
-    weights are staged, published or not; and closes admission for calls of older rounds.
+    Tunix's own worker does not pass an abort to its sampler, which would stay closed; it counts a
+    version when weights are staged, published or not; and it closes admission for calls of older
+    rounds.
     """
 
     def __init__(
@@ -36,17 +37,17 @@ class SglJaxRolloutWorker(RolloutWorker):
         agent_factory: Any = None,
         max_concurrency: int = 64,
     ) -> None:
-        """As Tunix's.
+        """Takes Tunix's arguments.
 
         Args:
-            worker_id: See Tunix's worker, as for the arguments below.
-            sampler: Samples.
-            tokenizer: The rollout's, for episodes.
+            worker_id: See Tunix's worker, also for the arguments below.
+            sampler: The sampler.
+            tokenizer: The rollout's tokenizer, for episodes.
             chat_parser: Turns messages into prompts.
-            config: Of episodes.
-            env_pool: Of environments.
+            config: Config of episodes.
+            env_pool: Pool of environments.
             agent_factory: Makes agents.
-            max_concurrency: Episodes at a time.
+            max_concurrency: Maximum number of concurrent episodes.
 
         Raises:
             InvalidConfigError: for another sampler.
@@ -88,7 +89,7 @@ class SglJaxRolloutWorker(RolloutWorker):
         return result
 
     async def abort_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any:
-        """See `SglJaxSampler.abort_weight_sync`; episodes go on."""
+        """See `SglJaxSampler.abort_weight_sync`; episodes continue."""
         await self._sampler.abort_weight_sync(sync_request, **kwargs)
         self._policy_version = self._sampler.policy_version
         if self.state == WorkerState.SYNCING:

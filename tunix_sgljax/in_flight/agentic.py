@@ -49,18 +49,17 @@ class VersionedTrainExample(tunix_grpo.TrainExample):
 class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     """Tunix's agentic GRPOLearner for a SglJaxRollout, with in-flight weight updates.
 
-    Tunix drains before a weight sync: it begins no episode and waits for those that run, the
-    longest of them included. With `weight_updates="in_flight"` nobody waits. Completions that are
-    being sampled go on under the new weights as the rollout's `weight_update_mode` says, their
-    log-probs and weight versions stay those of the weights that sampled each token, and Tunix's
-    importance ratios use them (`use_rollout_logps`). Set `off_policy_steps` to at least 1, or
-    there is never anything in flight during a sync, and `max_concurrency` to what the engine
-    holds.
+    Tunix drains before a weight sync: it starts no episode and waits for all running ones, even the
+    longest. With `weight_updates="in_flight"` nothing waits. Completions that are being sampled
+    continue under the new weights according to the rollout's `weight_update_mode`. Their log-probs
+    and weight versions stay those of the weights that sampled each token, and Tunix's importance
+    ratios use them (`use_rollout_logps`). Set `off_policy_steps` to at least 1, or nothing is ever
+    in flight during a sync, and `max_concurrency` to the engine's capacity.
 
-    `policy_version` of a train example is the oldest policy of any of the sequence's tokens.
-    Metrics, of what each step trains on: `weight_lag/mean` and `/max` (policies between sampling
-    a token and training on it, before masking), `weight_lag/masked_fraction`, and
-    `weight_lag/mixed_fraction` (sequences that more than one policy sampled).
+    `policy_version` of a train example is the oldest policy of the sequence's tokens. Metrics of
+    the examples of each step: `weight_lag/mean` and `/max` (policies between sampling a token and
+    training on it, before masking), `weight_lag/masked_fraction`, and `weight_lag/mixed_fraction`
+    (sequences that more than one policy sampled).
     """
 
     def __init__(
@@ -78,28 +77,28 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         weight_updates: str = "in_flight",
         max_token_lag: int | None = None,
     ) -> None:
-        """As Tunix's learner, with two options more.
+        """Takes the arguments of Tunix's learner and two more options.
 
         Args:
-            rl_cluster: Its rollout must be a SglJaxRollout.
+            rl_cluster: Cluster with a SglJaxRollout.
             algo_config: Tunix's agentic GRPOConfig.
-            reward_fns: See Tunix's learner, as for the arguments below.
+            reward_fns: See Tunix's learner, also for the arguments below.
             chat_parser: Turns messages into prompts; Tunix trains on nothing without one.
             metric_fns: More metrics.
-            agent_class: Of the agents.
-            agent_kwargs: Their arguments.
-            env_class: Of the environments.
-            env_kwargs: Their arguments.
+            agent_class: Class of the agents.
+            agent_kwargs: Arguments of the agents.
+            env_class: Class of the environments.
+            env_kwargs: Arguments of the environments.
             weight_updates: "in_flight", or "drain" for Tunix's own lock.
-            max_token_lag: Tokens sampled by a policy that is more versions older than the one
-                being trained are masked out of the loss; None masks none.
+            max_token_lag: Mask a token out of the loss if its policy is more than this many
+                versions older than the one being trained; None masks none.
 
         Raises:
             InvalidConfigError: names the option and its value.
         """
         rollout = _check_options(rl_cluster, algo_config, weight_updates, max_token_lag)
         super().__init__(
-            rl_cluster,  # by position: releases of Tunix disagree about its name
+            rl_cluster,  # by position: its name differs between releases of Tunix
             algo_config,
             reward_fns=reward_fns,
             chat_parser=chat_parser,
@@ -112,17 +111,17 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         self._cluster = rl_cluster
         self._versioned_rollout = rollout
         self._max_token_lag = max_token_lag
-        self._lags: list[dict[str, float]] = []  # of the examples of this step; training thread
+        self._lags: list[dict[str, float]] = []  # of this step's examples; training thread
         self._versions = PolicyVersions(rollout.weight_version, self.policy_version)
         inner = InFlightSyncLock() if weight_updates == "in_flight" else self._rollout_sync_lock
-        # Tunix asks for no more than the four methods.
+        # Tunix needs only the four methods.
         self._rollout_sync_lock = AnnouncedSyncLock(inner, self._announce_sync)
 
     def _announce_sync(self) -> None:
-        """The next weights of the engine are the next policy; on the training thread.
+        """Announces that the engine's next weights are the next policy; on the training thread.
 
-        Once a step, so the step's metrics are logged here: each call with another step than that
-        of the last one makes Tunix open a buffer, and the loop's thread is a step ahead.
+        Called once per step, so it also logs the step's metrics: Tunix opens a new buffer whenever
+        a call has another step than the last call, and the loop's thread is a step ahead.
         """
         self._versions.announce(self._versioned_rollout.weight_version + 1, self.policy_version + 1)
         lags, self._lags = self._lags, []
@@ -150,7 +149,7 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         env: Any = None,
         max_generation_steps: int | None = None,
     ) -> VersionedRolloutOutput:
-        """On the threads of the episodes."""
+        """Calls the model; on the threads of the episodes."""
         with self._versioned_rollout.recorded_outputs() as outputs:
             result = super()._model_call(chat_lists, env, max_generation_steps)
         return VersionedRolloutOutput(
@@ -165,8 +164,8 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     ) -> list[tunix_grpo.TrainExample]:
         if mode != _TRAIN or not self._process_in_consumer:
             return super()._batch_to_train_example(batch_results, mode)
-        # Groups end in any order, so their own numbers do not tell which step trains on them.
-        # This one does: the batch is about to be trained on.
+        # Groups end in any order, so their own numbers do not tell which step trains on them. This
+        # number does: the batch is about to be trained on.
         return self._process_results(batch_results, mode, self._cluster.global_steps)
 
     def _process_results(
@@ -175,11 +174,11 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
         mode: tunix_cluster.Mode = _TRAIN,
         expected_step: int | None = None,
     ) -> list[tunix_grpo.TrainExample]:
-        """On the loop's thread, or on the training thread where that computes log-probs."""
+        """Runs on the loop's thread, or on the training thread if that computes log-probs."""
         rows = [self._versions.translate(item.traj["token_versions"]) for item in trajectories]
         for item, row in zip(trajectories, rows, strict=True):
             sampled = row[row != NO_VERSION]
-            if sampled.size:  # else Tunix's own: the policy at the last call
+            if sampled.size:  # else Tunix's own value: the policy at the last call
                 item.traj["policy_version"] = int(sampled.min())
         examples = super()._process_results(trajectories, mode, expected_step)
         width = self.algo_config.max_response_length
@@ -192,15 +191,15 @@ class AgenticGrpoLearner(tunix_grpo.GRPOLearner[tunix_grpo.GRPOConfig]):
     def _data_consumer_batch_generator(
         self, queue: Any, batch_size: int
     ) -> Generator[list[Any], Any, None]:
-        """On the training thread, just before it trains on the batch."""
+        """Runs on the training thread, just before it trains on the batch."""
         for batch in super()._data_consumer_batch_generator(queue, batch_size):
             if self._process_in_consumer:
-                yield batch  # of trajectories; `_process_results` comes next
+                yield batch  # trajectories; `_process_results` comes next
             else:
                 yield [self._admit(example) for example in batch]
 
     def _admit(self, example: VersionedTrainExample) -> VersionedTrainExample:
-        """Measures how old an example's tokens are, and masks those that are too old."""
+        """Measures the age of an example's tokens, and masks those that are too old."""
         versions_BC = np.asarray(example.token_versions)
         trained_BC = np.asarray(example.completion_mask).astype(bool) & (versions_BC != NO_VERSION)
         lag_BC = np.where(trained_BC, self.policy_version - versions_BC, 0)
@@ -233,7 +232,7 @@ def _check_options(
     weight_updates: str,
     max_token_lag: int | None,
 ) -> SglJaxRollout:
-    """The cluster's rollout, if everything fits together."""
+    """Returns the cluster's rollout if all options are consistent."""
     rollout = cluster.rollout
     if not isinstance(rollout, SglJaxRollout):
         raise InvalidConfigError(

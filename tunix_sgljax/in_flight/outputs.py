@@ -1,4 +1,4 @@
-"""What a rollout returns beyond Tunix's own fields, and how it gets past Tunix's cluster."""
+"""Rollout outputs beyond Tunix's own fields, and a way to pass them around Tunix's cluster."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class VersionedRolloutOutput(RolloutOutput):
     Attributes:
         weight_versions: For each completion an int32 array as long as its `tokens`: the engine's
             weight version that sampled each. They differ within a completion that was running
-            while weights were updated.
+            during a weight update.
     """
 
     weight_versions: list[np.ndarray]
 
 
 class OutputRecorder:
-    """Keeps the outputs that a thread's calls produce, for whoever is above those calls.
+    """Keeps the outputs of a thread's calls for an outer caller.
 
-    `RLCluster.generate` copies Tunix's own fields and drops all others, so what it returns has
-    no weight versions. Thread-safe: each thread sees its own outputs only.
+    `RLCluster.generate` copies Tunix's own fields and drops all others, so its result has no weight
+    versions. Thread-safe: each thread sees only its own outputs.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class OutputRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[VersionedRolloutOutput]]:
-        """Gives the list to which outputs of this thread are added inside the block."""
+        """Yields the list that collects outputs of this thread inside the block."""
         outer = self._current()
         self._local.outputs = outputs = []
         try:
@@ -45,7 +45,7 @@ class OutputRecorder:
             self._local.outputs = outer
 
     def add(self, output: VersionedRolloutOutput) -> None:
-        """Takes an output; forgets it outside a `recording` block of this thread."""
+        """Adds an output; drops it outside a `recording` block of this thread."""
         outputs = self._current()
         if outputs is not None:
             outputs.append(output)

@@ -9,27 +9,27 @@ from typing import Protocol
 import numpy as np
 
 NO_VERSION = -1
-"""Stands where no policy sampled a token: at the environment's tokens and at padding."""
+"""Marks tokens that no policy sampled: the environment's tokens and padding."""
 
 
 class PolicyVersions:
     """Translates an engine's weight versions into a learner's policy versions.
 
     The two count from different starts (a restored learner begins at its global step) and at
-    different rates: with `offload_to_cpu` Tunix also hands the weights over around its training
-    steps. A version that no sync announced belongs to the sync before it, which is never too new.
+    different rates: with `offload_to_cpu` Tunix also passes the weights around its training steps.
+    A version that no sync announced belongs to the previous sync, which is never too new.
 
-    One thread may announce while others translate.
+    One thread may call `announce` while others call `translate`.
     """
 
     def __init__(self, engine_version: int, policy_version: int) -> None:
-        """Begins with the weights that the engine has now."""
+        """Starts with the engine's current weights."""
         self._known = (np.array([engine_version]), np.array([policy_version], np.int32))
 
     def announce(self, engine_version: int, policy_version: int) -> None:
-        """From `engine_version` on, tokens come from `policy_version`."""
+        """Records that tokens from `engine_version` on come from `policy_version`."""
         engine, policy = self._known
-        # Replaced as one, so that no reader sees half of it.
+        # Replaced atomically, so that no reader sees half of it.
         self._known = (
             np.append(engine, engine_version),
             np.append(policy, np.int32(policy_version)),
@@ -45,27 +45,27 @@ class PolicyVersions:
 
 
 class SyncLock(Protocol):
-    """What Tunix's orchestrator and learner ask of `tunix.rl.agentic.utils.RolloutSyncLock`."""
+    """The part of `tunix.rl.agentic.utils.RolloutSyncLock` that Tunix uses."""
 
     def acquire_rollout(self) -> None:
-        """Before an episode; on the asyncio loop's thread."""
+        """Called before an episode, on the asyncio loop's thread."""
         ...
 
     def release_rollout(self) -> None:
-        """After an episode; on the asyncio loop's thread."""
+        """Called after an episode, on the asyncio loop's thread."""
         ...
 
     def acquire_weight_sync(self) -> None:
-        """Before a weight sync; on the training thread."""
+        """Called before a weight sync, on the training thread."""
         ...
 
     def release_weight_sync(self) -> None:
-        """After a weight sync; on the training thread."""
+        """Called after a weight sync, on the training thread."""
         ...
 
 
 class InFlightSyncLock:
-    """Serialises weight syncs and lets episodes begin, run and end meanwhile."""
+    """Serialises weight syncs, and lets episodes begin, run and end during one."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -74,10 +74,10 @@ class InFlightSyncLock:
         """Never blocks: Tunix calls it on the thread of its asyncio loop."""
 
     def release_rollout(self) -> None:
-        """Nothing waits for episodes to end."""
+        """Does nothing: no one waits for episodes to end."""
 
     def acquire_weight_sync(self) -> None:
-        """Waits for another weight sync only."""
+        """Waits only for another weight sync."""
         self._mutex.acquire()
 
     def release_weight_sync(self) -> None:
@@ -86,10 +86,10 @@ class InFlightSyncLock:
 
 
 class AnnouncedSyncLock:
-    """Another lock, with a call at the beginning of each weight sync.
+    """Wraps another lock, with a call at the start of each weight sync.
 
-    The call comes before the engine has the new weights, so that no token of theirs can be
-    looked at too early.
+    The call comes before the engine has the new weights, so that no one looks up their tokens too
+    early.
     """
 
     def __init__(self, inner: SyncLock, announce: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
         model_call = self.model_call
 
         def recorded_call(*args: Any, **options: Any) -> Any:
-            # An agent makes a step of what it is told next.
+            # An agent makes a step from its next input.
             number = len(self.agent.trajectory.steps)
             outputs[number] = output = model_call(*args, **options)
             return output
@@ -49,9 +49,9 @@ def token_versions(
     """The weight versions along a conversation, in the order in which Tunix flattens it.
 
     Args:
-        steps: Of the trajectory.
-        outputs: Of the model calls, each of one prompt, by the number of the step that a call
-            led to. A call whose tokens Tunix dropped (the response budget was used up) has none.
+        steps: Steps of the trajectory.
+        outputs: Outputs of the model calls, each of one prompt, by the number of the step that the
+            call led to. A call whose tokens Tunix dropped (for lack of response budget) has none.
 
     Raises:
         InvalidRequestError: for a step with tokens that no call returned.
@@ -68,9 +68,9 @@ def token_versions(
 def _assistant_versions(
     number: int, tokens: np.ndarray, outputs: Mapping[int, VersionedRolloutOutput]
 ) -> np.ndarray:
-    """Of the tokens of a step: those that were sampled, and what a chat parser put behind them.
+    """Versions of a step's tokens: the sampled ones, and those a chat parser appended.
 
-    Tunix 0.1.7 keeps the very array of the call; later releases let the parser make a new one.
+    Tunix 0.1.7 keeps the same array as the call; later releases let the parser make a new one.
     """
     output = outputs.get(number)
     num_sampled = 0 if output is None else len(output.tokens[0])

@@ -1,4 +1,4 @@
-"""Rollout workers around another one, and how to find the engine's behind them."""
+"""Wrappers of rollout workers, and how to find the engine's worker inside them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tunix_sgljax.rollout import SglJaxRollout
 
 
 class RolloutWrapper(BaseRollout):
-    """Hands everything on to another worker; subclasses add something to it.
+    """Forwards everything to another worker; subclasses add to it.
 
     Attributes:
-        inner: The worker that does everything.
+        inner: The wrapped worker.
         mesh: The worker's mesh, which Tunix adopts unless it is None.
     """
 
@@ -51,7 +51,7 @@ class RolloutWrapper(BaseRollout):
 
 
 def find_sgljax_rollout(worker: BaseRollout) -> SglJaxRollout | None:
-    """The worker, or the one that it wraps; None if that is another engine's."""
+    """The worker, or the one that it wraps; None if that belongs to another engine."""
     while isinstance(worker, RolloutWrapper):
         worker = worker.inner
     return worker if isinstance(worker, SglJaxRollout) else None

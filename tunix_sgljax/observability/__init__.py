@@ -1,1 +1,1 @@
-"""Progress bars, metrics and timelines of a rollout. None of them, unless asked for."""
+"""Progress bars, metrics and timelines of a rollout, all off by default."""

@@ -1,4 +1,4 @@
-"""What draws bars, and where."""
+"""The interface of progress bars, and where they can be drawn."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Bars(Protocol):
-    """Draws one bar a task."""
+    """Draws one bar per task."""
 
     def started(self, task: str, total: int, unit: str) -> None:
         """A task of `total` units begins."""
         ...
 
     def advanced_to(self, task: str, count: int) -> None:
-        """So many units are done in all."""
+        """`count` units are done in total."""
         ...
 
     def finished(self, task: str) -> None:

@@ -1,4 +1,4 @@
-"""Who watches a rollout: progress bars, metrics, timelines. None of them, unless asked for."""
+"""Observers of a rollout: progress bars, metrics, timelines. All off by default."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class HostSpan(NamedTuple):
-    """Something that a thread of the trainer's side spent time on.
+    """A span of time that a thread on the trainer's side spent on something.
 
     Attributes:
-        thread_id: Of `threading.get_ident`.
-        thread_name: Its name.
-        name: What.
+        thread_id: From `threading.get_ident`.
+        thread_name: Name of the thread.
+        name: Name of the span.
         begin_s, end_s: Readings of `time.perf_counter`.
         args: More about it.
     """
@@ -34,14 +34,14 @@ class HostSpan(NamedTuple):
 
 
 class RolloutTotals(NamedTuple):
-    """What a rollout did since it was made.
+    """Totals of a rollout since it was made.
 
     Attributes:
-        busy_s: Seconds in which at least one `generate` call was under way.
+        busy_s: Seconds in which at least one `generate` call was running.
         sync_s: Seconds that `update_params` took, on its callers' threads.
-        counters: The engine's.
+        counters: The engine's counters.
         total_kv_tokens: Tokens that the engine's pages hold; 0 without an engine.
-        weight_version: Of the weights that serve.
+        weight_version: Version of the serving weights.
     """
 
     busy_s: float
@@ -52,18 +52,18 @@ class RolloutTotals(NamedTuple):
 
 
 class RolloutObservers:
-    """What `SglJaxRollout` tells of its calls, and whom. Any thread.
+    """Passes events of `SglJaxRollout`'s calls to observers. Any thread.
 
     Attributes:
         progress: Draws bars; None draws none.
-        engine: Once it is built.
+        engine: The engine, once it is built.
         on_built: Called with the engine as soon as it is built.
         on_updated: Called after each weight update that succeeded, on the thread of its caller.
         on_span: Called with each span of the rollout's calls, on the thread that they ran on.
     """
 
     def __init__(self, progress: Progress | None) -> None:
-        """Nobody watches but the bars."""
+        """Starts with the bars as the only observer."""
         self.progress = progress
         self.engine: Engine | None = None
         self.on_built: list[Callable[[Engine], None]] = []
@@ -76,13 +76,13 @@ class RolloutObservers:
         self._sync_s = 0.0
 
     def built(self, engine: Engine) -> None:
-        """The engine is there."""
+        """Records that the engine is built."""
         self.engine = engine
         for tell in list(self.on_built):
             tell(engine)
 
     def totals(self) -> RolloutTotals:
-        """What was done so far, by calls that last too."""
+        """The totals so far, including running calls."""
         engine, now = self.engine, time.perf_counter()
         with self._lock:
             busy_s = self._busy_s + (now - self._busy_since if self._num_calls else 0.0)
@@ -96,7 +96,7 @@ class RolloutObservers:
 
     @contextlib.contextmanager
     def generating(self, engine: Engine, num_requests: int) -> Iterator[None]:
-        """Around a `generate` call."""
+        """Wraps a `generate` call."""
         with self._lock:
             if not self._num_calls:
                 self._busy_since = time.perf_counter()
@@ -115,7 +115,7 @@ class RolloutObservers:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Around a weight update."""
+        """Wraps a weight update."""
         began = time.perf_counter()
         try:
             with self.span("update_params"):
@@ -128,7 +128,7 @@ class RolloutObservers:
 
     @contextlib.contextmanager
     def span(self, name: str, **args: int) -> Iterator[None]:
-        """Around anything else."""
+        """Wraps anything else."""
         began = time.perf_counter()
         try:
             yield

@@ -1,8 +1,8 @@
 """Writes slices, instants and counters as a trace of Perfetto's protobuf format.
 
 The format: a file is a list of packets. Descriptors name a process, its threads, and tracks below
-it; events begin or end a slice of a track, or set a counter. What a track shows must nest, so
-slices that overlap are spread over several lanes.
+it; events begin or end a slice of a track, or set a counter. Slices of a track must nest, so
+overlapping slices are spread over several lanes.
 https://perfetto.dev/docs/reference/synthetic-track-event
 """
 
@@ -23,10 +23,10 @@ _SEQUENCE = 1
 
 
 class Slice(NamedTuple):
-    """Something on a track; an instant if it begins when it ends.
+    """An event on a track; an instant if it begins when it ends.
 
     Attributes:
-        name: What.
+        name: Name of the event.
         begin_s, end_s: Seconds of one clock.
         args: More about it.
     """
@@ -41,9 +41,9 @@ class Track(NamedTuple):
     """A line of slices.
 
     Attributes:
-        name: Of the thread, the device or whatever it is.
-        is_thread: Whether it is a thread's.
-        slices: In any order.
+        name: Name of the thread, the device or other owner.
+        is_thread: Whether the track belongs to a thread.
+        slices: Slices in any order.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Counter(NamedTuple):
     """A number over time.
 
     Attributes:
-        name: Of what.
-        points: Seconds and values, ascending.
+        name: Name of the counter.
+        points: Pairs of seconds and value, ascending.
     """
 
     name: str
@@ -64,10 +64,10 @@ class Counter(NamedTuple):
 
 
 def write_trace(path: str | Path, tracks: Iterable[Track], counters: Iterable[Counter]) -> Path:
-    """Writes a file for https://ui.perfetto.dev; its tracks stand in the order given.
+    """Writes a file for https://ui.perfetto.dev with the tracks in the order given.
 
     Raises:
-        InvalidConfigError: when the folder of the path is not there.
+        InvalidConfigError: when the folder of the path is missing.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -82,7 +82,7 @@ def write_trace(path: str | Path, tracks: Iterable[Track], counters: Iterable[Co
 
 
 def lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Slices spread over as few lanes as makes those of each nest; by their begins, outer first."""
+    """Spreads slices over the fewest lanes in which they nest; ordered by begin, outer first."""
     found: list[list[Slice]] = []
     open_ends: list[list[float]] = []  # of each lane, outermost first
     for each in sorted(slices, key=lambda s: (s.begin_s, -s.end_s)):

@@ -1,6 +1,6 @@
 """Progress bars for loading, warm-up, rollouts and training, in terminals and notebooks.
 
-Nothing here writes unless somebody made a `Progress` and passed it on.
+Nothing here writes unless the user makes a `Progress` and passes it on.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from tunix_sgljax.observability.training_hooks import TrainingBar
 
 REDRAW_S = 0.2
-"""Seconds between two looks at an engine that generates."""
+"""Seconds between two polls of a generating engine."""
 
 LOG_S = 10.0
-"""The same where each drawing is a line more: in a log file."""
+"""The same for log files, where each drawing adds a line."""
 
 
 class Progress:
     """Draws bars on stderr, or in the notebook. Any thread; bars of a task that failed are closed.
 
-    For `SglJaxRollout(..., progress=Progress())` and `Engine(..., progress=Progress())`. A bar for
-    rollouts is drawn while calls of `generate` are under way, by a thread that looks at the engine
-    a few times a second without waiting for it, and is gone afterwards.
+    For `SglJaxRollout(..., progress=Progress())` and `Engine(..., progress=Progress())`. A thread
+    draws the bar for rollouts while calls of `generate` are running, and removes it afterwards. It
+    polls the engine a few times a second without waiting for it.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:
@@ -76,7 +76,7 @@ class Progress:
                 bar.update(count)
 
     def advanced_to(self, task: str, count: int) -> None:
-        """So many units of the task are done in all."""
+        """`count` units of the task are done in total."""
         with self._lock:
             bar = self._bars.get(task)
             if bar is not None:
@@ -93,7 +93,7 @@ class Progress:
 
     @contextlib.contextmanager
     def rollout(self, engine: Engine, num_requests: int) -> Iterator[None]:
-        """Around a call that generates: one bar for all concurrent calls of an engine."""
+        """Wraps a call that generates: one bar for all concurrent calls of an engine."""
         if not self._is_enabled:
             yield
             return
@@ -117,7 +117,7 @@ class Progress:
     def training(self, num_steps: int) -> TrainingBar:
         """Hooks for a Tunix trainer that draw a bar of its steps, unless Tunix draws one itself.
 
-        Tunix does so in terminals and notebooks if `max_steps` is set. To be passed to
+        Tunix does so in terminals and notebooks if `max_steps` is set. Pass the hooks to
         `training_hooks.add_training_hooks`.
         """
         from tunix_sgljax.observability.training_hooks import TrainingBar
@@ -127,7 +127,7 @@ class Progress:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Closes the bars that are left, but for those of rollouts under way. Idempotent."""
+        """Closes the remaining bars, except those of running rollouts. Idempotent."""
         with self._lock:
             bars, self._bars = self._bars, {}
             for bar in bars.values():
@@ -163,7 +163,7 @@ class _RolloutBar:
         self._thread.start()
 
     def add(self, num_requests: int) -> None:
-        """More requests were made."""
+        """Adds requests to the bar."""
         self._bar.total += num_requests
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class _RolloutBar:
 
 
 def describe(first: EngineProgress, now: EngineProgress, seconds: float) -> str:
-    """What an engine did between two looks at it, and what it does now, in a few words."""
+    """A short text on what an engine did between two polls, and what it does now."""
     prefilled = now.num_prefill_tokens - first.num_prefill_tokens
     cached = now.num_cached_tokens - first.num_cached_tokens
     rate = (now.num_output_tokens - first.num_output_tokens) / max(seconds, 1e-9)

@@ -1,4 +1,4 @@
-"""What the rollout did in each step, through Tunix's metrics logger, beside the learner's own."""
+"""Metrics of the rollout in each step, logged through Tunix's metrics logger."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PREFIX = "rollout"
 
 
 class StepTotals(NamedTuple):
-    """What was done in one step.
+    """Totals of one step.
 
     Attributes:
         busy_s, sync_s, counters: See `RolloutTotals`; differences.
-        total_kv_tokens, weight_version: At its end.
+        total_kv_tokens, weight_version: Values at its end.
     """
 
     busy_s: float
@@ -35,9 +35,9 @@ class Metric(NamedTuple):
     """One metric.
 
     Attributes:
-        about: What it is; one line, for the documentation.
-        value: Of a step; None if the step has none.
-        reduce: How Tunix puts several of one step together.
+        about: Description in one line, for the documentation.
+        value: Returns the value of a step, or None.
+        reduce: How Tunix combines several values of one step.
     """
 
     about: str
@@ -119,21 +119,21 @@ METRICS: Mapping[str, Metric] = {
         "weight version after the step's sync", lambda t: t.weight_version, np.max
     ),
 }
-"""By their names behind "rollout/"."""
+"""Metrics by their names after "rollout/"."""
 
 
 def log_rollout_metrics(cluster: tunix_cluster.RLCluster) -> RolloutMetrics:
     """Logs the rollout's metrics with each step of a cluster's learner, from now on.
 
-    They go into the cluster's own buffer, and so to all that Tunix logs to: TensorBoard, Weights &
-    Biases, an external logger. Each step's are those from the end of the weight sync before it to
-    the end of its own; rollouts of evaluations in between count too.
+    They go into the cluster's own buffer, and so to all of Tunix's loggers: TensorBoard, Weights &
+    Biases, an external logger. A step lasts from the end of the previous weight sync to the end of
+    its own, including rollouts of evaluations in between.
 
     Args:
-        cluster: Its rollout must be a SglJaxRollout.
+        cluster: A cluster with a SglJaxRollout.
 
     Returns:
-        The object that does it; `stop` ends it.
+        The logging object; `stop` ends it.
 
     Raises:
         InvalidConfigError: for another rollout.
@@ -151,11 +151,11 @@ class RolloutMetrics:
     """Made by `log_rollout_metrics`."""
 
     def __init__(self, observers: RolloutObservers, cluster: tunix_cluster.RLCluster) -> None:
-        """Begins with what was done so far.
+        """Starts from the totals so far.
 
         Args:
-            observers: Of the rollout.
-            cluster: Takes the metrics.
+            observers: Observers of the rollout.
+            cluster: Cluster that gets the metrics.
         """
         self._observers = observers
         self._cluster = cluster
@@ -168,10 +168,10 @@ class RolloutMetrics:
             self._observers.on_updated.remove(self._log)
 
     def _log(self) -> None:
-        """A weight sync has ended, and with it a step; Tunix counts it after this."""
+        """Called at the end of a step's weight sync; Tunix counts the step after this."""
         before, self._before = self._before, self._observers.totals()
-        # Not `buffer_metrics`, which puts them into the newest step's buffer: agentic learners
-        # have started the next step by now.
+        # Not `buffer_metrics`, which uses the newest step's buffer: agentic learners have started
+        # the next step by now.
         self._cluster.buffer_metrics_async(
             {
                 f"{PREFIX}/{name}": (value, METRICS[name].reduce)
@@ -183,7 +183,7 @@ class RolloutMetrics:
 
 
 def step_metrics(before: RolloutTotals, now: RolloutTotals) -> dict[str, float]:
-    """The metrics of what was done between two looks, but for those that have no value."""
+    """The metrics of the time between two totals, without those that have no value."""
     counters = EngineCounters(
         **{
             field.name: getattr(now.counters, field.name) - getattr(before.counters, field.name)

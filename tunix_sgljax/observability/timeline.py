@@ -1,8 +1,8 @@
 """A timeline of training steps for Perfetto: engine threads and trainer on one clock, in one file.
 
-The engine notes its prefills, decodes, pauses, weight updates and sleeps; the rollout its calls;
-hooks of Tunix's trainer the training; and Tunix's own tracer, if the cluster has it, all else
-(reference log-probs, advantages, data loading). All of them read `time.perf_counter`.
+The engine records its prefills, decodes, pauses, weight updates and sleeps; the rollout its calls;
+hooks of Tunix's trainer the training; and Tunix's own tracer, if the cluster has it, everything
+else (reference log-probs, advantages, data loading). All of them read `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_h
 from tunix_sgljax.rollout import SglJaxRollout
 
 Target = Engine | SglJaxRollout | tunix_cluster.RLCluster
-"""What can be recorded: with a rollout its calls too, with a cluster the training too."""
+"""What can be recorded: a rollout adds its calls, a cluster also adds the training."""
 
 MAX_EVENTS = 200_000
-"""Events that a timeline holds unless told, of the engine and of the trainer each."""
+"""Default maximum of events in a timeline, of the engine and of the trainer each."""
 
 _ENGINE_TRACKS = {"state": "generation", "engine": "engine", "updates": "weight updates"}
-_HOST = "host-"  # how Tunix's tracer calls its threads' timelines: this and the thread's id
+_HOST = "host-"  # Tunix's tracer names a thread's timeline by this and the thread's id
 
 
 class Timeline:
-    """Records from `start` to `stop`; `save` writes what was recorded last.
+    """Records from `start` to `stop`; `save` writes the last recording.
 
-    `perf_config` goes to `RLCluster(perf_config=...)` when it is made, for Tunix's own spans. Not
-    with the agentic learners: Tunix 0.1.7's tracer fails episodes that are in flight when a step
-    ends. Their rollout calls, training and weight syncs are recorded without it.
+    Pass `perf_config` to `RLCluster(perf_config=...)` for Tunix's own spans. Do not use it with the
+    agentic learners: Tunix 0.1.7's tracer fails episodes that are in flight when a step ends. Their
+    rollout calls, training and weight syncs are recorded without it.
     """
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
         """Records nothing yet.
 
         Args:
-            max_events: To hold; older ones are forgotten.
+            max_events: Maximum number of events; older ones are dropped.
         """
         self._max_events = max_events
         self._lock = threading.Lock()
@@ -64,22 +64,22 @@ class Timeline:
 
     @property
     def perf_config(self) -> PerfMetricsConfig:
-        """Has Tunix trace the trainer's side for this timeline."""
+        """Config that makes Tunix trace the trainer's side for this timeline."""
         return PerfMetricsConfig(custom_export_fn_v2=self._take_tunix)
 
     @property
     def is_recording(self) -> bool:
-        """Between `start` and `stop`."""
+        """Whether it is between `start` and `stop`."""
         return self._observers is not None or self._engine is not None
 
     # ------------------------------------------------------------------ recording
 
     def start(self, target: Target) -> None:
-        """Begins to record; what was recorded before is forgotten.
+        """Starts a recording, and drops the one before.
 
         Raises:
-            InvalidConfigError: when this timeline records already, or for a cluster with another
-                rollout than SglJaxRollout.
+            InvalidConfigError: when this timeline is already recording, or for a cluster without a
+                SglJaxRollout.
         """
         with self._lock:
             if self.is_recording:
@@ -110,10 +110,10 @@ class Timeline:
                 self._recording = engine.stop_recording()
 
     def save(self, path: str | Path) -> Path:
-        """Writes what was recorded, for https://ui.perfetto.dev.
+        """Writes the recording, for https://ui.perfetto.dev.
 
         Raises:
-            InvalidConfigError: when nothing was, or when the path's folder is not there.
+            InvalidConfigError: when nothing was recorded, or the path's folder is missing.
         """
         recording = self._recording
         if recording is None:
@@ -129,18 +129,18 @@ class Timeline:
         first_step: int = 1,
         num_steps: int = 1,
     ) -> None:
-        """Records whole steps of a training that is about to begin, and saves them when they end.
+        """Records whole steps of a training run, and saves them when they end.
 
-        A step ends with its weight sync. The first ones compile, so they show little else.
+        A step ends with its weight sync. The first steps compile, so they show little else.
 
         Args:
-            cluster: Not trained yet, or between two steps.
-            path: Of the file.
-            first_step: By `cluster.global_steps`.
-            num_steps: So many.
+            cluster: A cluster before training, or between two steps.
+            path: Path of the file.
+            first_step: First step to record, as in `cluster.global_steps`.
+            num_steps: Number of steps.
 
         Raises:
-            InvalidConfigError: for steps that are over, and as in `start` and `save`.
+            InvalidConfigError: for steps that have ended, and as in `start` and `save`.
         """
         if num_steps < 1 or first_step < cluster.global_steps:
             raise InvalidConfigError(
@@ -166,7 +166,7 @@ class Timeline:
         is_last: bool,
         watch: Callable[[], None],
     ) -> None:
-        """A step before the first one to record has ended, or the last one."""
+        """Handles the end of the step before the first recorded one, or of the last one."""
         if not is_last:
             self.start(cluster)
             return
@@ -186,7 +186,7 @@ class Timeline:
 
     def _hook(self, cluster: tunix_cluster.RLCluster) -> None:
         trainers = {"train": cluster.actor_trainer}
-        critic = getattr(cluster, "critic_trainer", None)  # as Tunix finds out
+        critic = getattr(cluster, "critic_trainer", None)  # the way Tunix checks it
         if critic is not None:
             trainers["train critic"] = critic
         for name, trainer in trainers.items():
@@ -234,9 +234,9 @@ def record_timeline(
     """Records what happens inside the block and writes it to a file, also if the block fails.
 
     Args:
-        path: Of the file; open it in https://ui.perfetto.dev.
-        target: An engine; a rollout, for its calls too; a cluster, for the training too.
-        timeline: The one whose `perf_config` the cluster has, if it has one.
+        path: Path of the file; open it in https://ui.perfetto.dev.
+        target: An engine; a rollout, to add its calls; or a cluster, to add the training too.
+        timeline: The timeline whose `perf_config` the cluster has, if any.
 
     Raises:
         InvalidConfigError: see `Timeline.start` and `Timeline.save`.
@@ -289,7 +289,7 @@ def counters(recording: Recording) -> list[Counter]:
 
 
 def _clipped(track: Track, recording: Recording) -> Track:
-    """What of a track lies within the recording."""
+    """The part of a track within the recording."""
     begin, end = recording.begin_s, recording.end_s
     return track._replace(
         slices=[
@@ -304,7 +304,7 @@ def _clipped(track: Track, recording: Recording) -> Track:
 
 
 def tunix_slices(timelines: Mapping[str, Any]) -> dict[str, list[Slice]]:
-    """The spans of Tunix's tracer (`tunix.perf.experimental`) that are over, by its timelines."""
+    """The finished spans of Tunix's tracer (`tunix.perf.experimental`), by its timelines."""
     return {
         name: [
             Slice(span.name, span.begin, span.end, _args(span.tags))
@@ -325,7 +325,7 @@ def _args(tags: Mapping[str, Any]) -> dict[str, int | float | str]:
 
 
 class _TrainSpans(QuietHooks):
-    """Notes calls of a trainer's `train`, which wait for their computations."""
+    """Records calls of a trainer's `train`, which wait for their computations."""
 
     def __init__(self, name: str, tell: Callable[[HostSpan], None]) -> None:
         self._name = name
@@ -358,7 +358,7 @@ class _StepWatch:
         self._end = end
 
     def updated(self) -> None:
-        """After a weight sync; Tunix counts the step after this."""
+        """Called after a weight sync; Tunix counts the step after this."""
         step = self._cluster.global_steps
         if step in (self._first, self._last):
             self._end(step == self._last, self.updated)

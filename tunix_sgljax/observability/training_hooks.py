@@ -11,10 +11,10 @@ from tunix_sgljax.observability.bars import Bars, is_interactive
 
 
 class QuietHooks(TrainingHooks):
-    """Hooks that do nothing; subclasses do something at some of them."""
+    """Hooks that do nothing; subclasses override some."""
 
     def on_train_start(self, train_ctx: Any) -> None:
-        """A call of `train` begins: in RL, of each step."""
+        """A call of `train` begins; in RL, once per step."""
 
     def on_train_end(self, train_ctx: Any) -> None:
         """A call of `train` ends, and so do its computations."""
@@ -40,7 +40,7 @@ class HooksChain(TrainingHooks):
         self._hooks = tuple(hooks)
 
     def on_train_start(self, train_ctx: Any) -> None:
-        """See `TrainingHooks`, as for the methods below."""
+        """See `TrainingHooks`, also for the methods below."""
         for each in self._hooks:
             each.on_train_start(train_ctx)
 
@@ -68,13 +68,13 @@ class HooksChain(TrainingHooks):
 
 
 def add_training_hooks(trainer: Any, hooks: TrainingHooks) -> None:
-    """Adds hooks to a Tunix trainer (`cluster.actor_trainer`), behind those that it has."""
+    """Adds hooks to a Tunix trainer (`cluster.actor_trainer`), after its existing ones."""
     before = trainer.training_hooks
     trainer.with_training_hooks(hooks if before is None else HooksChain([before, hooks]))
 
 
 class TrainingBar(QuietHooks):
-    """Draws the optimizer steps of a trainer, unless Tunix does. Made by `Progress.training`."""
+    """Draws a trainer's optimizer steps, unless Tunix does. Made by `Progress.training`."""
 
     _TASK = "training"
 

@@ -22,10 +22,10 @@ _TP_AXIS = "tp"
 
 
 def check_fields(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> dict[str, str]:
-    """What a config sets that changes nothing here, as "field=value", and why.
+    """Settings of a config that change nothing here, as "field=value", and why.
 
     Raises:
-        InvalidConfigError: for a value that is wrong, or contradicts the mesh.
+        InvalidConfigError: for a wrong value, or one that contradicts the mesh.
     """
     unused: dict[str, tuple[Any, str]] = {}
     for field in dataclasses.fields(config):
@@ -46,7 +46,7 @@ def check_fields(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> dict[
 def _check_mesh_sizes(
     config: RolloutConfig, mesh: jax.sharding.Mesh | None
 ) -> dict[str, tuple[Any, str]]:
-    """Refuses sizes that are not the mesh's; returns one over which the rollout is replicated."""
+    """Refuses sizes other than the mesh's; returns one over which the rollout is replicated."""
     sizes = {} if mesh is None else dict(mesh.shape)
     num_shards = sizes.pop(_TP_AXIS, 1)
     num_replicas = math.prod(sizes.values())
@@ -73,24 +73,23 @@ def _check_mesh_sizes(
 
 
 class FieldChecker:
-    """Names the fields that change nothing, each once, or refuses them. Any thread."""
+    """Warns once about each field that changes nothing, or refuses it. Any thread."""
 
     def __init__(self, *, is_strict: bool) -> None:
-        """Has named none yet.
+        """Starts without any warnings.
 
         Args:
-            is_strict: Refuse them.
+            is_strict: Refuse such fields.
         """
         self._is_strict = is_strict
         self._named: set[str] = set()
         self._lock = threading.Lock()
 
     def check(self, config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> None:
-        """One warning for all fields of this config that no earlier one had.
+        """Logs one warning for all such fields that no earlier config had.
 
         Raises:
-            InvalidConfigError: for a wrong value; where it is strict, for a field without a
-                meaning.
+            InvalidConfigError: for a wrong value; if strict, also for a field without a meaning.
         """
         unused = check_fields(config, mesh)
         if self._is_strict and unused:

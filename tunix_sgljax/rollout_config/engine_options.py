@@ -20,15 +20,15 @@ from tunix_sgljax.rollout_config.fields import (
 )
 
 _READ_ELSEWHERE = ("enable_lora", "logprobs_mode", "max_lora_rank", "max_loras")
-"""Entries of the kwargs fields that are no engine options here and yet have a meaning."""
+"""Entries of the kwargs fields that are not engine options here but have a meaning."""
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _BOUNDS = {"batch_buckets": "max_running_requests", "token_buckets": "chunked_prefill_size"}
-"""Buckets, and the option that is the largest of them where nothing else sets it."""
+"""Buckets, and the option whose default is the largest bucket."""
 
 
 class _Wish(NamedTuple):
-    """An option that a field asks for; None for an entry that changes nothing, and why."""
+    """An option that a field asks for; None for an entry that changes nothing, with the reason."""
 
     source: str
     value: Any
@@ -41,8 +41,8 @@ class AskedOptions:
     """The engine options that a RolloutConfig asks for.
 
     Attributes:
-        values: By the engine's names.
-        sources: Of each option, the field or the entry of one that asks for it.
+        values: Values by the engine's option names.
+        sources: For each option, the field or entry that asks for it.
         unused: Fields and entries that change nothing, with the value and the reason.
     """
 
@@ -54,9 +54,9 @@ class AskedOptions:
 def ask_options(config: RolloutConfig) -> AskedOptions:
     """The engine options that a config asks for.
 
-    Where several fields ask for one option, the first of these decides:
-    `rollout_sglang_jax_kwargs`, the fields of `rollout_sglang_jax_` and Tunix's own,
-    `rollout_vllm_kwargs`, the fields of `rollout_vllm_`.
+    If several fields ask for one option, the first of these decides: `rollout_sglang_jax_kwargs`,
+    the fields of `rollout_sglang_jax_` and Tunix's own, `rollout_vllm_kwargs`, the fields of
+    `rollout_vllm_`.
 
     Raises:
         InvalidConfigError: for a value that cannot be translated.
@@ -81,8 +81,8 @@ def make_engine_config(
 
     Args:
         asked: What the training config asks for.
-        explicit: Options that win over it.
-        implied_model_len: Of `max_model_len`, where neither sets it.
+        explicit: Options that override it.
+        implied_model_len: `max_model_len` if neither sets it.
 
     Raises:
         InvalidConfigError: names the option, its value and its limit, and the field behind it.
@@ -100,7 +100,7 @@ def make_engine_config(
 
 
 def implied_model_len(config: RolloutConfig) -> int:
-    """The bound of a sequence when none is given: what Tunix's vanilla cache would hold."""
+    """Default maximum sequence length: what Tunix's vanilla cache would hold."""
     return max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate)
 
 
@@ -110,9 +110,9 @@ def check_same_engine(
     """Refuses engine fields of a config that differ from those the engine was made with.
 
     Args:
-        config: Of a later call; fields at their defaults ask for nothing.
-        running: What the engine was made with.
-        overridden: Option names that were given explicitly and win over any config.
+        config: Config of a later call; fields at their defaults ask for nothing.
+        running: Configuration of the running engine.
+        overridden: Names of explicit options, which override any config.
 
     Raises:
         InvalidConfigError: names the option and both values.
@@ -125,7 +125,7 @@ def check_same_engine(
     asked = ask_options(config)
     for name, value in asked.values.items():
         if name.endswith("_buckets") and isinstance(value, (list, tuple)):
-            value = tuple(sorted(set(value)))  # as the engine's config keeps it
+            value = tuple(sorted(set(value)))  # as in the engine's config
         if name not in overridden and current.get(name) != value:
             raise InvalidConfigError(
                 f"RolloutConfig.{asked.sources[name]} asks for {name}={value!r}, but the engine "
@@ -135,7 +135,7 @@ def check_same_engine(
 
 
 def asked_logprobs_mode(config: RolloutConfig) -> str | None:
-    """The rollout's `logprobs_mode` that vllm's fields ask for; None at their default.
+    """The rollout's `logprobs_mode` that vLLM's fields ask for; None at their default.
 
     Raises:
         InvalidConfigError: for a mode that gives no log-probs.
@@ -155,7 +155,7 @@ def asked_logprobs_mode(config: RolloutConfig) -> str | None:
 
 
 def _wishes(config: RolloutConfig) -> Iterator[_Wish]:
-    """What the fields ask for, those first that decide."""
+    """The wishes of all fields, in order of priority."""
     yield from _wishes_of_entries(config, "rollout_sglang_jax_kwargs")
     fields = list(_wishes_of_fields(config, [*MODEL_FIELDS, *SGLANG_JAX_FIELDS]))
     yield from fields
@@ -175,16 +175,16 @@ def _wishes_of_fields(config: RolloutConfig, table: Sequence[RolloutField]) -> I
         if field.target is None or field.name not in defaults:
             continue
         value = getattr(config, field.name)
-        # One at its default leaves the engine's default.
+        # A field at its default leaves the engine's default.
         if value is not None and value != defaults[field.name]:
             yield _Wish(field.name, _own_value(field.target, value), field.target)
 
 
 def _wishes_of_entries(config: RolloutConfig, name: str) -> Iterator[_Wish]:
-    """What the entries of a kwargs field ask for; an unknown own option is left to the engine."""
+    """The wishes of a kwargs field; the engine checks unknown options under own names."""
     entries, is_own = entries_of(config, name), name == "rollout_sglang_jax_kwargs"
     known = EngineConfig.option_names()
-    translated: list[_Wish] = []  # own names decide, whatever the order
+    translated: list[_Wish] = []  # own names have priority, whatever the order
     for key, value in entries.items():
         source, foreign = f"{name}[{key!r}]", FOREIGN_OPTIONS.get(key)
         if key in _READ_ELSEWHERE:
@@ -211,7 +211,7 @@ def _wishes_of_entries(config: RolloutConfig, name: str) -> Iterator[_Wish]:
 
 
 def _own_value(option: str, value: Any) -> Any:
-    """A value as the engine takes it."""
+    """Converts a value for the engine."""
     if option == "dtype" and value is not None:
         return _dtype_name(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -220,11 +220,11 @@ def _own_value(option: str, value: Any) -> Any:
 
 
 def _dtype_name(value: Any) -> Any:
-    """A dtype's name; None, the actor's, for vLLM's "auto"."""
+    """A dtype's name; None (the actor's dtype) for vLLM's "auto"."""
     if value == "auto":
         return None
     value = _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
     try:
         return np.dtype(value).name
     except TypeError:
-        return value  # which the engine refuses
+        return value  # the engine refuses it

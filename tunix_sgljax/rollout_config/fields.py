@@ -1,6 +1,6 @@
 """Every field of Tunix's RolloutConfig, and what it means for `SglJaxRollout`.
 
-Of google-tunix 0.1.7 and of its main branch. docs/switching.md is made from these tables.
+Covers google-tunix 0.1.7 and its main branch. docs/switching.md is generated from these tables.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sgljax_engine import InvalidConfigError
 from tunix_sgljax.lora import check_scaling
 
 Treatment = Literal["mapped", "translated", "checked", "accepted", "named"]
-"""What is done with a field.
+"""How a field is treated.
 
-"mapped" and "translated": it decides something, under vllm's name where translated. "checked": only
-values that say what is so anyway are taken. "accepted": it says what the actor tells in any case.
+"mapped" and "translated": it sets something, under vLLM's name if translated. "checked": only
+values that match the actual state are accepted. "accepted": it repeats what the actor says anyway.
 "named": it has no meaning; a warning names it, or `strict_config` refuses it.
 """
 
@@ -30,11 +30,11 @@ class RolloutField:
     """A field of RolloutConfig.
 
     Attributes:
-        name: Tunix's.
-        treatment: What is done with it.
-        target: The engine option or the sampling field that it decides, if it is one.
-        text: What it decides, or why it decides nothing; for messages and docs.
-        is_new: Whether Tunix has it since its main branch alone, after 0.1.7.
+        name: Tunix's name.
+        treatment: How the field is treated.
+        target: The engine option or sampling field that it sets, if any.
+        text: What it sets, or why it sets nothing; for messages and docs.
+        is_new: Whether only Tunix's main branch has it, after 0.1.7.
     """
 
     name: str
@@ -53,7 +53,7 @@ _NEW = (
 def _table(
     *rows: tuple[str, Treatment, str | None, str], prefix: str = ""
 ) -> tuple[RolloutField, ...]:
-    """Fields from their names behind a prefix, treatments, targets and texts."""
+    """Builds fields from their names after a prefix, treatments, targets and texts."""
     return tuple(
         RolloutField(
             name=prefix + name,
@@ -94,7 +94,7 @@ SAMPLING_FIELDS = _table(
         "computes them, unless `logprobs_mode` says otherwise",
     ),
 )
-"""Read at every call."""
+"""Fields read at every call."""
 
 MODEL_FIELDS = _table(
     (
@@ -128,7 +128,7 @@ MODEL_FIELDS = _table(
     ),
     ("expert_parallel_size", "checked", None, "1 or -1; no mixture of experts yet"),
 )
-"""Model and mesh."""
+"""Fields of model and mesh."""
 
 SGLANG_JAX_FIELDS = _table(
     (
@@ -217,7 +217,7 @@ SGLANG_JAX_FIELDS = _table(
     ),
     prefix="rollout_sglang_jax_",
 )
-"""Read when the rollout is made."""
+"""Fields read when the rollout is made."""
 
 VLLM_FIELDS = _table(
     ("server_mode", "named", None, "calls of all threads are always batched"),
@@ -276,7 +276,7 @@ VLLM_FIELDS = _table(
     ),
     prefix="rollout_vllm_",
 )
-"""vLLM's; read when the rollout is made, but for `sampling_kwargs`."""
+"""vLLM's fields; read when the rollout is made, except `sampling_kwargs`."""
 
 FIELDS: Mapping[str, RolloutField] = MappingProxyType(
     {
@@ -285,7 +285,7 @@ FIELDS: Mapping[str, RolloutField] = MappingProxyType(
         for field in table
     }
 )
-"""All of them by name."""
+"""All fields by name."""
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -296,7 +296,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def entries_of(config: RolloutConfig, name: str) -> Mapping[str, Any]:
-    """A field that holds a dict or None; None is an empty one.
+    """Reads a field that holds a dict or None; None counts as an empty dict.
 
     Raises:
         InvalidConfigError: for anything else.
@@ -313,20 +313,20 @@ def lora_scaling(config: RolloutConfig) -> float | None:
     """The factor of LoRA pairs that a config names, alpha / rank; None if it names none.
 
     Raises:
-        InvalidConfigError: for what is no finite number.
+        InvalidConfigError: for a value that is not a finite number.
     """
     name = "rollout_sglang_jax_lora_scaling"
     return check_scaling(f"RolloutConfig.{name}", getattr(config, name))
 
 
 def max_lora_rank(config: RolloutConfig) -> int | None:
-    """The rank of LoRA pairs at most that a config names; None if it names none.
+    """The maximum rank of LoRA pairs that a config names; None if it names none.
 
-    `rollout_sglang_jax_max_lora_rank`, else `max_lora_rank` of `rollout_vllm_lora_config`, else of
-    `rollout_vllm_kwargs`.
+    Read from `rollout_sglang_jax_max_lora_rank`, else `max_lora_rank` of
+    `rollout_vllm_lora_config`, else of `rollout_vllm_kwargs`.
 
     Raises:
-        InvalidConfigError: for what is no integer of at least 1.
+        InvalidConfigError: for a value that is not an integer of at least 1.
     """
     name = "max_lora_rank"
     places = [("rollout_sglang_jax_max_lora_rank", config.rollout_sglang_jax_max_lora_rank)]

@@ -25,7 +25,7 @@ DECIDED = {
     "max_tokens": "max_tokens_to_generate",
     "max_new_tokens": "max_tokens_to_generate",
 }
-"""Fields that another field of RolloutConfig decides, by which Tunix's trainer goes, too."""
+"""Fields that another field of RolloutConfig sets, which Tunix's trainer also follows."""
 
 WITHOUT_MEANING = {
     "logprobs": "return_logprobs asks for log-probs",
@@ -36,7 +36,7 @@ WITHOUT_MEANING = {
     "skip_reading_prefix_cache": "what the prefix cache gives is the same",
     "skip_clone": "sampling parameters are immutable",
 }
-"""Fields that change nothing about what is sampled, and why."""
+"""Fields that do not change sampling, and why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class AskedSampling:
 
     Attributes:
         params: Fields of SamplingParams.
-        stop_token_ids: End tokens beside those that the rollout stops at.
+        stop_token_ids: End tokens in addition to the rollout's own.
         ignores_eos: Do not stop at the tokenizer's end token.
         unused: Entries that change nothing, with the value and the reason.
     """
@@ -57,11 +57,11 @@ class AskedSampling:
 
 
 def ask_sampling(config: RolloutConfig) -> AskedSampling:
-    """What a config's `rollout_vllm_sampling_kwargs` ask for. None is vLLM's default.
+    """What a config's `rollout_vllm_sampling_kwargs` asks for. None means vLLM's default.
 
     Raises:
-        InvalidConfigError: for a field that would change what is sampled and is not known here, a
-            bad value, and a value other than that of the field of RolloutConfig that decides.
+        InvalidConfigError: for an unknown field that would change sampling, a bad value, or a value
+            that differs from the RolloutConfig field that sets it.
     """
     params: dict[str, Any] = {}
     unused: dict[str, tuple[Any, str]] = {}
@@ -90,7 +90,7 @@ def ask_sampling(config: RolloutConfig) -> AskedSampling:
 
 
 def with_training_kwargs(config: RolloutConfig, training: RolloutConfig) -> RolloutConfig:
-    """A call's config, with the training config's sampling kwargs if it has none of its own.
+    """A call's config, with the training config's sampling kwargs if it has none.
 
     Tunix's vLLM rollout takes them from the training config for all calls.
     """

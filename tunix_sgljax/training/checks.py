@@ -1,4 +1,4 @@
-"""What fields of a config must have to do with one another; before any device is touched."""
+"""Checks of a config's fields and of their consistency, before any device is touched."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sgljax_engine import EngineConfig, InvalidConfigError, SamplingParams
 from tunix_sgljax.training.schema import OptimizerSection, TrainConfig
 
 FAMILIES = ("qwen2", "qwen3", "llama3")
-"""Tunix models that `model.family` and `model.path` make."""
+"""Tunix models that `model.family` and `model.path` can name."""
 
 CRITIC_FAMILIES = ("qwen2", "qwen3")
-"""Those that a critic can be made of: Tunix 0.1.7 cannot ask its Llama 3 for values."""
+"""Families that support a critic: Tunix 0.1.7 cannot ask its Llama 3 for values."""
 
 _CHOICES = {
     "rollout_engine": ("sgljax", "vanilla"),
@@ -71,7 +71,7 @@ def check_config(config: TrainConfig, changed: Collection[str]) -> None:
 
     Args:
         config: The whole config.
-        changed: Dotted keys that are not at their defaults; what nothing would read is refused.
+        changed: Dotted keys that are not at their defaults; keys that nothing reads are refused.
 
     Raises:
         InvalidConfigError: names the key, its value and its limit.
@@ -123,7 +123,7 @@ def check_num_devices(config: TrainConfig, available: int) -> None:
 
 
 def updates_per_step(config: TrainConfig) -> int:
-    """Updates of the weights with the completions of a step."""
+    """Number of weight updates with the completions of a step."""
     training, algorithm = config.training, config.algorithm
     section = algorithm.grpo if algorithm.name == "grpo" else algorithm.ppo
     num_mini = training.batch_size // (training.mini_batch_size or training.batch_size)
@@ -131,7 +131,7 @@ def updates_per_step(config: TrainConfig) -> int:
 
 
 def has_reference_model(config: TrainConfig) -> bool:
-    """Whether a run holds a reference: not without a penalty, nor where the engine's base is it."""
+    """Whether a run holds a reference model: not without a penalty, or if the base is it."""
     algorithm = config.algorithm
     section = algorithm.grpo if algorithm.name == "grpo" else algorithm.ppo
     lora = config.lora
@@ -140,7 +140,7 @@ def has_reference_model(config: TrainConfig) -> bool:
 
 
 def num_updates(config: TrainConfig) -> int:
-    """Updates of the weights in the whole run, by which Tunix counts."""
+    """Number of weight updates in the whole run, as Tunix counts them."""
     return config.training.steps * updates_per_step(config)
 
 
@@ -299,7 +299,7 @@ def _check_params(section: str, params: dict[str, Any]) -> None:
 
 def _check_engine(config: TrainConfig) -> None:
     if config.rollout_engine == "vanilla":
-        return  # so that one override switches a config from one engine to the other
+        return  # so that a single override can switch the engine of a config
     try:
         options = EngineConfig.from_options(engine_options(config))
     except InvalidConfigError as error:
@@ -314,7 +314,7 @@ def _check_engine(config: TrainConfig) -> None:
 
 
 def engine_options(config: TrainConfig) -> dict[str, Any]:
-    """The engine's options, with buckets as it takes them and the run's seed where it has none."""
+    """The engine's options, with buckets in its form and the run's seed as the default."""
     options: dict[str, Any] = {"random_seed": config.seed} | config.engine.options
     for name in ("batch_buckets", "token_buckets"):
         buckets = options.get(name)

@@ -1,4 +1,4 @@
-"""Tunix's cluster and learner of a config."""
+"""Builds Tunix's cluster and learner from a config."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RolloutEngine = Callable[..., BaseRollout]
 
 
 def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """The meshes of the trainer and of the rollout, which may be one.
+    """The meshes of the trainer and of the rollout, which may be the same.
 
     Raises:
         InvalidConfigError: there are too few devices.
@@ -59,7 +59,7 @@ def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Me
 
 
 def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> RolloutEngine:
-    """Who samples: this is the line that a user changes in a program of their own."""
+    """The rollout engine: the line that a user changes in their own program."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
     engine = config.engine
@@ -78,7 +78,7 @@ def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> Rol
 
 
 def rollout_configs(config: TrainConfig) -> dict[Mode, RolloutConfig]:
-    """How training and evaluation sample, as Tunix says it."""
+    """Sampling configs of training and evaluation, for Tunix."""
     rollout = config.rollout
     needed = rollout.max_prompt_length + rollout.max_tokens_to_generate
     configs = {}
@@ -100,7 +100,7 @@ def rollout_configs(config: TrainConfig) -> dict[Mode, RolloutConfig]:
 
 
 def make_optimizer(section: OptimizerSection, total: int) -> optax.GradientTransformation:
-    """An optimizer for so many updates."""
+    """An optimizer for `total` updates."""
     schedule = _make_schedule(section, total)
     if section.opt_type == "adam":
         optimizer = optax.adam(schedule, b1=section.b1, b2=section.b2)
@@ -118,7 +118,7 @@ def make_optimizer(section: OptimizerSection, total: int) -> optax.GradientTrans
 def make_optimizers(
     config: TrainConfig,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Of the policy and of the critic."""
+    """Optimizers of the policy and of the critic."""
     training, total = config.training, num_updates(config)
     critic = training.critic_optimizer or training.optimizer
     return make_optimizer(training.optimizer, total), make_optimizer(critic, total)
@@ -129,7 +129,7 @@ def cluster_config(
     meshes: tuple[jax.sharding.Mesh, jax.sharding.Mesh],
     engine: RolloutEngine,
 ) -> ClusterConfig:
-    """Everything about the cluster but its models."""
+    """The cluster's config, without its models."""
     training = config.training
     trainer, rollout = meshes
     roles = (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
@@ -173,7 +173,7 @@ def make_cluster(
     engine: RolloutEngine,
     perf_config: PerfMetricsConfig | None = None,
 ) -> RLCluster:
-    """The cluster, with its models' weights loaded; `perf_config` has Tunix trace its steps."""
+    """The cluster with loaded models; `perf_config` makes Tunix trace its steps."""
     meshes = make_meshes(config)
     policy = load_policy(config.model, spec, meshes[0])
     actor, reference = _actor_and_reference(config, policy)
@@ -189,7 +189,7 @@ def make_cluster(
         cluster_config=cluster_config(config, meshes, engine),
         perf_config=perf_config,
     )
-    # Tunix's learner counts the steps; a limit of its own makes each trainer draw a bar.
+    # Tunix's learner counts the steps; a trainer with its own limit would draw a bar.
     cluster.actor_trainer.config.max_steps = None
     if is_ppo:
         cluster.critic_trainer.config.max_steps = None
@@ -197,11 +197,11 @@ def make_cluster(
 
 
 def _actor_and_reference(config: TrainConfig, policy: nnx.Module) -> tuple[nnx.Module, nnx.Module]:
-    """What is trained, and what it begins as; both have the same arrays."""
+    """The trained model and its initial state; both have the same arrays."""
     if config.lora is None:
         return policy, copy_of(policy)
     actor = apply_lora(policy, config.lora, config.seed)
-    # Its pairs change nothing yet; a quantised base is another model than the policy.
+    # New pairs change nothing; but a quantised base differs from the policy.
     return actor, policy if config.lora.weight_qtype is None else copy_of(actor)
 
 

@@ -20,8 +20,7 @@ from tunix_sgljax.training.checks import check_config, value_of
 from tunix_sgljax.training.schema import LoraSection, TrainConfig
 
 INPUT_PATHS = ("model.path", "model.checkpoint", "tokenizer.path", "task.code_dir")
-"""Paths of things to read: relative to the config file, or to the working directory where the
-command line gives them. Datasets that are files are read likewise."""
+"""Input paths: relative to the config file, or if from the command line, to the working folder."""
 
 _DATASETS = ("task.dataset", "task.eval_dataset")
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -32,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Args:
         path: The file.
-        overrides: `key=value` with dotted keys, which win over the file; values are YAML.
+        overrides: `key=value` with dotted keys, which override the file; values are YAML.
 
     Raises:
         InvalidConfigError: names the key, its value and what is expected; for an unknown key, the
@@ -95,7 +94,7 @@ def field_rows(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str
 
 
 def type_name(annotation: Any) -> str:
-    """A field's type, in words."""
+    """A field's type in words."""
     args = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
     if isinstance(annotation, types.UnionType):
         return f"{type_name(args[0])} or null"
@@ -114,7 +113,7 @@ def _field_types(kind: type) -> dict[str, Any]:
 
 
 def _section_of(annotation: Any) -> type | None:
-    """The dataclass of a field that holds one, or may be null instead."""
+    """The dataclass of a field that holds one or null."""
     for kind in (annotation, *typing.get_args(annotation)):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return kind
@@ -162,7 +161,7 @@ def _make_absolute(given: DictConfig, folder: Path) -> DictConfig:
 
 
 def is_function(value: str) -> bool:
-    """Whether a dataset is "module:function" and no file."""
+    """Whether a dataset is "module:function" rather than a file."""
     module, colon, name = value.rpartition(":")
     return bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
 
@@ -170,7 +169,7 @@ def is_function(value: str) -> bool:
 def _to_config(given: DictConfig) -> TrainConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
-        # A ??? in the file would leave the default there when it is merged.
+        # A merge with ??? in the file would keep the default.
         missing = sorted(OmegaConf.missing_keys(given) | OmegaConf.missing_keys(merged))
         if missing:
             raise InvalidConfigError(
@@ -186,13 +185,13 @@ def _to_config(given: DictConfig) -> TrainConfig:
 
 
 def _wrong_type(error: OmegaConfBaseException, given: DictConfig) -> str:
-    """Says which key has which value, and what is expected there."""
+    """Names the key, its value, and what is expected."""
     if error.full_key:
         key = error.full_key.partition("[")[0]
         expected = type_name(functools.reduce(_type_below, key.split("."), TrainConfig))
         value = error.value if isinstance(error, ValidationError) else None
         return f"{error.full_key} must be {expected}, got {value!r}"
-    # OmegaConf does not say where something else than a section stands.
+    # OmegaConf does not say where a value stands in place of a section.
     container = OmegaConf.to_container(given, resolve=False)
     for key, value in _sections(container):
         if not isinstance(value, Mapping):

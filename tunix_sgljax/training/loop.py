@@ -40,14 +40,14 @@ from tunix_sgljax.training.tokenizers import load_tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        records: Of its steps; none where a checkpoint held all of them already.
+        records: Records of its steps; none if a checkpoint held all of them already.
         evals: Evaluations between the steps, and a last one at the end.
-        resumed_from: Steps that a checkpoint held.
-        was_stopped: `should_stop` ended it early.
-        files: What it wrote.
+        resumed_from: Number of steps in the checkpoint.
+        was_stopped: Whether `should_stop` ended it early.
+        files: Files that it wrote.
     """
 
     records: list[StepRecord]
@@ -62,9 +62,9 @@ class TimelineSteps:
     """Steps to record.
 
     Attributes:
-        path: Of the file, for the Perfetto UI.
-        skipped_steps: Of this run, before the first one to record; the first steps compile.
-        num_steps: So many.
+        path: Path of the file, for the Perfetto UI.
+        skipped_steps: Steps of this run before the first recorded one; the first steps compile.
+        num_steps: Number of steps to record.
     """
 
     path: Path
@@ -74,13 +74,13 @@ class TimelineSteps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run up to its weights.
+    """A run before its weights are loaded.
 
     Attributes:
         spec: The model.
         tokenizer: Tunix's adapter.
         task: Data and rewards.
-        memory: On each device.
+        memory: Estimated memory on each device.
     """
 
     spec: ModelSpec
@@ -90,7 +90,7 @@ class Prepared:
 
 
 def prepare(config: TrainConfig) -> Prepared:
-    """Does everything that comes before the weights: what `--dry-run` checks.
+    """Does everything before loading weights: what `--dry-run` checks.
 
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
@@ -116,16 +116,16 @@ def run(
     """Trains as the config says, with Tunix's learner.
 
     Resumes from the newest checkpoint of `training.checkpoint_root_directory`, if there is one.
-    Writes records.json and, where matplotlib is installed, training.png. The metrics of this
-    engine's rollouts go where Tunix's go.
+    Writes records.json and, if matplotlib is installed, training.png. Metrics of the engine's
+    rollouts go to Tunix's loggers.
 
     Args:
         config: From `load_config`.
         on_step: Called after each step, on the thread that logs Tunix's metrics.
-        should_stop: Asked before each step; True ends the run as if it had no more data, last
-            checkpoint included.
-        progress: Draws the rollouts of this engine.
-        timeline: Steps of this engine to record for Perfetto.
+        should_stop: Called before each step; True ends the run as if its data had ended, with a
+            last checkpoint.
+        progress: Draws bars of the engine's rollouts.
+        timeline: Steps to record for Perfetto.
 
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
@@ -148,7 +148,7 @@ def run(
     try:
         learner = make_learner(config, cluster, prepared.task.reward_fns)
         done = cluster.actor_trainer.train_steps // updates_per_step(config)
-        cluster.global_steps = done  # Tunix's last checkpoint of a run does not say
+        cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
         if config.rollout_engine == "sgljax":
             log_rollout_metrics(cluster)
@@ -207,7 +207,7 @@ def evaluate(cluster: RLCluster, task: Task) -> float:
 
 
 class _TrainingData:
-    """Batches for ever: Tunix stops at its number of steps, or where a user wants it to."""
+    """Endless batches: Tunix stops after its number of steps, or when the user wants."""
 
     def __init__(self, config: TrainConfig, task: Task, should_stop: Callable[[], bool]) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""The `lora` section of a config: low-rank pairs beside a frozen base, put there by qwix."""
+"""The `lora` section of a config: qwix's low-rank pairs beside a frozen base."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _EMBEDDER = "embedder"
 
 
 class AbstractActor(NamedTuple):
-    """What a LoRA actor consists of, as states of shapes and dtypes.
+    """The parts of a LoRA actor, as states of shapes and dtypes.
 
     Attributes:
-        pairs: What is trained.
-        base: What is frozen, quantised if the section says so.
+        pairs: The trained pairs.
+        base: The frozen base, quantised if the section says so.
     """
 
     pairs: nnx.State
@@ -30,13 +30,13 @@ class AbstractActor(NamedTuple):
 
 
 def apply_lora(model: nnx.Module, section: LoraSection, seed: int) -> nnx.Module:
-    """The model with pairs that change nothing yet: A is random, and B is 0.
+    """Adds pairs that change nothing yet: A is random, and B is 0.
 
     Args:
-        model: A Tunix model. It stays as it is, and the result shares its arrays, but for weights
-            that are quantised.
-        section: Which weights, and how.
-        seed: Of A.
+        model: A Tunix model. It stays unchanged; the result shares its arrays, except quantised
+            weights.
+        section: Which weights get pairs, and how.
+        seed: Seed of A.
     """
     given: Any = model
     provider = qwix.LoraProvider(
@@ -53,7 +53,7 @@ def apply_lora(model: nnx.Module, section: LoraSection, seed: int) -> nnx.Module
 
 @contextlib.contextmanager
 def _without_remat(config: Any) -> Iterator[None]:
-    """Around the call in which qwix looks for weights: newer models hide rematerialised layers."""
+    """Wraps the call in which qwix finds weights: newer models hide rematerialised layers."""
     before = config.remat_config
     object.__setattr__(config, "remat_config", type(before).NONE)  # some families' are frozen
     try:
@@ -66,9 +66,9 @@ def abstract_actor(spec: ModelSpec, section: LoraSection) -> AbstractActor:
     """A LoRA actor without weights.
 
     Raises:
-        InvalidConfigError: for a mode that the rollout does not have; for a `module_path` that fits
-            no projection, naming those that there are, or fits the embedding; and for weights with
-            which Tunix cannot compute once they are quantised.
+        InvalidConfigError: for a mode that the rollout lacks; for a `module_path` that matches the
+            embedding, or no projection (the message lists them); or for weights that Tunix cannot
+            use once quantised.
     """
     try:
         check_lora_mode(section.mode)
@@ -105,8 +105,8 @@ def _abstract(spec: ModelSpec, section: LoraSection) -> nnx.Module:
     def make() -> nnx.Module:
         actor: Any = apply_lora(spec.model_class(spec.config, rngs=nnx.Rngs(0)), section, 0)
         if section.weight_qtype is not None:
-            # qwix needs another call to find quantised kernels that are abstract, and it is the
-            # first one in which Tunix's layers see what was quantised.
+            # qwix needs a second call to find abstract quantised kernels; it is the first in which
+            # Tunix's layers see quantised weights.
             actor.set_attributes(qwix_rngs=nnx.Rngs(0))
             actor(**actor.get_model_input())
         return actor
@@ -115,7 +115,7 @@ def _abstract(spec: ModelSpec, section: LoraSection) -> nnx.Module:
 
 
 def _module_paths(pairs: nnx.State) -> list[str]:
-    """Modules that have a pair, as qwix spells them, all layers as one."""
+    """Modules with a pair, in qwix's spelling, with all layers merged into one."""
     names = (
         "/".join("<layer>" if isinstance(part, int) else str(part) for part in key[:-1])
         for key, _ in nnx.to_flat_state(pairs)

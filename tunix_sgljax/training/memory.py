@@ -1,4 +1,4 @@
-"""How much memory of a device a run will take, from shapes alone."""
+"""Estimates a run's memory on a device, from shapes alone."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _FLOAT32 = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on one device of the trainer's mesh; activations but for the logits are not counted.
+    """Bytes on one device of the trainer's mesh, without activations other than logits.
 
     Attributes:
         policy: The policy's parameters; with LoRA the frozen base, quantised or not, and the pairs.
-        gradients: Of what is trained: all of them, or the pairs.
-        optimizer: Its state for that.
+        gradients: Gradients of the trained parameters: all, or the pairs.
+        optimizer: Optimizer state of the trained parameters.
         reference: Parameters of the frozen reference, if there is one. A LoRA policy begins with
             the reference's arrays, but Tunix's first step gives it others.
         critic: PPO's critic with its gradients and optimizer state.
-        logits: Of a micro batch in the trainer, in float32, with their gradients.
+        logits: Logits of a micro batch in the trainer, in float32, with gradients.
         engine_weights: The engine's copy, on its own devices.
-        kv_cache: The engine's cache at its largest; `mem_fraction_static` may make it smaller.
+        kv_cache: The engine's largest KV cache; `mem_fraction_static` may make it smaller.
     """
 
     policy: int
@@ -48,7 +48,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Everything, as if all of it were there at once."""
+        """The sum of all parts, as if all existed at once."""
         return sum(dataclasses.asdict(self).values())
 
     def __str__(self) -> str:
@@ -63,13 +63,13 @@ def estimate_memory(
     mesh: jax.sharding.Mesh,
     optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
 ) -> MemoryEstimate:
-    """Adds up what a run holds, without making any of it.
+    """Adds up the memory of a run without allocating any.
 
     Args:
-        config: The run.
-        spec: Its model.
-        mesh: The trainer's.
-        optimizers: Of the policy and of the critic.
+        config: Config of the run.
+        spec: The run's model.
+        mesh: The trainer's mesh.
+        optimizers: Optimizers of the policy and of the critic.
 
     Raises:
         InvalidConfigError: a parameter cannot be split over the mesh.
@@ -97,7 +97,7 @@ def estimate_memory(
 
 
 def _shards(state: nnx.State, mesh: jax.sharding.Mesh, dtype: np.dtype | None) -> dict[str, Any]:
-    """What one device holds of each parameter; a dtype that is given is that of the floats."""
+    """The part of each parameter on one device; a given dtype replaces that of floats."""
     shardings = nnx.to_flat_state(nnx.get_named_sharding(state, mesh))
     shards = {}
     for (key, param), (_, sharding) in zip(nnx.to_flat_state(state), shardings, strict=True):

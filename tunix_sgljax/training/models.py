@@ -32,7 +32,7 @@ _EMPTY_KERNELS = ("gate_proj", "up_proj", "down_proj")
 
 
 class ModelSpec(NamedTuple):
-    """Which model: a Tunix class and its config.
+    """A model: a Tunix class and its config.
 
     Attributes:
         family: One of `FAMILIES`.
@@ -53,14 +53,14 @@ def find_model(section: ModelSection) -> ModelSpec:
     """The model that a config names. Reads config.json, but no weights.
 
     Raises:
-        InvalidConfigError: names the key; for a model that Tunix or the loader does not have.
+        InvalidConfigError: names the key, for a model that Tunix or the loader lacks.
     """
     if section.path is not None:
         family, fields = _read_folder(section.path)
         config = _make_config(family, fields)
         if section.name is not None:
             _check_same_shape(section, config)
-        as_trained(_engine_config(section.path), config)  # warns where Tunix computes otherwise
+        as_trained(_engine_config(section.path), config)  # warns where Tunix computes differently
     elif section.name is not None:
         family, config = _named_config(section.name)
     else:
@@ -81,7 +81,7 @@ def find_model(section: ModelSection) -> ModelSpec:
 
 
 def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The policy with its first weights, spread over the mesh.
+    """The policy with its first weights, sharded over the mesh.
 
     Raises:
         InvalidConfigError: the folder or the checkpoint does not hold this model.
@@ -107,16 +107,16 @@ def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh)
 
 
 def copy_of(model: nnx.Module) -> nnx.Module:
-    """Another model of the same arrays, which Tunix's trainer replaces and never changes."""
+    """A second model with the same arrays, which Tunix's trainer replaces and never changes."""
     return nnx.merge(*nnx.split(model))
 
 
 def make_critic(
     spec: ModelSpec, policy: nnx.Module, mesh: jax.sharding.Mesh, seed: int
 ) -> nnx.Module:
-    """A model that gives each token a value: the policy, with one output instead of the logits.
+    """A model that gives each token a value: the policy with one output instead of logits.
 
-    As Tunix's `create_critic_model`, but also for models whose output projection is the embedding.
+    Like Tunix's `create_critic_model`, but also for models with tied embeddings.
     """
     critic = abstract_critic(spec)
     graphdef, state = nnx.split(critic)
@@ -253,7 +253,7 @@ def _read_checkpoint(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
 
 
 def _random_weights(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
-    """Random weights. The kernels of MLPs are zero in a new Tunix model, and would stay so."""
+    """Random weights. A new Tunix model has zero MLP kernels, which would stay zero."""
     rngs = nnx.Rngs(seed)
     model = spec.model_class(spec.config, rngs=rngs)
     init = nnx.initializers.lecun_normal()

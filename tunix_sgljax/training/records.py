@@ -1,4 +1,4 @@
-"""What a run tells about its steps, put together from the rollout and from Tunix's metrics."""
+"""Records of a run's steps, combined from the rollout and from Tunix's metrics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StepRecorder:
     """Makes a record of each step of Tunix's learner. Made on the thread that will call `train`.
 
     Attributes:
-        records: Of the steps, in their order.
-        evals: Of the evaluations between them.
+        records: Records of the steps, in order.
+        evals: Records of the evaluations between them.
     """
 
     def __init__(self, on_step: Callable[[StepRecord], None], *, first_step: int = 1) -> None:
@@ -40,7 +40,7 @@ class StepRecorder:
             self._timings.append(timing)
 
     def add_metrics(self, metrics: MetricsBuffer) -> None:
-        """Takes what Tunix logs at the end of each step; at its very end, an empty buffer."""
+        """Takes Tunix's metrics at the end of each step; at the very end, an empty buffer."""
         if _REWARD not in metrics.metrics:
             return
         rewards, _ = metrics.metrics[_REWARD]
@@ -63,11 +63,11 @@ class StepRecorder:
         self._on_step(record)
 
     def start(self, first_step: int) -> None:
-        """Begins the clock; a resumed run counts on from the steps that its checkpoint has."""
+        """Starts the clock; a resumed run continues the step count of its checkpoint."""
         self._first_step = first_step
         self._step_start_s = time.perf_counter()
 
 
 def settings_of(config: Any, device: str) -> dict[str, Any]:
-    """What records.json says about a run."""
+    """The settings of a run for records.json."""
     return {"device": device, **dataclasses.asdict(config)}

@@ -1,6 +1,6 @@
-"""What a training run tells: a line a step, a table, a JSON file, and a picture.
+"""Reports of a training run: a line per step, a table, a JSON file, and a plot.
 
-Drawing needs matplotlib, which is imported when it is called for.
+Plots need matplotlib, which is imported on use.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class StepRecord:
     """One step of training.
 
     Attributes:
-        step: From 1.
+        step: Number of the step, from 1.
         reward: The mean reward of the step's completions.
         rollout_s: Seconds in `generate`.
         num_tokens: Tokens generated in that time.
         step_s: Seconds of the whole step, rollout and training.
-        weight_version: The weights that sampled, where the engine counts them.
+        weight_version: Version of the weights that sampled, if the engine counts them.
     """
 
     step: int
@@ -50,7 +50,7 @@ class EvalRecord:
     """One evaluation on held-out prompts.
 
     Attributes:
-        num_steps: Steps that the policy had been trained for.
+        num_steps: Number of training steps before it.
         reward: The mean reward of its completions.
     """
 
@@ -59,7 +59,7 @@ class EvalRecord:
 
 
 class ProgressReporter:
-    """One moving line on a terminal, and a plain line a step elsewhere; nothing when quiet."""
+    """One updating line on a terminal, a plain line per step elsewhere; nothing when quiet."""
 
     def __init__(self, num_steps: int, *, is_quiet: bool = False) -> None:
         self._num_steps = num_steps
@@ -89,7 +89,7 @@ class ProgressReporter:
             self._bar.update()
 
     def close(self) -> None:
-        """Leaves the line as it is."""
+        """Ends the line."""
         self._bar.close()
 
 
@@ -194,7 +194,7 @@ def write_plot(
     median = summarize(records).rollout_s
 
     figure = Figure(figsize=(8, 6), layout="constrained")
-    FigureCanvasAgg(figure)  # whatever the process draws on otherwise
+    FigureCanvasAgg(figure)  # whatever backend the process uses otherwise
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(title, fontsize=13)
     top.plot(steps, rewards, "o-", color="tab:blue", alpha=0.35, markersize=3, label="each step")
@@ -209,7 +209,7 @@ def write_plot(
     top.legend(loc="lower right", frameon=False)
     bottom.bar(steps, seconds, color="tab:orange", width=0.8)
     bottom.axhline(median, color="black", linewidth=1, linestyle="--")
-    # The first step compiles; it would flatten all others.
+    # The first step compiles and would flatten all others.
     bottom.set_ylim(0, min(seconds.max(), 3 * median) * 1.1)
     bottom.set_ylabel("rollout, seconds")
     bottom.set_xlabel("step")

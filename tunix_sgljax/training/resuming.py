@@ -1,4 +1,4 @@
-"""Whether a run can go on from the checkpoint that it finds, and what it keeps beside its own."""
+"""Checks that a run can resume from a checkpoint, and keeps LoRA settings beside its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunix_sgljax.training.schema import TrainConfig
 
 
 def check_resume(config: TrainConfig, spec: ModelSpec) -> None:
-    """Refuses a checkpoint whose LoRA pairs are not those of the config. Reads no weights.
+    """Refuses a checkpoint whose LoRA pairs differ from the config's. Reads no weights.
 
     Raises:
         InvalidConfigError: names what differs.
@@ -49,20 +49,20 @@ def check_resume(config: TrainConfig, spec: ModelSpec) -> None:
 
 
 def keep_lora_settings(config: TrainConfig) -> None:
-    """Writes beside the run's checkpoints what they do not hold."""
+    """Writes the LoRA settings, which checkpoints lack, beside them."""
     root = checkpoint_root(config)
     if root is not None and config.lora is not None:
         write_settings(root, lora_settings(config))
 
 
 def checkpoint_root(config: TrainConfig) -> Path | None:
-    """Where Tunix keeps the checkpoints; absolute."""
+    """Absolute path of Tunix's checkpoints."""
     given = config.training.checkpoint_root_directory
     return None if given is None else Path(given).expanduser().absolute()
 
 
 def lora_settings(config: TrainConfig) -> LoraSettings:
-    """Of a config with a `lora` section."""
+    """The LoRA settings of a config with a `lora` section."""
     lora = config.lora
     assert lora is not None
     return LoraSettings(lora.rank, lora.alpha, lora.module_path, lora.weight_qtype)

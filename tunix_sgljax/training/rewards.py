@@ -16,7 +16,7 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def exact_match(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """1 where the completion, white space around it aside, is the answer."""
+    """1 where the completion, stripped of surrounding white space, is the answer."""
     del prompts
     return _compare(completions, answer, str.strip)
 
@@ -47,13 +47,13 @@ BUILT_IN: dict[str, Callable[..., list[float]]] = {
     "last_number": last_number,
     "answer_tag": answer_tag,
 }
-"""By the name that `task.reward_functions` takes."""
+"""Built-in functions by the name that `task.reward_functions` takes."""
 
 
 def whole_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     """The reward function, but refusing fractions.
 
-    Tunix 0.1.7's PPOLearner adds rewards to an array of integers, which cuts fractions off.
+    Tunix 0.1.7's PPOLearner adds rewards to an array of integers, which truncates fractions.
     """
 
     @functools.wraps(function)

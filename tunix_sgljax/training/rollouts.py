@@ -24,20 +24,20 @@ class RolloutTiming(NamedTuple):
     """One call of `generate`."""
 
     seconds: float
-    """From the call to the finished tokens."""
+    """Seconds from the call to the finished tokens."""
     num_tokens: int
-    """Generated tokens without those that end a completion, which only some engines return."""
+    """Generated tokens without end tokens, which only some engines return."""
     weight_version: int | None
-    """The weights that answered, where the engine counts them."""
+    """Version of the weights that sampled, if the engine counts them."""
 
 
 def weight_version_of(rollout: BaseRollout) -> int | None:
-    """The weights of a rollout that counts them."""
+    """The weight version of a rollout that counts it."""
     return rollout.weight_version if isinstance(rollout, SglJaxRollout) else None
 
 
 class TimedRollout(RolloutWrapper):
-    """Another rollout worker, with a stopwatch around `generate`."""
+    """Wraps another rollout worker, and measures the time of `generate`."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class TimedRollout(RolloutWrapper):
 class SeededVanillaRollout(VanillaRollout):
     """Tunix's own sampler, with new randomness at every call.
 
-    Tunix draws the same noise at every call unless the config names a seed, and the config does
-    not change between calls. For a fair comparison, each call gets a key of its own here.
+    Tunix draws the same noise at every call unless the config names a seed, and the config does not
+    change between calls. For a fair comparison, each call gets its own key here.
     """
 
     def __init__(

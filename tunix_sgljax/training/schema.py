@@ -1,7 +1,7 @@
 """The config of a training run: nested dataclasses, read by `loading.load_config`.
 
-Names are Tunix's where the meaning is the same. What a field means stands in the docstring of its
-class; docs/training.md is tested against these classes.
+Names are Tunix's where the meaning is the same. The docstring of each class describes its fields;
+docs/training.md is tested against these classes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ShapeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The policy, which is also the reference, the base of LoRA and what the critic is made of.
+    """The policy, which is also the reference, the base of LoRA and the start of the critic.
 
     Attributes:
         path: A Hugging Face folder: config.json and safetensors.
@@ -51,9 +51,9 @@ class ModelSection:
         shape: See `family`.
         checkpoint: A safetensors file of parameters by their Tunix names, for a `name` or a
             `family`; without it and `path` the model starts with random weights.
-        init_seed: Of random weights.
-        dtype: "float32", "bfloat16" or "float16"; null takes what Tunix makes of the model.
-        remat: What the trainer computes again in its backward pass: "none", "block", "decoder".
+        init_seed: Seed of random weights.
+        dtype: "float32", "bfloat16" or "float16"; null takes Tunix's own dtype for the model.
+        remat: What the trainer recomputes in its backward pass: "none", "block", "decoder".
     """
 
     path: str | None = None
@@ -68,11 +68,11 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """LoRA: a frozen base, and a low-rank pair that is trained beside each chosen weight.
+    """LoRA: a frozen base, and a trained low-rank pair beside each chosen weight.
 
     Attributes:
-        rank: Of the pairs.
-        alpha: Of the scale, alpha / rank, by which a pair counts. Checkpoints do not hold it.
+        rank: Rank of the pairs.
+        alpha: Numerator of the pairs' scale, alpha / rank. Checkpoints do not hold it.
         module_path: A regular expression that must match the whole path of a module, such as
             "layers/0/attn/q_proj". The default takes all projections of the layers.
         mode: How the engine applies the pairs: "merged" adds them to the base at each sync;
@@ -96,8 +96,8 @@ class TokenizerSection:
         path: A Hugging Face folder; null takes `model.path`.
         function: "module:function" instead: called without arguments, returns what Tunix's
             `TokenizerAdapter` takes.
-        pad_token: Another pad token than the tokenizer's; Tunix takes the end token where it has
-            none, and then hides end tokens from the loss.
+        pad_token: A pad token instead of the tokenizer's; if there is none, Tunix uses the end
+            token and hides end tokens from the loss.
     """
 
     path: str | None = None
@@ -107,7 +107,7 @@ class TokenizerSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """What is asked, and what is rewarded.
+    """The data and the rewards.
 
     Attributes:
         dataset: A .jsonl or .parquet file, or "module:function" which returns a sequence of rows.
@@ -115,10 +115,10 @@ class TaskSection:
         eval_dataset: Held-out rows, likewise.
         eval_dataset_args: Likewise.
         prompt_column: The column that is the prompt.
-        prompt_template: Makes the prompt of a row instead: "Q: {question} A:".
-        chat: Put the prompt as a user's message through the tokenizer's chat template.
-        system_prompt: The message before it.
-        columns: Columns that reward functions get; null takes all but the prompt's.
+        prompt_template: Builds the prompt from a row instead: "Q: {question} A:".
+        chat: Render the prompt as a user's message with the tokenizer's chat template.
+        system_prompt: A system message before it.
+        columns: Columns for the reward functions; null takes all but the prompt's.
         reward_functions: "module:function" or the name of a built-in one; rewards are added.
         shuffle: Draw the rows in another order each epoch.
         code_dir: A folder to import modules from, such as the task's.
@@ -170,7 +170,7 @@ class PpoSection:
     Attributes:
         num_iterations: Updates with the same completions.
         gamma: Discount of later rewards.
-        gae_lambda: Of generalised advantage estimation.
+        gae_lambda: Lambda of generalised advantage estimation.
         beta: Weight of the KL divergence from the reference; 0 needs no reference.
         epsilon: Clip range of the policy ratio.
         epsilon_low: Lower clip range; null takes `epsilon`.
@@ -202,8 +202,8 @@ class AlgorithmSection:
 
     Attributes:
         name: "grpo" or "ppo".
-        grpo: Of GRPO alone.
-        ppo: Of PPO alone.
+        grpo: Options of GRPO.
+        ppo: Options of PPO.
     """
 
     name: str = "grpo"
@@ -217,16 +217,16 @@ class OptimizerSection:
 
     Attributes:
         opt_type: "adam", "adamw" or "sgd".
-        learning_rate: The highest one.
+        learning_rate: The highest learning rate.
         schedule_type: "constant", "linear" (from `learning_rate` to `end_value`) or
             "warmup_cosine_decay".
-        warmup_steps: Updates in which it rises from `init_value`.
-        decay_steps: Updates until it reaches `end_value`, warm-up included; null takes all.
-        init_value: Where warm-up begins.
-        end_value: Where decay ends.
-        b1: Of Adam.
-        b2: Of Adam.
-        weight_decay: Of AdamW.
+        warmup_steps: Updates in which the rate rises from `init_value`.
+        decay_steps: Updates until the rate reaches `end_value`, warm-up included; null takes all.
+        init_value: Rate at which warm-up begins.
+        end_value: Rate at which decay ends.
+        b1: First decay rate of Adam.
+        b2: Second decay rate of Adam.
+        weight_decay: Weight decay of AdamW.
         max_grad_norm: Gradients are scaled down to this norm; null leaves them.
     """
 
@@ -251,17 +251,16 @@ class TrainingSection:
         steps: Batches of prompts to train on, each followed by one weight sync.
         batch_size: Prompts of a step.
         mini_batch_size: Prompts of an update of the weights; null takes all.
-        train_micro_batch_size: Prompts that are in the trainer at once; null takes the mini batch.
-        rollout_micro_batch_size: Prompts that the engine is given at once; null takes all, which
-            is what continuous batching needs.
-        compute_logps_micro_batch_size: Prompts that are scored at once; null takes
-            `train_micro_batch_size`.
-        optimizer: Of the policy.
-        critic_optimizer: Of PPO's critic; null takes `optimizer`.
+        train_micro_batch_size: Prompts in the trainer at once; null takes the mini batch.
+        rollout_micro_batch_size: Prompts per call of the engine; null takes all, as continuous
+            batching needs.
+        compute_logps_micro_batch_size: Prompts scored at once; null takes `train_micro_batch_size`.
+        optimizer: Optimizer of the policy.
+        critic_optimizer: Optimizer of PPO's critic; null takes `optimizer`.
         eval_every_n_steps: Updates between evaluations on `task.eval_dataset`.
         checkpoint_root_directory: Where Tunix keeps checkpoints; a run resumes from the newest.
         save_interval_steps: Updates between checkpoints.
-        max_to_keep: Checkpoints.
+        max_to_keep: Maximum number of checkpoints.
         metrics_log_dir: Where Tunix's metrics logger writes.
         output_dir: Where records.json and training.png are written.
     """
@@ -303,14 +302,14 @@ class RolloutSection:
 
     Attributes:
         max_prompt_length: Tokens that prompts are padded to.
-        max_tokens_to_generate: Tokens of a completion at most.
-        temperature: 0 is greedy, and of no use for training.
-        top_p: Share of probability that is kept.
-        top_k: Tokens that are kept; null keeps all.
+        max_tokens_to_generate: Maximum number of tokens of a completion.
+        temperature: 0 is greedy, and useless for training.
+        top_p: Share of probability to keep.
+        top_k: Number of tokens to keep; null keeps all.
         eos_tokens: Ids that end a completion; null takes the tokenizer's.
-        return_logprobs: Have log-probs of the sampled tokens.
-        kv_cache_size: Tokens of a row in vanilla's cache; null takes what a row can need.
-        eval: Of evaluation; null samples as in training.
+        return_logprobs: Return log-probs of the sampled tokens.
+        kv_cache_size: Tokens of a row in vanilla's cache; null takes the most that a row can need.
+        eval: Sampling of evaluation; null samples as in training.
     """
 
     max_prompt_length: int = 64
@@ -334,7 +333,7 @@ class EngineSection:
         logprobs_mode: Which log-probs a rollout returns.
         match_batch_size: Rows that "trainer_match" scores together.
         weight_update_mode: What an update does to completions in flight.
-        release_kv_between_steps: Give the KV cache's memory back while the trainer works.
+        release_kv_between_steps: Free the KV cache's memory while the trainer works.
         strict_config: Refuse fields of a RolloutConfig that have no meaning for the rollout.
     """
 
@@ -354,8 +353,8 @@ class MeshSection:
     Attributes:
         shape: Devices along each axis.
         axis_names: Tunix shards parameters over "fsdp" and "tp"; the engine over "tp" alone.
-        rollout_shape: A mesh of its own for the rollout, on the devices that follow the trainer's;
-            null shares the trainer's.
+        rollout_shape: A separate mesh for the rollout, on the devices after the trainer's; null
+            shares the trainer's.
     """
 
     shape: list[int] = dataclasses.field(default_factory=lambda: [1, 1])
@@ -368,9 +367,9 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-        title: For the plot.
-        seed: Of data order, sampling, the critic's head and new LoRA pairs.
-        rollout_engine: Who samples: "sgljax", or "vanilla", Tunix's own sampler.
+        title: Title of the plot.
+        seed: Seed of data order, sampling, the critic's head and new LoRA pairs.
+        rollout_engine: The sampler: "sgljax", or "vanilla", Tunix's own.
         offload_to_cpu: Keep models in host memory while they are not used.
         model: The policy.
         lora: Train low-rank pairs beside it; null trains all parameters.
@@ -379,7 +378,7 @@ class TrainConfig:
         algorithm: GRPO or PPO.
         training: The loop.
         rollout: Sampling.
-        engine: Options of our engine.
+        engine: Options of this engine.
         mesh: Devices.
     """
 

@@ -24,12 +24,12 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a run asks and rewards.
+    """The data and rewards of a run.
 
     Attributes:
         rows: Training rows: the prompt as `prompts`, and the columns of the reward functions.
         eval_rows: Held-out rows; empty without evaluation.
-        reward_fns: As Tunix's learners take them.
+        reward_fns: Reward functions for Tunix's learners.
     """
 
     rows: list[Row]
@@ -99,13 +99,13 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
 def batches(
     rows: Sequence[Row], batch_size: int, *, shuffle_seed: int | None, num_batches: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Batches as Tunix's learners take them: an array for each column.
+    """Batches for Tunix's learners: an array for each column.
 
     Args:
-        rows: Each used once an epoch; what does not fill a batch opens the next epoch.
+        rows: Rows, each used once per epoch; those that do not fill a batch open the next epoch.
         batch_size: Rows of a batch.
         shuffle_seed: Draws the order of each epoch; None keeps it.
-        num_batches: None goes on for ever.
+        num_batches: Number of batches; None never ends.
     """
     rng = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
     order: list[int] = []

@@ -1,1 +1,1 @@
-"""Attention: one file a backend."""
+"""Attention: one file per backend."""

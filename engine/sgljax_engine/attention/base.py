@@ -25,11 +25,11 @@ MASKED = -1e30
 
 
 class AttentionOptions(NamedTuple):
-    """How one layer attends. Static and hashable: programs are compiled for it.
+    """Options of one layer's attention. Static and hashable: programs are compiled for them.
 
     Attributes:
         scale: Multiplies the products of queries and keys.
-        sliding_window: A query sees so many newest keys, its own included; None sees all.
+        sliding_window: A query sees this many newest keys, its own included; None sees all.
         logit_softcap: Scaled products s become `cap * tanh(s / cap)` (Gemma 2, 2024); None for
             no cap.
     """
@@ -42,11 +42,10 @@ class AttentionOptions(NamedTuple):
 class BlockTables(NamedTuple):
     """Where the keys of each query block are.
 
-    Shape:
-        page_table: [N, P] int32, ids of the request's pages in order; unused entries are 0.
-        positions: [N, Q] int32, position of each query in its request; no query of a block that
-            counts comes before the block's first.
-        kv_lens: [N] int32, keys that exist, the block's own included; 0 for an unused block.
+    Shape: page_table: [N, P] int32, ids of the request's pages in order; unused entries are 0.
+        positions: [N, Q] int32, position of each query in its request; no used query of a block
+        comes before the block's first. kv_lens: [N] int32, keys that exist, the block's own
+        included; 0 for an unused block.
     """
 
     page_table: jax.Array
@@ -79,7 +78,7 @@ class PagedAttention(Protocol):
 
 
 class DecodeAttention(Protocol):
-    """Attention of one token a row, which writes its key and value to its page first."""
+    """Attention of one token per row; writes the token's key and value to its page first."""
 
     def __call__(
         self,
@@ -96,18 +95,19 @@ class DecodeAttention(Protocol):
             q_BDh: [B, num_heads, head_dim] queries.
             k_BKh: [B, num_kv_heads, head_dim] keys of the same tokens.
             v_BKh: Their values.
-            layer: The cache without them.
-            tables: Of blocks of one token; the token is the last of its `kv_lens`.
+            layer: The cache without these tokens.
+            tables: Tables for blocks of one token; the token is the last of its `kv_lens`.
             options: How the layer attends.
 
         Returns:
-            [B, num_heads, head_dim], unspecified where `kv_lens` is 0, and the cache with them.
+            [B, num_heads, head_dim], unspecified where `kv_lens` is 0, and the cache with these
+            tokens.
         """
         ...
 
 
 def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int) -> jax.Array:
-    """`function` over tiles of a leading axis of `size`, one after another; padding is 0."""
+    """Applies `function` to tiles of a leading axis of `size`, one after another; padding is 0."""
 
     def split(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, ((0, -size % tile), *((0, 0) for _ in x.shape[1:])))

@@ -1,15 +1,15 @@
-"""Attention whose arithmetic for a query does not depend on anything else in the batch.
+"""Batch-invariant attention: the arithmetic of a query does not depend on the rest of the batch.
 
 Scores are summed over channels one by one, and values over keys one by one, in the order of their
-positions (even and odd ones apart, for a CPU to add to one sum while it waits for the other), with
-an online softmax over chunks of `CHUNK` keys that begin at multiples of it. All of that is
-elementwise over queries, heads and batch: no matrix product whose blocking could change
-with the shape of the batch, no reduction whose order is the compiler's. So a query has the same
-bits alone and in company, in decode and in prefill, whatever pages its keys are in.
+positions. Even and odd ones have separate sums, so that a CPU adds to one while it waits for the
+other. An online softmax runs over chunks of `CHUNK` keys that begin at multiples of it. All of this
+is elementwise over queries, heads and batch: there is no matrix product whose blocking could change
+with the batch shape, and no reduction in an order of the compiler's choice. So a query has the same
+bits whatever else is in the batch, in decode and in prefill, and whichever pages hold its keys.
 
 Rows of decode tokens (`attention.contiguous`) and blocks of pages (`ordered_attention`) differ only
-in where keys come from. Keys that a query does not see add exact zeros, once it has seen one; what
-they add before that is multiplied by an exact zero when it does.
+in where they read keys. Once a query has seen a key, hidden keys add exact zeros; what they add
+before that is multiplied by an exact zero at the first key that it sees.
 
 Shape legend: D query heads, K kv heads, R query heads of a kv head, h head dim, S keys of a chunk,
 L lanes, N blocks, Q queries of a block; `lead` are the axes of queries.
@@ -42,16 +42,16 @@ _QUERIES_PER_TILE = 16
 Parts = Callable[[int], jax.Array]
 """One channel of a chunk's keys [*lead, K, 1, S // L, L], or one key's values [*lead, K, 1, ...].
 
-`lead` is that of the queries, or broadcast to it.
+`lead` equals or broadcasts to that of the queries.
 """
 
 
 class KeySource(Protocol):
-    """Where the keys and values of a tile of queries are."""
+    """Source of the keys and values of a tile of queries."""
 
     @property
     def value_shape(self) -> tuple[int, ...]:
-        """How the channels of a value lie."""
+        """Shape of the channels of a value."""
         ...
 
     def keys(self, chunk: jax.Array) -> Parts:
@@ -64,7 +64,7 @@ class KeySource(Protocol):
 
 
 class Softmax(NamedTuple):
-    """Where attention of some queries is: an online softmax over the keys so far.
+    """State of attention for some queries: an online softmax over the keys so far.
 
     Shape:
         peak: [*lead, K, R]; total: [*lead, K, R, L], by lane; acc: [*lead, K, R, *value_shape].
@@ -77,7 +77,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, shape: tuple[int, ...], value_shape: tuple[int, ...]) -> Softmax:
-        """Before any key, of queries [*lead, K, R]."""
+        """The state before any key, for queries [*lead, K, R]."""
         return cls(
             peak=jnp.full(shape, MASKED, jnp.float32),
             total=jnp.zeros((*shape, LANES), jnp.float32),
@@ -96,13 +96,13 @@ class Softmax(NamedTuple):
 def attend_in_order(
     q: jax.Array, source: KeySource, ends: jax.Array, options: AttentionOptions
 ) -> jax.Array:
-    """Attention of queries over the first `ends` keys of each.
+    """Attention of each query over its first `ends` keys.
 
     Args:
         q: [*lead, K, R, h] float32, scaled.
-        source: Their keys.
+        source: The keys and values.
         ends: [*lead] int32, keys up to the query's own; 0 for unused queries.
-        options: How the layer attends.
+        options: Options of the layer's attention.
 
     Returns:
         [*lead, K, R, *value_shape] float32; unspecified where `ends` is 0.
@@ -113,7 +113,7 @@ def attend_in_order(
 
 
 def first_keys(ends: jax.Array, options: AttentionOptions) -> jax.Array:
-    """The oldest key that each query sees; `ends` as of `attend_in_order`."""
+    """The oldest key that each query sees; `ends` as in `attend_in_order`."""
     window = options.sliding_window
     return jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
 
@@ -126,14 +126,14 @@ def add_keys(
     ends: jax.Array,
     softcap: float | None,
 ) -> Softmax:
-    """Takes in keys [firsts, ends) of each query, chunk by chunk.
+    """Adds keys [firsts, ends) of each query to the state, chunk by chunk.
 
     Args:
-        state: Of these queries.
+        state: State of these queries.
         q: [*lead, K, R, h] float32, scaled.
-        source: Their keys.
+        source: The keys and values.
         firsts: [*lead] int32.
-        ends: [*lead] int32; no more than `firsts` where there is nothing to take in.
+        ends: [*lead] int32; at most `firsts` where there is nothing to add.
         softcap: See `AttentionOptions.logit_softcap`.
     """
     far = jnp.iinfo(jnp.int32).max
@@ -158,12 +158,12 @@ def add_keys(
 
     def body(carry: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
         chunk, state = carry
-        # What a branch returns is in memory. Else the scores would be fused into each of their two
-        # uses: twice the work. That the condition holds in every iteration is not seen by the
-        # compiler.
+        # A branch returns its result in memory. Without it, the compiler would fuse the scores into
+        # both of their uses and compute them twice. It cannot see that the condition always holds.
         found = lax.cond(chunk < end, scores, no_scores, chunk)
         peak = jnp.maximum(state.peak, jnp.max(found, axis=(-2, -1)))
-        # Without lanes: LLVM would vectorise over their groups, and gather what lies side by side.
+        # Without lanes, since LLVM would vectorise over groups of lanes and gather adjacent
+        # elements.
         weights = jnp.exp(found.reshape(*peak.shape, CHUNK) - peak[..., None])
         shrink = jnp.exp(state.peak - peak)
         values = source.values(chunk)
@@ -198,13 +198,12 @@ class _PagedKeys(NamedTuple):
 
     @property
     def value_shape(self) -> tuple[int, ...]:
-        """One run of channels."""
+        """One contiguous run of channels."""
         return self.layer.v.shape[-1:]
 
     def keys(self, chunk: jax.Array) -> Parts:
         """See `KeySource`."""
-        # Transposed, so that a channel's keys lie together. Made before it is used, not at each
-        # use.
+        # Transposed, so that a channel's keys are adjacent. Computed once, not at each use.
         loaded = lax.optimization_barrier(self._load(self.layer.k, chunk).swapaxes(-2, -1))
         shaped = loaded.reshape(*loaded.shape[:-1], CHUNK // LANES, LANES)
         return lambda channel: shaped[:, None, :, None, channel].astype(jnp.float32)
@@ -246,5 +245,5 @@ def ordered_tiles_attention(
 
 
 def ordered_backend(platform: str) -> PagedAttention:
-    """The one of the two for a JAX platform."""
+    """The ordered backend for a JAX platform."""
     return ordered_tiles_attention if platform == "cpu" else ordered_attention

@@ -1,13 +1,13 @@
 """Decode attention over `LayerContiguousKV`, the CPU backend.
 
-Products of queries and keys are written out term by term, not as a dot: XLA then fuses the slices
-of the cache into the arithmetic, reads them where they lie and vectorises over keys (over head
-channels for the values), at the machine's memory bandwidth and on all cores. Dots of this shape
-(a few queries against a chunk of keys) would copy their operands and run on one core.
+Products of queries and keys are written term by term, not as a dot: XLA then fuses the slices of
+the cache into the arithmetic, reads them in place and vectorises over keys (over head channels for
+the values), at the machine's memory bandwidth and on all cores. Dots of this shape (a few queries
+against a chunk of keys) would copy their operands and run on one core.
 
-The arithmetic is that of `attention.batch_invariant`. Rows whose first keys are in the same pages,
-as those of a GRPO group are, read them from one of them, which takes less memory bandwidth and
-gives the same bits.
+The arithmetic is that of `attention.batch_invariant`. Rows that share their first pages, as in a
+GRPO group, read these keys from one of the rows, which takes less memory bandwidth and gives the
+same bits.
 
 Shape legend: B rows, t rows of a tile, U units of u neighbouring rows, D query heads, K kv heads,
 R query heads of a kv head, h head dim, S keys of a chunk.
@@ -34,9 +34,10 @@ from sgljax_engine.cache.contiguous_kv import (
 
 
 def shared_keys(page_table_BP: jax.Array, kv_lens_B: jax.Array, page_size: int) -> jax.Array:
-    """How many first keys of each row the first row of its unit has in the same pages.
+    """The number of first keys that each row shares by pages with the first row of its unit.
 
-    Whole chunks, since attention takes no less. For a dispatch: pages only grow while it runs.
+    Counts whole chunks, attention's smallest step. Valid for a whole dispatch, during which rows
+    only gain pages.
 
     Args:
         page_table_BP: [B, P] int32.
@@ -44,7 +45,7 @@ def shared_keys(page_table_BP: jax.Array, kv_lens_B: jax.Array, page_size: int) 
         page_size: Tokens of a page.
 
     Returns:
-        [B] int32, the same for all rows of a unit; 0 where fewer than two of them are used.
+        [B] int32, equal for all rows of a unit; 0 where fewer than two of them are used.
     """
     num_rows, num_pages = page_table_BP.shape
     padding = -num_rows % SHARING_UNIT
@@ -56,7 +57,7 @@ def shared_keys(page_table_BP: jax.Array, kv_lens_B: jax.Array, page_size: int) 
     num_same = jnp.sum(leading, axis=1, dtype=jnp.int32)
     shortest = jnp.min(jnp.where(used_Uu, lens_Uu, jnp.iinfo(jnp.int32).max), axis=1)
     keys = jnp.minimum(num_same * page_size, shortest) // CHUNK * CHUNK
-    # What an unused row would have is not there to be read.
+    # Keys of an unused row are not there to be read.
     keys = jnp.where(used_Uu[:, 0] & (jnp.sum(used_Uu, axis=1) > 1), keys, 0)
     return jnp.repeat(keys, SHARING_UNIT)[:num_rows]
 
@@ -70,14 +71,14 @@ def row_attention(
 ) -> jax.Array:
     """Attention of each row's newest token over its first `kv_lens` keys.
 
-    Rows with neighbours of like length are cheap: a tile of rows goes as far as its longest.
+    Keep rows of similar length together: a tile of rows takes as long as its longest row.
 
     Args:
         q_BDh: [B, num_heads, head_dim].
         rows: The cache, which already holds these tokens' keys and values.
         kv_lens_B: [B] int32; 0 for unused rows.
         shared_B: [B] int32; see `shared_keys`.
-        options: How the layer attends.
+        options: Options of the layer's attention.
 
     Returns:
         [B, num_heads, head_dim] in the queries' dtype; unspecified where `kv_lens` is 0.
@@ -118,7 +119,7 @@ class _Tile(NamedTuple):
 
     @property
     def value_shape(self) -> tuple[int, ...]:
-        """Channels in lanes."""
+        """Channels, split into lanes."""
         return self.rows.v.shape[3], LANES
 
     def keys(self, chunk: jax.Array) -> Parts:
@@ -134,7 +135,7 @@ class _Tile(NamedTuple):
         zero = np.int32(0)  # all of one type, also where Python's integers become 64-bit ones
         place = (chunk, self.start, zero, zero, np.int32(index), zero)
         sizes = (1, self.size, num_kv_heads, groups, 1, width)
-        # There are hundreds of these: handling negative indices would take XLA seconds.
+        # There are hundreds of these; XLA would take seconds to handle negative indices.
         found = lax.dynamic_slice(x, place, sizes, allow_negative_indices=False)
         return found[0, :, :, None, :, 0].astype(jnp.float32)
 
@@ -146,7 +147,7 @@ class _Leaders(NamedTuple):
 
     @property
     def value_shape(self) -> tuple[int, ...]:
-        """As those of the tile."""
+        """Same as the tile's."""
         return self.tile.value_shape
 
     def keys(self, chunk: jax.Array) -> Parts:

@@ -1,7 +1,7 @@
 """JIT-compiled CPU kernels: one CPU, float32; see `sgljax_engine.kernels.cpu`.
 
-Operations have features first. What comes tokens first was transposed just before, where
-activations are features first too: XLA then leaves both transposes out.
+The kernels take features first. A token-major input was transposed just before, since activations
+are features first too; XLA then drops both transposes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgljax_engine.kernels.cpu.attention_tile import AttentionShape
 def native_attention(
     q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
 ) -> jax.Array:
-    """A `PagedAttention`."""
+    """The `PagedAttention` of JIT-compiled CPU kernels."""
     num_heads, head_dim = q_NQDh.shape[2:]
     out = block_attention(
         _features_first(q_NQDh.reshape(-1, num_heads, head_dim)),
@@ -40,7 +40,7 @@ def native_decode_attention(
     tables: BlockTables,
     options: AttentionOptions,
 ) -> tuple[jax.Array, LayerKV]:
-    """A `DecodeAttention`."""
+    """The `DecodeAttention` of JIT-compiled CPU kernels."""
     out, k_pages, v_pages = decode_attention(
         _features_first(q_BDh),
         _features_first(k_BKh),

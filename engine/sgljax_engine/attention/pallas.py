@@ -1,16 +1,16 @@
 """Paged attention on NVIDIA GPUs: a Pallas kernel, compiled by Triton.
 
-Imported only when it is asked for. JAX 0.11 deprecates this lowering of Pallas, so nothing else
-may depend on it: everything that runs here runs on the portable backend too.
+Imported only on request. JAX 0.11 deprecates this lowering of Pallas, so nothing else may depend on
+it: everything that runs here also runs on the portable backend.
 
-One program of the grid attends for one block of queries, one kv head and one *split* of the
-context (flash-decoding, Dao et al., 2023): few rows of long contexts would otherwise leave most of
-the GPU idle. The splits' results are put together afterwards by their log-sum-exps. Rows of queries
-that share a kv head go through the tensor cores together, at least 16 of them, the smallest tile
-there is; rows that are missing are computed and not stored.
+One program of the grid handles one block of queries, one kv head and one *split* of the context
+(flash-decoding, Dao et al., 2023). Without splits, few rows of long contexts would leave most of
+the GPU idle. The splits' results are combined afterwards by their log-sum-exps. Rows of queries
+that share a kv head go through the tensor cores together, in the smallest tile of 16 rows or more;
+padding rows are computed and not stored.
 
-Keys are addressed one by one through the page table, so any page size will do; a page's keys of a
-head lie together, which is what makes the loads wide.
+Keys are addressed one by one through the page table, so any page size works; a page's keys of a
+head are adjacent, which makes the loads wide.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import soft_cap
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Triton's arrays have powers of two as sizes, and tensor cores take 16 at least."""
+"""Triton's array sizes are powers of two, and tensor cores take at least 16."""
 
 _MIN_ROWS = 16
 _MIN_KEYS, _MAX_KEYS = 16, 128
 
 
 class _Budget(NamedTuple):
-    """What a program may take, so that its state stays in registers.
+    """Limits of a program, so that its state stays in registers.
 
     Attributes:
-        step_bytes: Of keys in a step of the loop; as many of values, and a second step in flight.
-        max_rows: Rows of queries.
-        wide_tile: Beyond so many accumulators or scores a program has 8 warps instead of 4.
+        step_bytes: Bytes of keys in a step of the loop; values take as many, and a second step is
+            in flight.
+        max_rows: Maximum number of rows of queries.
+        wide_tile: Above this many accumulators or scores a program has 8 warps instead of 4.
     """
 
     step_bytes: int
@@ -57,7 +58,7 @@ _FLOAT = _Budget(step_bytes=8 * 1024, max_rows=32, wide_tile=0)
 """Float32 products, done without tensor cores, keep their operands in registers too."""
 
 _NUM_STAGES = 3
-"""Loads of page ids, of keys and values, and the arithmetic, each a step ahead of the next."""
+"""Pipeline stages: loads of page ids, loads of keys and values, and the arithmetic."""
 
 _TARGET_PROGRAMS = 1024
 """Programs that fill the GPU: about eight for each of an H200's 132 streaming multiprocessors."""
@@ -68,14 +69,14 @@ _LOG2_E = math.log2(math.e)
 
 
 class Tiling(NamedTuple):
-    """How the work is cut. Static.
+    """How the work is split into programs. Static.
 
     Attributes:
-        rows: Rows of queries of a program.
+        rows: Rows of queries in a program.
         row_tiles: Programs that share a block and kv head, each with `rows` rows.
-        keys: Keys of a step of the loop.
+        keys: Keys in a step of the loop.
         splits: Programs that share the context of a block.
-        num_warps: Groups of 32 threads of a program.
+        num_warps: Groups of 32 threads in a program.
     """
 
     rows: int
@@ -91,7 +92,7 @@ def _power_of_two(size: int) -> int:
 
 
 def choose_tiling(q_shape: tuple[int, ...], layer: LayerKV, max_pages: int) -> Tiling:
-    """Cuts the work of queries [N, Q, num_heads, head_dim] on requests of up to `max_pages`."""
+    """Splits the work of queries [N, Q, num_heads, head_dim] on requests of up to `max_pages`."""
     num_blocks, num_queries, num_heads, head_dim = q_shape
     num_kv_heads = layer.k.shape[1]
     itemsize = layer.k.dtype.itemsize
@@ -155,7 +156,7 @@ def _attend_to_split(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         peak, total, acc = carry
         key = step * tiling.keys + jnp.arange(tiling.keys, dtype=jnp.int32)
-        # Memory beyond kv_lens may hold anything, NaN included: it is not loaded at all.
+        # Memory beyond kv_lens may hold anything, NaN included, so it is not loaded.
         exists = key < kv_len
         page = plgpu.load(page_table_ref.at[block, lax.div(key, page_size)], mask=exists, other=0)
         offset = lax.rem(key, page_size)
@@ -168,7 +169,7 @@ def _attend_to_split(
             seen &= key[None, :] > position[:, None] - options.sliding_window
         scores = jnp.where(seen, scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-        # Masked once more, so that a row that has seen no key yet adds nothing.
+        # Masked again, so that a row that has seen no key yet adds nothing.
         weights = jnp.where(seen, jnp.exp2(scores - new_peak[:, None]), 0.0)
         shrink = jnp.exp2(peak - new_peak)
         new_total = total * shrink + jnp.sum(weights, axis=1)
@@ -197,8 +198,8 @@ def _steps_of_split(
 ) -> tuple[jax.Array, jax.Array]:
     """The steps [begin, end) of the loop over keys that a split takes; none if begin >= end.
 
-    All splits of a block get as many steps, whatever the length of its context; with a window, of
-    those steps that hold a key which some query of the block sees.
+    All splits of a block get equally many steps. With a window, only steps with a key that some
+    query of the block sees are split.
     """
     first = 0
     if options.sliding_window is not None:
@@ -211,7 +212,7 @@ def _steps_of_split(
 
 
 def _combine(out_SNQDh: jax.Array, lse_SNQD: jax.Array) -> jax.Array:
-    """Puts the splits' outputs together: [N, Q, D, h] float32; 0 for rows that saw no key."""
+    """Combines the splits' outputs: [N, Q, D, h] float32; 0 for rows that saw no key."""
     weights = jnp.exp2(lse_SNQD - jnp.max(lse_SNQD, axis=0, keepdims=True))
     weights = weights / jnp.sum(weights, axis=0, keepdims=True)
     return jnp.sum(out_SNQDh * weights[..., None], axis=0)
@@ -258,11 +259,11 @@ def gpu_backend(platform: str, *, head_dim: int, num_tensor_shards: int) -> Pall
 
     Args:
         platform: JAX's name for the kind of device.
-        head_dim: The model's.
-        num_tensor_shards: Devices that the kv heads are spread over.
+        head_dim: The model's head_dim.
+        num_tensor_shards: Number of devices that share the kv heads.
 
     Raises:
-        InvalidConfigError: when the kernel cannot run the model there.
+        InvalidConfigError: when the kernel cannot run the model on this platform.
     """
     name = "attention_backend 'pallas'"
     if platform != "gpu":

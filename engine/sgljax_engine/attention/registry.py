@@ -1,4 +1,4 @@
-"""Which attention an engine uses: the one place that knows the backends by name."""
+"""Selects an engine's attention backends; the only place that knows them by name."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ PORTABLE: dict[str, PagedAttention] = {
     "xla": xla_attention,
     "xla_tiles": xla_tiles_attention,
 }
-"""The portable implementations by name."""
+"""Portable implementations by name."""
 
 
 ContiguousKV = Literal["never", "if_it_fits", "always"]
 
 
 class AttentionBackend(NamedTuple):
-    """All that a choice of attention implies.
+    """What a choice of attention implies.
 
     Attributes:
-        name: Of what reads pages, for reports: one of `config.ATTENTION_BACKENDS`.
-        attend: Reads pages: for prefill, scoring, and decode where nothing else does.
-        batch_invariant: The same for an engine with deterministic sampling.
-        decode: What decode uses instead, if anything.
-        contiguous_kv: Whether decode has copies of its rows' keys beside the pages
+        name: Name of `attend`, for reports: one of `config.ATTENTION_BACKENDS`.
+        attend: Attention over pages, for prefill and scoring, and for decode without its own.
+        batch_invariant: `attend` for an engine with deterministic sampling.
+        decode: Attention that decode uses instead, if any.
+        contiguous_kv: Whether decode copies its rows' keys into contiguous KV
             (`attention.contiguous`).
         why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
     """
@@ -44,15 +44,15 @@ class AttentionBackend(NamedTuple):
 
 
 def pick_attention(name: str, target: Target, head_dim: int) -> AttentionBackend:
-    """The backend of that name; "auto" picks the fastest one that is tried on the target.
+    """The backend of that name; "auto" picks the fastest one that is tested on the target.
 
     Args:
         name: One of `config.ATTENTION_BACKENDS`.
         target: What the engine runs on.
-        head_dim: The model's.
+        head_dim: The model's head_dim.
 
     Raises:
-        InvalidConfigError: when what is asked for cannot be had.
+        InvalidConfigError: when the named backend is not available.
     """
     problem = target.cpu_kernels_problem() or _head_problem(head_dim)
     if name == "native" and problem is not None:
@@ -63,7 +63,7 @@ def pick_attention(name: str, target: Target, head_dim: int) -> AttentionBackend
         )
     batch_invariant = ordered_backend(target.platform)
     if name == "pallas":
-        # Imported here: Pallas takes a tenth of a second to import, and may go from JAX.
+        # Imported here: Pallas takes a tenth of a second to import, and JAX may drop it.
         from sgljax_engine.attention.pallas import gpu_backend
 
         gpu = gpu_backend(

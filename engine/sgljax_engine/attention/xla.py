@@ -1,4 +1,4 @@
-"""Attention in portable JAX: one loop over the keys, or one for each tile of query blocks.
+"""Attention in portable JAX: one loop over the keys, or one per tile of query blocks.
 
 Shape legend: that of `attention.base`.
 """
@@ -19,7 +19,7 @@ _KEYS_PER_STEP = 64
 _BLOCKS_PER_TILE = 8
 
 _LONG_KEYS_PER_STEP = 256
-"""For many blocks of one request on a CPU: products large enough to keep it busy."""
+"""Step for many blocks of one request on a CPU, with products large enough to keep it busy."""
 
 
 class _Softmax(NamedTuple):
@@ -38,7 +38,7 @@ class _Softmax(NamedTuple):
 
     @classmethod
     def start(cls, shape: tuple[int, ...], head_dim: int) -> _Softmax:
-        """Before any key."""
+        """The state before any key."""
         return cls(
             peak=jnp.full(shape, MASKED, jnp.float32),
             total=jnp.zeros(shape, jnp.float32),
@@ -48,11 +48,11 @@ class _Softmax(NamedTuple):
     def add(
         self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, softcap: float | None
     ) -> _Softmax:
-        """Takes in S keys: q [..., R, H], k and v [..., S, H], seen [..., R, S]."""
+        """Adds S keys: q [..., R, H], k and v [..., S, H], seen [..., R, S]."""
         scores = jnp.einsum("...rh,...sh->...rs", q, k, preferred_element_type=jnp.float32)
         scores = jnp.where(seen, soft_cap(scores, softcap), MASKED)
         peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
-        # Masked once more, so that a row that has seen no key yet adds nothing.
+        # Masked again, so that a row that has seen no key yet adds nothing.
         weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
         shrink = jnp.exp(self.peak - peak)
         new = jnp.einsum(
@@ -90,7 +90,7 @@ def _pad_tables(tables: BlockTables, multiple: int) -> jax.Array:
 
 
 def _first_step(tables: BlockTables, window: int | None, keys_per_step: int) -> jax.Array:
-    """The first step of the loop that holds a key which some query of the batch sees."""
+    """The first step of the loop with a key that some query of the batch sees."""
     if window is None:
         return jnp.zeros((), jnp.int32)
     first_key = jnp.maximum(tables.positions[:, 0] - window + 1, 0)
@@ -150,8 +150,8 @@ def xla_tiles_attention(
 ) -> jax.Array:
     """The CPU backend: `xla_attention` over a few blocks at a time, one tile after another.
 
-    A tile's keys fit the caches, and a tile begins and ends where its own blocks need it to. But
-    if all of many blocks are one request's, its keys are loaded once for all of them.
+    A tile's keys fit the caches, and each tile loops only over the keys that its blocks see. But if
+    many blocks all belong to one request, its keys are loaded once for all of them.
     """
     num_blocks, num_queries = q_NQDh.shape[:2]
 
@@ -172,7 +172,7 @@ def xla_tiles_attention(
         out = xla_attention(q, layer, merged, options, _LONG_KEYS_PER_STEP)
         return out.reshape(q_NQDh.shape)
 
-    if num_queries == 1 or num_blocks <= _BLOCKS_PER_TILE:  # decode rows: a request each
+    if num_queries == 1 or num_blocks <= _BLOCKS_PER_TILE:  # decode rows: one per request
         return in_tiles()
     has_same_pages = jnp.all(tables.page_table == tables.page_table[:1], axis=1)
     comes_later = tables.positions[:, 0] >= tables.positions[0, 0]

@@ -1,4 +1,4 @@
-"""Which KV pages are free and which are in use. Host-only; no JAX."""
+"""Tracks which KV pages are free and which are in use. Host-only; no JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgljax_engine.errors import EngineError
 class PageAllocator:
     """Hands out page ids from a fixed pool. Not thread-safe: the engine thread owns it.
 
-    Freed pages are handed out again last-in first-out, so a small working set stays in cache.
+    Freed pages are reused last-in first-out, so that a small working set stays in cache.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -41,11 +41,11 @@ class PageAllocator:
         return bool(self._is_used[page])
 
     def num_uses(self, page: int) -> int:
-        """How often a page was allocated so far."""
+        """How often a page has been allocated."""
         return self._num_uses[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages, or raises EngineError and takes none."""
+        """Allocates `count` pages, or raises EngineError and allocates none."""
         if count > len(self._free):
             raise EngineError(f"cannot allocate {count} KV pages, {len(self._free)} are free")
         if count == 0:
@@ -58,7 +58,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Gives pages back; a page that is not in use raises EngineError."""
+        """Frees pages; raises EngineError for a page that is not in use."""
         for page in reversed(pages):
             if not 0 <= page < self.num_pages or not self._is_used[page]:
                 raise EngineError(f"KV page {page} freed but it is not in use")

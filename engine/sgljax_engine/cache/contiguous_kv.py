@@ -1,12 +1,11 @@
-"""Keys and values laid out by decode row: what decode attention on CPUs reads instead of pages.
+"""Contiguous KV: keys and values by row, which decode attention on CPUs reads instead of pages.
 
-XLA on CPU cannot read scattered pages where they lie: each step would copy all pages that it needs.
-So a decode dispatch copies them once, before its first step, into arrays in which the keys of a row
-lie in order, and its steps read slices of those in place. New tokens are written to both.
+XLA on CPU cannot read scattered pages in place: each step would copy all pages that it needs. So a
+decode dispatch copies them once, before its first step, into arrays that hold the keys of a row in
+order, and its steps read slices of those in place. New tokens are written to both.
 
-The arrays are allocated once, donated to every decode dispatch and handed back. A dispatch of the
-same requests goes on with what the last one left (`runner.contiguous_slots`); others copy
-everything.
+The arrays are allocated once, donated to every decode dispatch and returned by it. A dispatch of
+the same requests reuses what the last one left (`runner.contiguous_slots`); others copy everything.
 
 Shape legend: B rows of a dispatch, K kv heads, h head dim, P pages of a row, L lanes.
 """
@@ -24,33 +23,33 @@ from jax import lax
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, zeros_program
 
 CHUNK = 64
-"""Keys of a row that lie together: attention takes one chunk of several rows at a time."""
+"""Adjacent keys of a row: attention takes one chunk of several rows at a time."""
 
 
 def lanes_for(simd: Mapping[str, Any]) -> int:
-    """Numbers of float32 in a vector of a CPU, from its SIMD extensions as numpy reports them.
+    """Number of float32 in a CPU's vector, from the SIMD extensions that numpy reports.
 
-    16 with AVX-512, by any of the names that numpy has had for it; else 8, also where vectors are
-    shorter or numpy does not say.
+    16 with AVX-512, under any of numpy's names for it; else 8, also where vectors are shorter or
+    numpy does not say.
     """
     known = {*simd.get("baseline", ()), *simd.get("found", ())}
     return 16 if known & {"X86_V4", "AVX512F", "AVX512_SKX"} else 8
 
 
 LANES = lanes_for(np.show_config(mode="dicts").get("SIMD Extensions", {}))
-"""Neighbours in memory: keys of one channel, or channels of one key. One vector of this CPU.
+"""Adjacent elements in memory: keys of one channel, or channels of one key. One vector of this CPU.
 
-With more, the sums of attention take as many steps with less to do between them; with fewer,
-vectors are not filled.
+With more lanes, the sums of attention take as many steps with less work between them; with fewer,
+vectors are not full.
 """
 
 ROW_TILE = 16
-"""Rows that attention takes together."""
+"""Rows that attention processes together."""
 
 SHARING_UNIT = 4
-"""Neighbouring rows that read the keys in pages that all of them have from the first of them.
+"""Neighbouring rows that read keys of their common pages from the first of these rows.
 
-With more, groups of samples, which lose rows as these finish, would fill fewer units.
+With more, groups would fill fewer units, since they lose rows as samples finish.
 """
 
 
@@ -87,7 +86,7 @@ class ContiguousShapes(NamedTuple):
 def contiguous_shapes(
     num_rows: int, max_len: int, num_kv_heads: int, head_dim: int
 ) -> ContiguousShapes:
-    """Shapes of k and v for so many rows of at most `max_len` tokens.
+    """Shapes of k and v for this many rows of at most `max_len` tokens.
 
     Rows are rounded up to whole tiles, and tokens to whole chunks. `head_dim` must be a multiple of
     `LANES`.
@@ -122,12 +121,12 @@ def gather_rows(
     """Copies the keys and values of a dispatch's rows out of their pages.
 
     Args:
-        contiguous_kv: Rows from B on stay as they are. Donate it.
+        contiguous_kv: Rows from B on stay unchanged. Donate it.
         kv: The pages.
         page_table_BP: [B, P] int32.
-        kv_lens_B: [B] int32, tokens in the pages; what lies behind them becomes 0.
-        end: Scalar int32; chunks up to this token are made ready, those behind stay as they are.
-        num_ready: Scalar int32; so many chunks are already, and stay as they are.
+        kv_lens_B: [B] int32, tokens in the pages; what follows them becomes 0.
+        end: Scalar int32; chunks up to this token are copied, later ones stay unchanged.
+        num_ready: Scalar int32; this many chunks are ready already, and stay unchanged.
     """
 
     def body(chunk: jax.Array, contiguous_kv: ContiguousKV) -> ContiguousKV:
@@ -142,9 +141,9 @@ def gather_rows(
 def load_chunk(
     pages: jax.Array, page_table_BP: jax.Array, kv_lens_B: jax.Array, chunk: jax.Array
 ) -> jax.Array:
-    """A chunk of each row's keys or values out of their pages, [B, K, CHUNK, h].
+    """Loads a chunk of each row's keys or values from their pages, [B, K, CHUNK, h].
 
-    It is 0 where no token is: memory there may hold anything, NaN included.
+    Positions without a token become 0: memory there may hold anything, NaN included.
     """
     batch, size = page_table_BP.shape[0], pages.shape[2]
     at = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
@@ -173,7 +172,7 @@ def _gather_chunk(
     lead = k.shape[:2]
     k = k.reshape(*lead, CHUNK // LANES, LANES, -1).swapaxes(-2, -1)
     v = v.reshape(*lead, CHUNK, -1, LANES).swapaxes(-3, -2)
-    # Of one type, also where Python's integers become 64-bit ones.
+    # All of one type, also where Python's integers become 64-bit ones.
     place = (chunk, *[np.int32(0)] * 5)
     return LayerContiguousKV(
         lax.dynamic_update_slice(rows.k, k[None], place),
@@ -188,7 +187,7 @@ def write_rows(
     positions_B: jax.Array,
     is_used_B: jax.Array,
 ) -> LayerContiguousKV:
-    """Writes one token's K and V [B, K, h] to each row that is used, at its position [B]."""
+    """Writes one token's K and V [B, K, h] to each used row, at its position [B]."""
     num_chunks = rows.k.shape[0]
     chunk = jnp.where(is_used_B, positions_B // CHUNK, num_chunks)
     row = jnp.arange(positions_B.shape[0], dtype=jnp.int32)

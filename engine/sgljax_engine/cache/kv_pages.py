@@ -1,9 +1,9 @@
 """The device arrays of the paged KV cache.
 
 Each layer has one K and one V array of shape [num_pages, num_kv_heads, page_size, head_dim]; slot
-`page * page_size + offset` holds one token. Heads come before tokens, so that attention contracts
-a page without transposing it. The arrays are donated to every program that writes them and come
-back as its output, so the pool exists once.
+`page * page_size + offset` holds one token. Heads come before tokens, so that attention contracts a
+page without transposing it. Every program that writes the arrays takes them donated and returns
+them, so the pool exists once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerKV(NamedTuple):
 
 
 KVPages = tuple[LayerKV, ...]
-"""The whole cache, a pytree with one `LayerKV` a layer."""
+"""The whole cache, a pytree with one `LayerKV` per layer."""
 
 
 def allocate_kv_pages(
@@ -57,7 +57,7 @@ def allocate_kv_pages(
 def zeros_program(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
 ) -> Callable[[], jax.Array]:
-    """Makes a zeroed array. Compiled once, however often an engine takes its memory again."""
+    """A program that makes a zeroed array. Compiled once, however often it runs."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 

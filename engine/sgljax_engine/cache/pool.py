@@ -1,7 +1,7 @@
-"""Pages of requests: their own ones and those that they share through the prefix cache.
+"""Pages of requests: their own, and those shared through the prefix cache.
 
-Host-only; no JAX. A running request's `pages` begin with shared pages, which the cache owns and
-nobody writes to; the rest are its own.
+Host-only; no JAX. A running request's `pages` begin with shared pages, which the cache owns and no
+one writes to; the rest are its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sgljax_engine.types import NO_ADAPTER, PageCopy, PageStamp, Request
 
 
 class PagePool:
-    """All pages, and who has which. Engine thread only."""
+    """All pages, and who owns each. Engine thread only."""
 
     def __init__(
         self, allocator: PageAllocator, page_size: int, *, is_sharing: bool = True
@@ -38,12 +38,12 @@ class PagePool:
 
     @property
     def num_pages(self) -> int:
-        """Pages altogether."""
+        """Number of pages in the pool."""
         return self._allocator.num_pages
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated: free ones, and cached ones that nobody uses."""
+        """Pages that can be allocated: free pages, and unused cached pages."""
         return self._cache.num_available
 
     @property
@@ -53,33 +53,33 @@ class PagePool:
 
     @property
     def used_pages(self) -> list[int]:
-        """Pages whose contents somebody may read: those of requests and cached ones; ascending."""
+        """Pages whose contents may be read: pages of requests and cached pages; ascending."""
         return self._allocator.used
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
     # ------------------------------------------------------------------ one request
 
     def find_prefix(self, request: Request) -> PrefixHandle:
-        """The cached part of what a waiting request has to prefill; hand it on or release it."""
+        """The cached prefix of a waiting request; pass it to `start`, or release it."""
         tokens = request.tokens(0, request.kv_len) if self.is_sharing else []
         return self._cache.acquire(tokens, request.adapter - NO_ADAPTER)
 
     def release_prefix(self, handle: PrefixHandle) -> None:
-        """Gives a prefix back that no request was started with."""
+        """Releases a prefix with which no request was started."""
         self._cache.release(handle)
 
     def without_tail(self, handle: PrefixHandle) -> PrefixHandle:
-        """The same prefix in whole pages."""
+        """The same prefix, cut to whole pages."""
         return self._cache.without_tail(handle)
 
     def start(self, request: Request, handle: PrefixHandle, count: int) -> list[PageCopy]:
         """Gives a request its cached prefix and `count` pages of its own.
 
-        Returns the copies that the device must make before the request decodes: its own page of
-        a cached tail, which it will write behind.
+        Returns the copies that the device must make before the request decodes: a page of its own
+        from a cached tail, which the request extends.
         """
         request.pages = array("i", handle.pages() + self._cache.allocate(count))
         request.num_computed = handle.num_tokens(self.page_size)
@@ -89,7 +89,7 @@ class PagePool:
             self._handles[request.rid] = handle
             return []
         copy = PageCopy(handle.tail.page, request.pages[handle.num_pages])
-        # The tail stays until the copy is on its way; the request holds the full pages alone.
+        # The tail is held until the copy is dispatched; the request holds only the full pages.
         self._copied.append(handle)
         self._handles[request.rid] = self._cache.hold_again(handle)
         return [copy]
@@ -101,8 +101,8 @@ class PagePool:
     def share(self, request: Request, num_tokens: int, *, with_tail: bool) -> list[PageCopy]:
         """Lets other requests use the first `num_tokens` tokens of a running one.
 
-        They are computed, or will be in the dispatch that is being planned. With `with_tail`, the
-        last page is shared too though it is not full; the request then goes on in a copy of it.
+        These tokens are computed, or will be in the dispatch that is being planned. With
+        `with_tail`, a partial last page is shared too; the request then continues in a copy of it.
         Returns the copies that the device must make after its prefill.
         """
         handle = self._handles[request.rid]
@@ -130,9 +130,9 @@ class PagePool:
         return copies
 
     def release(self, request: Request) -> None:
-        """Takes all pages from a request; its full ones stay in the prefix cache.
+        """Takes all pages from a request; its full pages stay in the prefix cache.
 
-        Not so if the cache was reset since the request got them.
+        They do not stay if the cache was reset since the request got them.
         """
         handle = self._handles.pop(request.rid)
         size = self.page_size
@@ -150,12 +150,12 @@ class PagePool:
         request.num_computed = 0
 
     def reset_cache(self, adapter: int | None = None) -> int:
-        """Empties the prefix cache: none of its contents is used again. Returns pages freed.
+        """Empties the prefix cache for good. Returns the number of pages freed.
 
         Running requests keep the pages that they share until they end.
 
         Args:
-            adapter: Slot of an adapter, whose prefixes alone are meant; None for all.
+            adapter: Slot of an adapter, to drop only its prefixes; None drops all.
         """
         self.settle()
         self._num_resets += 1
@@ -164,25 +164,25 @@ class PagePool:
         return self._cache.reset_space(adapter - NO_ADAPTER)
 
     def cached_prefixes(self, running: Sequence[Request]) -> list[tuple[int, tuple[int, ...], int]]:
-        """All full pages of the prefix cache, with those of running requests; see `full_pages`."""
+        """All full pages of the prefix cache and of running requests; see `full_pages`."""
         for request in running:
             self.share(request, request.num_computed, with_tail=False)
         return self._cache.full_pages()
 
     def stamp(self, page: int) -> PageStamp:
-        """What `is_unchanged` needs to know of a full page, which nobody writes to."""
+        """What `is_unchanged` needs to know about a full page, which no one writes to."""
         return PageStamp(page, self._allocator.num_uses(page), self._num_resets)
 
     def is_unchanged(self, stamp: PageStamp) -> bool:
-        """Whether somebody had the page all the time, and the cache was not reset."""
+        """Whether the page was in use all the time, and the cache was not reset."""
         return stamp == self.stamp(stamp.page) and self._allocator.is_used(stamp.page)
 
     def adopt_prefixes(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
-        """Pages for prefixes of another engine; see `RadixCache.adopt`."""
+        """Allocates pages for prefixes of another engine; see `RadixCache.adopt`."""
         return self._cache.adopt(nodes) if self.is_sharing else {}
 
     def settle(self) -> None:
-        """The copies that were asked for are on their way: their sources may go."""
+        """Releases the sources of the requested copies, once these are dispatched."""
         for handle in self._copied:
             self._cache.release(handle)
         self._copied.clear()
@@ -190,7 +190,7 @@ class PagePool:
     # ------------------------------------------------------------------ integrity
 
     def check_integrity(self, running: list[Request]) -> None:
-        """Raises EngineError unless free, own and cached pages are disjoint and make the pool."""
+        """Raises EngineError unless free, own and cached pages are disjoint and form the pool."""
         self._allocator.check_integrity()
         self._cache.check_integrity()
         if {r.rid for r in running} != set(self._handles):

@@ -1,16 +1,16 @@
 """The prefix cache: a radix tree over pages of tokens. Host-only; no JAX.
 
-An edge of the tree is one page: the tokens that it holds, after the tokens of all pages above it.
-So a path from the root spells a prefix, and its pages hold that prefix's keys and values. The idea
-is RadixAttention's (Zheng et al., SGLang, 2024); edges of one page, as in vLLM's block chains, need
-no splitting.
+An edge of the tree is one page of tokens, which follow the tokens of all pages above it. So a path
+from the root spells a prefix, and its pages hold the keys and values of that prefix. The idea is
+RadixAttention's (Zheng et al., SGLang, 2024); edges of one page, as in vLLM's block chains, need no
+splitting.
 
-Pages in the tree never change. A *tail* is a leaf with less than a page of tokens; nobody writes
-behind it, whoever goes on from there copies its page.
+Pages in the tree never change. A *tail* is a leaf with less than a page of tokens; no one appends
+to it, and a request that continues from there copies its page.
 
-Nodes count the handles that pass through them. Those that no handle passes through are kept in
-the order of their last use, deepest first, and evicted from the front when pages run out: every
-node behind another on its path was released before it, so the front is always a leaf.
+Nodes count the handles that pass through them. Nodes without a handle are kept in the order of
+their last use, deepest first, and evicted from the front when pages run out. A node is always
+released before its parent, so the front is always a leaf.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sgljax_engine.errors import EngineError
 
 
 class _Node:
-    """One page. `refs` handles pass through it; descendants never have more."""
+    """One page. `refs` handles pass through it; a descendant never has more."""
 
     __slots__ = ("children", "key", "page", "parent", "refs")
 
@@ -37,13 +37,13 @@ class _Node:
 
 
 class PrefixHandle(NamedTuple):
-    """A cached prefix that is in use: none of its pages is evicted before it is released.
+    """A cached prefix in use: none of its pages is evicted before the handle is released.
 
     Attributes:
-        root: Of the tree that it belongs to.
+        root: Root of its tree.
         node: The last of its full pages; the root for an empty prefix.
-        num_pages: Its full pages.
-        tail: The page behind them that holds the rest of the tokens asked for, if there is one.
+        num_pages: Number of its full pages.
+        tail: The next page, if it holds the rest of the tokens asked for; else None.
     """
 
     root: _Node
@@ -52,7 +52,7 @@ class PrefixHandle(NamedTuple):
     tail: _Node | None = None
 
     def num_tokens(self, page_size: int) -> int:
-        """Tokens of its pages, the tail included."""
+        """Number of tokens in its pages, the tail included."""
         return self.num_pages * page_size + (0 if self.tail is None else len(self.tail.key))
 
     def pages(self) -> list[int]:
@@ -69,7 +69,7 @@ def _path(handle: PrefixHandle) -> Iterator[_Node]:
 
 
 class RadixCache:
-    """Cached prefixes, and the allocator that they share the pool with. Engine thread only."""
+    """Cached prefixes, and the allocator of their pages. Engine thread only."""
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         """Starts empty; every allocation from the pool must go through this object."""
@@ -86,13 +86,13 @@ class RadixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated now, by eviction if need be."""
+        """Pages that can be allocated now, with eviction if needed."""
         return self._allocator.num_free + self.num_evictable
 
     def allocate(self, count: int) -> list[int]:
-        """Takes pages, evicting the least recently used ones.
+        """Allocates pages, and evicts the least recently used ones if needed.
 
-        Raises EngineError, and evicts nothing, if there are too few.
+        Raises EngineError and evicts nothing if there are too few.
         """
         if count <= self.num_available:
             while self._allocator.num_free < count:
@@ -100,11 +100,12 @@ class RadixCache:
         return self._allocator.allocate(count)
 
     def acquire(self, tokens: Sequence[int], space: int = 0) -> PrefixHandle:
-        """The longest cached prefix of whole pages; with a tail if the cache has all tokens.
+        """The longest cached prefix in whole pages, with a tail if the cache has all tokens.
 
         Args:
-            tokens: Of the prefix.
-            space: Spaces have nothing in common: the same tokens have other keys and values there.
+            tokens: Tokens of the prefix.
+            space: Namespace of the prefix. Spaces share nothing: equal tokens have other keys and
+                values there.
         """
         size = self._page_size
         root = self._root(space)
@@ -123,20 +124,20 @@ class RadixCache:
         return PrefixHandle(root, node, num_pages, tail)
 
     def is_current(self, handle: PrefixHandle) -> bool:
-        """False when the cache was reset since the handle was made: it may not be extended."""
+        """False if the cache was reset since the handle was made; then it must not be extended."""
         return self._is_current(handle.root)
 
     def extend(
         self, handle: PrefixHandle, tokens: Sequence[int], pages: Sequence[int], *, merge: bool
     ) -> PrefixHandle:
-        """Gives the cache pages that come after a handle's; returns the longer handle.
+        """Appends pages to a handle's prefix; returns the longer handle.
 
         Args:
-            handle: A current handle without a tail; it is used up.
-            tokens: A whole page of tokens for each of `pages`, which follow the handle's.
-            pages: Their pages, from now on owned by the cache.
-            merge: What to do at a page that the cache has already. True frees the given one and
-                goes on with the cache's; False takes no more pages.
+            handle: A current handle without a tail; this call consumes it.
+            tokens: A full page of tokens for each of `pages`, following the handle's tokens.
+            pages: The pages; the cache owns them from now on.
+            merge: What to do at a page that the cache has already. True frees the given page and
+                uses the cache's; False stops there.
         """
         size, node, num_pages = self._page_size, handle.node, handle.num_pages
         for i, page in enumerate(pages):
@@ -154,42 +155,42 @@ class RadixCache:
         return PrefixHandle(handle.root, node, num_pages, handle.tail)
 
     def has_tail(self, handle: PrefixHandle, tokens: Sequence[int]) -> bool:
-        """Whether the cache has a tail with exactly these tokens behind a handle's full pages."""
+        """Whether the cache has a tail of exactly these tokens after a handle's full pages."""
         return tuple(tokens) in handle.node.children
 
     def add_tail(self, handle: PrefixHandle, tokens: Sequence[int], page: int) -> PrefixHandle:
-        """Gives the cache a page with the few tokens that come after a handle's full pages.
+        """Adds a partial page with the tokens that follow a handle's full pages.
 
-        Returns a second handle, of the same prefix with its tail.
+        Returns a second handle, for the same prefix with its tail.
         """
         assert 0 < len(tokens) < self._page_size
         tail = self._add(handle.node, tuple(tokens), page)
         return self.hold_again(handle)._replace(tail=tail)
 
     def hold_again(self, handle: PrefixHandle) -> PrefixHandle:
-        """A second handle, of the full pages of a first one."""
+        """A second handle for the full pages of a first one."""
         for node in _path(handle):
             self._hold(node)
         return handle._replace(tail=None)
 
     def without_tail(self, handle: PrefixHandle) -> PrefixHandle:
-        """The same handle after it let go of its tail."""
+        """Releases the tail and returns the handle without it."""
         if handle.tail is not None:
             self._let_go(handle.tail, handle.root)
         return handle._replace(tail=None)
 
     def release(self, handle: PrefixHandle) -> None:
-        """Ends the use of a prefix. What the cache was reset away from is freed."""
+        """Ends the use of a prefix. Frees its pages if the cache was reset meanwhile."""
         if handle.tail is not None:
             self._let_go(handle.tail, handle.root)
         for node in _path(handle):
             self._let_go(node, handle.root)
 
     def reset(self) -> int:
-        """Forgets everything: nothing cached so far is ever matched again.
+        """Empties the cache: nothing cached so far is ever matched again.
 
-        Pages that nobody uses are freed at once, the others when their handles are released.
-        Returns how many were freed.
+        Unused pages are freed at once, the others when their handles are released. Returns how many
+        were freed.
         """
         num_freed = len(self._unused)
         for node in self._unused:
@@ -199,7 +200,7 @@ class RadixCache:
         return num_freed
 
     def reset_space(self, space: int) -> int:
-        """`reset` of one space alone."""
+        """`reset` for one space alone."""
         root = self._roots.pop(space, None)
         stack = [] if root is None else list(root.children.values())
         num_freed = 0
@@ -215,9 +216,9 @@ class RadixCache:
     # ------------------------------------------------------------------ as a whole
 
     def full_pages(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """(place of the page before it in this list or -1, tokens, page) of space 0's full pages.
+        """(index of the parent page in this list or -1, tokens, page) of the full pages in space 0.
 
-        Pages come before those behind them.
+        A page comes before its children.
         """
         found: list[tuple[int, tuple[int, ...], int]] = []
         stack = [(self._root(0), -1)]
@@ -230,11 +231,11 @@ class RadixCache:
         return found
 
     def adopt(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
-        """Takes what `full_pages` of another cache gave into space 0, as far as pages are free.
+        """Adds the result of another cache's `full_pages` to space 0, as far as pages are free.
 
         Returns:
-            The page for each place in `nodes` that was not cached before. Its contents must be
-            there before anybody looks for a prefix.
+            The page for each index in `nodes` that was not cached before. The caller must fill
+            these pages before any lookup of a prefix.
         """
         root = self._root(0)
         held: dict[int, _Node] = {-1: root}
@@ -311,7 +312,7 @@ class RadixCache:
             stack.extend((tokens, child) for child in node.children.values())
 
     def check_integrity(self) -> None:
-        """Raises EngineError when tree, reference counts and eviction order contradict."""
+        """Raises EngineError if tree, reference counts and eviction order are inconsistent."""
         seen: set[_Node] = set()
         stack = list(self._roots.values())
         while stack:

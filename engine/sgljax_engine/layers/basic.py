@@ -17,7 +17,7 @@ from jax import lax
 _T = TypeVar("_T")
 
 SMALL_BATCH = 64
-"""`small_batch_linear` is for fewer tokens than this."""
+"""`small_batch_linear` serves fewer tokens than this."""
 
 
 _SUMMANDS = 16
@@ -29,12 +29,12 @@ _MAX_PARTS = 8
 
 
 class Layout(enum.Enum):
-    """How activations and projection weights lie in memory; it belongs to the backend.
+    """Memory layout of activations and projection weights; the backend decides it.
 
-    `TOKENS_FIRST`, what TPU and GPU matrix units like: activations [T, D] and [T, N, H], weights
+    `TOKENS_FIRST`, which suits TPU and GPU matrix units: activations [T, D] and [T, N, H], weights
     [in, out]. `FEATURES_FIRST`: activations [D, T] and [N, H, T], weights [out, in]. On CPUs its
-    products `W @ x` take up to a fifth less time for decode-sized batches, and norms and gates work
-    on whole vectors of tokens.
+    products `W @ x` take up to a fifth less time for decode-sized batches, and norms and gates
+    process whole vectors of tokens.
     """
 
     TOKENS_FIRST = "tokens_first"
@@ -51,25 +51,25 @@ class Layout(enum.Enum):
         return 0 if self is Layout.TOKENS_FIRST else -1
 
     def place(self, x: jax.Array) -> jax.Array:
-        """Activations [T, ...] in this layout."""
+        """Converts activations [T, ...] to this layout."""
         return x if self is Layout.TOKENS_FIRST else jnp.moveaxis(x, 0, -1)
 
     def tokens_first(self, x: jax.Array) -> jax.Array:
-        """Undoes `place`."""
+        """The inverse of `place`."""
         return x if self is Layout.TOKENS_FIRST else jnp.moveaxis(x, -1, 0)
 
     def materialize(self, x: jax.Array) -> jax.Array:
-        """`x`, transposed from one layout to the other and about to enter a product.
+        """Materializes `x`, transposed between layouts, as the input of a product.
 
-        On CPUs XLA would make the product transpose it, which is much slower than before it.
+        On CPUs XLA would transpose it inside the product, which is much slower than before it.
         """
         return x if self is Layout.TOKENS_FIRST else lax.optimization_barrier(x)
 
     def compute_once(self, make: Callable[[jax.Array], _T], x: jax.Array) -> _T:
-        """`make(x)` by way of memory, a pytree of arrays. No integer of `x` is negative.
+        """Computes `make(x)`, a pytree of arrays, once and into memory. Integers in `x` are >= 0.
 
-        XLA on CPUs would compute what looks cheap, such as sines, anew in each fusion that reads
-        it. What a loop returns is in memory, so this is one of a single iteration, which the
+        XLA on CPUs would recompute cheap-looking values, such as sines, in each fusion that reads
+        them. A loop returns its result in memory, so this is a loop of one iteration, which the
         compiler cannot know.
         """
         if self is Layout.TOKENS_FIRST:
@@ -85,7 +85,7 @@ class Layout(enum.Enum):
         return x.reshape(-1, head_dim, x.shape[-1])
 
     def per_feature(self, vector: jax.Array) -> jax.Array:
-        """A vector [D] or [H] in a shape that goes with activations."""
+        """Reshapes a vector [D] or [H] to broadcast against activations."""
         return vector[None, :] if self is Layout.TOKENS_FIRST else vector[:, None]
 
 
@@ -95,7 +95,7 @@ def default_layout(platform: str) -> Layout:
 
 
 def linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
-    """`x @ W` over features, activations and weight both as the layout says."""
+    """`x @ W` over features, with activations and weight in the layout."""
     if layout is Layout.FEATURES_FIRST:
         if x.shape[-1] == 1:
             return _matrix_vector(weight, x)
@@ -106,8 +106,8 @@ def linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
 def _matrix_vector(weight: jax.Array, x: jax.Array) -> jax.Array:
     """`W @ x` of a single token: [out, in] times [in, 1].
 
-    As a batch of products, since XLA on CPUs spreads a batch over its threads, while it leaves a
-    small matrix-vector product to one.
+    Computed as a batch of products: XLA on CPUs spreads a batch over its threads, but runs a small
+    matrix-vector product on one.
     """
     size = weight.shape[0]
     wanted = max(min(weight.size // _PART_SIZE, _MAX_PARTS), 1)
@@ -118,10 +118,10 @@ def _matrix_vector(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def small_batch_linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.Array:
-    """`linear` of a small batch, added up in the order of large ones on CPUs.
+    """`linear` for a small batch, which on CPUs sums in the order of large batches.
 
-    Features first, products of fewer than 64 tokens run in kernels that add up in another order.
-    Tokens first they do not, which takes more time: see `runner.widths`.
+    Features first, products of fewer than 64 tokens run in kernels that sum in another order.
+    Tokens first they do not, but take more time: see `runner.widths`.
     """
     if layout is Layout.TOKENS_FIRST:
         return linear(x, weight, layout)
@@ -157,16 +157,16 @@ def rms_norm(
 
     Args:
         x: Any shape.
-        weight: Goes with the last axes of `x`.
+        weight: Broadcasts against the last axes of `x`.
         eps: Added to the mean square.
         offset: Added to the weight; 1 for models that store their weights minus one (Gemma).
-        axis: To normalise over.
-        is_ordered: Squares are added up by `ordered_sum`.
+        axis: Axis to normalise over.
+        is_ordered: Sum squares with `ordered_sum`.
     """
     x32 = x.astype(jnp.float32)
     add_up = ordered_sum if is_ordered else functools.partial(jnp.sum, keepdims=True)
     rms = jnp.sqrt(add_up(x32 * x32, axis=axis) / x.shape[axis] + eps)
-    # Of one rank, for hosts that set jax_numpy_rank_promotion="raise".
+    # All of one rank, for hosts that set jax_numpy_rank_promotion="raise".
     weight32 = weight.astype(jnp.float32).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
     if offset:
         weight32 = weight32 + offset
@@ -174,10 +174,10 @@ def rms_norm(
 
 
 def ordered_sum(x: jax.Array, axis: int) -> jax.Array:
-    """The sum over an axis, which stays with size 1, in an order that depends on its size alone.
+    """The sum over an axis, kept with size 1, in an order that depends only on its size.
 
-    Slices are added elementwise, up to `_SUMMANDS` of them one after another, and what that gives
-    likewise. A reduction's order is the compiler's choice, and may depend on the other axes.
+    Slices are added elementwise, up to `_SUMMANDS` of them one after another, and the partial sums
+    likewise. The order of a reduction is the compiler's choice, and may depend on the other axes.
     """
     size = x.shape[axis]
     while size > 1:

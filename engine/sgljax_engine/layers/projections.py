@@ -1,4 +1,4 @@
-"""Products of activations with weights: one class a backend, and the choice among them."""
+"""Products of activations with weights: one class per backend, and the choice among them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgljax_engine.layers.target import Target
 
 
 class Projections(Protocol):
-    """Hashable: programs are compiled for it."""
+    """Products of a backend. Hashable: programs are compiled for it."""
 
     def linear(
         self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
@@ -24,8 +24,8 @@ class Projections(Protocol):
         Args:
             weight: [out, in] features first, else [in, out].
             x: [in, T] features first, else [T, in].
-            layout: Of both, and of the result.
-            is_batch_invariant: A token gets the same bits whatever T is.
+            layout: Layout of inputs and result.
+            is_batch_invariant: Give a token the same bits whatever T is.
         """
         ...
 
@@ -76,11 +76,11 @@ class CpuProjections:
 
 
 class LinearBackend(NamedTuple):
-    """A choice.
+    """The chosen backend.
 
     Attributes:
         name: "native" or "xla".
-        projections: Its products.
+        projections: Products of the backend.
         why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
     """
 
@@ -90,14 +90,14 @@ class LinearBackend(NamedTuple):
 
 
 def pick_projections(name: str, target: Target) -> LinearBackend:
-    """The backend of that name; "auto" picks "native" where it can be had.
+    """The backend of that name; "auto" picks "native" where it is available.
 
     Args:
         name: One of `config.LINEAR_BACKENDS`.
         target: What the engine runs on.
 
     Raises:
-        InvalidConfigError: when "native" is asked for where it cannot be had.
+        InvalidConfigError: when "native" is asked for but not available.
     """
     problem = target.cpu_kernels_problem()
     if name == "native" and problem is not None:

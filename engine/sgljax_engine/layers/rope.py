@@ -30,7 +30,7 @@ def stretch_llama3(
     """Llama 3.1's stretching of timescales [head_dim // 2] (rope_type "llama3").
 
     Channels that turn fewer than `low_freq_factor` times within the original context are slowed
-    down by `factor`, those that turn more than `high_freq_factor` times stay as they are, and
+    down by `factor`, those that turn more than `high_freq_factor` times stay unchanged, and
     frequencies in between are interpolated.
     """
     turns = original_context_length / (2 * math.pi * timescales)
@@ -48,14 +48,14 @@ def rope_tables(positions_T: jax.Array, timescales: jax.Array) -> tuple[jax.Arra
 def apply_rope(x: jax.Array, sin: jax.Array, cos: jax.Array, axis: int = -1) -> jax.Array:
     """Rotates the first half of each head against its second half (the "NeoX" pairing).
 
-    The halves are exchanged by reversing an axis of two. Joined from two results instead, XLA on
-    CPUs would choose between them element by element.
+    The halves are exchanged by reversing an axis of two. If they were concatenated, XLA on CPUs
+    would choose between them element by element.
 
     Args:
-        x: Heads, their channels along `axis`.
-        sin: Half as many channels along `axis`, otherwise broadcast to `x`.
+        x: Heads, with channels along `axis`.
+        sin: Half as many channels along `axis`, otherwise broadcasts to `x`.
         cos: Like `sin`.
-        axis: Of the channels.
+        axis: Axis of the channels.
     """
     axis %= x.ndim
     sin, cos = (jnp.expand_dims(table.astype(x.dtype), axis) for table in (sin, cos))

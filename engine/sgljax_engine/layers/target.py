@@ -1,4 +1,4 @@
-"""What kernels are picked for."""
+"""The target for which kernels are picked."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sgljax_engine.layers.basic import Layout
 
 
 class Target(NamedTuple):
-    """What an engine runs on, and in which form.
+    """The devices, dtype and layout of an engine.
 
     Attributes:
         platform: JAX's name for the kind of device.
-        num_devices: Of the mesh.
-        num_tensor_shards: Devices that one weight is spread over.
-        dtype: Of weights and activations, by name.
-        layout: Of activations.
+        num_devices: Number of devices in the mesh.
+        num_tensor_shards: Number of devices that share one weight.
+        dtype: Name of the dtype of weights and activations.
+        layout: Layout of activations.
     """
 
     platform: str

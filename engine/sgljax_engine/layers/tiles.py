@@ -1,9 +1,9 @@
-"""How the tokens of a forward pass go through its layers: all together, or tile by tile.
+"""How tokens go through the layers of a forward pass: all together, or tile by tile.
 
-Matrix products round differently with the number of their rows: compilers and libraries pick other
-kernels, blockings and fusions for 1, 16 and 300 tokens. In tiles of one width every token meets
-the same compiled loop body, in any program. How many tiles are in use is known on the device alone,
-so that a single tile is a loop too, and nothing in its body can be fused with what is around it.
+The rounding of a matrix product depends on its number of rows: compilers and libraries pick other
+kernels, blockings and fusions for 1, 16 and 300 tokens. In tiles of one width every token goes
+through the same compiled loop body, in any program. Only the device knows the number of used tiles,
+so a single tile is a loop too, and nothing in its body can be fused with code around it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Out = TypeVar("Out")
 
 
 class Tokens(Protocol):
-    """A way to take tokens through functions that treat each of them alone."""
+    """A way to apply functions that treat each token alone."""
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[T, ...] as `map` takes it."""
+        """Converts [T, ...] to the form that `map` takes."""
         ...
 
     def join(self, x: jax.Array) -> jax.Array:
-        """Undoes `split`."""
+        """The inverse of `split`."""
         ...
 
     def map(self, function: Callable[[In], Out], xs: In) -> Out:
-        """Applies `function` to a tree of what `split` or `map` gave."""
+        """Applies `function` to a tree of results of `split` or `map`."""
         ...
 
 
 class Together(NamedTuple):
-    """All at once: least overhead, and rounding that depends on how many they are."""
+    """All tokens at once: least overhead, but rounding depends on their number."""
 
     def split(self, x: jax.Array) -> jax.Array:
         """See `Tokens`."""
@@ -52,12 +52,12 @@ class Together(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """So many at a time: rounding that depends on neither their number nor their place.
+    """Fixed-size tiles: rounding does not depend on the number of tokens or their place.
 
     Attributes:
         width: Tokens in a tile. Static.
-        num_tokens: Tokens of the arrays. Static.
-        num_used: Scalar int32, leading tokens that count. Tiles without any become 0.
+        num_tokens: Tokens in the arrays. Static.
+        num_used: Scalar int32, number of leading tokens in use. Tiles without any become 0.
     """
 
     width: int
@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
     def split(self, x: jax.Array) -> jax.Array:
         """[num_tokens, ...] to [tiles, width, ...]."""
         padded = jnp.pad(x, ((0, -self.num_tokens % self.width), *((0, 0),) * (x.ndim - 1)))
-        # No -1 in either: rows may have no entries at all.
+        # Neither uses -1, since rows may be empty.
         return padded.reshape(self._num_tiles, self.width, *x.shape[1:])
 
     def join(self, x: jax.Array) -> jax.Array:
@@ -98,10 +98,10 @@ class Tiles(NamedTuple):
 
 
 def tokens_in_tiles(widths: Sequence[int], num_tokens: int, num_used: jax.Array) -> Tokens:
-    """Tiles of the narrowest width that holds all tokens, or of the widest; together without any.
+    """Tiles of the narrowest width that holds all tokens, else the widest; `Together` if no widths.
 
     Args:
-        widths: Ascending.
+        widths: Tile widths, ascending.
         num_tokens: See `Tiles`.
         num_used: See `Tiles`.
     """

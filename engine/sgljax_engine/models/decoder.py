@@ -1,7 +1,7 @@
-"""The decoder that the dense models share: grouped-query attention and a gated MLP, with RMS norms.
+"""The decoder shared by the dense models: grouped-query attention and a gated MLP, with RMS norms.
 
-What a config says is read from the config; what only the architecture says is in `DecoderTraits`.
-A model that differs in more than that has its own forward function.
+Settings in the config are read from it; `DecoderTraits` holds what only the architecture defines. A
+model that differs in more than that has its own forward function.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Rope = tuple[jax.Array, jax.Array]
 
 
 class DecoderTraits(NamedTuple):
-    """What an architecture is, whatever its config says.
+    """Traits of an architecture that its config does not hold.
 
     Attributes:
-        activation: Of the MLP's gate.
+        activation: Activation of the MLP's gate.
         has_qkv_bias: Query, key and value projections add a bias.
         has_qk_norm: Queries and keys are normalised, head by head, before the rotary embedding.
         has_post_norms: The outputs of attention and MLP are normalised too, before they are added.
@@ -58,7 +58,7 @@ class DecoderTraits(NamedTuple):
 def decoder(
     traits: DecoderTraits, config_from_hf: Callable[[HfConfig], ModelConfig]
 ) -> ModelDefinition:
-    """An architecture that is this decoder with some traits."""
+    """An architecture: this decoder with the given traits."""
 
     def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
         return _param_specs(config, traits)
@@ -125,10 +125,10 @@ def _param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamS
 
 
 class _Layers(NamedTuple):
-    """A forward pass: the weights, what is static, where keys live, and how tokens go through.
+    """A forward pass: the weights, static facts, where keys live, and how tokens are tiled.
 
-    Activations are in the layout of the context; the tokens of what goes to `attend` come first.
-    All but attention treats each token alone, so `tokens` may take them in tiles.
+    Activations are in the layout of the context; inputs of `attend` are token-major. All layers but
+    attention treat each token alone, so `tokens` may tile them.
     """
 
     params: Params
@@ -158,7 +158,7 @@ class _Layers(NamedTuple):
         slots = None if adapters is None else self.tokens.split(adapters)
         scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
         new_kv: list[LayerCache] = []
-        # Equal layers are traced and lowered once; XLA compiles them as if they were written out.
+        # Equal layers are traced and lowered once; XLA compiles them as if unrolled.
         layer = jax.jit(self.layer, static_argnames="options")
         for i in range(config.num_layers):
             slides = bool(attention.sliding_layers) and attention.sliding_layers[i]
@@ -273,7 +273,7 @@ class _Layers(NamedTuple):
             return self.layout.place(sin), self.layout.place(cos)
 
         if self.context.is_deterministic:
-            return make(positions)  # a sine of its own kernel may have other bits
+            return make(positions)  # a sine computed in another kernel may have other bits
         return self.layout.compute_once(make, positions)
 
     @property
@@ -284,10 +284,10 @@ class _Layers(NamedTuple):
 def _adapter_change(
     params: Params, context: ModelContext, name: str, x: jax.Array, adapters: jax.Array | None
 ) -> jax.Array | None:
-    """What each token's adapter adds to a projection; None where no adapter changes it.
+    """The term that each token's adapter adds to a projection; None if no adapter changes it.
 
-    All slots lie side by side in A and B. A token's product with A is cleared but for its own
-    slot, so that other adapters add zeros, and its sum does not depend on them.
+    A and B hold all slots side by side. A token's product with A is zeroed outside its own slot, so
+    that other adapters add zeros and do not affect its sum.
     """
     down = params.get(f"{name}.lora_a")
     if down is None or adapters is None:

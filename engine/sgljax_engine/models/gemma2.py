@@ -1,6 +1,7 @@
 """Gemma 2 (Gemma 2: Improving Open Language Models at a Practical Size, 2024).
 
-Gemma with norms after attention and MLP too, soft caps, and a sliding window in every other layer.
+Gemma with further norms after attention and MLP, soft caps, and a sliding window in every other
+layer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ TRAITS = gemma.TRAITS._replace(has_post_norms=True)
 
 
 def attention_config(config: hf.HfConfig, pattern: int) -> AttentionConfig:
-    """How the layers of a Gemma 2 or 3 attend.
+    """The attention of the layers of a Gemma 2 or 3.
 
     Args:
         config: The config.json.
-        pattern: Every so many layers one has full attention, unless `layer_types` says otherwise.
+        pattern: Every `pattern`-th layer has full attention, unless `layer_types` says otherwise.
     """
     sliding = hf.sliding_layers(config, pattern)
     return AttentionConfig(

@@ -1,7 +1,7 @@
 """Gemma 3, text (Gemma 3 Technical Report, 2025).
 
-Gemma 2 with normalised queries and keys, five sliding layers to one with full attention, and a
-rotary embedding of their own for the sliding ones.
+Gemma 2 with normalised queries and keys, five sliding layers per layer with full attention, and a
+separate rotary embedding for the sliding layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reading Hugging Face's config.json, as transformers 4 and 5 write it; shared by all models.
+"""Reads Hugging Face's config.json, as transformers 4 and 5 write it; shared by all models.
 
-A setting that is known to change what a model computes is either read or refused by name. Settings
-that only concern training, generation or speed, and ones that no model here has, are left alone.
+A setting known to change a model's results is either read or refused by name. Settings that only
+concern training, generation or speed, or that no model here has, are ignored.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def require(hf: HfConfig, name: str) -> Any:
 
 
 def check_settings(hf: HfConfig, **supported: Any) -> None:
-    """Refuses settings that no model implements, and those of `supported` with another value.
+    """Refuses settings that no model implements, and settings in `supported` with another value.
 
     An absent or null setting passes: transformers then takes its default, which must be the
     supported value.
 
     Raises:
-        UnsupportedModelError: names the setting, its value and the one that is implemented.
+        UnsupportedModelError: names the setting, its value and the implemented value.
     """
     for name, only in {**_ONLY_SUPPORTED, **supported}.items():
         value = hf.get(name)
@@ -72,11 +72,11 @@ def check_full_attention(hf: HfConfig) -> None:
 
 
 def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
-    """For each layer whether it slides: as `layer_types` says, else all but every pattern-th.
+    """Whether each layer slides: from `layer_types`, else all but every pattern-th.
 
     Raises:
         UnsupportedModelError: for another type of layer.
-        InvalidConfigError: when there are not as many types as layers.
+        InvalidConfigError: when the number of types differs from that of layers.
     """
     num_layers = require(hf, "num_hidden_layers")
     kinds = hf.get("layer_types")
@@ -95,11 +95,11 @@ def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:
 
 
 def read_rope(hf: HfConfig, default_theta: float | None = None) -> RopeConfig:
-    """The rotary embedding of a model whose layers all have the same one.
+    """The rotary embedding of a model that has the same one in all layers.
 
     Args:
         hf: The config.json.
-        default_theta: The base where it names none; None refuses that.
+        default_theta: The base if the config names none; None refuses such a config.
     """
     # transformers 4 writes rope_theta at the top level and the rest, if any, in rope_scaling;
     # transformers 5 writes everything in rope_parameters.
@@ -109,7 +109,7 @@ def read_rope(hf: HfConfig, default_theta: float | None = None) -> RopeConfig:
 
 
 def parse_rope(settings: HfConfig, theta: float | None) -> RopeConfig:
-    """One rotary embedding.
+    """Parses one rotary embedding.
 
     Args:
         settings: `rope_scaling` of transformers 4, or (a part of) `rope_parameters` of 5.
@@ -151,7 +151,7 @@ def dense_config(
     attention: AttentionConfig = _PLAIN_ATTENTION,
     final_logit_softcap: float | None = None,
 ) -> ModelConfig:
-    """The fields that all models name alike, and those given.
+    """Builds the config from the fields that all models name alike, and those given.
 
     Raises:
         InvalidConfigError: for a missing or wrong field.

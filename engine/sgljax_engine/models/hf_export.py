@@ -1,4 +1,4 @@
-"""A trainer's weights as a Hugging Face folder has them."""
+"""Converts a trainer's weights to the form of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sgljax_engine.weights.sync import TargetSpec
 def to_hf_tensors(
     model: ModelConfig, weights: Mapping[str, np.ndarray], rules: Sequence[WeightRule]
 ) -> dict[str, HfTensor]:
-    """A trainer's weights by Hugging Face's names, each made when it is loaded.
+    """A trainer's weights by Hugging Face's names, each computed when it is loaded.
 
-    The inverse of what a Hugging Face folder becomes on its way into the trainer. An output
-    projection that is tied to the embeddings is left out.
+    The inverse of loading a Hugging Face folder into the trainer. An output projection tied to the
+    embeddings is left out.
 
     Args:
-        model: What the weights are of.
+        model: Config of the model.
         weights: Host arrays by the trainer's names.
         rules: Map them onto the engine's parameters, as for `Engine.update_weights`.
 

@@ -10,7 +10,7 @@ from sgljax_engine.models.decoder import DecoderTraits, decoder
 def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
     hf.check_settings(config, hidden_act="silu")
     hf.check_full_attention(config)
-    # Llama 2's config.json names no base; it is from before there was a choice.
+    # Llama 2's config.json names no base; it predates the setting.
     rope = hf.read_rope(config, default_theta=10_000.0)
     return hf.dense_config(config, rope=rope, tied_by_default=False)
 

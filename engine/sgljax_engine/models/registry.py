@@ -25,7 +25,7 @@ MODELS: dict[str, ModelDefinition] = {
 
 
 def get_model(architecture: str | None) -> ModelDefinition:
-    """The model of that name, or UnsupportedModelError naming those that exist."""
+    """The model of that name; raises UnsupportedModelError with the known names."""
     if architecture not in MODELS:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported; supported: {', '.join(MODELS)}"

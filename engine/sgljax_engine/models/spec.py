@@ -1,4 +1,4 @@
-"""What a model tells the rest of the engine about itself."""
+"""The interface of a model to the rest of the engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig
 
 Params = Mapping[str, jax.Array]
-"""Physical weights by parameter name, a pytree of leaves that programs take as an argument."""
+"""Physical weights by parameter name: a pytree that programs take as an argument."""
 
 LayerCache = LayerKV | PagedRows
-"""One layer's cache. Models only hand it on."""
+"""One layer's cache. Models only pass it on."""
 
 Attend = Callable[
     [jax.Array, jax.Array, jax.Array, LayerCache | None, AttentionOptions],
@@ -28,17 +28,17 @@ Attend = Callable[
 ]
 """`attend(q[T, N, H], k[T, K, H], v[T, K, H], layer_kv, options) -> (out[T, N, H], new layer_kv)`.
 
-The model computes q, k and v and says how the layer attends; whoever runs it decides where keys
-live: in pages, in rows too (decode on CPUs), or nowhere (scoring), with `layer_kv` None.
+The model computes q, k and v and gives the layer's options; the caller decides where keys live: in
+pages, also in contiguous KV (decode on CPUs), or nowhere (scoring), with `layer_kv` None.
 """
 
 
 KV_HEADS_AXIS = "kv_heads"
-"""The logical axis of key and value heads, which may be fewer than the devices to spread over."""
+"""The logical axis of key and value heads, which may be fewer than the devices of the mesh axis."""
 
 
 class ParamKind(enum.Enum):
-    """What a parameter is, which decides its physical layout and how HF stores it."""
+    """Kind of a parameter, which decides its physical layout and how HF stores it."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -54,8 +54,8 @@ class ParamSpec(NamedTuple):
     Attributes:
         shape: Logical shape: linear weights are [in, out], embedding tables [vocab, dim].
         kind: See `ParamKind`.
-        axes: Logical axis names, one a dimension, for sharding; None is never sharded. An axis
-            of key or value heads is called `KV_HEADS_AXIS`.
+        axes: Logical axis names for sharding, one per dimension; None is never sharded. An axis of
+            key or value heads is called `KV_HEADS_AXIS`.
         alias: The name that Tunix's `sglang_jax` mappings use for it.
     """
 
@@ -69,9 +69,9 @@ class ModelContext(NamedTuple):
     """Static facts that a forward pass is compiled for. Hashable.
 
     Attributes:
-        tile_widths: Tokens that may go through the layers together, ascending, all with the same
-            bits (`runner.widths`); empty for as many as a batch has, whatever bits they get.
-        projections: Multiplies by weights; models call `linear` and `unembed`.
+        tile_widths: Widths of tiles that all give a token the same bits, ascending
+            (`runner.widths`); empty to process a whole batch together, without that guarantee.
+        projections: Products with weights; models call `linear` and `unembed`.
         lora_rank: Rank of each adapter slot; 0 without adapters.
     """
 
@@ -83,11 +83,11 @@ class ModelContext(NamedTuple):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether a token is to have the same bits in any batch."""
+        """Whether a token must have the same bits in any batch."""
         return bool(self.tile_widths)
 
     def linear(self, weight: jax.Array, x: jax.Array) -> jax.Array:
-        """`x @ W` over features, activations and weight as the layout says."""
+        """`x @ W` over features, with activations and weight in the layout."""
         return self.projections.linear(
             weight, x, self.layout, is_batch_invariant=self.is_deterministic
         )
@@ -103,11 +103,12 @@ class ModelDefinition(NamedTuple):
     """An architecture.
 
     Attributes:
-        config_from_hf: From the contents of HF's config.json; refuses what is not implemented.
+        config_from_hf: Builds the config from the contents of HF's config.json; refuses what is not
+            implemented.
         param_specs: All parameters of a config, by Hugging Face's dotted names.
         forward: (params, context, input_ids[T], positions[T], attend, kv, tokens, adapters[T]) ->
-            (hidden[T, D], kv). `tokens` says how to take tokens through the layers, `adapters` the
-            adapter slot of each, int32, -1 for none; None where no token has one.
+            (hidden[T, D], kv). `tokens` says how tokens go through the layers. `adapters` holds the
+            adapter slot of each token, int32, -1 for none; None if no token has one.
         logits: (params, context, hidden[T, D], adapters[T]) -> [T, V] float32.
     """
 
@@ -139,7 +140,7 @@ class ModelDefinition(NamedTuple):
         tokens: Tokens,
         adapters: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
-        """`forward` and the logits [T, V] of all its tokens."""
+        """Runs `forward`, and computes the logits [T, V] of all its tokens."""
         hidden, kv = self.forward(
             params, context, input_ids, positions, attend, kv, tokens, adapters
         )

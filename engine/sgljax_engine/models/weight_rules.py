@@ -1,7 +1,7 @@
-"""Rules for weights that go by a model's own names, Hugging Face's.
+"""Rules for weights under Hugging Face's names.
 
-Names do not tell in which orientation a projection is stored: Hugging Face has it [out, in], the
-engine and most JAX models [in, out], and a square one fits both ways. So each way has its rules.
+Names do not tell the orientation of a projection: Hugging Face stores [out, in], the engine and
+most JAX models [in, out], and a square one fits both. So each orientation has its own rules.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from sgljax_engine.weights.rules import Rule
 
 
 def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
-    """Rules for weights as Hugging Face stores them; what holds where no rules are given.
+    """Rules for weights as Hugging Face stores them; the default where no rules are given.
 
     Projections are [out, in], embeddings and an untied `lm_head` [vocabulary, hidden], norms and
-    biases vectors. What a checkpoint may carry beside its parameters is ignored: the frequencies
-    of old rotary embeddings, and a copy of tied embeddings as `lm_head.weight`.
+    biases vectors. The rules ignore extra tensors of a checkpoint: the frequencies of old rotary
+    embeddings, and a copy of tied embeddings as `lm_head.weight`.
 
     Args:
-        model_config: The model that they are of.
+        model_config: Config of the model.
 
     Raises:
         UnsupportedModelError: for an architecture that is not implemented.
@@ -37,10 +37,10 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
 
 
 def logical_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
-    """Rules for weights by Hugging Face's names in the engine's shapes: projections are [in, out].
+    """Rules for Hugging Face's names with the engine's shapes: projections are [in, out].
 
     Args:
-        model_config: The model that they are of.
+        model_config: Config of the model.
 
     Raises:
         UnsupportedModelError: for an architecture that is not implemented.

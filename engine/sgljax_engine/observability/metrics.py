@@ -1,4 +1,4 @@
-"""Counters of what the engine did. Written by the engine thread, copied out for callers."""
+"""Counters of an engine. Written by the engine thread, and copied for callers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ class EngineCounters:
     Attributes:
         num_requests: Requests added.
         num_finished: Requests that ended, whatever the reason.
-        num_prefill_tokens: Tokens prefilled, again after retractions included.
+        num_prefill_tokens: Tokens prefilled, including repeats after retractions.
         num_cached_tokens: Tokens that requests took from the prefix cache instead.
-        num_page_copies: Shared pages that were copied for a request to write behind.
-        num_output_tokens: Tokens generated.
-        num_dispatches: Scheduler steps that ran something on the device.
-        used_kv_tokens: Tokens that pages in use held at each dispatch, added up: over
+        num_page_copies: Shared pages that were copied so that a request could extend them.
+        num_output_tokens: Tokens generated. num_dispatches: Scheduler steps that ran something on
+            the device.
+        used_kv_tokens: Tokens of the pages in use, summed over dispatches: divided by
             `num_dispatches` and `EngineState.total_kv_tokens` it is the mean use of the KV cache.
         num_decode_rows: Rows of all decode dispatches together.
-        max_decode_batch: Rows of the largest one.
+        max_decode_batch: Rows of the largest decode dispatch.
         num_retractions: Times a running request lost its pages.
         num_aborted: Requests that ended with finish reason `abort`.
         num_pauses: Times that generation was paused.
-        pause_s: Seconds that it was, from the call on; in an `EngineState` the pause of now too.
+        pause_s: Seconds of pauses, from the call on; in an `EngineState` with the current pause.
         num_weight_updates: Weight swaps.
         num_sleeps: Times that the engine went to sleep.
         num_failed_steps: Steps that raised.
         num_first_tokens: Requests that got their first token.
-        time_to_first_token_s: Seconds from the call to the first token, of all of those together.
-        e2e_latency_s: Seconds from the call to the end, of all `num_finished` together.
+        time_to_first_token_s: Seconds from the call to the first token, summed over those requests.
+        e2e_latency_s: Seconds from the call to the end, summed over all `num_finished`.
         prefill_s, decode_s: Seconds the engine thread spent dispatching prefill and in decode.
-        update_s: Seconds that the engine thread spent on new weights; it decodes while they are
-            made elsewhere.
-        sleep_s, wake_s: Seconds that it spent going to sleep and waking up.
+        update_s: Seconds that the engine thread spent on new weights; it decodes while another
+            thread makes them.
+        sleep_s, wake_s: Seconds spent going to sleep and waking up.
     """
 
     num_requests: int = 0
@@ -68,21 +68,22 @@ class EngineCounters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """What an engine took when it started, and why.
+    """Memory that an engine took when it started, and why.
 
-    Bytes are those of all devices along the mesh axis "tp" together, copies included: norms are on
-    each of them, and kv heads on several where "tp" is larger than their number.
+    Bytes are totals over all devices along the mesh axis "tp", copies included: norms are on each
+    device, and kv heads on several if "tp" is larger than their number.
 
     Attributes:
-        weights_bytes: Of the weights; twice as much while an update makes new ones.
-        kv_bytes: Of the KV pages.
-        contiguous_kv_bytes: Of the copies that decode attention on CPUs reads; 0 if it reads pages.
+        weights_bytes: Bytes of the weights; doubled while an update makes new ones.
+        kv_bytes: Bytes of the KV pages.
+        contiguous_kv_bytes: Bytes of contiguous KV for decode attention on CPUs; 0 if it reads
+            pages.
         kv_tokens: Tokens that the pages hold.
         page_size: Tokens in a page.
-        rule: What decided on `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
-            "max_running_requests x max_model_len", which was affordable.
-        free_bytes: Memory that was free once the weights were there, of all devices that a weight
-            is spread over, or of the host for CPUs; None when the devices do not say.
+        rule: The rule that set `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
+            "max_running_requests x max_model_len" if that fits.
+        free_bytes: Memory that was free once the weights were loaded, on all devices that share a
+            weight, or on the host for CPUs; None when the devices do not say.
     """
 
     weights_bytes: int
@@ -96,33 +97,33 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
-    """One consistent look at the engine, taken between two dispatches.
+    """A consistent snapshot of the engine, taken between two dispatches.
 
     Attributes:
         running_batch_size: Requests that hold KV pages.
         waiting_queue_size: Requests that wait for room, or for generation to continue.
-        num_prefilling: Running requests whose prompt is not prefilled to its end.
+        num_prefilling: Running requests whose prompt is not fully prefilled.
         running_rids, waiting_rids: Their ids, oldest first.
-        pause_mode: How generation was paused; None while it is not.
-        asleep: What the engine has not on its devices, since it sleeps; empty while it is awake.
-        host_bytes: Of the copies on the host that it sleeps with.
-        has_weights: Whether weights are there to generate with. Not while they sleep, nor after
-            they were given up, by `sleep(level=2)` or a failed update with donate=True, until an
-            update succeeds.
-        available_kv_tokens: Tokens that free pages hold, and cached ones that may be evicted.
+        pause_mode: Mode of the current pause; None while generation is not paused.
+        asleep: Parts that sleep, so are not on the devices; empty while the engine is awake.
+        host_bytes: Bytes of the host copies that a sleeping engine keeps.
+        has_weights: Whether weights are available. False while they sleep, and after
+            `sleep(level=2)` or a failed update with donate=True dropped them, until an update
+            succeeds.
+        available_kv_tokens: Tokens that free pages and evictable cached pages hold.
         cached_kv_tokens: Tokens that the prefix cache's pages hold, in use or not: the size of
             its tree.
         total_kv_tokens: Tokens that all pages hold.
-        is_kv_allocated: Whether the pages take memory; not between `release_kv_cache` and the next
-            dispatch, nor while they sleep.
-        weight_version: 0 for the first weights, one more with every update.
+        is_kv_allocated: Whether the pages take memory; False between `release_kv_cache` and the
+            next dispatch, and while they sleep.
+        weight_version: Version of the serving weights: 0 at first, incremented by every update.
         adapters: Names of the adapters that are loaded.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
         forward_ct_decode: Decode dispatches since the start or the last flush.
-        num_compiles: Device programs made ready so far; compiled, unless an equal engine of the
-            process had them.
+        num_compiles: Device programs prepared so far: compiled, or found from an equal engine of
+            the process.
         compile_s: Seconds spent compiling them.
-        memory: What the engine took at its start.
+        memory: Memory that the engine took at its start.
         counters: Totals.
     """
 

@@ -1,4 +1,4 @@
-"""What an engine tells of long work, and a look at its work that costs it nothing. Host only."""
+"""Progress of long tasks, and a snapshot that costs the engine nothing. Host only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol
 
 
 class ProgressListener(Protocol):
-    """Is told how far loading and warm-up are.
+    """Receives the progress of loading and warm-up.
 
     `started` and `finished` come in pairs, also when the task fails. `advanced` may come from
-    several threads at once, and is never called for a token or a dispatch. What a listener raises
-    fails the task. Tasks: "read weights"
-    (bytes of a folder), "place weights" (tensors), "compile programs".
+    several threads at once, and is never called for a token or a dispatch. An exception of a
+    listener fails the task. Tasks: "read weights" (bytes of a folder), "place weights" (tensors),
+    "compile programs".
     """
 
     def started(self, task: str, total: int, unit: str) -> None:
@@ -22,7 +22,7 @@ class ProgressListener(Protocol):
         ...
 
     def advanced(self, task: str, count: int) -> None:
-        """So many units more are done."""
+        """`count` more units are done."""
         ...
 
     def finished(self, task: str) -> None:
@@ -32,16 +32,16 @@ class ProgressListener(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineProgress:
-    """A look at an engine that does not wait for it; numbers may be a dispatch apart.
+    """A snapshot of an engine without waiting for it; numbers may be a dispatch apart.
 
     Attributes:
         num_running: Requests that hold KV pages.
         num_waiting: Requests that wait for room, or for generation to continue.
-        num_finished: Requests that ended since the engine started; totals, as those below.
+        num_finished: Requests that ended since the engine started; a total, like those below.
         num_output_tokens: Tokens generated.
         num_prefill_tokens: Tokens prefilled.
         num_cached_tokens: Tokens taken from the prefix cache instead.
-        weight_version: Of the weights that serve.
+        weight_version: Version of the serving weights.
     """
 
     num_running: int
@@ -57,7 +57,7 @@ class EngineProgress:
 def reporting(
     listener: ProgressListener | None, task: str, total: int, unit: str
 ) -> Iterator[Callable[[int], None]]:
-    """Around a task: gives what tells the listener, if there is one, that units are done."""
+    """Wraps a task; yields a function that reports finished units to the listener, if any."""
     if listener is None:
         yield lambda count: None
         return

@@ -1,7 +1,7 @@
-"""Notes what an engine's threads do and when, if asked to. Host only.
+"""Records what an engine's threads do and when, on request. Host only.
 
-Two bounded rings, which forget the oldest entries first. Nothing is noted for a token, and nothing
-but one attribute is read while recording is off. Times are readings of `time.perf_counter`.
+It keeps two bounded rings, which drop the oldest entries first. It records nothing per token, and
+reads only one attribute while recording is off. Times are readings of `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import NamedTuple
 from sgljax_engine.errors import InvalidRequestError
 
 MAX_EVENTS = 200_000
-"""Events, and samples, that a recording holds unless told: some 100 MB at most."""
+"""Default maximum of events, and of samples, in a recording: some 100 MB at most."""
 
 ENGINE_TRACK = "engine"
 DETOKENIZER_TRACK = "detokenizer"
 UPDATES_TRACK = "updates"
 STATE_TRACK = "state"
-"""Of pauses and sleep, which no thread spends time on."""
+"""Track of pauses and sleep, on which no thread spends time."""
 
 Args = Mapping[str, int | float | str]
 
 
 class RecordedEvent(NamedTuple):
-    """Something that took time, or an instant.
+    """An event with a duration, or an instant.
 
     Attributes:
         track: The thread that did it, or "state".
-        name: What.
-        begin_s, end_s: When; equal for an instant.
+        name: Name of the event.
+        begin_s, end_s: Start and end; equal for an instant.
         args: More about it.
     """
 
@@ -47,10 +47,10 @@ class RecordedSample(NamedTuple):
     """The engine's sizes after a dispatch.
 
     Attributes:
-        time_s: When.
-        num_running, num_waiting: Requests.
-        free_kv_tokens: Tokens that free pages hold, and cached ones that may be evicted.
-        weight_version: Of the weights that serve.
+        time_s: Time of the sample.
+        num_running, num_waiting: Numbers of requests.
+        free_kv_tokens: Tokens that free pages and evictable cached pages hold.
+        weight_version: Version of the serving weights.
         num_output_tokens: Tokens generated since the engine started.
     """
 
@@ -63,13 +63,13 @@ class RecordedSample(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What was recorded.
+    """A finished recording.
 
     Attributes:
-        begin_s, end_s: From when to when.
-        events: In the order in which they ended.
-        samples: Oldest first.
-        num_dropped: Entries that were forgotten, since newer ones needed their place.
+        begin_s, end_s: Start and end of the recording.
+        events: Events in the order in which they ended.
+        samples: Samples, oldest first.
+        num_dropped: Entries that newer ones displaced.
     """
 
     begin_s: float
@@ -80,14 +80,14 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """The rings. All methods may be called from any thread; appending to a deque takes no lock.
+    """The rings. Any thread may call all methods; appending to a deque takes no lock.
 
     Attributes:
         is_on: Whether `slice`, `instant` and `sample` should be called.
     """
 
     def __init__(self) -> None:
-        """Off."""
+        """Starts with recording off."""
         self.is_on = False
         self._begin_s = 0.0
         self._events: deque[RecordedEvent] = deque(maxlen=0)
@@ -96,7 +96,7 @@ class Recorder:
         self._open: dict[str, RecordedEvent] = {}
 
     def start(self, max_events: int = MAX_EVENTS) -> None:
-        """Begins a recording; one that is under way is forgotten.
+        """Begins a recording; drops one that is in progress.
 
         Raises:
             InvalidRequestError: unless `max_events` is a positive int.
@@ -109,9 +109,9 @@ class Recorder:
         self.is_on = True
 
     def stop(self) -> Recording:
-        """Ends the recording and hands it over; an empty one if there was none.
+        """Ends the recording and returns it; it is empty if none was started.
 
-        A pause or a sleep that is not over is cut off at the end.
+        An unfinished pause or sleep ends with the recording.
         """
         was_on, self.is_on = self.is_on, False
         now = time.perf_counter()
@@ -126,27 +126,27 @@ class Recorder:
         )
 
     def slice(self, track: str, name: str, begin_s: float, end_s: float, args: Args) -> None:
-        """Notes what took time."""
+        """Records an event with a duration."""
         next(self._count)
         self._events.append(RecordedEvent(track, name, begin_s, end_s, args))
 
     def instant(self, track: str, name: str, args: Args) -> None:
-        """Notes what happens now."""
+        """Records an instant."""
         now = time.perf_counter()
         self.slice(track, name, now, now, args)
 
     def sample(self, sample: RecordedSample) -> None:
-        """Notes the engine's sizes."""
+        """Records the engine's sizes."""
         next(self._count)
         self._samples.append(sample)
 
     def begin(self, name: str, args: Args) -> None:
-        """A state begins, whether or not a recording is on; one of the name that lasts goes on."""
+        """Begins a state, even while recording is off; a state of that name in progress goes on."""
         now = time.perf_counter()
         self._open.setdefault(name, RecordedEvent(STATE_TRACK, name, now, now, args))
 
     def end(self, name: str) -> None:
-        """A state is over; does nothing if it had not started."""
+        """Ends a state; does nothing if it had not started."""
         started = self._open.pop(name, None)
         if started is not None and self.is_on:
             self.slice(STATE_TRACK, name, started.begin_s, time.perf_counter(), started.args)

@@ -1,1 +1,1 @@
-"""What happens to a request outside the device: from prompts to tokens, from tokens to text."""
+"""Processing of requests on the host: from prompts to tokens, and from tokens to text."""

@@ -22,14 +22,14 @@ _RESERVED_TEMPLATE_OPTIONS = frozenset(
         "truncation",
     }
 )
-"""Arguments of Hugging Face's `apply_chat_template` that would change what it returns."""
+"""Arguments of Hugging Face's `apply_chat_template` that would change its return type."""
 
 _GEMMA_ROLES = ("user", "model")
-"""The roles that the fallback template of Tunix's adapter renders; it leaves out all others."""
+"""The roles that the fallback template of Tunix's adapter renders; it drops all others."""
 
 
 def check_messages(messages: object) -> None:
-    """Refuses everything but dicts of text; templates would print the rest as Python does."""
+    """Refuses anything but dicts of text, since templates would print Python representations."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
             "messages must be a list of at least one dict with 'role' and 'content', "
@@ -68,14 +68,14 @@ def render(
     try:
         conversation = [dict(message) for message in messages]
         return tokenizer.apply_chat_template(conversation, **arguments, **options)
-    except Exception as error:  # templates are programs of others and may raise anything
+    except Exception as error:  # templates are foreign programs and may raise anything
         raise InvalidRequestError(f"the chat template cannot render messages: {error}") from error
 
 
 def check_gemma_fallback(
     messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None
 ) -> None:
-    """Refuses what Tunix's fallback template would drop without a word."""
+    """Refuses messages that Tunix's fallback template would drop silently."""
     for index, message in enumerate(messages):
         if message["role"] not in _GEMMA_ROLES:
             raise InvalidRequestError(

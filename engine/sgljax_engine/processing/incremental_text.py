@@ -1,9 +1,9 @@
-"""The text of one request while its tokens arrive. This module imports no JAX.
+"""Incremental text of one request while its tokens arrive. This module imports no JAX.
 
-The window with a few tokens of context is that of Hugging Face's text-generation-inference and of
-vLLM's slow detokenizer (prefix and read offset). Those hold text back while it ends in U+FFFD, and
-so stall on output that is no valid UTF-8, such as that of an untrained model; here no more than
-three characters are held back.
+The window with a few tokens of context comes from Hugging Face's text-generation-inference and
+vLLM's slow detokenizer (prefix and read offset). Those hold text back while it ends in U+FFFD, so
+they stall on invalid UTF-8, such as the output of an untrained model; here at most three characters
+are held back.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOpt
 
 _REPLACEMENT = "\ufffd"
 _MAX_INCOMPLETE = 3
-"""Bytes of an incomplete UTF-8 character at most; decoders write one U+FFFD for all or for each."""
+"""Maximum bytes of an incomplete UTF-8 character; decoders write one U+FFFD for all or for each."""
 
 _MIN_CONTEXT = 4
-"""Characters in front of new text that fix how it is decoded.
+"""Number of characters before new text that determine how it is decoded.
 
-Decoders find the next character boundary within three bytes, and strip spaces only from the front.
+Decoders find the next character boundary within three bytes, and strip spaces only at the front.
 """
 
 _MAX_WINDOW = 32
@@ -32,12 +32,12 @@ _CONTEXT_TOKENS = 8
 
 
 class StopMatch(NamedTuple):
-    """A stop string that was found.
+    """A stop string found in the output.
 
     Attributes:
         num_tokens: Output tokens up to and including the one that completed the stop string.
-        stop_string: Which one. Of several that the same token completes the one that ends first
-            in the text, and of those that end there the longest.
+        stop_string: The stop string. If a token completes several, the one that ends first in the
+            text, and of those the longest.
     """
 
     num_tokens: int
@@ -47,15 +47,15 @@ class StopMatch(NamedTuple):
 class TextStream:
     """Turns the output tokens of one request into text. Not thread-safe.
 
-    All that `take` returns and what `finish` returns, one after the other, is the decoded text of
-    all ids, cut at a stop string. It does not depend on how ids were grouped into calls of `add`.
+    The results of all calls of `take` and of `finish` add up to the decoded text of all ids, cut at
+    a stop string. The text does not depend on how ids were grouped into calls of `add`.
 
     A character is final once no further token can change it: an incomplete UTF-8 sequence at the
-    end waits for its other bytes, and text that may be the start of a stop string waits until it
-    is one or is not. With a tokenizer that has `byte_run_ids`, a run of byte tokens waits for its
-    end, or for its first invalid byte, because one such byte turns all of it into U+FFFD.
+    end waits for its other bytes, and a possible start of a stop string waits until that is
+    decided. With a tokenizer that has `byte_run_ids`, a run of byte tokens waits for its end or its
+    first invalid byte, because one such byte turns the whole run into U+FFFD.
 
-    Decoding a token costs the same wherever in the output it stands.
+    The cost of decoding a token does not depend on its position.
 
     Attributes:
         match: The stop string that ends the output, once there is one.
@@ -73,12 +73,12 @@ class TextStream:
         """Starts with no tokens.
 
         Args:
-            tokenizer: Decodes.
-            options: How.
+            tokenizer: Tokenizer that decodes the ids.
+            options: Decoding options.
             stop: Strings that end the output.
             include_stop: Keep the stop string in the text.
-            min_tokens: Only a stop string completed by a later output token than this one counts,
-                as in vLLM: with 2, one that the third token completes.
+            min_tokens: A stop string counts only if an output token after this many completes it,
+                as in vLLM: with 2, the third token or a later one.
 
         Raises:
             InvalidRequestError: for an empty stop string or a negative `min_tokens`.
@@ -105,7 +105,7 @@ class TextStream:
     def add(self, ids: Sequence[int]) -> None:
         """Takes the next output tokens, without the stop token if one ended the output.
 
-        Tokens that follow those of `match` are ignored.
+        Ignores tokens after those of `match`.
         """
         if self._is_finished:
             raise RuntimeError("add was called after finish")
@@ -128,7 +128,7 @@ class TextStream:
         return self._take_until(end)
 
     def finish(self) -> str:
-        """Ends the output; returns what no call of `take` has returned. May set `match`."""
+        """Ends the output; returns the text not yet returned by `take`. May set `match`."""
         if not self._is_finished and self.match is None:
             pending = self._decoder.pending
             self._append(self._decoder.flush(), pending)
@@ -136,7 +136,7 @@ class TextStream:
         return self.take()
 
     def _append(self, final: str, old_pending: str) -> None:
-        """Adds text, and looks for stop strings in all that holds for the output so far."""
+        """Adds text, and searches for stop strings in the text of the output so far."""
         num_final = self._start + len(self._text)
         new = final + self._decoder.pending
         self._text += final
@@ -164,7 +164,7 @@ class TextStream:
             self._text = visible[: end if self._include_stop else begin]
 
     def _num_possible_stop(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Number of characters at the end that may begin a stop string."""
         for length in range(min(self._max_overlap, len(self._text)), 0, -1):
             end = self._text[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
@@ -174,7 +174,7 @@ class TextStream:
     def _take_until(self, end: int) -> str:
         text = self._text[self._num_taken - self._start : end - self._start]
         self._num_taken += len(text)
-        # What is taken is kept only as far as a stop string may reach back.
+        # Taken text is kept only as far as a stop string may reach back.
         keep_from = min(self._num_taken, self._start + len(self._text) - self._max_overlap)
         if keep_from > self._start:
             self._text = self._text[keep_from - self._start :]
@@ -183,7 +183,7 @@ class TextStream:
 
 
 class _ByteRun:
-    """Byte tokens in a row, decoded as a whole."""
+    """Consecutive byte tokens, decoded as a whole."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -191,7 +191,7 @@ class _ByteRun:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
 
     def add(self, token: int, byte: int) -> str:
-        """The characters that the byte completes. Sets `is_broken` when the run is no UTF-8."""
+        """The characters that the byte completes. Sets `is_broken` if the run is invalid UTF-8."""
         self.ids.append(token)
         try:
             return self._utf8.decode(bytes([byte]))
@@ -204,8 +204,8 @@ class _IncrementalDecoder:
     """Decodes a window at the end of the output.
 
     Attributes:
-        pending: Text after the final text: it holds for the tokens so far, and the next ones may
-            change it. Only byte runs have such text.
+        pending: Text after the final text, valid for the tokens so far; later tokens may change it.
+            Only byte runs have such text.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
@@ -216,20 +216,20 @@ class _IncrementalDecoder:
         self._bytes_to_ids = {byte: token for token, byte in self._bytes.items()}
         self._max_held = 0 if self._bytes else _MAX_INCOMPLETE
         self._window: list[int] = []
-        self._num_final = 0  # characters of the window's text
+        self._num_final = 0  # in characters of the window's text
         self._cut_at = _MAX_WINDOW
         self._run: _ByteRun | None = None
         self._skipped: dict[int, bool] = {}
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that becomes final with the next tokens."""
+        """Adds tokens; returns the text that becomes final."""
         if self._bytes:
             return "".join([self._push_token(int(token)) for token in ids])
         self._window.extend(map(int, ids))
         return self._advance()
 
     def flush(self) -> str:
-        """The text that is left when no more tokens come."""
+        """The remaining text when no more tokens come."""
         self._end_run()
         return self._decode(self._window)[self._num_final :]
 
@@ -246,12 +246,12 @@ class _IncrementalDecoder:
         return final
 
     def _num_incomplete(self, text: str) -> int:
-        """Characters at the end that the bytes of the next tokens may replace."""
+        """Number of characters at the end that bytes of the next tokens may replace."""
         end = text[-self._max_held :] if self._max_held else ""
         return len(end) - len(end.rstrip(_REPLACEMENT))
 
     def _cut_window(self, text: str) -> None:
-        """Shortens the window to its end, where that gives the same text.
+        """Cuts the window to its end, if that gives the same text.
 
         If the end alone has too little text (skipped tokens, spaces that a decoder strips), the
         start of the window stays as its context.
@@ -295,14 +295,14 @@ class _IncrementalDecoder:
         if run.is_broken:
             return self._break_run(run)
         if complete and self._num_final == 0 and not self.pending:
-            # The first text of all, and decoders may strip a space in front of it.
+            # The very first text, before which decoders may strip a space.
             self.pending = self._decode(self._window + run.ids)
         else:
             self.pending += complete
         return ""
 
     def _break_run(self, run: _ByteRun) -> str:
-        """The run stays invalid whatever follows; one invalid byte stands for it from here."""
+        """Replaces an invalid run by one invalid byte; it stays invalid whatever follows."""
         self.pending = ""
         text = self._decode(self._window + run.ids)
         final = text[self._num_final :]
@@ -317,7 +317,7 @@ class _IncrementalDecoder:
         self.pending = ""
 
     def _is_skipped(self, token: int) -> bool:
-        """Whether a byte run goes on over the token, as it does over skipped special tokens."""
+        """Whether a byte run continues over the token, as over skipped special tokens."""
         if token not in self._skipped:
             lead, *rest = (self._bytes_to_ids[byte] for byte in "\u00e9".encode())
             self._skipped[token] = self._decode([lead, token, *rest]) == "\u00e9"

@@ -1,4 +1,4 @@
-"""From what callers pass to checked requests. Any thread."""
+"""Turns callers' arguments into checked requests. Any thread."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
 
 class Limits(NamedTuple):
-    """What one request may ask for.
+    """Limits of one request.
 
     Attributes:
-        max_model_len: Prompt plus output tokens.
+        max_model_len: Maximum number of prompt plus output tokens.
         max_kv_tokens: Tokens that the whole KV pool holds.
     """
 
@@ -33,7 +33,7 @@ class Limits(NamedTuple):
 
 
 class LogprobArgs(NamedTuple):
-    """The log-prob arguments of a `generate` call: each for all prompts or a list, one for each."""
+    """The log-prob arguments of a `generate` call: each a value for all prompts, or a list."""
 
     return_logprob: Any = False
     logprob_start_len: Any = None
@@ -65,7 +65,7 @@ class LogprobArgs(NamedTuple):
 
 
 class RequestFactory:
-    """Tokenises and checks. Every refusal is an InvalidRequestError naming field and limit."""
+    """Tokenises and checks requests. A refusal is an InvalidRequestError with field and limit."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class RequestFactory:
 
         Args:
             model: Vocabulary and end-of-sequence ids.
-            limits: Of length.
+            limits: Limits of length.
             tokenizer: For text prompts; its end-of-sequence id joins the model's.
-            seeds: For requests that bring none.
+            seeds: Source of seeds for requests without one.
         """
         self.limits = limits
         self._model = model
@@ -100,7 +100,7 @@ class RequestFactory:
         *,
         is_streaming: bool,
     ) -> tuple[list[Request], bool]:
-        """The requests of a `generate` call, and whether its answer is one dict, not a list."""
+        """The requests of a `generate` call, and whether its answer is a single dict."""
         prompts, is_single = self._prompt_ids(prompt, input_ids)
         groups = _groups(rid, len(prompts))
         params = _params_of_each(sampling_params, len(prompts))
@@ -136,15 +136,15 @@ class RequestFactory:
         return requests, is_single and params[0].n == 1
 
     def resume(self, saved: RequestCheckpoint, now_s: float) -> Request:
-        """A request of a checkpoint, as this engine would have made it.
+        """Rebuilds a request of a checkpoint, as this engine would have made it.
 
         Raises:
-            InvalidRequestError: when this engine, with its limits, would not.
+            InvalidRequestError: when this engine's limits refuse it.
         """
         ids = self._check_ids(saved.prompt_ids)
         if saved.output_ids:
             self._check_ids(saved.output_ids)
-        if saved.status is RequestStatus.FINISHED:  # whatever it asked for, it has
+        if saved.status is RequestStatus.FINISHED:  # it needs no more checks
             return saved.to_request((), None, now_s)
         stop_ids = self._check_request(ids, saved.params)
         self._check_logprobs(ids, saved.logprob_options)
@@ -155,13 +155,13 @@ class RequestFactory:
                 f"request {saved.rid!r} has {len(saved.output_ids)} of "
                 f"{saved.params.max_new_tokens} new tokens and is not finished"
             )
-        request.is_streaming = False  # whoever read the stream is gone
+        request.is_streaming = False  # the stream's reader is gone
         return request
 
     def check_scored(
         self, sequences: Any, temperature: Any, start_lens: Any
     ) -> tuple[list[list[int]], list[int]]:
-        """Sequences and start lengths of a `score` call, checked."""
+        """Checked sequences and start lengths of a `score` call."""
         if SamplingParams(temperature=temperature).temperature == 0.0:
             raise InvalidRequestError(f"temperature must be > 0 to score, got {temperature!r}")
         if isinstance(sequences, (str, bytes, Mapping)) or not hasattr(sequences, "__iter__"):
@@ -306,7 +306,7 @@ class RequestFactory:
                 )
 
     def _logit_edits(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> LogitEdits | None:
-        """What the request adds to logits; refuses settings that could forbid every token."""
+        """The request's changes to logits; refuses settings that could forbid every token."""
         bias, allowed = params.logit_bias or {}, params.allowed_token_ids
         for name, ids in (
             ("logit_bias", bias),
@@ -350,7 +350,7 @@ def _loras(lora: Any, count: int) -> list[str | None]:
 
 
 def _groups(rid: Any, count: int) -> list[str]:
-    """The id of each prompt: the caller's, or a new one."""
+    """The id of each prompt: the caller's or a new one."""
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
     groups = [rid] if isinstance(rid, str) else rid
@@ -366,7 +366,7 @@ def _groups(rid: Any, count: int) -> list[str]:
 
 
 def _prompt_hint(given: Any) -> str:
-    """What to do with a prompt that is no text, as others' habits have it."""
+    """A hint for a prompt that is not text, as other engines accept it."""
     if isinstance(given, Mapping):
         if "role" in given:
             return "; messages go into Engine.chat"

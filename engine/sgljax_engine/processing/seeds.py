@@ -11,7 +11,7 @@ _MASK = (1 << 64) - 1
 
 
 class SeedSource:
-    """Hands out fresh seeds to requests that bring none. Thread-safe."""
+    """Gives fresh seeds to requests without one. Thread-safe."""
 
     def __init__(self, seed: int | None) -> None:
         """Starts from a seed, or from the operating system's entropy."""
@@ -30,8 +30,8 @@ def derive_seed(seed: int, index: int) -> int:
     Mixes with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 
     Args:
-        seed: The request's, in [0, 2**63 - 1].
-        index: Of the sample, >= 0.
+        seed: The request's seed, in [0, 2**63 - 1].
+        index: Index of the sample, >= 0.
 
     Returns:
         A seed in [0, 2**63 - 1].

@@ -16,7 +16,7 @@ from sgljax_engine.types import Request
 
 
 class _Event(NamedTuple):
-    """A piece of the output at a place in the call, or what its request failed with.
+    """A piece of the output with its index in the call, or the error of its request.
 
     The piece with a finish reason is the last.
     """
@@ -27,9 +27,9 @@ class _Event(NamedTuple):
 
 
 def _make_answers(count: int, put: Callable[[_Event], None]) -> list[Answer]:
-    """Answers that hand every piece, and the last one or a failure at the end, to `put`.
+    """Answers that pass every piece, and finally the last one or an error, to `put`.
 
-    `put` is called on the detokenizer's thread, at shutdown on the engine's.
+    `put` is called on the detokenizer thread, and at shutdown on the engine thread.
     """
 
     def answer(index: int) -> Answer:
@@ -45,14 +45,14 @@ def _make_answers(count: int, put: Callable[[_Event], None]) -> list[Answer]:
 
 
 class _Pieces:
-    """What both iterators know: which requests go on, and how to end them."""
+    """State of both iterators: which requests are unfinished, and how to end them."""
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
         self._open = dict(enumerate(requests))
         self._abandon = abandon
 
     def _take(self, event: _Event) -> dict[str, Any] | None:
-        """The dict to hand out; raises what the request failed with.
+        """The dict to return; raises the error of a failed request.
 
         None if the stream was closed meanwhile, by another thread or task.
         """
@@ -64,8 +64,8 @@ class _Pieces:
             try:
                 raise error
             finally:
-                # An error refers to the frames that it passed; none of them may refer to it, or
-                # it would keep them, and what they have, until a collection.
+                # An error refers to the frames that it passed. If a frame referred to it, it would
+                # keep them and their locals alive until a garbage collection.
                 del event, error
         if output.finish is not None:
             self._open.pop(index, None)
@@ -77,29 +77,29 @@ class _Pieces:
             self._open = {}
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At the interpreter's end the engine is gone, and modules may have lost their globals.
+        # At interpreter exit the engine is gone, and modules may have lost their globals.
         if not is_finalizing():
             self._end()
 
 
 class TokenStream(_Pieces, Iterator[dict[str, Any]]):
-    """What `Engine.generate(stream=True)` returns. For one thread at a time.
+    """Result of `Engine.generate(stream=True)`. For one thread at a time.
 
     Each item is a dict like `generate`'s with `index`, the place of the output among those of the
-    call, and what is new: `text` and `output_ids` (and log-probs) since the output's last item.
-    Text never ends inside a UTF-8 character, and adds up to the text of the whole output.
-    `meta_info["finish_reason"]` is None but in an output's last item.
+    call. Its `text`, `output_ids` and log-probs are those since the output's last item. Text never
+    ends inside a UTF-8 character, and adds up to the text of the whole output.
+    `meta_info["finish_reason"]` is None except in an output's last item.
 
-    `close`, or dropping the iterator, aborts what is unfinished.
+    `close`, or dropping the iterator, aborts unfinished requests.
     """
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
-        """Iterates over requests that are to be submitted with `make_answers`."""
+        """Iterates over requests that the caller submits with `make_answers`."""
         super().__init__(requests, abandon)
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
 
     def make_answers(self) -> list[Answer]:
-        """Answers for the requests. They hold no reference to the stream, nor it to them."""
+        """Answers for the requests. Neither they nor the stream hold a reference to the other."""
         return _make_answers(len(self._open), self._events.put)
 
     def __next__(self) -> dict[str, Any]:
@@ -116,19 +116,19 @@ class TokenStream(_Pieces, Iterator[dict[str, Any]]):
         return piece
 
     def close(self) -> None:
-        """Aborts what is unfinished; there are no more items. Idempotent."""
+        """Aborts unfinished requests and ends the iteration. Idempotent."""
         self._end()
 
 
 class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
-    """What `Engine.async_generate(stream=True)` returns; items as those of `TokenStream`.
+    """Result of `Engine.async_generate(stream=True)`; items are those of `TokenStream`.
 
-    `aclose`, dropping the iterator, or cancelling a task that waits in it aborts what is
-    unfinished.
+    `aclose`, dropping the iterator, or cancelling a task that waits in it aborts unfinished
+    requests.
     """
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
-        """As of `TokenStream`. Needs a running event loop, the one to iterate in."""
+        """See `TokenStream`. Needs a running event loop, the one to iterate in."""
         super().__init__(requests, abandon)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
         def put(event: _Event) -> None:
             try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
-            except RuntimeError:  # the loop is closed: nobody will ever read
+            except RuntimeError:  # the loop is closed: no one will ever read
                 stream = ref()
                 if stream is not None:
                     stream._end()
@@ -163,5 +163,5 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
         return piece
 
     async def aclose(self) -> None:
-        """Aborts what is unfinished; there are no more items. Idempotent."""
+        """Aborts unfinished requests and ends the iteration. Idempotent."""
         self._end()

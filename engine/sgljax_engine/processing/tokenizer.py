@@ -24,8 +24,8 @@ class DecodeOptions(NamedTuple):
 
     Attributes:
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: False asks the tokenizer not to put spaces between special
-            tokens. Slow tokenizers of transformers 4 put them by default; those of transformers 5
+        spaces_between_special_tokens: False asks the tokenizer for no spaces between special
+            tokens. Slow tokenizers of transformers 4 add them by default; those of transformers 5
             and all fast ones never do and ignore the option.
     """
 
@@ -37,12 +37,12 @@ DEFAULT_DECODE_OPTIONS = DecodeOptions()
 
 
 def decode_options(params: SamplingParams) -> DecodeOptions:
-    """How a request wants its text."""
+    """The decoding options of a request."""
     return DecodeOptions(params.skip_special_tokens, params.spaces_between_special_tokens)
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer. `decode` is called from the detokenizer thread."""
+    """The tokenizer interface of the engine. The detokenizer thread calls `decode`."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -53,21 +53,21 @@ class Tokenizer(Protocol):
     def byte_run_ids(self) -> Mapping[int, int]:
         """The byte of each byte-fallback token, if a run of such tokens is decoded as a whole.
 
-        Then one invalid byte turns its whole run into U+FFFD, valid characters included, so the
-        text of a run is not final before the run ends. Empty for all other tokenizers.
+        In such a tokenizer one invalid byte turns its whole run into U+FFFD, valid characters
+        included, so the text of a run is not final before its end. Empty for all other tokenizers.
         """
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens added as the tokenizer does."""
+        """Token ids of a prompt, with the tokenizer's special tokens."""
         ...
 
     def check_decode_options(self, options: DecodeOptions) -> None:
-        """Raises InvalidRequestError, naming field and value, for options it cannot honour."""
+        """Raises InvalidRequestError with field and value for unsupported options."""
         ...
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """Text of token ids. Spaces are never cleaned up: all that the model wrote is kept."""
+        """Text of token ids, without any clean-up of spaces."""
         ...
 
     def apply_chat_template(
@@ -77,13 +77,13 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, written by the tokenizer's own chat template.
+        """Token ids of a conversation, rendered with the tokenizer's own chat template.
 
         Args:
-            messages: Dicts with a `role` and a `content`, both text. A message that has
-                `tool_calls` may do without content.
+            messages: Dicts with a `role` and a `content`, both text. A message with `tool_calls`
+                may lack content.
             add_generation_prompt: End with the header of an assistant message.
-            template_options: More arguments of the template (`enable_thinking`, `tools`, ...).
+            template_options: More arguments for the template (`enable_thinking`, `tools`, ...).
 
         Raises:
             InvalidRequestError: for malformed messages, for a tokenizer without a template, and
@@ -111,7 +111,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def _byte_run_ids(self) -> Mapping[int, int]:
-        # Found by trying, since which decoder a tokenizer has is not public.
+        # Found by trial, since a tokenizer's decoder is not public.
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = self._tokenizer.convert_tokens_to_ids(names)
         if None in ids or self._tokenizer.convert_ids_to_tokens(ids) != names:
@@ -130,8 +130,8 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
         """See `Tokenizer`.
 
-        A tokenizer's own setting of `clean_up_tokenization_spaces` is overruled: the clean-up
-        takes away spaces that the model wrote, and makes the text of a prefix change later.
+        This overrides the tokenizer's own `clean_up_tokenization_spaces`: the clean-up removes
+        spaces that the model wrote, and later changes the text of a prefix.
         """
         changed: dict[str, bool] = {}
         if not options.spaces_between_special_tokens:
@@ -150,7 +150,7 @@ class HFTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `Tokenizer`. Special tokens are those that the template writes, BOS among them."""
+        """See `Tokenizer`. All special tokens, BOS included, come from the template."""
         return list(
             render(
                 self._tokenizer,
@@ -194,7 +194,7 @@ class TunixTokenizer:
         return [bos, *ids]
 
     def check_decode_options(self, options: DecodeOptions) -> None:
-        """See `Tokenizer`. Only the defaults can be honoured."""
+        """See `Tokenizer`. Supports only the defaults."""
         _check_bools(options)
         for field, default in DecodeOptions._field_defaults.items():
             value = getattr(options, field)
@@ -211,8 +211,8 @@ class TunixTokenizer:
         return self._tokenizer.decode(self._known(ids))
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        # A model may have more tokens than its tokenizer, for padding. Hugging Face leaves them
-        # out of the text; SentencePiece raises an error.
+        # A model may have more tokens than its tokenizer, for padding. Hugging Face leaves them out
+        # of the text, but SentencePiece raises an error.
         return [int(token) for token in ids if self._num_pieces is None or token < self._num_pieces]
 
     def apply_chat_template(
@@ -222,7 +222,7 @@ class TunixTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `Tokenizer`. The conversation starts with one BOS, as all prompts of Tunix do."""
+        """See `Tokenizer`. The conversation starts with one BOS, like all prompts of Tunix."""
         if not callable(getattr(self._tokenizer, "apply_chat_template", None)):
             raise InvalidRequestError(
                 f"messages need a chat template, and a tokenizer of type "
@@ -254,7 +254,7 @@ class TunixTokenizer:
 
 
 class TunixHFTokenizer(TunixTokenizer):
-    """Tunix's adapter over a Hugging Face tokenizer: encodes as the one, decodes as the other."""
+    """Tunix's adapter over a Hugging Face tokenizer: the adapter encodes, the tokenizer decodes."""
 
     def __init__(self, adapter: Any, tokenizer: Any) -> None:
         """Wraps the adapter and the tokenizer inside it."""
@@ -279,7 +279,7 @@ class TunixHFTokenizer(TunixTokenizer):
 
 
 class SentencePieceTokenizer(TunixTokenizer):
-    """A bare SentencePiece processor, whose methods have other names."""
+    """A bare SentencePiece processor; its methods have other names."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
@@ -295,8 +295,8 @@ def wrap_tokenizer(tokenizer: Any) -> Tokenizer:
     """Wraps a user's tokenizer, or raises InvalidConfigError saying what is accepted."""
     adapter = _adapter_class(tokenizer)
     if adapter is not None:
-        # An adapter answers for all attributes of what it wraps, so it is looked at first. One
-        # with a decode method of its own keeps it.
+        # An adapter has all attributes of the tokenizer inside it, so it is checked first. An
+        # adapter with its own decode method keeps it.
         if type(tokenizer).decode is adapter.decode:
             inner = tokenizer.tokenizer
             if _adapter_class(inner) is not None:  # Tunix's command line wraps twice
@@ -320,13 +320,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     """The Hugging Face tokenizer of a model folder; None when the folder has none."""
     if not any((Path(folder) / name).exists() for name in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # heavy, and needed by no other path
+    from transformers import AutoTokenizer  # heavy, and only needed here
 
     return HFTokenizer(AutoTokenizer.from_pretrained(str(folder)))
 
 
 def _base_class(tokenizer: object, module: str, name: str) -> type | None:
-    """The class of that name among the bases, without importing its module."""
+    """The base class of that name, found without importing its module."""
     for base in type(tokenizer).__mro__:
         if (base.__module__, base.__name__) == (module, name):
             return base
@@ -350,7 +350,7 @@ def _num_pieces(tokenizer: Any) -> int | None:
 
 
 def _has_gemma_fallback(tokenizer: Any) -> bool:
-    """Whether Tunix's adapter would write Gemma's format, for want of a template."""
+    """Whether Tunix's adapter would use Gemma's format, for lack of a template."""
     return _adapter_class(tokenizer) is not None and not hasattr(
         tokenizer.tokenizer, "apply_chat_template"
     )

@@ -1,1 +1,1 @@
-"""From a scheduler's decision to device programs and back."""
+"""Turns a scheduler's decision into device programs, and reads the results back."""

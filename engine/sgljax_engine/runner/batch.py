@@ -1,10 +1,10 @@
 """Host arrays for one dispatch, padded to bucket sizes.
 
-Every array is built fresh for its dispatch and never written to afterwards: JAX on CPU may read
-an aligned numpy array in place instead of copying it.
+Every array is built anew for its dispatch and never written to afterwards: JAX on CPU may read an
+aligned numpy array in place instead of copying it.
 
-The batch types are annotated with `jax.Array`, which they are inside a program; on their way
-there their leaves are numpy arrays of the same shapes and dtypes.
+The batch types are annotated with `jax.Array`, as inside a program; on the host their leaves are
+numpy arrays of the same shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from sgljax_engine.cache.contiguous_kv import CHUNK, SHARING_UNIT
 from sgljax_engine.types import NO_ADAPTER, PageCopy, PrefillChunk, Request
 
 NO_SLOT = np.iinfo(np.int32).max
-"""A slot beyond every pool: writes to it are dropped."""
+"""A slot beyond any pool: writes to it are dropped."""
 
 _COPY_GROUP = 8
 """Pages that are copied together."""
 
 
 class ForwardBatch(NamedTuple):
-    """Ragged tokens of several requests, cut into blocks of `T // N` tokens of one request.
+    """Ragged tokens of several requests, in blocks of `T // N` tokens of one request.
 
-    Shape:
-        input_ids, positions: [T] int32; padding is 0.
-        slot_mapping: [T] int32, where each token's K and V go; `NO_SLOT` for padding.
-        page_table: [N, P] int32, the pages of each block's request.
-        seq_lens: [N] int32, keys that each block may see, itself included; 0 for unused blocks.
-        adapters: [N] int32, the adapter slot of each block's request, -1 for none; None for an
-            engine without adapters.
+    Shape: input_ids, positions: [T] int32; padding is 0. slot_mapping: [T] int32, slot of each
+        token's K and V; `NO_SLOT` for padding. page_table: [N, P] int32, the pages of each block's
+        request. seq_lens: [N] int32, keys that each block may see, itself included; 0 for unused
+        blocks. adapters: [N] int32, the adapter slot of each block's request, -1 for none; None for
+        an engine without adapters.
     """
 
     input_ids: jax.Array
@@ -49,15 +47,12 @@ class ForwardBatch(NamedTuple):
 class DecodeBatch(NamedTuple):
     """Rows that decode together, one request each.
 
-    Shape (all [B] unless said):
-        input_ids: int32, each request's newest token.
-        positions: int32, that token's position.
-        page_table: [B, P] int32.
-        step_limits: int32, steps that the row may take; 0 for padding rows.
-        ends_at_limit: bool, the row reaches its max_new_tokens at `step_limits`.
-        num_ready: Scalar int32, chunks of the decode rows that hold what the pages do.
-        adapters: int32, the adapter slot of each request, -1 for none; None for an engine without
-            adapters.
+    Shape (all [B] unless said): input_ids: int32, each request's newest token. positions: int32,
+        that token's position. page_table: [B, P] int32. step_limits: int32, steps that the row may
+        take; 0 for padding rows. ends_at_limit: bool, whether the row reaches its max_new_tokens at
+        `step_limits`. num_ready: Scalar int32, chunks of contiguous KV that match the pages
+        already. adapters: int32, the adapter slot of each request, -1 for none; None for an engine
+        without adapters.
     """
 
     input_ids: jax.Array
@@ -70,12 +65,12 @@ class DecodeBatch(NamedTuple):
 
 
 def pick_bucket(buckets: Sequence[int], size: int) -> int:
-    """The smallest bucket that holds `size`. `buckets` ascend and the last holds everything."""
+    """The smallest bucket that holds `size`. `buckets` ascend, and the last holds any size."""
     return next(bucket for bucket in buckets if bucket >= size)
 
 
 def rows_above_smaller_bucket(buckets: Sequence[int], size: int) -> int:
-    """Rows of `size` that must finish before the others fit a smaller bucket; beyond all if none.
+    """Number of rows that must finish before the rest fits a smaller bucket; > `size` if none is.
 
     `buckets` ascend.
     """
@@ -84,7 +79,7 @@ def rows_above_smaller_bucket(buckets: Sequence[int], size: int) -> int:
 
 
 def grow_buckets(first: int, factor: int, last: int) -> tuple[int, ...]:
-    """`first` and its multiples by powers of `factor` as far as they are below `last`, then it."""
+    """`first` times powers of `factor` while below `last`, then `last`."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -93,11 +88,11 @@ def grow_buckets(first: int, factor: int, last: int) -> tuple[int, ...]:
 
 
 def default_batch_buckets(max_running: int, platform: str) -> tuple[int, ...]:
-    """Decode batch sizes, ascending, `max_running` the last.
+    """Decode batch sizes, ascending, up to `max_running`.
 
-    On accelerators powers of four: padding rows attend to nothing and share the reading of the
-    weights. A CPU soon spends most of a step on computing rows, padding too, so its sizes double
-    from 4 on, with one half-way between them from 64 on.
+    On accelerators they are powers of four: padding rows attend to nothing, and all rows share one
+    read of the weights. A CPU soon spends most of a step on rows, padding included, so its sizes
+    double from 4 on, with one half-way between from 64 on.
     """
     if platform != "cpu":
         return grow_buckets(1, 4, max_running)
@@ -108,15 +103,15 @@ def default_batch_buckets(max_running: int, platform: str) -> tuple[int, ...]:
 
 
 def prefill_pass(platform: str) -> int | None:
-    """Tokens that a prefill takes through the layers together; None for all of a bucket.
+    """Number of tokens that prefill takes through the layers in one pass; None for a whole bucket.
 
-    A CPU is busy with a few already, an accelerator wants as many as there are.
+    A few tokens keep a CPU busy; an accelerator needs as many as possible.
     """
     return 256 if platform == "cpu" else None
 
 
 def default_token_buckets(max_tokens: int, per_pass: int | None) -> tuple[int, ...]:
-    """Up to `max_tokens`: a quarter of a pass and whole ones; powers of two without passes."""
+    """Buckets up to `max_tokens`: a quarter of a pass and whole passes; else powers of two."""
     if per_pass is None:
         return grow_buckets(256, 2, max_tokens)
     whole = -(-max_tokens // per_pass) * per_pass
@@ -124,7 +119,7 @@ def default_token_buckets(max_tokens: int, per_pass: int | None) -> tuple[int, .
 
 
 def prefill_sizes(buckets: Sequence[int], per_pass: int | None) -> tuple[int, ...]:
-    """Tokens that prefills take the time of, ascending: see `prefill_parts`."""
+    """Token counts that determine the time of a prefill, ascending: see `prefill_parts`."""
     sizes = [0]
     for bucket in buckets:
         step = _tokens_per_part(buckets, per_pass) if _has_passes(bucket, per_pass) else bucket
@@ -136,10 +131,10 @@ def prefill_sizes(buckets: Sequence[int], per_pass: int | None) -> tuple[int, ..
 def prefill_parts(
     num_tokens: int, buckets: Sequence[int], per_pass: int | None
 ) -> list[tuple[int, int]]:
-    """The programs that prefill so many tokens one after another: of each its tokens and bucket.
+    """The programs that together prefill that many tokens: the tokens and bucket of each.
 
-    A program that makes passes gets whole ones, and the smallest bucket's takes what is left, as
-    often as it must; unless what is left fills a pass but for less than that bucket.
+    A program of several passes gets whole passes. The smallest bucket's program takes the rest,
+    repeatedly if needed, unless the rest fills a pass up to less than that bucket.
     """
     bucket, part = pick_bucket(buckets, num_tokens), _tokens_per_part(buckets, per_pass)
     if per_pass is None or not _has_passes(bucket, per_pass) or part == per_pass:
@@ -157,7 +152,7 @@ def _has_passes(bucket: int, per_pass: int | None) -> bool:
 
 
 def _tokens_per_part(buckets: Sequence[int], per_pass: int | None) -> int:
-    """The smallest bucket if passes consist of it, else a pass."""
+    """The smallest bucket if a pass is a multiple of it, else a pass."""
     if per_pass is None or per_pass % buckets[0]:
         return per_pass or buckets[0]
     return buckets[0]
@@ -173,7 +168,7 @@ def build_prefill_batches(
     table_width: int,
     has_adapters: bool = False,
 ) -> list[ForwardBatch]:
-    """Packs chunks block by block; a batch for each of `prefill_parts`, in their order."""
+    """Packs chunks block by block into one batch for each of `prefill_parts`, in order."""
     num_tokens = sum(-(-chunk.num_tokens // block) for chunk in chunks) * block
     packed = _pack(chunks, num_tokens, block, page_size, table_width, has_adapters)
     batches, start = [], 0
@@ -186,7 +181,7 @@ def build_prefill_batches(
 def empty_prefill_batch(
     bucket: int, *, block: int, table_width: int, has_adapters: bool = False
 ) -> ForwardBatch:
-    """A batch of a bucket's shapes, without tokens."""
+    """A batch with a bucket's shapes and no tokens."""
     return _cut(_pack([], 0, block, 1, table_width, has_adapters), 0, 0, bucket, block)
 
 
@@ -198,7 +193,7 @@ def _pack(
     table_width: int,
     has_adapters: bool,
 ) -> ForwardBatch:
-    """All chunks in arrays of just their blocks, `size` tokens."""
+    """Packs all chunks into arrays of exactly their blocks, `size` tokens."""
     input_ids = np.zeros(size, np.int32)
     positions = np.zeros(size, np.int32)
     slot_mapping = np.full(size, NO_SLOT, np.int32)
@@ -227,7 +222,7 @@ def _pack(
 
 
 def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) -> ForwardBatch:
-    """`count` tokens of a batch from `start` on, padded to a bucket."""
+    """Takes `count` tokens of a batch from `start` on, padded to a bucket."""
 
     def cut(x: jax.Array, unit: int, fill: int = 0) -> Any:
         out = np.full((bucket // unit, *x.shape[1:]), fill, np.int32)
@@ -247,9 +242,9 @@ def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) 
 def build_copies(
     copies: Sequence[PageCopy], *, max_copies: int, num_pages: int
 ) -> tuple[np.ndarray, np.ndarray, np.int32]:
-    """Source and target page ids in groups, int32 [G, C] each, and the groups that hold copies.
+    """Source and target page ids in groups, int32 [G, C] each, and the number of used groups.
 
-    There are groups for `max_copies`; padding writes beyond the pool, to no page.
+    There are groups for `max_copies` copies; padding writes beyond the pool, to no page.
     """
     shape = (-(-max_copies // _COPY_GROUP), _COPY_GROUP)
     sources = np.zeros(shape, np.int32)
@@ -262,22 +257,22 @@ def build_copies(
 def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
     """The order in which requests become rows.
 
-    Attention works through tiles of neighbouring rows, each to its longest context, so the longest
-    come first and equal ones as they come. But requests of one prompt, whose pages they share, go
-    together as far as they fill units of `SHARING_UNIT` rows: a unit reads what all of its rows
-    share once. Units come before the other rows.
+    Attention processes tiles of neighbouring rows, each up to its longest context, so the longest
+    rows come first, and equal ones keep their order. But requests with the same prompt share its
+    pages, and are grouped where they fill units of `SHARING_UNIT` rows: a unit reads the pages that
+    all its rows share once. Units come before the other rows.
     """
     lengths = [-request.kv_len for request in requests]
     samples: dict[int, list[int]] = {}
     rest: list[int] = []
     for place in sorted(range(len(requests)), key=lengths.__getitem__):
         request = requests[place]
-        # The last token of a prompt is the first decode step's, so its page is not shared.
+        # The last token of a prompt is the first decode step's input, so its page is not shared.
         num_shared = (len(request.prompt_ids) - 1) // page_size
-        if num_shared * page_size < CHUNK:  # nothing that attention could read once
+        if num_shared * page_size < CHUNK:  # too little for attention to share
             rest.append(place)
         else:
-            # A page belongs to one prefix, so those that share a prompt's last share all.
+            # A page belongs to one prefix, so requests that share a prompt's last page share all.
             samples.setdefault(request.pages[num_shared - 1], []).append(place)
     units: list[list[int]] = []
     for places in samples.values():
@@ -296,7 +291,7 @@ def build_decode_batch(
     table_width: int,
     has_adapters: bool = False,
 ) -> DecodeBatch:
-    """One row a request, padded to a batch bucket with rows that take no step."""
+    """One row per request, padded to a batch bucket with rows that take no step."""
     size = pick_bucket(buckets, len(requests))
     input_ids = np.zeros(size, np.int32)
     positions = np.zeros(size, np.int32)

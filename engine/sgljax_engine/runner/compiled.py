@@ -1,7 +1,7 @@
-"""The compiled device programs: one a bucket, made ahead of time, counted. Engine thread only.
+"""The compiled device programs: one per bucket, ahead of time, counted. Engine thread only.
 
-Ahead of time the engine thread traces and lowers one program after another, which is Python, while
-other threads compile those that are lowered, which XLA does without Python's lock.
+The engine thread traces and lowers one program after another in Python, while other threads compile
+the lowered ones, which XLA does without Python's lock.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sgljax_engine.xla_options import Options, compiler_options
 logger = logging.getLogger(__name__)
 
 _MAX_COMPILE_THREADS = 8
-"""XLA uses several threads for one program already, and each program takes memory meanwhile."""
+"""XLA uses several threads for one program already, and each compilation takes memory."""
 
 _MAX_FUNCTIONS = 64
-"""Each keeps its programs, of all shapes; an engine has up to six."""
+"""Each function keeps its programs of all shapes; an engine has up to six functions."""
 
 
 class ProgramCall(NamedTuple):
@@ -40,17 +40,17 @@ class ProgramCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What its compiled program is found by. Dtypes are the same in all calls of a name."""
+        """Key of the compiled program. All calls with the same name have the same dtypes."""
         leaves, structure = jax.tree.flatten(self.args)
         return (self.name, structure, *(np.shape(leaf) for leaf in leaves))
 
 
 class ProgramState(NamedTuple):
-    """What programs work on beside their arguments.
+    """State that programs use beside their arguments.
 
     Attributes:
-        weights, kv, contiguous_kv: As the runner has them.
-        moved: Contents of some pages, on their way out of `kv` or into it.
+        weights, kv, contiguous_kv: The runner's arrays.
+        moved: Contents of some pages that move out of `kv` or into it.
     """
 
     weights: Any
@@ -60,7 +60,7 @@ class ProgramState(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A device program: the state that it takes before its arguments, and what it returns.
+    """A device program: the state that it takes before its arguments, and the state it returns.
 
     State that it takes and returns is donated.
     """
@@ -83,7 +83,7 @@ _PROGRAMS = {
 
 
 def takes_kv(name: str) -> bool:
-    """Whether a program works on the KV pages."""
+    """Whether a program uses the KV pages."""
     return "kv" in _PROGRAMS[name].takes
 
 
@@ -91,9 +91,9 @@ class ProgramCache:
     """Programs by name and argument shapes.
 
     Attributes:
-        num_compiles: Programs made ready so far; see `_jitted` for those that are found.
-        compile_s: Seconds that the engine thread spent on that.
-        is_sealed: A program that is not there is refused, not compiled.
+        num_compiles: Number of programs prepared so far; `_jitted` may find one compiled already.
+        compile_s: Seconds that the engine thread spent on them.
+        is_sealed: Whether a missing program is refused instead of compiled.
     """
 
     def __init__(self, static: programs.ProgramContext, placement: Placement) -> None:
@@ -101,7 +101,7 @@ class ProgramCache:
 
         Args:
             static: What programs are compiled for.
-            placement: Where their arguments live.
+            placement: Placement of their arguments.
         """
         self._static = static
         self._placement = placement
@@ -111,10 +111,10 @@ class ProgramCache:
         self.is_sealed = False
 
     def run(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
-        """Runs a program, compiled now if it is new. It donates the parts of the cache it writes.
+        """Runs a program, compiled first if it is new. Donates the parts of the cache it writes.
 
         Returns:
-            The state with the parts that the program made, and its result, None if it has none.
+            The state with the parts that the program updated, and its result, or None.
 
         Raises:
             CompileForbiddenError: when it is new and the cache is sealed.
@@ -134,7 +134,7 @@ class ProgramCache:
         return state._replace(**made), result
 
     def count_new(self, calls: Sequence[ProgramCall]) -> int:
-        """How many programs of the calls are not there yet."""
+        """Number of programs that the calls need and that are not compiled yet."""
         return len({call.key for call in calls} - set(self._programs))
 
     def compile(
@@ -143,13 +143,13 @@ class ProgramCache:
         state: ProgramState,
         on_compiled: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compiles the programs of the calls that are not there yet, several at a time.
+        """Compiles the missing programs of the calls, several at a time.
 
         An error carries a note that names its program.
 
         Args:
-            calls: One of each program.
-            state: What they will work on.
+            calls: One call for each program.
+            state: The state that they will use.
             on_compiled: Called for each program, on the thread that compiled it.
         """
         options = compiler_options(self._placement.platform)
@@ -171,7 +171,7 @@ class ProgramCache:
             self.compile_s += time.perf_counter() - started
 
     def clear(self) -> None:
-        """Lets go of all programs; what engines share stays with the process."""
+        """Drops all programs; those shared between engines stay with the process."""
         self._programs.clear()
 
     def _lower(self, call: ProgramCall, state: ProgramState) -> jax.stages.Lowered:
@@ -202,15 +202,15 @@ def _jitted(
     shardings: tuple[jax.sharding.Sharding, ...],
     structure: Any,
 ) -> Any:
-    """A program before it is compiled: the same object for the same arguments.
+    """A program before compilation: the same object for the same arguments.
 
-    JAX then finds what it traced, lowered and compiled of it for another engine of this process.
+    So JAX finds what it traced, lowered and compiled for another engine of this process.
 
     Args:
-        name: Of `_PROGRAMS`.
-        static: What it is compiled for.
-        shardings: Those of its inputs and outputs, the leaves of a tree.
-        structure: That tree's.
+        name: A key of `_PROGRAMS`.
+        static: Static facts that it is compiled for.
+        shardings: Shardings of its inputs and outputs, as the leaves of a tree.
+        structure: Structure of that tree.
     """
     function, takes, gives = _PROGRAMS[name]
     if "weights" in takes:
@@ -230,7 +230,7 @@ def _compile(
     options: Options | None,
     on_compiled: Callable[[], None],
 ) -> Callable[..., Any]:
-    """Any thread: all that a program is compiled for was settled when it was lowered."""
+    """Compiles a lowered program. Any thread: lowering has fixed everything that it depends on."""
     started = time.perf_counter()
     with _named(key):
         compiled = lowered.compile(compiler_options=options)

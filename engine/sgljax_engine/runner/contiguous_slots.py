@@ -1,7 +1,7 @@
-"""What the last decode dispatch left in the decode rows, and whether the next can go on with it.
+"""What the last decode dispatch left in contiguous KV, and whether the next can reuse it.
 
 Copying the rows' pages takes several percent of a dispatch. If the same requests decode again in
-the same rows, what was copied, and what the steps wrote since, is still there.
+the same rows, the copies and the tokens written since are still there.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from sgljax_engine.types import Request
 
 
 class ContiguousSlots:
-    """Which requests the rows hold, and how far. Engine thread only.
+    """Which requests the rows hold, and up to which token. Engine thread only.
 
-    What is in a request's pages changes behind its rows only if it starts again or is prefilled, of
-    which `changed` hears. Whatever else takes or changes pages or rows must `forget`.
+    A request's pages change without its row only if it starts again or is prefilled; callers report
+    that with `changed`. Any other code that takes or changes pages or rows must call `forget`.
     """
 
     def __init__(self) -> None:
-        """Nothing is in the rows."""
-        # Ids keep no request alive. Another one with the same id has started since.
+        """Starts with empty rows."""
+        # Ids keep no request alive. A new request with the same id must have started since.
         self._ids: list[int] = []
         self._num_rows = self._num_ready = 0
 
     def forget(self) -> None:
-        """The next dispatch copies everything."""
+        """Makes the next dispatch copy everything."""
         self._ids, self._num_rows, self._num_ready = [], 0, 0
 
     def changed(self, requests: Iterable[Request]) -> None:
-        """Forgets everything if any of these is in the rows."""
+        """Forgets everything if any of these requests is in the rows."""
         if not {id(request) for request in requests}.isdisjoint(self._ids):
             self.forget()
 
     def place(self, requests: Sequence[Request], batch: DecodeBatch, num_steps: int) -> int:
-        """Notes a dispatch that is about to start; returns the chunks that it need not copy.
+        """Records a dispatch that is about to start; returns the number of chunks it need not copy.
 
         Args:
-            requests: Of the first rows.
-            batch: Of numpy arrays.
-            num_steps: That it takes at most.
+            requests: Requests of the first rows.
+            batch: The batch, as numpy arrays.
+            num_steps: Maximum number of steps of the dispatch.
         """
         ids, num_rows = [id(request) for request in requests], len(batch.input_ids)
         limits = np.asarray(batch.step_limits)

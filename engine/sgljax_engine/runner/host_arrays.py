@@ -1,7 +1,7 @@
-"""Copies of device arrays in host memory, for as long as a device's memory is lent to others.
+"""Copies of device arrays in host memory, for the time an engine gives up device memory.
 
-They lie in pinned memory where the devices have some, which moves fastest; else in numpy arrays.
-CPU devices compute in host memory anyway, so theirs are numpy arrays too.
+They use pinned memory where the devices have it, since it moves fastest; else numpy arrays. CPU
+devices compute in host memory anyway, so they also use numpy arrays.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ HostMemory = Literal["pinned_host", "numpy"]
 
 _T = TypeVar("_T")
 _ALIGNMENT = 64
-"""JAX on CPUs takes numpy arrays that lie at multiples of this without copying them again."""
+"""JAX on CPUs uses numpy arrays aligned to this without another copy."""
 
 
 class HostArray(NamedTuple):
     """One array on the host.
 
     Attributes:
-        shape, sharding: Of the array on the devices.
+        shape, sharding: Shape and sharding of the array on the devices.
         pinned: The array in pinned memory, or None.
-        parts: Else each different shard, by the slices of the array that it holds.
+        parts: Otherwise each distinct shard, by the slices of the array that it holds.
     """
 
     shape: tuple[int, ...]
@@ -35,14 +35,14 @@ class HostArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array, each part once."""
+        """Bytes of the array, counting each part once."""
         if self.pinned is not None:
             return self.pinned.nbytes
         return sum(part.nbytes for part in self.parts.values())
 
 
 def host_memory(device: Any) -> HostMemory:
-    """What to keep arrays of a `jax.Device`, and of others like it, in."""
+    """The kind of host memory for arrays of a `jax.Device` and others like it."""
     if device.platform == "cpu":
         return "numpy"
     kinds = {memory.kind for memory in device.addressable_memories()}
@@ -50,7 +50,7 @@ def host_memory(device: Any) -> HostMemory:
 
 
 def to_host(tree: Any, memory: HostMemory) -> Any:
-    """Copies a pytree of arrays of this process; each leaf becomes a `HostArray`.
+    """Copies a pytree of this process's arrays; each leaf becomes a `HostArray`.
 
     Waits for all of it.
     """
@@ -67,9 +67,9 @@ def to_host(tree: Any, memory: HostMemory) -> Any:
 
 
 def to_device(tree: Any) -> Any:
-    """The arrays of a pytree of `HostArray`s, as they were. Waits for all of it.
+    """Restores the arrays of a pytree of `HostArray`s. Waits for all of it.
 
-    On CPUs they may use the memory of the copies, which nobody writes to.
+    On CPUs they may use the memory of the copies, which no one writes to.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, HostArray))
     arrays = [_to_device(leaf) for leaf in leaves]
@@ -77,12 +77,12 @@ def to_device(tree: Any) -> Any:
 
 
 def from_numpy(array: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
-    """An array to be put on devices; nobody may write to it any more."""
+    """Wraps an array for the devices; the caller must not write to it any more."""
     return HostArray(array.shape, sharding, None, {_whole(array.shape): array})
 
 
 def to_numpy(host: HostArray) -> np.ndarray:
-    """The whole array; maybe a view of the copy."""
+    """The whole array, possibly a view of the copy."""
     if host.pinned is not None:
         return np.asarray(host.pinned)
     whole = host.parts.get(_whole(host.shape))
@@ -120,7 +120,7 @@ def _to_numpy(array: jax.Array) -> HostArray:
 def _part(data: jax.Array) -> np.ndarray:
     part = np.asarray(data)
     (device,) = data.devices()
-    # Of a CPU's array that was no copy, and would keep the array alive.
+    # On a CPU this may be no copy, and would keep the array alive.
     return _aligned_copy(part) if device.platform == "cpu" else part
 
 
@@ -134,7 +134,7 @@ def _whole(shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """A shard's slices in one spelling."""
+    """A shard's slices in canonical form."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes."""
+"""Plans how much memory the KV cache takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryPlan(NamedTuple):
-    """What an engine takes: the report, and the shapes of the rows that decode attention reads."""
+    """The memory of an engine: the report, and the shapes of contiguous KV."""
 
     report: MemoryReport
     contiguous_shapes: ContiguousShapes | None
@@ -39,19 +39,19 @@ def plan_memory(
     contiguous_kv: ContiguousKV,
     are_loaded: bool = True,
 ) -> MemoryPlan:
-    """Decides on the size of the KV cache.
+    """Chooses the size of the KV cache.
 
     Args:
-        model: What the engine runs.
-        config: What the user asks for.
-        placement: Where it runs.
-        max_model_len: Tokens of a sequence at most.
-        weights_bytes: Of the weights.
-        contiguous_kv: As of `attention.registry.AttentionBackend`.
-        are_loaded: Whether they are there, so that free memory excludes them already.
+        model: The engine's model.
+        config: The user's configuration.
+        placement: The engine's placement.
+        max_model_len: Maximum number of tokens of a sequence.
+        weights_bytes: Bytes of the weights.
+        contiguous_kv: As in `attention.registry.AttentionBackend`.
+        are_loaded: Whether the weights are loaded, so that free memory excludes them already.
 
     Raises:
-        InvalidConfigError: when the configuration does not fit; says what would.
+        InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     cache = config.cache
     num_heads = model.num_kv_heads * placement.num_kv_copies
@@ -123,10 +123,10 @@ def _plan_rows(
     free_bytes: int | None,
     kv_bytes: int,
 ) -> tuple[ContiguousShapes | None, int]:
-    """The rows that decode attention reads on CPUs, and their bytes: all or none.
+    """Shapes and bytes of contiguous KV for decode attention on CPUs: all rows or none.
 
-    Pages and rows together stay within `mem_fraction_static`. "if_it_fits" also takes no rows of
-    more than twice the pages, which a small `num_kv_tokens` asked for.
+    Pages and rows together stay within `mem_fraction_static`. With "if_it_fits" there are also none
+    if the rows exceed twice the pages, as with a small `num_kv_tokens`.
     """
     if contiguous_kv == "never":
         return None, 0
@@ -153,26 +153,26 @@ def _plan_rows(
 
 
 def _round_down(count: int) -> int:
-    """Keeps three significant bits, so that program shapes do not change with every byte free."""
+    """Keeps three significant bits, so that program shapes do not change with every free byte."""
     shift = max(count.bit_length() - 3, 0)
     return count >> shift << shift
 
 
 def free_bytes(placement: Placement) -> int | None:
-    """Free memory of all devices that a weight is spread over; None when they do not say.
+    """Free memory of all devices that share a weight; None when they do not say.
 
     CPU devices share the memory of the host.
     """
     if placement.platform != "cpu":
         try:
             stats = placement.mesh.devices.flat[0].memory_stats()
-        except jax.errors.JaxRuntimeError:  # not implemented there
+        except jax.errors.JaxRuntimeError:  # not implemented on this platform
             stats = None
         if not stats or "bytes_limit" not in stats:
             return None
         return (stats["bytes_limit"] - stats["bytes_in_use"]) * placement.num_tensor_shards
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # counts caches that make room, as the free pages of sysconf do not
+    if meminfo.exists():  # unlike sysconf's free pages, it counts reclaimable caches
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,9 +1,9 @@
-"""Packs sequences whose tokens are to be scored, so that what they share is computed once.
+"""Packs sequences for scoring, so that a shared prefix is computed once.
 
-Sequences are cut into blocks from their beginnings on. A block with the same tokens and the same
-blocks before it has the same hidden states in every sequence, so it is there once: the samples of
-a group share the whole blocks of their prompt. The blocks of a batch are pages too: each attends to
-those on its path.
+Sequences are cut into blocks from their start. A block with the same tokens and the same earlier
+blocks has the same hidden states in every sequence, so it is packed once: the samples of a group
+share the whole blocks of their prompt. The blocks of a batch are also pages: each attends to the
+blocks on its path.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from sgljax_engine.runner.batch import pick_bucket
 
 
 class ScoreBatch(NamedTuple):
-    """Blocks of `T // N` tokens of sequences, and which of their tokens to score.
+    """Blocks of `T // N` tokens of sequences, and the tokens to score.
 
-    Shape:
-        input_ids, positions: [T] int32; padding is 0.
-        page_table: [N, P] int32, the blocks up to each block, itself included.
-        seq_lens: [N] int32, tokens that each block may see, its own included; 0 for unused blocks.
-        places: [T] int32, where among the T tokens the one before each scored token is.
-        targets: [T] int32, each scored token.
-        num_scored: int32.
+    Shape: input_ids, positions: [T] int32; padding is 0. page_table: [N, P] int32, the blocks up to
+        each block, itself included. seq_lens: [N] int32, tokens that each block may see, its own
+        included; 0 for unused blocks. places: [T] int32, index among the T tokens of the one before
+        each scored token. targets: [T] int32, each scored token. num_scored: int32.
     """
 
     input_ids: jax.Array
@@ -40,11 +37,11 @@ class ScoreBatch(NamedTuple):
 
 
 class PackedScores(NamedTuple):
-    """A batch for some sequences.
+    """A batch for a few sequences.
 
     Attributes:
         batch: For the `score` program.
-        slots: For each of the sequences, which entry of the result is about each scored token.
+        slots: For each sequence, the index of the result for each scored token.
     """
 
     batch: ScoreBatch
@@ -68,13 +65,13 @@ def pack_scores(
     block: int,
     table_width: int,
 ) -> Iterator[PackedScores]:
-    """Packs sequences, in their order, into as few batches as hold them.
+    """Packs sequences, in order, into as few batches as possible.
 
     Args:
         sequences: Token ids.
-        starts: The first token to score of each, at least 1.
-        buckets: Tokens of batches, ascending, multiples of `block`; the last holds any sequence.
-        max_tokens: Of a batch with more than one sequence; one of the buckets.
+        starts: First token to score in each sequence, at least 1.
+        buckets: Batch sizes in tokens, ascending multiples of `block`; the last holds any sequence.
+        max_tokens: Maximum size of a batch with several sequences; one of the buckets.
         block: Tokens of a block.
         table_width: Blocks of the longest sequence.
     """
@@ -103,7 +100,7 @@ class _Packer:
         return ((i, tuple(sequence[at : at + self._block])) for i, at in enumerate(starts))
 
     def num_new(self, sequence: Sequence[int]) -> int:
-        """Blocks that adding a sequence would make."""
+        """Number of blocks that adding a sequence would create."""
         parent = -1
         for depth, tokens in self._cut(sequence):
             found = self.blocks.get(_Block(parent, depth, tokens))
@@ -113,7 +110,7 @@ class _Packer:
         return 0
 
     def add(self, sequence: Sequence[int]) -> list[int]:
-        """The sequence's blocks, made where they are new."""
+        """Returns the sequence's blocks, and creates the new ones."""
         path, parent = [], -1
         for depth, tokens in self._cut(sequence):
             parent = self.blocks.setdefault(_Block(parent, depth, tokens), len(self.blocks))
@@ -128,7 +125,7 @@ class _Packer:
         buckets: Sequence[int],
         table_width: int,
     ) -> PackedScores:
-        """The arrays of all blocks; `paths` are what `add` gave for the sequences."""
+        """The arrays of all blocks; `paths` are the results of `add` for the sequences."""
         block = self._block
         size = pick_bucket(buckets, len(self.blocks) * block)
         input_ids = np.zeros((size // block, block), np.int32)
@@ -143,7 +140,7 @@ class _Packer:
             seq_lens[index] = depth * block + len(tokens)
         positions = depths[:, None] * block + np.arange(block, dtype=np.int32)
         pairs = [self._pairs(*each) for each in zip(sequences, starts, paths, strict=True)]
-        # Of the same place and target there is one score: no more of them than tokens.
+        # Equal pairs of place and target share one score, so there are at most T of them.
         scored, slots = np.unique(np.concatenate(pairs), axis=0, return_inverse=True)
         places, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
         places[: len(scored)], targets[: len(scored)] = scored.T

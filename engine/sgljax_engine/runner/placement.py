@@ -1,11 +1,11 @@
-"""Where arrays live: devices, shardings and physical layout.
+"""Placement of arrays: devices, shardings and physical layout.
 
 Tensor parallelism shards attention heads, MLP columns and the vocabulary over the mesh axis "tp"
 (the name that Tunix's meshes use); all other axes replicate. XLA inserts the collectives.
 
-Where "tp" is larger than the number of kv heads, it is split in two: kv heads are spread over the
-first part, one to a device, and copied over the second; everything else is spread over both. The
-query heads of a device then are neighbours that share its kv head, so no key ever moves.
+Where "tp" is larger than the number of kv heads, it is split in two: kv heads are sharded over the
+first part, one per device, and copied over the second; everything else is sharded over both. The
+query heads of a device are then neighbours that share its kv head, so keys never move.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sgljax_engine.weights.sync import TargetSpec
 
 TENSOR_AXIS = "tp"
 COPIES_AXIS = "tp_copies"
-"""The second part of `TENSOR_AXIS`, over which kv heads are copied; there if that is split."""
+"""The second part of a split `TENSOR_AXIS`, over which kv heads are copied."""
 
 _NORMS = (ParamKind.NORM, ParamKind.OFFSET_NORM)
-"""Kinds of parameters that are float32 in any case.
+"""Kinds of parameters that are always float32.
 
-Norms are computed in float32 by trainers too, with weights that may be float32. Rounded to
-bfloat16 they alone undo what computing in the trainer's dtype gains (docs/mismatch.md).
+Trainers also compute norms in float32, with weights that may be float32. Rounding these to bfloat16
+alone undoes the gain of computing in the trainer's dtype (docs/mismatch.md).
 """
 
 
@@ -42,9 +42,9 @@ class Placement(NamedTuple):
     """Devices, dtype and layout of an engine.
 
     Attributes:
-        mesh: The engine's mesh, its "tp" axis split where kv heads are copied.
-        dtype: Of weights but for those of norms, of activations and of the KV cache.
-        layout: Of activations and projection weights.
+        mesh: The engine's mesh, with a split "tp" axis where kv heads are copied.
+        dtype: Dtype of weights except norms, of activations and of the KV cache.
+        layout: Layout of activations and projection weights.
     """
 
     mesh: Mesh
@@ -53,17 +53,17 @@ class Placement(NamedTuple):
 
     @property
     def replicated(self) -> NamedSharding:
-        """On every device of the mesh in full."""
+        """Sharding of arrays replicated on every device of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def kv_sharding(self) -> NamedSharding:
-        """Of [num_pages, num_kv_heads, page_size, head_dim] arrays."""
+        """Sharding of [num_pages, num_kv_heads, page_size, head_dim] arrays."""
         return NamedSharding(self.mesh, PartitionSpec(None, self._kv_axis))
 
     @property
     def contiguous_kv_sharding(self) -> NamedSharding:
-        """Of `cache.contiguous_kv.LayerContiguousKV`."""
+        """Sharding of `cache.contiguous_kv.LayerContiguousKV`."""
         return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axis))
 
     @property
@@ -73,19 +73,19 @@ class Placement(NamedTuple):
 
     @property
     def num_tensor_shards(self) -> int:
-        """Devices that one weight is spread over."""
+        """Number of devices that share one weight."""
         return math.prod(self.mesh.shape.get(axis, 1) for axis in (TENSOR_AXIS, COPIES_AXIS))
 
     @property
     def target(self) -> Target:
-        """What kernels are picked for."""
+        """The target for which kernels are picked."""
         return Target(
             self.platform, self.mesh.size, self.num_tensor_shards, self.dtype.name, self.layout
         )
 
     @property
     def num_kv_copies(self) -> int:
-        """Devices, of those that a weight is spread over, that hold the same kv heads."""
+        """Number of devices with the same kv heads, of those that share a weight."""
         return self.mesh.shape.get(COPIES_AXIS, 1)
 
     @property
@@ -108,17 +108,17 @@ class Placement(NamedTuple):
         return targets
 
     def held_bytes(self, arrays: Iterable[Any]) -> int:
-        """Bytes of arrays on the devices that a weight is spread over, with every copy there.
+        """Bytes of arrays on the devices that share a weight, with every copy there.
 
         Args:
-            arrays: Of this mesh; `jax.ShapeDtypeStruct`s with a sharding will do.
+            arrays: Arrays on this mesh, or `jax.ShapeDtypeStruct`s with a sharding.
         """
         return self.num_tensor_shards * sum(
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays
         )
 
     def _mesh_axes(self, axis: str | None) -> str | tuple[str, ...] | None:
-        """Over which axes of the mesh a logical axis is spread."""
+        """The mesh axes over which a logical axis is sharded."""
         if axis is None:
             return None
         return self._kv_axis if axis == KV_HEADS_AXIS else self._tensor_axes
@@ -128,9 +128,9 @@ def place(model: ModelConfig, mesh: Mesh | None, dtype: str) -> Placement:
     """Chooses placement on a mesh, or on JAX's first device.
 
     Args:
-        model: What is to be placed.
-        mesh: The caller's. None, or a mesh of no devices, is JAX's first device.
-        dtype: Of weights, activations and KV cache.
+        model: The model to place.
+        mesh: The caller's mesh. None, or a mesh of no devices, means JAX's first device.
+        dtype: Dtype of weights, activations and KV cache.
 
     Raises:
         InvalidConfigError: when heads, MLP or vocabulary do not divide over the "tp" axis, or the
@@ -157,9 +157,9 @@ def place(model: ModelConfig, mesh: Mesh | None, dtype: str) -> Placement:
 
 
 def _engine_mesh(mesh: Mesh, num_kv_heads: int) -> Mesh:
-    """The same devices in the same order, with automatic axes and room for kv heads.
+    """A mesh of the same devices in the same order, with automatic axes and room for kv heads.
 
-    Programs leave the collectives to XLA.
+    Programs leave collectives to XLA.
     """
     sizes: dict[str, int] = {}
     for axis, size in mesh.shape.items():

@@ -29,16 +29,17 @@ from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
 BITS = {2: jnp.uint16, 4: jnp.uint32}
-"""Unsigned integers by their bytes."""
+"""Unsigned integer dtypes by size in bytes."""
 
 
 class ProgramContext(NamedTuple):
-    """What all programs of an engine are compiled for. Static and hashable.
+    """Static facts that all programs of an engine are compiled for. Hashable.
 
     Attributes:
-        prefill_pass: Tokens that a prefill takes through the layers together. A larger bucket of
-            a whole number of passes makes as many as it has tokens for; None makes one of all.
-        decode_attention: Of decode steps that read pages; None for `attention`.
+        prefill_pass: Number of tokens that prefill takes through the layers in one pass. A larger
+            bucket, of a whole number of passes, makes as many passes as its tokens need; None makes
+            one pass of all.
+        decode_attention: Attention of decode steps that read pages; None for `attention`.
     """
 
     model: ModelDefinition
@@ -53,13 +54,10 @@ class ProgramContext(NamedTuple):
 class DecodeOutput(NamedTuple):
     """What a decode dispatch generated. Row b's tokens are the first `num_tokens[b]` of column b.
 
-    Shape:
-        token_ids: [max_steps, B] int32.
-        logprobs, scaled_logprobs, processed_logprobs: [max_steps, B] float32; see
-            `sampler.Sampled`.
-        num_tokens: [B] int32.
-        stopped: [B] bool, the last token is one of the row's stop ids.
-        extras: Leaves [max_steps, B, ...]; None if no row asks for them.
+    Shape: token_ids: [max_steps, B] int32. logprobs, scaled_logprobs, processed_logprobs:
+        [max_steps, B] float32; see `sampler.Sampled`. num_tokens: [B] int32. stopped: [B] bool,
+        whether the last token is one of the row's stop ids. extras: Leaves [max_steps, B, ...];
+        None if no row asks for them.
     """
 
     token_ids: jax.Array
@@ -72,11 +70,11 @@ class DecodeOutput(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """What only some batches need; each part that is None costs nothing.
+    """Options that only some batches need; a part that is None costs nothing.
 
     Attributes:
-        table: Of rows whose settings change logits.
-        logprobs: Of rows that ask for more log-probs than their tokens'.
+        table: Table of rows whose settings change logits.
+        logprobs: Batch of rows that ask for further log-probs.
     """
 
     table: SamplingTable | None = None
@@ -105,9 +103,9 @@ def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables)
 def _rows_attend(
     slots: jax.Array, tables: BlockTables, active: jax.Array, shared: jax.Array
 ) -> Attend:
-    """An `attend` of one token a row that writes its key to both caches and reads the rows.
+    """An `attend` of one token per row that writes its key to both caches and reads contiguous KV.
 
-    `shared` is as of `row_attention.shared_keys`.
+    `shared` is the result of `contiguous.shared_keys`.
     """
 
     def attend(
@@ -128,7 +126,7 @@ def _rows_attend(
 
 
 def _decode_attend(attention: DecodeAttention, tables: BlockTables) -> Attend:
-    """An `attend` of one token a row that leaves the writing of its key to the attention."""
+    """An `attend` of one token per row that lets the attention write its key."""
 
     def attend(
         q: jax.Array,
@@ -146,8 +144,8 @@ def _decode_attend(attention: DecodeAttention, tables: BlockTables) -> Attend:
 def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext) -> KVPages:
     """Writes the batch's keys and values into its pages. `kv` is donated.
 
-    With several passes its time follows the tokens in the batch and not the bucket. Each pass sees
-    the keys of those before it, so requests may share pages of any that comes before them.
+    With several passes, its time follows the tokens in the batch and not the bucket. Each pass sees
+    the keys of earlier passes, so a request may share pages of any earlier request.
     """
     size, per_pass = batch.input_ids.shape[0], static.prefill_pass
     if per_pass is None or size <= per_pass or size % per_pass:
@@ -188,11 +186,10 @@ def copy_pages(
 ) -> KVPages:
     """Copies page `sources[g, i]` to `targets[g, i]`; targets beyond the pool are dropped.
 
-    No page may be source and target, so the order does not matter. Its time follows the number of
-    groups, so one program serves all numbers of copies. `kv` is donated.
+    No page may be both source and target, so the order does not matter. Its time follows the number
+    of groups, so one program serves any number of copies. `kv` is donated.
 
-    Shape:
-        sources, targets: [G, C] int32; num_groups: int32, groups that hold copies.
+    Shape: sources, targets: [G, C] int32; num_groups: int32, number of groups that hold copies.
     """
 
     def copy_group(group: jax.Array, kv: KVPages) -> KVPages:
@@ -205,10 +202,10 @@ def copy_pages(
 
 
 def read_pages(kv: KVPages, page_ids: jax.Array) -> KVPages:
-    """The contents of some pages, in the order of `page_ids`, int32 [N], all of them in the pool.
+    """The contents of some pages, in the order of `page_ids`, int32 [N], all in the pool.
 
-    They come as unsigned integers of the same bits, since numpy lacks some dtypes. `kv` is not
-    donated.
+    They are returned as unsigned integers of the same bits, since numpy lacks some dtypes. `kv` is
+    not donated.
     """
 
     def read(pages: jax.Array) -> jax.Array:
@@ -219,7 +216,7 @@ def read_pages(kv: KVPages, page_ids: jax.Array) -> KVPages:
 
 
 def write_pages(kv: KVPages, moved: KVPages, page_ids: jax.Array) -> KVPages:
-    """Puts what `read_pages` gave into pages; ids beyond the pool are dropped. `kv` is donated."""
+    """Writes the result of `read_pages` to pages; drops ids beyond the pool. `kv` is donated."""
 
     def write(pages: jax.Array, bits: jax.Array) -> jax.Array:
         contents = lax.bitcast_convert_type(bits, pages.dtype)
@@ -248,10 +245,10 @@ def decode(
     *,
     static: ProgramContext,
 ) -> tuple[KVPages, ContiguousKV, DecodeOutput]:
-    """Generates up to `num_steps` tokens a row in one dispatch; donates `kv`, `contiguous_kv`.
+    """Generates up to `num_steps` tokens per row in one dispatch; donates `kv`, `contiguous_kv`.
 
-    Ends early when no row can go on, or when `max_finished` rows have finished for good. Attention
-    reads `contiguous_kv` if there are any, else the pages.
+    Ends early when no row can continue, or when `max_finished` rows have finished for good.
+    Attention reads `contiguous_kv` if it is not empty, else the pages.
     """
     caches: tuple[LayerCache, ...] = kv
     shared = None
@@ -296,7 +293,7 @@ def decode(
     num_used = jnp.sum(rows.step_limits > 0, dtype=jnp.int32)
     num_rows, widths = rows.input_ids.shape[0], static.context.tile_widths
     tokens = tokens_in_tiles(widths, num_rows, num_used)
-    # Sums over the vocabulary are the compiler's, whose order may depend on the width.
+    # The compiler orders sums over the vocabulary, and the order may depend on the width.
     sampler_tokens = tokens_in_tiles(widths[:1], num_rows, num_used)
     start = _Carry(
         step=jnp.zeros((), jnp.int32),

@@ -1,4 +1,4 @@
-"""Host arrays of the rows' sampling settings; see `runner.batch` for the rules they follow."""
+"""Host arrays of the rows' sampling settings; the rules of `runner.batch` apply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN_ID_BUCKETS = (0, 8, 64, MAX_TOKEN_IDS_LOGPROB)
 
 
 def table_buckets(vocab_size: int) -> tuple[int, ...]:
-    """Widths of the sampling table's lists: 64 and its multiples by powers of four, then all."""
+    """Widths of the sampling table's lists: 64 times powers of four, then the vocabulary."""
     return grow_buckets(64, 4, vocab_size)
 
 
@@ -45,7 +45,7 @@ def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int
     seeds = np.asarray([request.seed for request in requests], np.uint64)
     seed[used, 0], seed[used, 1] = seeds >> 32, seeds & 0xFFFFFFFF
     step[used] = [len(request.output_ids) for request in requests]
-    # Few different lists, most often one: each is written once.
+    # There are few distinct lists, mostly one: each is written once.
     lists: dict[tuple[int, ...], int] = {}
     which = [lists.setdefault(request.stop_ids, len(lists)) for request in requests]
     padded = np.full((len(lists), MAX_STOP_TOKEN_IDS), -1, np.int32)
@@ -95,7 +95,7 @@ def build_table(
 
 
 def _changes_next_logits(request: Request) -> bool:
-    """Whether the request's settings change logits from here on; min_new_tokens is passed once."""
+    """Whether settings change the request's logits from now on; min_new_tokens is passed once."""
     params = request.params
     is_early = len(request.output_ids) < params.min_new_tokens
     return request.edits is not None or is_early or params.has_penalties
@@ -119,7 +119,7 @@ def empty_table(size: int, width: int, vocab_size: int) -> SamplingTable:
 
 
 def _seen_tokens(request: Request) -> TokenCounts | None:
-    """The tokens that penalties are for, brought up to date; None without penalties."""
+    """The updated tokens that penalties apply to; None without penalties."""
     if not request.params.has_penalties:
         return None
     if request.seen is None:
@@ -131,7 +131,7 @@ def _seen_tokens(request: Request) -> TokenCounts | None:
 def build_logprob_batch(
     requests: Sequence[Request], size: int, vocab_size: int
 ) -> LogprobBatch | None:
-    """What rows ask for beside their tokens' log-probs; None when no row asks."""
+    """Further log-probs that rows ask for; None when no row asks."""
     if not any(request.logprob_options.has_extras for request in requests):
         return None
     num_top = max(request.logprob_options.top_num for request in requests)

@@ -12,14 +12,14 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.runner.host_arrays import from_numpy, num_bytes, to_numpy
 
 _CHUNK_BYTES = 64 << 20
-"""Pages move in chunks of about this size: what the device needs beside the pages."""
+"""Pages move in chunks of about this size, which the device needs in addition to the pages."""
 
 
 class SavedPages(NamedTuple):
-    """Pages that were copied out of the cache.
+    """Pages copied out of the cache.
 
     Attributes:
-        chunks: Of each its page ids, int32 [N], and the `HostArray`s of a `KVPages` of N
+        chunks: The page ids of each chunk, int32 [N], and the `HostArray`s of a `KVPages` of N
             pages. Ids beyond the pool are padding.
     """
 
@@ -31,7 +31,7 @@ class SavedPages(NamedTuple):
         return sum(num_bytes(contents) for _, contents in self.chunks)
 
     def only(self, pages: Collection[int], num_pages: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """The chunks that hold any of these pages; other ids in them become padding."""
+        """The chunks that hold any of these pages; other ids become padding."""
         kept = np.zeros(num_pages + 1, bool)
         kept[list(pages)] = True
         for ids, contents in self.chunks:
@@ -40,7 +40,7 @@ class SavedPages(NamedTuple):
                 yield wanted, contents
 
     def take(self, pages: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each layer the bits of k and v of some of the pages, [len(pages), ...] each."""
+        """For each layer, the bits of k and v of some pages, [len(pages), ...] each."""
         places = {page: place for place, page in enumerate(pages)}
         layers: list[tuple[np.ndarray, np.ndarray]] = []
         for ids, contents in self.chunks:
@@ -65,7 +65,7 @@ def page_chunks(
     num_pages: int,
     sharding: jax.sharding.Sharding,
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """Chunks as of `SavedPages` that put row `rows[i]` of each layer's bits into `pages[i]`."""
+    """Chunks as in `SavedPages` that put row `rows[i]` of each layer's bits into `pages[i]`."""
     for start, ids in enumerate(chunk_ids(pages, size, num_pages)):
         part = np.zeros(size, np.int64)
         wanted = rows[start * size : (start + 1) * size]
@@ -77,7 +77,7 @@ def page_chunks(
 
 
 def chunk_size(page_bytes: int, num_pages: int) -> int:
-    """Pages in a chunk: a power of two."""
+    """Number of pages in a chunk: a power of two."""
     most = max(min(_CHUNK_BYTES // page_bytes, num_pages), 1)
     return 1 << (most.bit_length() - 1)
 

@@ -36,7 +36,7 @@ class Scorer:
             token_buckets: Prefill sizes, ascending; the last bounds a batch of several sequences.
             token_block: Tokens of a block.
             max_len: Tokens of the longest sequence.
-            vocab_size: The model's.
+            vocab_size: The model's vocabulary size.
             has_adapters: Whether the engine has adapter slots.
         """
         self._has_adapters = has_adapters
@@ -56,7 +56,7 @@ class Scorer:
         temperature: float,
         adapter: int = NO_ADAPTER,
     ) -> list[np.ndarray]:
-        """Log-probs of each sequence's tokens from its start on, one float32 array a sequence."""
+        """Log-probs of each sequence's tokens from its start on, one float32 array per sequence."""
         results: list[np.ndarray] = []
         for packed in self._pack(sequences, starts):
             call = self._call(packed, temperature, adapter=adapter)
@@ -65,9 +65,9 @@ class Scorer:
         return results
 
     def score_prompt(self, request: Request) -> PromptLogprobs:
-        """The log-probs of a request's prompt that it asks for."""
+        """The prompt log-probs that a request asks for."""
         ids, options = request.prompt_ids, request.logprob_options
-        # Nothing comes before the first token.
+        # The first token has no predecessor.
         head = [None] if options.start_len == 0 else []
         (packed,) = self._pack([ids], [max(options.start_len, 1)])
         batch = build_logprob_batch([request], 1, self._vocab_size)
@@ -80,7 +80,7 @@ class Scorer:
         return PromptLogprobs(logprobs, [*head, *more])
 
     def warm_calls(self) -> Iterator[ProgramCall]:
-        """A call of every program without extra log-probs."""
+        """One call for every program without extra log-probs."""
         for size in self._buckets:
             (packed,) = self._pack([[0]], [1], [size])
             yield self._call(packed, 1.0)

@@ -22,11 +22,10 @@ _LOGITS_TILE = 256
 
 
 class ScoreOutput(NamedTuple):
-    """Of a batch's scored tokens; the first `num_scored` entries count.
+    """Results for a batch's scored tokens; the first `num_scored` entries are valid.
 
-    Shape:
-        logprobs: [T] float32.
-        extras: Leaves [T, ...], about the place of each scored token; None if not asked for.
+    Shape: logprobs: [T] float32. extras: Leaves [T, ...], for the place of each scored token; None
+        if not asked for.
     """
 
     logprobs: jax.Array
@@ -44,13 +43,13 @@ def score(
 ) -> ScoreOutput:
     """Log-probs of given tokens: log softmax(logits / temperature)[target] at each place.
 
-    Its time follows the tokens in the batch. With `tile_widths` it has the bits of decoding.
+    Its time follows the tokens in the batch. With `tile_widths` it gives the bits of decoding.
 
     Args:
         params: Physical weights.
         batch: The tokens.
         temperature: Scalar float32, > 0.
-        extras: Extra log-probs to report, the same [1, I] of all tokens; they are raw.
+        extras: Extra log-probs to report, the same [1, I] for all tokens; they are raw.
         adapter: Scalar int32, the adapter slot of all tokens, -1 for none; None for an engine
             without adapters.
         static: What the program is compiled for.
@@ -97,7 +96,7 @@ def score(
         logits = static.model.logits(
             params, static.context, jnp.take(hidden, places, axis=0), _repeated(adapter, width)
         )
-        # Not a constant, as `Tiles` says; all of the tile, since there is nothing to save.
+        # Not a constant, see `Tiles`; the whole tile, since there is nothing to save.
         num_rows = jnp.where(batch.num_scored > 0, width, 0).astype(jnp.int32)
         rows = tokens_in_tiles(widths[:1], width, num_rows)
         temperatures = jnp.full(width, temperature, jnp.float32)
@@ -120,6 +119,6 @@ def _repeated(adapter: jax.Array | None, num_tokens: int) -> jax.Array | None:
 
 
 def _extras_of_all(batch: LogprobBatch, logits: jax.Array) -> ExtraLogprobs:
-    """Extra log-probs of rows that all ask for the same."""
+    """Extra log-probs for rows that all ask for the same tokens."""
     ids = jnp.repeat(batch.token_ids, logits.shape[0], axis=0)
     return extra_logprobs(logits, batch._replace(token_ids=ids))

@@ -1,11 +1,11 @@
-"""Which widths of token tiles give a token the same bits, found out on the device itself.
+"""Finds, on the device itself, which widths of token tiles give a token the same bits.
 
-Within one width the bits of a token depend on nothing else, by construction: every tile goes
-through the same compiled loop body (`layers.tiles`), and attention adds up in a fixed order
+Within one width, a token's bits depend on nothing else, by construction: every tile goes through
+the same compiled loop body (`layers.tiles`), and attention sums in a fixed order
 (`attention.batch_invariant`). One width for everything would be slow for few tokens, or for many.
-So before an engine starts it sends the same tokens through one layer of the model in tiles of each
-width, and uses only widths whose logits have the bits of `SMALL_BATCH`. These are all widths where
-matrix products of every width add up alike, as those of XLA's CPU library mostly do.
+So before an engine starts, it runs the same tokens through one layer of the model in tiles of each
+width, and uses only widths whose logits have the bits of `SMALL_BATCH`. These are all widths if
+matrix products of every width sum in the same order, as in XLA's CPU library they mostly do.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _ONE_LAYER = "model.layers.0."
 def agreeing_widths(
     model: ModelDefinition, context: ModelContext, weights: Mapping[str, jax.Array], platform: str
 ) -> tuple[int, ...]:
-    """The candidates that round as `SMALL_BATCH` does, ascending, itself among them. Any thread.
+    """The candidates that round like `SMALL_BATCH`, itself included, ascending. Any thread.
 
     Args:
         model: The architecture.
-        context: Its context; `tile_widths` does not count.
+        context: The model's context; `tile_widths` is ignored.
         weights: Physical weights.
-        platform: JAX's name of the device.
+        platform: JAX's name for the kind of device.
 
     Raises:
-        InvalidConfigError: when even in tiles of one width a token's bits depend on its place.
+        InvalidConfigError: when a token's bits depend on its place even within one width.
     """
     rng = np.random.default_rng(0)
     ids = rng.integers(0, context.config.vocab_size, _NUM_TOKENS, dtype=np.int32)
@@ -58,7 +58,7 @@ def agreeing_widths(
     }
     order = rng.permutation(_NUM_TOKENS)
 
-    # One for both orders of a width, so that each width is compiled once.
+    # One function for both orders of a width, so that each width is compiled once.
     run = jax.jit(_one_layer, static_argnums=(0, 1), compiler_options=compiler_options(platform))
 
     def logits(width: int, order: np.ndarray) -> np.ndarray:
@@ -91,7 +91,7 @@ def _one_layer(
     positions: jax.Array,
     num_tokens: jax.Array,
 ) -> jax.Array:
-    """Logits [T, V] of a model of one layer, in which each token sees itself alone."""
+    """Logits [T, V] of a one-layer model in which each token sees only itself."""
     config = context.config
     attention = dataclasses.replace(config.attention, sliding_layers=())
     context = context._replace(
@@ -107,7 +107,7 @@ def _one_layer(
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerCache | None]:
         del options
-        # Nonsense, but bits of each go on.
+        # Meaningless values, but bits of each input reach the output.
         return jnp.repeat(v, group, axis=1) + 0.125 * q * jnp.repeat(k, group, axis=1), None
 
     tokens = tokens_in_tiles(context.tile_widths, ids.shape[0], num_tokens)

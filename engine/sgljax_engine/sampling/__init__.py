@@ -1,1 +1,1 @@
-"""Sampling: parameters to arrays on the host, and draws on the device."""
+"""Sampling: arrays of parameters on the host, and draws on the device."""

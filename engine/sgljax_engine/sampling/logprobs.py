@@ -1,4 +1,4 @@
-"""Log-probs of other tokens than the one at a position.
+"""Log-probs of tokens other than the one at a position.
 
 Shape legend: B rows, V vocabulary, T most likely tokens, I given tokens.
 """
@@ -13,11 +13,9 @@ from jax import lax
 
 
 class LogprobBatch(NamedTuple):
-    """What to report for each row.
+    """Which log-probs to report for each row.
 
-    Shape:
-        token_ids: [B, I] int32, in range.
-        ranks: [T] int32; only its length counts.
+    Shape: token_ids: [B, I] int32, in range. ranks: [T] int32; only its length matters.
     """
 
     token_ids: jax.Array

@@ -2,15 +2,15 @@
 
 No step sorts the vocabulary and none draws a random number per vocabulary entry:
 
-- The k-th largest logit (top-k) and the nucleus's smallest logit (top-p) are looked up among the
-  64 largest logits. Where a row needs more of them, they are found by bisection over the 32 bits of
-  the float's order-preserving integer form, one compare-and-sum a bit. Both are exact. Ties with
-  the threshold are kept.
-- A token is drawn by inverting the cumulative distribution at one uniform number a row, in two
+- The k-th largest logit (top-k) and the nucleus's smallest logit (top-p) are looked up among the 64
+  largest logits. Where a row needs more of them, they are found by bisection over the 32 bits of
+  the float's order-preserving integer form, with one compare-and-sum per bit. Both are exact. Ties
+  with the threshold are kept.
+- A token is drawn by inverting the cumulative distribution at one uniform number per row, in two
   levels: over the sums of blocks of 128 entries, then inside one block.
 
-Filters apply in this order: temperature, top-k, top-p over what top-k kept, min-p (last as in
-SGLang; vLLM applies it before top-k). Batches in which no row filters skip them at run time
+Filters apply in this order: temperature, top-k, top-p over the tokens that top-k kept, min-p (last
+as in SGLang; vLLM applies it before top-k). Batches in which no row filters skip them at run time
 (`lax.cond`).
 """
 
@@ -28,22 +28,19 @@ from sgljax_engine.layers.tiles import Together, Tokens
 
 _BLOCK = 128
 _NUM_SORTED = 64
-"""Largest logits that are sorted: all that usual settings of top-k and top-p look at."""
+"""Number of largest logits to sort: enough for usual settings of top-k and top-p."""
 
 _GROUP = 16
-"""Entries of which only the largest competes, when the largest logits are sought."""
+"""Size of the groups of entries that compete by their largest in the search for large logits."""
 
 
 class SamplingBatch(NamedTuple):
     """Settings of each row of a decode batch.
 
-    Shape (all [B] unless said):
-        temperature: float32; 0 is greedy.
-        top_k: int32 in [1, vocab]; vocab keeps all.
-        top_p, min_p: float32.
-        seed: [B, 2] uint32, a threefry key.
-        step: int32, tokens that the request has generated; with `seed` it fixes the draw.
-        stop_ids: [B, MAX_STOP_TOKEN_IDS] int32, padded with -1.
+    Shape (all [B] unless said): temperature: float32; 0 is greedy. top_k: int32 in [1, vocab];
+        vocab keeps all. top_p, min_p: float32. seed: [B, 2] uint32, a threefry key. step: int32,
+        number of tokens that the request has generated; with `seed` it fixes the draw. stop_ids:
+        [B, MAX_STOP_TOKEN_IDS] int32, padded with -1.
     """
 
     temperature: jax.Array
@@ -78,20 +75,21 @@ def sample(
     adjusted_BV: jax.Array | None = None,
     tokens: Tokens | None = None,
 ) -> Sampled:
-    """Draws one token a row. What a row gets does not depend on the others.
+    """Draws one token per row. The result of a row does not depend on the other rows.
 
     Args:
-        logits_BV: [B, V] float32, the model's.
+        logits_BV: [B, V] float32, the model's logits.
         rows: Settings of the rows.
-        step_offset: Scalar int32 added to `rows.step`, the steps already done in this dispatch.
-        adjusted_BV: [B, V] float32, the logits to draw from, with -inf for forbidden tokens and a
-            finite one in each row; None draws from the model's.
-        tokens: Takes rows a few at a time; None all together.
+        step_offset: Scalar int32 added to `rows.step`: the number of steps already done in this
+            dispatch.
+        adjusted_BV: [B, V] float32, the logits to draw from, with -inf for forbidden tokens and at
+            least one finite logit in each row; None draws from the model's logits.
+        tokens: Processes rows in tiles; None takes all together.
     """
     tokens = Together() if tokens is None else tokens
     rows = rows._replace(step=rows.step + step_offset)
     choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
-    # Apart, so that drawing from adjusted logits changes nothing about the rest.
+    # Separate, so that adjusted logits do not change the rest.
     split = jax.tree.map(tokens.split, (choices_BV, rows))
     token, processed = map(tokens.join, tokens.map(lambda args: _draw(*args), split))
     split = jax.tree.map(tokens.split, (logits_BV, token, rows.temperature))
@@ -107,7 +105,7 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
     weights_BV = jnp.exp(scaled_BV)  # unnormalised probabilities in [0, 1]
     all_weight = jnp.sum(weights_BV, axis=-1)
 
-    # Filters of greedy rows change nothing, and must not cost anything either.
+    # Filters of greedy rows change nothing, so they must cost nothing.
     vocab_size = choices_BV.shape[1]
     top_k = jnp.where(is_greedy, vocab_size, rows.top_k)
     top_p = jnp.where(is_greedy, 1.0, rows.top_p)
@@ -116,7 +114,7 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
 
     def filtered() -> tuple[jax.Array, jax.Array]:
         kept_BV = filter_weights(scaled_BV, weights_BV, top_k, top_p, min_p)
-        # The two sums may round differently, and the row is to decide which it gets.
+        # The two sums may round differently, so the row decides which one it gets.
         return kept_BV, jnp.where(is_filtering, jnp.sum(kept_BV, axis=-1), all_weight)
 
     def drawn() -> tuple[jax.Array, jax.Array]:
@@ -132,8 +130,8 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
 def _argmax(values_BV: jax.Array) -> jax.Array:
     """The first index [B] of each row's largest entry.
 
-    In the first block with the largest maximum: XLA on CPUs vectorises maxima, but takes what
-    `jnp.argmax` reads entry by entry.
+    Searches only the first block with the largest maximum: XLA on CPUs vectorises maxima, but runs
+    `jnp.argmax` entry by entry.
     """
     blocks = _in_blocks(values_BV, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
@@ -144,10 +142,10 @@ def _argmax(values_BV: jax.Array) -> jax.Array:
 def token_logprobs(
     logits_BV: jax.Array, token: jax.Array, temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs [B] of one token a row: raw and scaled ones, see `Sampled`.
+    """Raw and scaled log-probs [B] of one token per row, see `Sampled`.
 
     Args:
-        logits_BV: [B, V] float32, the model's.
+        logits_BV: [B, V] float32, the model's logits.
         token: [B] int32.
         temperature: [B] float32; 0 is greedy.
     """
@@ -183,7 +181,7 @@ def filter_weights(
 
     Args:
         scaled_BV: [B, V] logits over temperature, shifted so that each row's peak is 0.
-        weights_BV: [B, V] their exponentials.
+        weights_BV: [B, V] exponentials of `scaled_BV`.
         top_k: [B] int32 in [1, V].
         top_p: [B] float32.
         min_p: [B] float32.
@@ -202,7 +200,7 @@ def filter_weights(
 def _top_threshold(
     scaled_BV: jax.Array, weights_BV: jax.Array, top_k: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """The smallest logit [B] that top-k, and top-p after it, keep; -inf where both keep all."""
+    """The smallest logit [B] that top-k and then top-p keep; -inf where both keep all."""
     vocab_size = scaled_BV.shape[1]
     top_BN = _largest(scaled_BV)
     num_sorted = top_BN.shape[1]
@@ -220,7 +218,7 @@ def _top_threshold(
     )
     kth = jnp.where(has_k, kth, -jnp.inf)
     kept_BV = jnp.where(scaled_BV >= kth[:, None], weights_BV, 0.0)
-    # Never 0, which a denormal top_p would make it: then nothing would be needed to reach it.
+    # Never 0, as a denormal top_p would make it: an empty nucleus would then reach it.
     target = jnp.maximum(top_p * jnp.sum(kept_BV, axis=-1), jnp.finfo(jnp.float32).tiny)
 
     def find_nucleus() -> jax.Array:
@@ -235,8 +233,8 @@ def _top_threshold(
     reached_BN = mass_BN >= target[:, None]
     is_found = reached_BN[:, -1]
     found = _pick(top_BN, jnp.argmax(reached_BN, axis=-1))
-    # The two sums may round differently: which of them counts is for each row to say, not for
-    # the rows beside it.
+    # The two sums may round differently, so each row decides which one it gets, whatever the other
+    # rows are.
     nucleus = lax.cond(
         jnp.all(is_found | ~has_p),
         lambda: found,
@@ -248,8 +246,8 @@ def _top_threshold(
 def _largest(values_BV: jax.Array) -> jax.Array:
     """The `_NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
 
-    They lie in the N groups with the largest maxima, since each of those maxima is at least as
-    large as every entry of another group.
+    They lie in the N groups with the largest maxima, since each of these maxima is at least as
+    large as every entry of the other groups.
     """
     batch, vocab_size = values_BV.shape
     if vocab_size < _NUM_SORTED * _GROUP:
@@ -263,7 +261,7 @@ def _largest(values_BV: jax.Array) -> jax.Array:
 
 
 def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
-    """Index whose cumulative weight first exceeds `uniform * total`; never one of weight 0.
+    """First index with a cumulative weight above `uniform * total`; never one of weight 0.
 
     Args:
         weights_BV: [B, V] float32 >= 0 with a positive entry in each row.
@@ -283,7 +281,7 @@ def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
 def _first_above(cumulative: jax.Array, target: jax.Array, allowed: jax.Array) -> jax.Array:
     """First allowed index whose cumulative weight is above the target, else the last allowed.
 
-    A cumulative sum that a device adds up as a tree need not be monotone: without `allowed`, an
+    A cumulative sum that a device computes as a tree need not be monotone: without `allowed`, an
     entry of weight 0 could be the first above the target by rounding.
     """
     above = (cumulative > target[:, None]) & allowed
@@ -292,7 +290,7 @@ def _first_above(cumulative: jax.Array, target: jax.Array, allowed: jax.Array) -
 
 
 def _in_blocks(values_BV: jax.Array, fill: float) -> jax.Array:
-    """Each row in blocks [B, N, _BLOCK], the last filled up."""
+    """Splits each row into blocks [B, N, _BLOCK], with a padded last block."""
     batch, vocab_size = values_BV.shape
     padded = jnp.pad(values_BV, ((0, 0), (0, -vocab_size % _BLOCK)), constant_values=fill)
     return padded.reshape(batch, -1, _BLOCK)
@@ -309,10 +307,10 @@ def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
 def _uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
     """Uniform numbers [B] in (0, 1): the middles of 2**23 equal intervals.
 
-    Never 0, which would draw the first token that has any weight at all, however small.
+    Never 0, which would draw the first token with any weight, however small.
     """
     zero_B = jnp.zeros_like(seed_B2[:, 0])
-    # As `jax.random` folds a step into a key and draws one number of 32 bits.
+    # Like `jax.random` when it folds a step into a key and draws one number of 32 bits.
     key = _threefry((seed_B2[:, 0], seed_B2[:, 1]), (zero_B, step_B.astype(jnp.uint32)))
     low, high = _threefry(key, (zero_B, zero_B))
     bits_B = (low ^ high) >> 9
@@ -323,9 +321,9 @@ _Words = tuple[jax.Array, jax.Array]
 
 
 def _threefry(key: _Words, count: _Words) -> _Words:
-    """Threefry-2x32 with 20 rounds, of two uint32 words each (Salmon et al., 2011).
+    """Threefry-2x32 with 20 rounds, on two uint32 words each (Salmon et al., 2011).
 
-    `jax.random` has it as a loop on CPUs, of which every step of a decode would start two.
+    On CPUs `jax.random` implements it as a loop, and each decode step would start two.
     """
     keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
     x, y = count[0] + keys[0], count[1] + keys[1]
@@ -352,9 +350,9 @@ def _float_of_order(order: jax.Array) -> jax.Array:
 
 
 def _bisect(order_BV: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Largest threshold a row such that `is_enough(order >= threshold)` still holds.
+    """Largest threshold per row such that `is_enough(order >= threshold)` still holds.
 
-    `order` is that of `_ordered_bits`; the threshold is the float, one of the row's entries.
+    `order` comes from `_ordered_bits`; the threshold is a float, one of the row's entries.
     """
 
     def body(i: jax.Array, threshold: jax.Array) -> jax.Array:

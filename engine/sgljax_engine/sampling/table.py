@@ -1,9 +1,9 @@
-"""What the sampling table does to logits before temperature: masks, biases and penalties.
+"""Masks, biases and penalties, applied to logits before temperature from the sampling table.
 
-Rows name the tokens that they treat specially, in lists of a common width W, so the work grows with
-the lists and not with the vocabulary; nothing of it runs for batches without such rows. The order
-is vLLM's: allowed and bad tokens, min_new_tokens, logit_bias, then the repetition, frequency and
-presence penalties.
+Rows list the tokens that they treat specially, in lists of a common width W, so the work grows with
+the lists and not with the vocabulary. Batches without such rows skip it. The order is vLLM's:
+allowed and bad tokens, min_new_tokens, logit_bias, then the repetition, frequency and presence
+penalties.
 
 Shape legend: B rows, V vocabulary, W list width, S stop ids.
 """
@@ -19,15 +19,12 @@ import jax.numpy as jnp
 class SamplingTable(NamedTuple):
     """The settings of rows that change logits. Unused list entries hold the id V, no token.
 
-    Shape (all [B] unless said):
-        edit_ids: [B, W] int32, tokens of logit_bias, allowed_token_ids and bad_token_ids.
-        edit_values: [B, W] float32, added to their logits; -inf forbids.
-        allow_only: bool, the row may generate none but its `edit_ids`.
-        min_new_tokens: int32.
-        repetition, frequency, presence: float32 penalties; 1, 0 and 0 change nothing.
-        seen_ids: [B, W] int32, each token of prompt and output once; only of rows with penalties.
-        seen_counts: [B, W] int32, their occurrences in the output.
-        num_seen: int32, used entries of `seen_ids`.
+    Shape (all [B] unless said): edit_ids: [B, W] int32, tokens of logit_bias, allowed_token_ids and
+        bad_token_ids. edit_values: [B, W] float32, added to their logits; -inf forbids. allow_only:
+        bool, the row may generate only its `edit_ids`. min_new_tokens: int32. repetition,
+        frequency, presence: float32 penalties; 1, 0 and 0 change nothing. seen_ids: [B, W] int32,
+        each token of prompt and output once; only for rows with penalties. seen_counts: [B, W]
+        int32, their occurrences in the output. num_seen: int32, used entries of `seen_ids`.
     """
 
     edit_ids: jax.Array
@@ -65,7 +62,7 @@ def adjust_logits(
 
 
 def _penalise(logits_BV: jax.Array, table: SamplingTable) -> jax.Array:
-    """The penalised logits [B, W] of the tokens seen."""
+    """The penalised logits [B, W] of the seen tokens."""
     seen = _pick(logits_BV, table.seen_ids)
     factor = table.repetition[:, None]
     seen = jnp.where(seen > 0, seen / factor, seen * factor)
@@ -79,7 +76,7 @@ def _pick(logits_BV: jax.Array, ids_BW: jax.Array) -> jax.Array:
 
 
 def record(table: SamplingTable, token_B: jax.Array, is_active_B: jax.Array) -> SamplingTable:
-    """The table after each active row generated a token. Lists must have room for a new entry."""
+    """The table after each active row has generated a token. Lists need room for a new entry."""
     rows = jnp.arange(token_B.shape[0], dtype=jnp.int32)
     matches = table.seen_ids == token_B[:, None]
     is_known = jnp.any(matches, axis=1)

@@ -1,4 +1,4 @@
-"""Which tokens a request has seen, kept up as it grows. Host-only; no JAX."""
+"""Which tokens a request has seen, updated as it grows. Host-only; no JAX."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 
 
 class TokenCounts:
-    """The different tokens of a prompt and its output, and how often the output has each.
+    """The distinct tokens of a prompt and its output, and how often the output has each.
 
-    Making one takes the prompt once; each `update` then takes the new tokens alone.
+    The constructor reads the prompt once; each `update` then reads only the new tokens.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        """Counts a prompt, and no output yet."""
+        """Counts the tokens of a prompt."""
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt_ids))}
         self._ids = np.fromiter(self._places, np.int32, len(self._places))
         self._counts = np.zeros(len(self._ids), np.int32)
         self._num_counted = 0
 
     def __len__(self) -> int:
-        """Different tokens seen."""
+        """Number of distinct tokens seen."""
         return len(self._places)
 
     @property
@@ -35,7 +35,7 @@ class TokenCounts:
         return self._counts[: len(self)]
 
     def update(self, output_ids: Sequence[int]) -> None:
-        """Counts what the output has gained since the last call."""
+        """Counts the output tokens added since the last call."""
         for token in output_ids[self._num_counted :]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._ids):

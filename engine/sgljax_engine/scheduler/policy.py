@@ -1,8 +1,8 @@
-"""How many KV tokens admission keeps free, and how much a dispatch does.
+"""How many KV tokens admission keeps free, and how much work a dispatch does.
 
 The estimate of what running requests need follows SGLang's `new_token_ratio`: they are expected to
-use a fraction of the tokens they may still generate. The fraction decays while all goes well, so
-the batch grows, and jumps up after a retraction, so that retractions do not come in series.
+use a fraction of the tokens they may still generate. The fraction decays while no request is
+retracted, so the batch grows, and jumps up after a retraction, to avoid a series of retractions.
 
 A dispatch cannot be interrupted, so its prefill and decode steps bound how long a command waits;
 and each dispatch costs host work, so it should not be much shorter than that bound.
@@ -17,10 +17,10 @@ from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.types import Request, SchedulerOutput, StepOutput
 
 _RETRACT_STEPS = 20
-"""Tokens that a retraction expects each running request to need at least, as in SGLang."""
+"""Minimum expected need of each running request after a retraction, in tokens, as in SGLang."""
 
 FIRST_STEPS = 8
-"""Decode steps at most while it is not known how long a step takes."""
+"""Maximum number of decode steps while the time of a step is unknown."""
 
 
 class AdmissionPolicy:
@@ -32,12 +32,12 @@ class AdmissionPolicy:
         self.new_token_ratio = config.init_new_token_ratio
 
     def on_decode(self) -> None:
-        """A decode dispatch went well: expect a little less."""
+        """After a successful decode dispatch: expect a little less."""
         decayed = self.new_token_ratio - self._config.new_token_ratio_decay
         self.new_token_ratio = max(decayed, self._config.min_new_token_ratio)
 
     def on_retract(self, running: Iterable[Request]) -> None:
-        """Pages ran out: expect at least what the running requests have used so far."""
+        """After pages ran out: expect at least what running requests have used so far."""
         used = allowed = 0
         for request in running:
             used += len(request.output_ids) + min(self._config.decode_steps, _RETRACT_STEPS)
@@ -46,48 +46,48 @@ class AdmissionPolicy:
             self.new_token_ratio = max(self.new_token_ratio, min(used / allowed, 1.0))
 
     def expected_tokens(self, request: Request) -> int:
-        """Tokens that the request is expected to generate from now on."""
+        """Number of tokens that the request is expected to generate from now on."""
         return math.ceil(self.new_token_ratio * request.num_remaining)
 
 
 class DispatchPacer:
     """Chooses the prefill tokens and decode steps of a dispatch. Owned by the scheduler.
 
-    It learns the seconds that a step takes, apart for every power of two of rows, and those of a
-    prefill token, and allows as much as fits `max_dispatch_s`, prefill first.
+    It learns the seconds of a step, separately for every power of two of rows, and of a prefill
+    token. It allows as much work as fits `max_dispatch_s`, prefill first.
     """
 
     def __init__(self, config: SchedulerConfig, prefill_sizes: Sequence[int]) -> None:
-        """Knows nothing yet.
+        """Starts without any measured times.
 
         Args:
-            config: Its `max_dispatch_s` and `decode_steps`.
-            prefill_sizes: Tokens that a prefill costs the time of, ascending: any prefill costs as
-                much as the smallest of these that holds it.
+            config: Config with `max_dispatch_s` and `decode_steps`.
+            prefill_sizes: Token counts that determine the time of a prefill, ascending: a prefill
+                takes as long as the smallest of these that holds it.
         """
         self._config = config
         self._prefill_sizes = tuple(prefill_sizes)
         self._step_s: dict[int, float] = {}
-        self._rough: set[int] = set()  # those of `_step_s` that only had a prefill beside them
+        self._rough: set[int] = set()  # keys of `_step_s` measured only beside a prefill
         self._token_s: float | None = None
 
     def num_steps(self, num_rows: int, prefill_tokens: int = 0) -> int:
-        """Steps of a dispatch of so many rows, at least one, after so many tokens of prefill."""
+        """Number of steps, at least one, for a dispatch with these rows and prefill tokens."""
         step_s = self._find_step_s(num_rows)
         if step_s is None:
             return min(FIRST_STEPS, self._config.decode_steps)
         left_s = self._config.max_dispatch_s - self._prefill_s(prefill_tokens)
-        # Compared before it is made an integer: the bound may be infinite.
+        # Compared before the conversion to an integer, since the bound may be infinite.
         return max(int(min(left_s / step_s, self._config.decode_steps)), 1)
 
     def num_prefill_tokens(self, num_rows: int) -> int:
-        """Prefill tokens that leave time for a step of so many rows: one of `prefill_sizes`."""
+        """Number of prefill tokens, of `prefill_sizes`, that leave time for a decode step."""
         left_s = self._config.max_dispatch_s - (self._find_step_s(num_rows) or 0.0)
         fitting = [size for size in self._prefill_sizes if self._prefill_s(size) <= left_s]
         return max(fitting, default=self._prefill_sizes[0])
 
     def on_dispatch(self, output: SchedulerOutput, step: StepOutput) -> None:
-        """Learns from what a dispatch took."""
+        """Learns from the time of a dispatch."""
         num_steps = max((len(row.token_ids) for row in step.rows), default=0)
         prefilled, num_rows = self._padded(output.prefill_tokens), len(output.decode)
         num_tokens = prefilled + num_steps * num_rows
@@ -96,11 +96,12 @@ class DispatchPacer:
         token_s = self._token_s or 0.0
         if prefilled:
             self._learn_token_s(step.dispatch_s, prefilled, num_steps, num_rows)
-        # Of a dispatch that ended early, or takes one step beside a prefill, what any dispatch
-        # costs weighs too much.
+        # In a dispatch that ended early, or took one step beside a prefill, the fixed cost of a
+        # dispatch weighs too much.
         is_typical = num_steps >= output.num_steps // 2 and (num_steps > 1 or not prefilled)
         if num_steps and is_typical:
-            # A token costs no less in a decode step than in a prefill: the mean is the least.
+            # A token costs no less in a decode step than in a prefill, so the mean is a lower
+            # bound.
             left_s = step.dispatch_s - prefilled * token_s
             least_s = step.dispatch_s / num_tokens * num_rows
             self._learn_step_s(max(left_s / num_steps, least_s), num_rows, prefilled / num_tokens)
@@ -109,12 +110,12 @@ class DispatchPacer:
         self, dispatch_s: float, prefilled: int, num_steps: int, num_rows: int
     ) -> None:
         num_tokens = prefilled + num_steps * num_rows
-        token_s = dispatch_s / num_tokens  # the most: see `on_dispatch`
+        token_s = dispatch_s / num_tokens  # an upper bound: see `on_dispatch`
         size = num_rows.bit_length()
         if size in self._step_s and size not in self._rough:
             left_s = max(dispatch_s - num_steps * self._step_s[size], 0.0)
             token_s = min(token_s, left_s / prefilled)
-        # Beside many decoded tokens, what a prefill takes is lost in the noise.
+        # Beside many decoded tokens, the time of a prefill is lost in the noise.
         self._token_s = _approach(self._token_s, token_s, prefilled / num_tokens)
 
     def _learn_step_s(self, step_s: float, num_rows: int, prefill_share: float) -> None:
@@ -128,13 +129,13 @@ class DispatchPacer:
         self._step_s[size] = _approach(known, step_s, 1 - prefill_share)
 
     def _find_step_s(self, num_rows: int) -> float | None:
-        """Seconds of a step; if so many rows never ran, what more rows took."""
+        """Seconds of a step; if this many rows never ran, the seconds of more rows."""
         size = num_rows.bit_length()
         larger = sorted(known for known in self._step_s if known >= size)
         return self._step_s[larger[0]] if larger else None
 
     def _prefill_s(self, num_tokens: int) -> float:
-        """Seconds that a prefill is expected to take; 0 as long as nothing is known."""
+        """Expected seconds of a prefill; 0 while nothing is known."""
         return self._padded(num_tokens) * (self._token_s or 0.0)
 
     def _padded(self, num_tokens: int) -> int:
@@ -144,5 +145,5 @@ class DispatchPacer:
 
 
 def _approach(known: float | None, sample: float, weight: float) -> float:
-    """Half-way from what is known to a sample, or less if it weighs less than 1."""
+    """Moves half-way from the known value to a sample, or less if its weight is below 1."""
     return sample if known is None else known + (sample - known) * weight / 2

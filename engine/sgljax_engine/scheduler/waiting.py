@@ -12,20 +12,20 @@ from sgljax_engine.types import Request
 class WaitingQueue:
     """Waiting requests, oldest first. Owned by the scheduler.
 
-    Two queues, one behind the other: *returned* requests ran before and were retracted; the others
-    have never run, in this engine. Admission goes by arrival, so every returned request is older
-    than all others, and there are never more of them than rows in the batch.
+    It holds two queues, one behind the other: *returned* requests ran before and were retracted;
+    the others have never run in this engine. Admission is in order of arrival, so every returned
+    request is older than all others, and there are never more of them than rows in the batch.
     """
 
     def __init__(self) -> None:
         """Starts empty."""
         self._returned: list[Request] = []
-        # Not a dict: finding the first entry of one passes over all that were removed before it.
+        # Not a dict: finding its first entry skips over all entries removed before it.
         self._new: OrderedDict[str, Request] = OrderedDict()
         self._num_same_prompt: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._returned) + len(self._new)
 
     def __iter__(self) -> Iterator[Request]:
@@ -35,7 +35,7 @@ class WaitingQueue:
 
     @property
     def num_returned(self) -> int:
-        """Requests in the queue that ran before. They are the oldest."""
+        """Number of requests in the queue that ran before. They are the oldest."""
         return len(self._returned)
 
     @property
@@ -44,19 +44,19 @@ class WaitingQueue:
         return self._returned[0] if self._returned else next(iter(self._new.values()))
 
     def append(self, request: Request) -> None:
-        """Puts a request that has never run here behind all others."""
+        """Adds a request that has never run here at the end."""
         self._new[request.rid] = request
         if not request.output_ids:
             self._num_same_prompt[request.prompt_key] += 1
 
     def put_back(self, request: Request) -> None:
-        """Puts a retracted request at its old place."""
+        """Puts a retracted request back at its old place."""
         bisect.insort(self._returned, request, key=_arrival)
         if not request.output_ids:
             self._num_same_prompt[request.prompt_key] += 1
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it is."""
+        """Removes a request, wherever it is."""
         if self._new.pop(request.rid, None) is None:
             self._returned.remove(request)
         if not request.output_ids:

@@ -1,8 +1,8 @@
-"""LoRA adapters that stay apart from the weights: slots of A and B beside each projection.
+"""LoRA adapters kept apart from the weights: slots of A and B beside each projection.
 
-An engine with adapters has, for each projection that one may change, arrays with room for a fixed
-number of them, side by side: A [in, slots x rank] and B [slots x rank, out]. Loading one writes its
-slot, with zeros beyond its rank, so that shapes never change and nothing is compiled again.
+For each projection that adapters may change, the engine has arrays with a fixed number of slots,
+side by side: A [in, slots x rank] and B [slots x rank, out]. Loading an adapter writes its slot,
+with zeros beyond its rank, so that shapes never change and nothing is recompiled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sgljax_engine.weights.rules import LoraRule, Match, Rule, WeightRule, flatt
 from sgljax_engine.weights.sync import TargetSpec, Weights, source_spec
 
 A_SUFFIX, B_SUFFIX = ".lora_a", ".lora_b"
-"""Behind a projection's name: its slots among the engine's weights."""
+"""Suffixes of a projection's name, for its slots among the engine's weights."""
 
 
 class AdapterSlots(NamedTuple):
-    """The room that an engine has. Hashable.
+    """The adapter slots of an engine. Hashable.
 
     Attributes:
-        max_loras: Adapters at once.
-        max_rank: Of each.
+        max_loras: Number of slots.
+        max_rank: Rank of each slot.
         targets: Specifications of A and B by the projection's name, without ".weight".
     """
 
@@ -42,14 +42,14 @@ class AdapterSlots(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """How the factors of one projection are made of a pair.
+    """How to make the factors of one projection from a pair.
 
     Attributes:
-        name: The projection's.
+        name: Name of the projection.
         a, b: Source names.
-        part: Index on `part_axis` of A or of B, and which of the two; None for all.
-        a_axes, b_axes: Their axes in the projection's order, the rank left out.
-        scale: Goes into B.
+        part: Index on `part_axis` of A or B, and which of the two; None for all.
+        a_axes, b_axes: Axes of A and B in the projection's order, without the rank.
+        scale: Factor that is multiplied into B.
     """
 
     name: str
@@ -62,13 +62,13 @@ class _Step(NamedTuple):
 
 
 class AdapterPlan(NamedTuple):
-    """A checked way from a source's pairs to a slot.
+    """A checked plan from a source's pairs to a slot.
 
     Attributes:
         steps: One for each projection that the adapter changes.
-        slots: Of the engine.
-        load: (serving A and B by name, sources, slot) -> the same with the adapter in its slot,
-            and for each step whether its factors are finite.
+        slots: The engine's slots.
+        load: (serving A and B by name, sources, slot) -> A and B with the adapter in its slot, and
+            for each step whether its factors are finite.
     """
 
     steps: tuple[_Step, ...]
@@ -83,11 +83,11 @@ class AdapterPlan(NamedTuple):
         *,
         check_finite: bool = True,
     ) -> Weights:
-        """The engine's A and B with the adapter in a slot; waits for them. Engine thread.
+        """Makes the engine's A and B with the adapter in a slot; waits for them. Engine thread.
 
         Args:
             source: Arrays by name.
-            serving: The engine's A and B, which stay as they are.
+            serving: The engine's A and B, which stay unchanged.
             slot: Where the adapter goes.
             check_finite: Refuse factors that hold NaN or infinity.
 
@@ -109,7 +109,7 @@ class AdapterPlan(NamedTuple):
 
 
 def _beside(pairs: list[tuple[Any, Any]], serving: jax.Array) -> list[tuple[Any, Any]]:
-    """The pairs on the engine's devices; JAX takes long to find that many arrays need no move."""
+    """Moves pairs to the engine's devices; JAX is slow to find that many arrays need no move."""
     devices, kind = serving.devices(), serving.sharding.memory_kind
     if len(devices) == 1 and all(
         isinstance(x, jax.Array) and x.devices() == devices and x.sharding.memory_kind == kind
@@ -125,7 +125,7 @@ def _beside(pairs: list[tuple[Any, Any]], serving: jax.Array) -> list[tuple[Any,
 
 
 def slots_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of an engine's weights that are adapter slots."""
+    """The adapter slots among an engine's weights."""
     return {name: x for name, x in weights.items() if name.endswith((A_SUFFIX, B_SUFFIX))}
 
 
@@ -142,7 +142,7 @@ def empty_slots(slots: AdapterSlots) -> Weights:
 
 
 def _specs(slots: AdapterSlots) -> dict[str, TargetSpec]:
-    """Of A and B of all projections, by their names among the engine's weights."""
+    """Specs of A and B of all projections, by their names among the engine's weights."""
     return {
         f"{name}{suffix}": spec
         for name, *both in slots.targets
@@ -163,17 +163,17 @@ def plan_adapter(
     slots: AdapterSlots,
     targets: Mapping[str, TargetSpec],
 ) -> tuple[AdapterPlan, dict[str, Any]]:
-    """The plan for a pytree with the pairs of an adapter, and its arrays by name.
+    """The plan for a pytree with an adapter's pairs, and the pytree's arrays by name.
 
     Args:
-        tree: Holds A and B of each LoRA rule; whatever else it holds is not looked at.
-        rules: LoRA rules, and the rules that map the weights that they change.
-        slots: Of the engine.
+        tree: Holds A and B of each LoRA rule; other leaves are ignored.
+        rules: LoRA rules, and the rules that map the weights they change.
+        slots: The engine's slots.
         targets: All parameters of the model.
 
     Raises:
-        WeightSyncError: names each pair that is not whole, does not fit, has too large a rank, or
-            changes what has no slot.
+        WeightSyncError: names each pair that is incomplete, does not fit, has too large a rank, or
+            changes a weight without a slot.
     """
     source = flatten_named(tree)
     pairs = tuple(rule for rule in rules if isinstance(rule, LoraRule))
@@ -246,7 +246,7 @@ def _kinds(names: set[str]) -> str:
 
 
 def weight_shape(term: LoraTerm, source: Mapping[str, ArraySpec]) -> tuple[int, ...]:
-    """The shape of the weight that a pair goes with, as A and B tell it."""
+    """The shape of a pair's weight, derived from A and B."""
     inputs, outputs = list(source[term.a].shape[:-1]), list(source[term.b].shape[1:])
     num_axes = len(inputs) + len(outputs)
     return tuple((inputs if axis in term.in_axes else outputs).pop(0) for axis in range(num_axes))
@@ -259,7 +259,7 @@ def _step(
     shape: tuple[int, ...],
     target: tuple[int, ...],
 ) -> _Step | str:
-    """How A and B become the projection's; or why they cannot."""
+    """How A and B become those of the projection, or why they cannot."""
     rule = found.rule
     if rule.hook is not None:
         return "its rule has a hook, which cannot be applied to the factors; use lora='merged'"
@@ -277,7 +277,7 @@ def _step(
         axes.remove(at)
     if rule.transpose is not None:
         axes = [axes[place] for place in rule.transpose]
-    if name == "lm_head":  # logical [vocab, model], the other way round than projections
+    if name == "lm_head":  # logical [vocab, model], transposed relative to projections
         first = len(out_axes)
         axes, target = [*axes[first:], *axes[:first]], target[::-1]
     num_in = len(in_axes)
@@ -313,7 +313,7 @@ def _load(
 ) -> tuple[Weights, jax.Array]:
     """All slot arrays with one slot replaced; projections without a pair get zeros there.
 
-    Slot arrays that are not given have no other slot.
+    Slot arrays that are missing in `serving` have no other slot.
     """
     rank, specs = slots.max_rank, {name: both for name, *both in slots.targets}
     factors = {step.name: _factors(a, b, step) for step, (a, b) in zip(steps, sources, strict=True)}

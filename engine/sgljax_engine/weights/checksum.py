@@ -1,8 +1,8 @@
-"""Checksums of weights, made where the weights are.
+"""Checksums of weights, computed where the weights are.
 
-Each element's bits are mixed with its place in the logical shape and all are summed modulo 2^32,
-twice with other constants: a sum does not depend on how an array is sharded or in which order a
-device adds. The mixing is the finalizer of MurmurHash3 (Appleby, public domain).
+Each element's bits are mixed with its place in the logical shape, and all are summed modulo 2^32,
+twice with different constants. Such a sum does not depend on the sharding or on the order in which
+a device adds. The mixing is the finalizer of MurmurHash3 (Appleby, public domain).
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def to_hex(checksums: Mapping[str, jax.Array]) -> dict[str, str]:
-    """16 hexadecimal digits for each; waits for the device."""
+    """16 hexadecimal digits for each checksum; waits for the device."""
     found = jax.device_get(dict(checksums))
     return {name: "".join(f"{int(part):08x}" for part in pair) for name, pair in found.items()}

@@ -1,6 +1,6 @@
-"""Whether new weights are finite: found where they are made, by the programs that make them.
+"""Checks that new weights are finite, inside the programs that make them.
 
-A weight that holds NaN turns all logits into NaN, of which the engine would go on taking token 0.
+A weight that holds NaN turns all logits into NaN, and the engine would keep generating token 0.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from sgljax_engine.errors import WeightSyncError
 
 _MAX_NAMED = 8
-"""Weights that an error names; a trainer that diverges has NaN in all of them."""
+"""Maximum number of weights that an error names; a diverged trainer has NaN in all of them."""
 
 
 def is_finite(x: jax.Array) -> jax.Array:
     """Whether an array holds neither NaN nor infinity: bool []. Traced by JAX.
 
-    The sum of all elements, each times 0, is NaN if one is NaN or infinite. XLA's code for CPUs
-    finds it several times as fast as a conjunction of `jnp.isfinite`, and compiles it in a fraction
-    of the time; its maximum overlooks NaN.
+    The sum of all elements, each times 0, is NaN if one is NaN or infinite. On CPUs XLA computes
+    this several times as fast as a conjunction of `jnp.isfinite`, and compiles it in a fraction of
+    the time; its maximum overlooks NaN.
     """
     return jnp.sum(x * 0) == 0
 
@@ -31,8 +31,8 @@ def refuse_not_finite(names: Sequence[str], flags: jax.Array | Sequence[bool] | 
     """Raises WeightSyncError for new weights that are not finite; waits for the device.
 
     Args:
-        names: Of the weights.
-        flags: From `is_finite`, one for each; None refuses nothing.
+        names: Names of the weights.
+        flags: From `is_finite`, one per weight; None refuses nothing.
     """
     if flags is None:
         return

@@ -1,4 +1,4 @@
-"""Weights as Hugging Face stores them: read and written tensor by tensor, in shards."""
+"""Reads and writes Hugging Face weights tensor by tensor, in shards."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": jnp.dtype(jnp.bfloat16),
 }
-"""By safetensors' names; those of weights."""
+"""Dtypes of weights by safetensors' names."""
 
 
 class HfTensor(NamedTuple):
-    """A tensor that is loaded when it is needed.
+    """A lazily loaded tensor.
 
     Attributes:
-        shape: As Hugging Face stores it; a projection's is [out, in].
-        dtype: Of what `load` returns.
+        shape: Shape that Hugging Face stores; [out, in] for a projection.
+        dtype: Dtype of the result of `load`.
         load: Returns the tensor.
     """
 
@@ -46,7 +46,7 @@ class HfTensor(NamedTuple):
 
 
 def read_hf_tensors(folder: str | Path) -> dict[str, HfTensor]:
-    """All tensors of a folder's safetensors files by name, none of them loaded.
+    """All tensors of a folder's safetensors files by name, not loaded yet.
 
     Raises:
         WeightLoadError: names the file that is missing or truncated.
@@ -89,12 +89,12 @@ def mapped_tensors(
     rules: Sequence[WeightRule],
     targets: Mapping[str, TargetSpec],
 ) -> dict[str, HfTensor]:
-    """A trainer's weights, on the host, as a model stores them; each keeps its dtype.
+    """Maps a trainer's weights to a model's stored form, on the host; each keeps its dtype.
 
     Args:
-        weights: By the trainer's names.
+        weights: Weights by the trainer's names.
         rules: Map them onto the model's parameters.
-        targets: All parameters; projections are to be transposed.
+        targets: All parameters of the model; projections get transposed.
 
     Raises:
         WeightSyncError: names every parameter that is missing, unused or of the wrong shape.
@@ -134,11 +134,11 @@ def write_hf_tensors(
     Holds one shard in memory at a time.
 
     Args:
-        tensors: What to write, in this order.
-        folder: Where; must exist.
-        dtype: Of all tensors; None keeps each one's.
-        max_shard_bytes: A shard grows no larger, unless it is a single tensor.
-        on_tensor: Called with each name when it is loaded.
+        tensors: The tensors to write, in this order.
+        folder: An existing folder.
+        dtype: Dtype of all tensors; None keeps their own.
+        max_shard_bytes: Maximum size of a shard, unless a single tensor is larger.
+        on_tensor: Called with each tensor's name when it is loaded.
     """
     folder = Path(folder)
     target = None if dtype is None else jnp.dtype(dtype)
@@ -154,7 +154,7 @@ def write_hf_tensors(
             total += arrays[name].nbytes
             if on_tensor is not None:
                 on_tensor(name)
-        save_file(arrays, path, metadata={"format": "pt"})  # which transformers insists on
+        save_file(arrays, path, metadata={"format": "pt"})  # required by transformers
     if len(shards) > 1:
         weight_map = {n: path.name for path, s in zip(paths, shards, strict=True) for n in s}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

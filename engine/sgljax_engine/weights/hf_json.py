@@ -1,4 +1,4 @@
-"""Reading the JSON files of a Hugging Face model folder."""
+"""Reads the JSON files of a Hugging Face model folder."""
 
 from __future__ import annotations
 

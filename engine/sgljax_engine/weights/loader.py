@@ -1,4 +1,4 @@
-"""Reading weights from a Hugging Face model folder, and making random ones."""
+"""Reads weights from a Hugging Face model folder, and makes random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 
 def folder_bytes(folder: str | Path) -> int:
-    """Bytes of a folder's weights files, as far as they are there."""
+    """Total bytes of a folder's weight files that exist."""
     return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
@@ -29,11 +29,11 @@ def read_hf_folder(
     Reads `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
     Args:
-        folder: Of the model.
-        on_read: Told the bytes of each tensor once it is read.
+        folder: Folder of the model.
+        on_read: Called with the bytes of each tensor once it is read.
 
     Raises:
-        WeightLoadError: names the file that is missing, truncated or contradicts the index.
+        WeightLoadError: names the file that is missing, truncated or inconsistent with the index.
     """
     folder = Path(folder)
     if not (folder / _INDEX_FILE).exists():
@@ -71,11 +71,11 @@ def _read_file(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[str
 def random_weights(
     shapes: Mapping[str, tuple[int, ...]], fills: Mapping[str, float], seed: int
 ) -> dict[str, Any]:
-    """Random weights in logical shapes. Each tensor depends on the seed and its own name alone.
+    """Random weights in logical shapes. Each tensor depends only on the seed and its own name.
 
     Args:
-        shapes: By name.
-        fills: The value that fills a parameter; those without one are normal(0, 0.02).
+        shapes: Shapes by name.
+        fills: Constant values of parameters; parameters without one are normal(0, 0.02).
         seed: Any number.
     """
     weights = {}

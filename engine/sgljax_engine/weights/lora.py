@@ -1,7 +1,7 @@
-"""LoRA pairs in a source of weights: W + scale A B (Hu et al., 2021), on its way to the engine.
+"""Merges LoRA pairs in a source of weights: W + scale A B (Hu et al., 2021).
 
-The sum is made in the source's own shape, in float32, before the rules of W take parts of it,
-transpose it or cast it. So whatever maps W maps the sum, and W itself is never changed.
+The sum is computed in the source's own shape, in float32, before the rules of W take parts of it,
+transpose it or cast it. So the rules of W map the sum, and W itself never changes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from sgljax_engine.weights.rules import LoraRule
 
 
 class ArraySpec(Protocol):
-    """What is known of a source parameter before any data moves."""
+    """Shape and dtype of a source parameter, known before any data moves."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its axes."""
+        """Sizes of its axes."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """Its elements."""
+        """Dtype of its elements."""
         ...
 
 
 class LoraTerm(NamedTuple):
-    """What is added to one weight; see `LoraRule` for the fields."""
+    """The term added to one weight; see `LoraRule` for the fields."""
 
     a: str
     b: str
@@ -43,14 +43,14 @@ class LoraTerm(NamedTuple):
 def lora_terms(
     rules: Sequence[LoraRule], source: Mapping[str, ArraySpec]
 ) -> tuple[dict[str, LoraTerm], list[str]]:
-    """The pairs of a source by the names of their weights, and what is wrong with them.
+    """The pairs of a source by the names of their weights, and the problems with them.
 
     Args:
         rules: LoRA rules of an update.
         source: Specifications of all source parameters.
 
     Returns:
-        Terms of the pairs that are whole, and a line for each problem.
+        Terms of the complete pairs, and a line for each problem.
     """
     terms: dict[str, LoraTerm] = {}
     problems: list[str] = []
@@ -70,7 +70,7 @@ def lora_terms(
 
 
 def lora_term(rule: LoraRule, source: Mapping[str, ArraySpec]) -> tuple[LoraTerm | None, list[str]]:
-    """The pair of a rule, checked without its weight: None, and what is wrong, if it is no pair."""
+    """The pair of a rule, checked without its weight; None and the problems if it is not a pair."""
     missing = [name for name in (rule.a, rule.b) if name not in source]
     if missing:
         return None, [f"the LoRA pair of {rule.weight!r} lacks {', '.join(missing)}"]
@@ -89,7 +89,7 @@ def lora_term(rule: LoraRule, source: Mapping[str, ArraySpec]) -> tuple[LoraTerm
 
 
 def _misfits(rule: LoraRule, source: Mapping[str, ArraySpec]) -> list[str]:
-    """What of a pair does not go with its weight."""
+    """Describes what in a pair does not fit its weight."""
     weight, a, b = (source[name].shape for name in (rule.weight, rule.a, rule.b))
     inputs = [weight[axis] for axis in rule.in_axes if axis < len(weight)]
     outputs = [size for axis, size in enumerate(weight) if axis not in rule.in_axes]
@@ -110,13 +110,13 @@ def merge(
     part: int | None = None,
     part_axis: int = 0,
 ) -> jax.Array:
-    """W + scale A B in float32, or one part of it. To be traced.
+    """W + scale A B in float32, or one part of it. Traced by JAX.
 
-    Products and sum are kept apart from what is around them, so that the same pair gives the same
-    bits in each program.
+    Products and sum are isolated from the surrounding code, so that a pair gives the same bits in
+    every program.
 
     Args:
-        weight: W, as the source has it.
+        weight: W in the source's shape.
         a: A.
         b: B.
         term: Says which axes A has, and the scale.
@@ -145,7 +145,7 @@ def merge(
 
 
 def merge_on_host(weight: np.ndarray, a: np.ndarray, b: np.ndarray, term: LoraTerm) -> np.ndarray:
-    """`merge` of whole numpy arrays, float32."""
+    """`merge` for whole numpy arrays, float32."""
     out_axes = [axis for axis in range(weight.ndim) if axis not in term.in_axes]
     product = np.tensordot(a.astype(np.float32), b.astype(np.float32) * np.float32(term.scale), 1)
     return weight.astype(np.float32) + product.transpose(np.argsort([*term.in_axes, *out_axes]))

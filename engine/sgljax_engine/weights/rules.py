@@ -12,22 +12,22 @@ import jax
 from sgljax_engine.errors import WeightSyncError
 
 Hook = Callable[[jax.Array], jax.Array]
-"""Changes a weight on its way; traced by JAX, so it must not look at values."""
+"""Transforms a weight; traced by JAX, so it must not depend on values in Python."""
 
 
 class Rule(NamedTuple):
     """One mapping of source parameters to engine parameters.
 
     Attributes:
-        source: Dotted source name; `*` stands for one component (a layer number, say).
-        target: Engine name, its `*`s filled with what the source's matched; None ignores the
-            source parameter on purpose.
+        source: Dotted source name; `*` stands for one component, such as a layer number.
+        target: Engine name, with `*`s filled from the source's matches; None ignores the source
+            parameter on purpose.
         transpose: Permutation of the source's axes (those of the part, if `part` is set).
         hook: Applied after the transpose.
         part: For a fused parameter, the index on `part_axis` that this rule takes, before the
-            transpose; the rules with the same source together must take all of them. "each" takes
-            all of them for as many targets, whose last `*` is the index: layers that are stacked
-            in one array (scanned, as MaxText does).
+            transpose; rules with the same source must together take all indices. "each" maps every
+            index to its own target, whose last `*` is the index: layers stacked in one array
+            (scanned, as in MaxText).
         part_axis: Axis of the source that `part` is taken from.
     """
 
@@ -46,7 +46,7 @@ class LoraRule(NamedTuple):
         weight: Dotted source name of the weight W, which other rules map.
         a: Source name of A: the axes `in_axes` of W, then the rank.
         b: Source name of B: the rank, then the other axes of W in their order.
-        scale: alpha / rank, say.
+        scale: For example alpha / rank.
         in_axes: Axes of W that are contracted with the layer's input, ascending.
     """
 
@@ -58,7 +58,7 @@ class LoraRule(NamedTuple):
 
 
 WeightRule = Rule | LoraRule
-"""What an update's rules are."""
+"""A rule of an update."""
 
 
 class Match(NamedTuple):
@@ -67,7 +67,7 @@ class Match(NamedTuple):
     Attributes:
         target: Engine name; None for a source parameter that is ignored.
         rule: The rule.
-        part: The rule's, with "each" resolved.
+        part: The rule's part, with "each" resolved.
     """
 
     target: str | None
@@ -76,7 +76,7 @@ class Match(NamedTuple):
 
 
 def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
-    """The rules; raises WeightSyncError for anything else."""
+    """Returns the rules; raises WeightSyncError for anything else."""
     checked = tuple(rules)
     for rule in checked:
         if not isinstance(rule, (Rule, LoraRule)):
@@ -85,15 +85,15 @@ def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
 
 
 def match(rules: Sequence[Rule], source: str, shape: Sequence[int] = ()) -> list[Match]:
-    """The first rule whose pattern is the source name; with its fellows, if it takes a part.
+    """The first rule that matches the source name; if it takes a part, all such rules.
 
     Args:
-        rules: Of an update, but for its LoRA rules.
+        rules: Rules of an update, without its LoRA rules.
         source: A source parameter's name.
-        shape: Its shape, which tells how many parts there are.
+        shape: Its shape, which gives the number of parts.
 
     Returns:
-        One match, one a part of a fused or stacked parameter, or none.
+        One match, one match per part of a fused or stacked parameter, or none.
     """
     found: list[Match] = []
     for rule in rules:
@@ -132,15 +132,15 @@ def flatten_named(tree: Any) -> dict[str, Any]:
     """Flattens a pytree of arrays into `{"layers.0.attn.q_proj.w": array, ...}`.
 
     Args:
-        tree: Nested dicts and lists, or a `flax.nnx.State`, whose `Variable` wrappers leave no
-            trace in the names. A flat dict with dotted keys stays as it is. Or pairs of name and
-            array: a list of them, `dict.items()` or an iterator.
+        tree: Nested dicts and lists, or a `flax.nnx.State`, whose `Variable` wrappers do not show
+            in the names. A flat dict with dotted keys stays unchanged. Or (name, array) pairs: a
+            list, `dict.items()` or an iterator.
 
     Returns:
         The leaves, not copied, by their dotted names.
 
     Raises:
-        WeightSyncError: for a leaf without a name, and for two with the same.
+        WeightSyncError: for a leaf without a name, or two with the same name.
     """
     if isinstance(tree, (Iterator, ItemsView)):
         tree = list(tree)
@@ -164,7 +164,7 @@ def _is_pair(item: Any) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _leaf_names(structure: Any) -> tuple[str, ...]:
-    """Of a PyTreeDef. Remembered, since JAX takes longer to find paths than leaves.
+    """Names of the leaves of a PyTreeDef. Cached, since JAX is slower to find paths than leaves.
 
     Raises:
         WeightSyncError: for two leaves with the same name.

@@ -1,6 +1,6 @@
-"""Which source arrays the serving weights were made of, so that none is made again for nothing.
+"""Tracks which source arrays the serving weights were made from, to avoid remaking them.
 
-A frozen parameter comes with every update as the very array that it was: LoRA actors have many.
+A frozen parameter comes with every update as the same array object: LoRA actors have many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sgljax_engine.weights.sync import Step, SyncPlan, part_of_plan
 
 
 class _Origin(NamedTuple):
-    """How a serving weight was made, and of which arrays."""
+    """How a serving weight was made, and from which arrays."""
 
     step: Step
     arrays: tuple[weakref.ref[Any], ...]
@@ -24,8 +24,8 @@ class _Origin(NamedTuple):
 class ServedSource:
     """Remembers the source of the serving weights, weakly. Not thread-safe.
 
-    JAX's arrays never change, so the same array mapped in the same way is the same weight. Numpy's
-    do, and are never taken for the same.
+    JAX arrays never change, so the same array mapped in the same way is the same weight. Numpy
+    arrays may change, so they always count as different.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ServedSource:
         self._parts: dict[frozenset[str], SyncPlan] = {}
 
     def remember(self, plan: SyncPlan, source: Mapping[str, Any]) -> None:
-        """Takes note of what serves from now on."""
+        """Records the source of the weights that serve from now on."""
         self._origins = {}
         for step in plan.steps:
             arrays = step.arrays(source)
@@ -43,14 +43,14 @@ class ServedSource:
                 self._origins[step.target] = _Origin(step, tuple(map(weakref.ref, arrays)))
 
     def forget(self) -> None:
-        """For weights of unknown origin."""
+        """Forgets the source, for weights of unknown origin."""
         self._origins = {}
 
     def changed(self, plan: SyncPlan, source: Mapping[str, Any]) -> SyncPlan:
-        """The part of a plan that makes other weights than those that serve; maybe all of it.
+        """The part of a plan that makes weights different from the serving ones.
 
-        All of it too if nothing is changed: then somebody wants them made again. The same object
-        for the same part, so that it is compiled once.
+        If nothing changed, this is the whole plan, since the caller wants the weights made again.
+        Equal parts give the same object, so that each is compiled once.
         """
         if plan is not self._plan:
             self._plan, self._parts = plan, {}

@@ -2,9 +2,9 @@
 
 `plan_sync` proves on shapes alone, before any data moves, that every engine parameter is covered
 exactly once, that every source parameter is used or ignored on purpose, and that shapes fit.
-`apply` then runs the whole plan as one device program. It never touches the weights in use, so
-a failure leaves them serving; the caller swaps the returned weights in. `apply_donating` makes one
-weight after another and gives the memory of the old one back first.
+`apply` then runs the whole plan as one device program. It never touches the weights in use, so a
+failure leaves them serving; the caller swaps the returned weights in. `apply_donating` makes one
+weight after another, and frees the memory of the old one first.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from sgljax_engine.xla_options import transposition_options
 Weights = dict[str, jax.Array]
 
 Sources = tuple[Any, ...]
-"""Arrays that one step reads."""
+"""Source arrays that one step reads."""
 
 PreparedWeights = tuple[Weights, jax.Array | None]
-"""Weights, and for each whether it is finite, in the order of the steps; None if nobody asked."""
+"""Weights, and whether each is finite, in the order of the steps; None without that check."""
 
 
 class TargetSpec(NamedTuple):
@@ -52,10 +52,10 @@ class TargetSpec(NamedTuple):
 
     Attributes:
         shape: Logical shape, the one that rules map onto ([in, out] for projections).
-        dtype: What it is stored as.
+        dtype: Dtype of the stored parameter.
         is_transposed: The engine stores it with its two axes swapped.
         sharding: Where it lives.
-        alias: Another name by which rules may call it.
+        alias: Another name that rules may use for it.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class TargetSpec(NamedTuple):
 
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
-        """What it is stored as: the physical shape, the dtype and the sharding."""
+        """The stored form: physical shape, dtype and sharding."""
         shape = self.shape[::-1] if self.is_transposed else self.shape
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)
 
@@ -93,17 +93,17 @@ class Step(NamedTuple):
     lora: LoraTerm | None = None
 
     def arrays(self, source: Mapping[str, Any]) -> Sources:
-        """What of a source it reads: a weight, and the pair that is added to it."""
+        """The source arrays that it reads: a weight, and the pair added to it."""
         names = (self.source,) if self.lora is None else (self.source, self.lora.a, self.lora.b)
         return tuple(source[name] for name in names)
 
     def without_names(self) -> Step:
-        """The same work on unnamed arrays."""
+        """The same step without names."""
         lora = None if self.lora is None else self.lora._replace(a="", b="")
         return self._replace(source="", target="", lora=lora)
 
     def operands(self, source: Mapping[str, Any]) -> Sources:
-        """`arrays` in one kind of memory, which what computes with several of them needs."""
+        """`arrays` in one kind of memory, as a computation with several of them needs."""
         arrays = self.arrays(source)
         return arrays if self.lora is None else tuple(map(_in_device_memory, arrays))
 
@@ -113,13 +113,13 @@ class Program(NamedTuple):
 
     Attributes:
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
-        at_source: For sources elsewhere; its results have to be moved.
-        one: `at_target` for one parameter, with a flag of its own: its arrays, step, target, and
-            whether by JIT-compiled CPU kernels; compiled once for each.
-        checksums: Of what it makes, in logical shapes. All in one program: many small ones over
-            several devices, all under way at once, can starve one another on CPUs.
+        at_source: For sources elsewhere; its results must be moved.
+        one: `at_target` for one parameter, with its own flag. Takes its arrays, step, target, and
+            whether to use JIT-compiled CPU kernels; compiled once for each.
+        checksums: Checksums of the results, in logical shapes. One program computes all: many small
+            ones in flight over several devices can starve one another on CPUs.
         shardings: Where each engine parameter lives.
-        is_native: Whether `at_target` transposes by JIT-compiled CPU kernels.
+        is_native: Whether `at_target` transposes with JIT-compiled CPU kernels.
     """
 
     at_target: Callable[[list[Sources]], PreparedWeights]
@@ -134,8 +134,8 @@ class SyncPlan(NamedTuple):
     """A checked plan. Reusable for every source of the same specification.
 
     Attributes:
-        source_spec: What the source must look like.
-        steps: One step a target parameter.
+        source_spec: Shapes and dtypes that the source must have.
+        steps: One step per target parameter.
         targets: The parameters to make.
         program: The transformation of all parameters at once.
         checks_finite: Refuse weights that hold NaN or infinity.
@@ -164,7 +164,7 @@ class SyncPlan(NamedTuple):
 
 
 def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
-    """Shapes and dtypes of named arrays; a leaf that is no array raises WeightSyncError."""
+    """Shapes and dtypes of named arrays; raises WeightSyncError for a leaf that is no array."""
     spec = {}
     for name, array in source.items():
         try:
@@ -178,7 +178,7 @@ def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
 
 
 def _is_foreign(array: Any) -> bool:
-    """Whether it is another framework's array, say a torch.Tensor."""
+    """Whether it is another framework's array, such as a torch.Tensor."""
     return hasattr(array, "__dlpack__")
 
 
@@ -194,12 +194,12 @@ def plan_sync(
         source: Shapes and dtypes by name.
         rules: Map them onto `targets`.
         targets: The parameters to make.
-        check_finite: Have whoever applies the plan refuse weights that hold NaN or infinity.
+        check_finite: Refuse weights that hold NaN or infinity when the plan is applied.
 
     Raises:
-        WeightSyncError: names every parameter that is missing, unused, mapped twice, mapped to
-            an unknown name or of the wrong shape or kind, with both shapes; and every LoRA pair
-            that is not whole, does not fit or changes a weight that is ignored.
+        WeightSyncError: names every parameter that is missing, unused, mapped twice, mapped to an
+            unknown name or of the wrong shape or kind, with both shapes; and every LoRA pair that
+            is incomplete, does not fit or changes an ignored weight.
     """
     names = {spec.alias: name for name, spec in targets.items()} | {name: name for name in targets}
     steps: dict[str, Step] = {}
@@ -261,7 +261,7 @@ def _with_program(
     targets: Mapping[str, TargetSpec],
     check_finite: bool,
 ) -> SyncPlan:
-    # A hook belongs to whoever gave it, and may hold on to much: it is not kept longer than a plan.
+    # A hook belongs to the caller and may hold much memory, so it lives no longer than its plan.
     has_hooks = any(step.hook is not None for step in steps)
     build = _build_program.__wrapped__ if has_hooks else _build_program
     program = build(steps, tuple(targets.items()), check_finite)
@@ -269,7 +269,7 @@ def _with_program(
 
 
 def _coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) -> list[str]:
-    """What of a source parameter no rule, or more than one, takes."""
+    """Describes parts of a source parameter that no rule, or more than one, takes."""
     where = f"source parameter {name!r} {list(spec.shape)}"
     if not matches:
         return [f"{where} is mapped by no rule"]
@@ -303,7 +303,7 @@ def _shape_problems(spec: SourceSpec, step: Step, target: TargetSpec) -> list[st
 
 
 def _after(spec: SourceSpec, step: Step, target: TargetSpec, shape: tuple[int, ...]) -> str:
-    """What a rule made of a shape that does not fit, and whether another transpose would do."""
+    """Describes a shape that does not fit after a rule, and whether another transpose would fit."""
     done = [] if step.part is None else [f"part {step.part}"]
     if step.transpose is not None:
         done.append(f"transpose {step.transpose}")
@@ -361,16 +361,16 @@ def _mapped(sources: Sources, step: Step, target: TargetSpec) -> jax.Array:
 def _stored(
     sources: Sources, step: Step, target: TargetSpec, is_native: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The engine parameter as it is stored, and whether it is finite.
+    """The engine parameter in its stored form, and whether it is finite.
 
-    Copies keep JAX from handing a source back.
+    Copies keep JAX from returning the source itself.
     """
     is_turned_back = step.transpose == (1, 0) and step.hook is None  # XLA drops both transposes
     x = _transform(sources, step)
     if is_native and x.dtype == target.dtype == jnp.float32:
         if target.is_transposed and not is_turned_back:
             return transpose(x.reshape(target.shape))
-        if step.part is None:  # a part that machine code reads would be cut out before
+        if step.part is None:  # a kernel would need the part sliced out first
             return copy(
                 _swapped(x, target.shape) if target.is_transposed else x.reshape(target.shape)
             )
@@ -379,16 +379,16 @@ def _stored(
     elif x.dtype.itemsize >= target.dtype.itemsize:
         stored = jnp.copy(_swapped(x.astype(target.dtype), target.shape))
     else:
-        # XLA on CPUs takes twice as long to transpose what it widens at once.
+        # XLA on CPUs takes twice as long to transpose and widen at once.
         stored = lax.optimization_barrier(jnp.copy(_swapped(x, target.shape))).astype(target.dtype)
-    return stored, is_finite(x.astype(target.dtype))  # as it came: it is read in order
+    return stored, is_finite(x.astype(target.dtype))  # in source order: sequential reads
 
 
 def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x.reshape(shape).T` of a matrix of that shape.
 
-    By way of the axes of `x` where that can be: XLA on CPUs copies what is reshaped before it is
-    transposed.
+    Permutes the axes of `x` where possible: XLA on CPUs copies an array that is reshaped before it
+    is transposed.
     """
     for split in range(x.ndim + 1):
         if math.prod(x.shape[:split]) == shape[0]:
@@ -403,7 +403,7 @@ def _build_program(
     named_targets: tuple[tuple[str, TargetSpec], ...],
     check_finite: bool,
 ) -> Program:
-    """The same object for equal plans, so that an engine made anew compiles nothing again."""
+    """Returns the same object for equal plans, so that a new engine recompiles nothing."""
     targets = dict(named_targets)
 
     def run(sources: list[Sources], is_native: bool) -> PreparedWeights:
@@ -437,10 +437,10 @@ def _build_program(
 
 
 def await_source(source: Mapping[str, Any]) -> None:
-    """Waits until the source's arrays are computed. Any thread; none but the caller's waits.
+    """Waits until the source's arrays are computed. Any thread; only the calling thread waits.
 
     Raises:
-        WeightSyncError: when arrays were deleted, or what computes them fails.
+        WeightSyncError: when arrays were deleted, or their computation fails.
     """
     _check_alive(source)
     try:
@@ -450,7 +450,7 @@ def await_source(source: Mapping[str, Any]) -> None:
 
 
 def placement(plan: SyncPlan, source: Mapping[str, Any]) -> frozenset[Any] | None:
-    """What programs are compiled for besides the plan; None unless all is where the engine is."""
+    """Placement that programs are compiled for; None unless the source is where the engine is."""
     target = _target_devices(plan.program.shardings)
     arrays = source.values()
     if any(not isinstance(x, jax.Array) or _device_order(x.sharding) != target for x in arrays):
@@ -461,17 +461,17 @@ def placement(plan: SyncPlan, source: Mapping[str, Any]) -> frozenset[Any] | Non
 def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) -> Weights:
     """Makes all engine parameters from the source and waits for them. Any thread.
 
-    The source may live on other devices than the engine; then it is transformed where it is and
-    moved afterwards. The result never shares memory with the source.
+    A source on other devices than the engine is transformed there and then moved. The result never
+    shares memory with the source.
 
     Args:
         plan: From `plan_sync`.
         source: Arrays by name, of exactly the plan's `source_spec`.
-        verify: Compare checksums of what was made and of the source.
+        verify: Compare checksums of the result and of the source.
 
     Raises:
-        WeightSyncError: when the source is not what was planned, the transformation fails, weights
-            are not finite though the plan asks for that, or the checksums differ.
+        WeightSyncError: when the source does not fit the plan, the transformation fails, the plan's
+            check finds weights that are not finite, or the checksums differ.
     """
     _check_planned(plan, source)
     try:
@@ -494,12 +494,12 @@ def apply_donating(
     Args:
         plan: From `plan_sync`.
         source: Arrays by name, of exactly the plan's `source_spec`.
-        old: The weights in use, which nobody may use again. Emptied.
-        verify: Compare checksums of what was made and of the source.
+        old: The weights in use. This call empties the mapping; do not use them again.
+        verify: Compare checksums of the result and of the source.
 
     Raises:
-        WeightSyncError: when the source is not what was planned, or what it maps to is not finite;
-            the old weights are whole.
+        WeightSyncError: when the source does not fit the plan, or the new weights are not finite;
+            the old weights are intact.
         WeightsLostError: when it fails later.
     """
     _check_planned(plan, source)
@@ -508,7 +508,7 @@ def apply_donating(
         made: Weights = {}
         for step in plan.steps:
             target = plan.targets[step.target]
-            if step.target in old:  # not after a failed update, which left none
+            if step.target in old:  # absent after a failed update
                 old.pop(step.target).delete()
             with _near(target):
                 one = _store_one(plan, step.operands(source), step)
@@ -531,10 +531,10 @@ def _store_one(plan: SyncPlan, sources: Sources, step: Step) -> jax.Array:
 
 
 def _check_finite(plan: SyncPlan, source: Mapping[str, Any]) -> None:
-    """Looks at what the source maps to, one weight after the other, before any old one is freed.
+    """Checks the mapped source, one weight after the other, before any old weight is freed.
 
     Raises:
-        WeightSyncError: when that is not finite, or cannot be computed.
+        WeightSyncError: when a weight is not finite, or cannot be computed.
     """
     if not plan.checks_finite:
         return
@@ -556,7 +556,7 @@ def _is_mapped_finite(
 
 
 def _in_device_memory(x: Any) -> Any:
-    """The array; a copy on its devices if the trainer has put it into their host's memory."""
+    """The array; a copy on its devices if the trainer keeps it in host memory."""
     if not isinstance(x, jax.Array):
         return x
     kind = _first_device(x.sharding).default_memory().kind
@@ -565,7 +565,7 @@ def _in_device_memory(x: Any) -> Any:
 
 
 def _near(target: TargetSpec) -> contextlib.AbstractContextManager[Any]:
-    """Where arrays of the host are worked on: on a device of the target."""
+    """A context in which host arrays are processed on a device of the target."""
     return jax.default_device(_first_device(target.sharding))
 
 
@@ -586,11 +586,10 @@ def _check_alive(source: Mapping[str, Any]) -> None:
 
 
 def _make(plan: SyncPlan, arrays: list[Sources]) -> Weights:
-    """Dispatches the transformation, where the source is if that is in one place, and the moves.
+    """Dispatches the transformation, at the source if that is in one place, and the moves.
 
-    Waits for the transformation if weights are to be finite, and refuses those that are not.
-
-    JAX takes longer to find that a hundred arrays need no move than to check the source.
+    If weights must be finite, it waits for the transformation and refuses those that are not. JAX
+    takes longer to find that a hundred arrays need no move than to check the source.
     """
     arrays, is_at_target = _together(plan, arrays)
     run = plan.program.at_target if is_at_target else plan.program.at_source
@@ -609,7 +608,7 @@ def _together(plan: SyncPlan, arrays: list[Sources]) -> tuple[list[Sources], boo
         return arrays, True
     if len(sources) == 1 and None not in sources:
         return arrays, False
-    # Scattered over devices: a program takes them only from the same ones.
+    # Scattered over devices: a program takes inputs only from one set of devices.
     shardings = plan.program.shardings
     return [tuple(_gather(x, target, shardings) for x in each) for each in arrays], True
 
@@ -624,8 +623,8 @@ def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> N
 def differing(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> list[str]:
     """Names of weights that do not hold the bits of their mapped source, sorted.
 
-    The source is mapped again, without the engine's physical layout, where it lives. That gives
-    the same bits if hooks only move and cast: arithmetic may round otherwise in another program.
+    The source is mapped again at its own place, without the engine's physical layout. This gives
+    the same bits if hooks only move and cast: arithmetic may round differently in another program.
     """
     arrays, _ = _together(plan, [step.operands(source) for step in plan.steps])
     transposed = {name for name, target in plan.targets.items() if target.is_transposed}
@@ -648,7 +647,7 @@ def _stored_checksums(weights: Weights, transposed: frozenset[str]) -> dict[str,
 class WeightMaker:
     """Makes engine weights from sources, and plans again only when source or rules change.
 
-    Not thread-safe: whoever builds the engine uses it first, then the thread of its updates.
+    Not thread-safe: the thread that builds the engine uses it first, then the update thread.
 
     Attributes:
         targets: The parameters that it makes.
@@ -685,7 +684,7 @@ def _platform(shardings: Mapping[str, jax.sharding.Sharding]) -> str:
 
 
 def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
-    """The devices in the order in which a program would see them; None when it cannot tell."""
+    """The devices in the order in which a program sees them; None if the order is unknown."""
     if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
         return tuple(sharding.mesh.devices.flat)
     devices = tuple(sharding.device_set)
@@ -697,7 +696,7 @@ def _gather(
     target: tuple[Any, ...] | None,
     shardings: Mapping[str, jax.sharding.Sharding],
 ) -> Any:
-    """The array on the target's devices: as it is if it is there, else a copy on each."""
+    """The array on the target's devices: itself if it is there, else a copy on each."""
     if not isinstance(x, jax.Array) or _device_order(x.sharding) == target:
         return x
     some = next(iter(shardings.values()))

@@ -1,7 +1,7 @@
-"""JIT-compiled CPU kernels, for what XLA's code is slow at.
+"""JIT-compiled CPU kernels, where XLA's code is slow.
 
-Operations are written in LLVM's language (`emit`), made for the vectors of the processor at hand by
-llvmlite, which Tunix brings along (`machine`), run on XLA's own threads (`threads`) and are called
-from programs as XLA's foreign functions (`ffi`), whose layout in memory is checked (`abi`). Where
-any of that is not to be had, `ffi.unavailable` says why, and engines use XLA's own products.
+Kernels are written in LLVM IR (`emit`). llvmlite, a dependency of Tunix, compiles them for the
+vectors of this processor (`machine`). They run on XLA's own threads (`threads`), and programs call
+them as XLA foreign functions (`ffi`), whose memory layout is checked (`abi`). Where any of this is
+missing, `ffi.unavailable` says why, and engines use XLA's own products.
 """

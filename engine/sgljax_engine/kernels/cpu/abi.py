@@ -1,7 +1,7 @@
-"""How XLA calls foreign functions: the layout of its C structures, as its header has them.
+"""How XLA calls foreign functions: the layout of its C structures, from its header.
 
-Only what is needed here, as byte offsets. The header comes with jaxlib; `problem` compares it with
-what these offsets were written for, so that another layout is found before it is used.
+This holds only the byte offsets needed here. The header comes with jaxlib; `problem` compares it
+with the layout assumed here, so that a different layout is found before it is used.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _EXPECTED = {
     "XLA_FFI_ThreadPool_NumThreads_Args": COUNT,
     "XLA_FFI_Error_Destroy_Args": DESTROY,
 }
-"""Members of structures in their order; more may follow."""
+"""Members of structures in order; more may follow."""
 
 _NEW_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}
-"""What some are called from version 0.5 of the interface on."""
+"""New names of some structures, from version 0.5 of the interface on."""
 
 
 class Api(NamedTuple):
@@ -67,7 +67,7 @@ class Api(NamedTuple):
 
 @functools.cache
 def load_api() -> Api | str:
-    """XLA's, or why it cannot be used."""
+    """The API of the installed XLA, or why it cannot be used."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return "jaxlib lacks the header of XLA's foreign functions"
@@ -75,7 +75,7 @@ def load_api() -> Api | str:
 
 
 def parse_api(header: str) -> Api | str:
-    """What a header says, or why it cannot be used.
+    """The API that a header declares, or why it cannot be used.
 
     Args:
         header: The text of `xla/ffi/api/c_api.h`.

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache as operations of machine code, on CPUs, in float32."""
+"""Attention over the paged KV cache as JIT-compiled CPU kernels, in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, r
 from sgljax_engine.kernels.cpu.machine import Vectors
 
 _QUERY_ROWS = 8
-"""Query heads times queries of a tile of a prefill, at least one query."""
+"""Query heads times queries in a tile of prefill, at least one query."""
 
 _ROWS_OF_A_LINE = 16
 """Rows of a decode batch whose results share cache lines."""
@@ -38,12 +38,13 @@ def decode_attention(
         q: [num_heads, head_dim, B] float32.
         k: [num_kv_heads, head_dim, B] float32.
         v: Likewise.
-        k_pages: [num_pages, num_kv_heads, page_size, head_dim] float32; given back, in place.
+        k_pages: [num_pages, num_kv_heads, page_size, head_dim] float32; updated in place and
+            returned.
         v_pages: Likewise.
         page_table: [B, P] int32. No two rows have their newest token in the same page.
-        kv_lens: [B] int32, keys of each row, the new one included; 0 for unused rows, of which
-            nothing is written.
-        shape: What the code is for.
+        kv_lens: [B] int32, keys of each row, the new one included; 0 for unused rows, which write
+            nothing.
+        shape: The shape that the kernel is compiled for.
 
     Returns:
         [num_heads * head_dim, B], 0 for unused rows, and the pages.
@@ -76,7 +77,7 @@ def block_attention(
         page_table: [N, P] int32.
         positions: [N, Q] int32.
         kv_lens: [N] int32, keys that exist; 0 for unused blocks.
-        shape: What the code is for.
+        shape: The shape that the kernel is compiled for.
 
     Returns:
         [num_heads * head_dim, N * Q], 0 for unused blocks.
@@ -116,7 +117,7 @@ def _plan_decode(
 ) -> Job:
     *_, page_table, kv_lens, out, _, _ = buffers
     num_rows, width = kv_lens.dim(0), page_table.dim(1)
-    # Rows of one prompt go to one thread, and a line of the result too.
+    # One thread takes the rows of one prompt, and one takes each cache line of the result.
     pairs = code.mul(num_rows, shape.num_kv_heads)
     size = code.div(pairs, code.mul(threads, _CHUNKS_PER_THREAD))
     size = code.max(code.min(size, _ROWS_OF_A_LINE), 1)
@@ -126,7 +127,7 @@ def _plan_decode(
 
 
 def _write_decode_chunk(module: Module, vectors: Vectors, shape: AttentionShape) -> Value:
-    """f(values, chunk): some rows of one kv head."""
+    """Writes f(values, chunk): some rows of one kv head."""
     one_row = _write_row(module, vectors.lanes, shape)
     with Code(module, "rows", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
@@ -139,7 +140,7 @@ def _write_decode_chunk(module: Module, vectors: Vectors, shape: AttentionShape)
 
 
 def _write_row(module: Module, lanes: int, shape: AttentionShape) -> Value:
-    """f(values, row, kv_head): one row's query heads of a kv head."""
+    """Writes f(values, row, kv_head): one row's query heads of a kv head."""
     with Code(module, "row", VOID, [PTR, I64, I64]) as code:
         values, row, head = code.arguments
         q, k, v, k_pages, v_pages, table, kv_lens, out, *sizes = read_values(code, values, 8, 3)
@@ -185,7 +186,7 @@ def _queries_of_a_tile(shape: AttentionShape) -> int:
 
 
 def _write_block_chunk(module: Module, vectors: Vectors, shape: AttentionShape) -> Value:
-    """f(values, chunk): some queries of a block, for one kv head."""
+    """Writes f(values, chunk): some queries of a block, for one kv head."""
     per_tile = _queries_of_a_tile(shape)
     with Code(module, "block", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
@@ -201,7 +202,7 @@ def _write_block_chunk(module: Module, vectors: Vectors, shape: AttentionShape) 
         num_keys = _load_int(code, kv_lens, block)
         channels = shape.group * shape.head_dim
         row = code.mul(code.mul(head, channels), num_tokens)
-        tokens = []  # of the tile; beyond the block its last again
+        tokens = []  # of the tile; past the block's end its last one repeats
         for i in range(per_tile):
             query = code.min(code.add(begin, i), code.sub(num_queries, 1))
             tokens.append(code.add(code.mul(block, num_queries), query))
@@ -231,14 +232,14 @@ def _write_block_chunk(module: Module, vectors: Vectors, shape: AttentionShape) 
 
 
 def _load_int(code: Code, base: Value, index: Value) -> Value:
-    """An int32, as i64."""
+    """Loads an int32 as an i64."""
     return code.convert("sext", code.load(code.at(base, index, I32), I32), I64)
 
 
 def _gather(
     code: Code, source: Value, stride: Value, target: Value, count: int, factor: float = 1.0
 ) -> None:
-    """Floats that lie a stride apart, times a factor, next to each other."""
+    """Packs floats that lie a stride apart, times a factor."""
     with code.loop(0, count) as index:
         value = code.load(code.at(source, code.mul(index, stride)), F32)
         if factor != 1.0:
@@ -247,7 +248,7 @@ def _gather(
 
 
 def _scatter(code: Code, source: Value, target: Value, stride: Value, count: int) -> None:
-    """Floats that lie next to each other, a stride apart."""
+    """Stores adjacent floats a stride apart."""
     with code.loop(0, count) as index:
         value = code.load(code.at(source, index), F32)
         code.store(value, code.at(target, code.mul(index, stride)))

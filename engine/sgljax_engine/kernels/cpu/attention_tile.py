@@ -1,10 +1,10 @@
 """The arithmetic of attention for a tile of queries of one request that share a kv head.
 
-Pages are read where they lie, each key and value once for all queries of the tile. Keys are taken
-in *spans*, with an online softmax over those (Milakov and Gimelshein, 2018): scores of a span, then
-its exponentials, then its values, so that scores stay in the nearest cache. A key that a query does
-not see adds an exact 0 to its sums, or what is multiplied by an exact 0 as soon as it sees one. So
-the bits of a query do not depend on its tile.
+Pages are read in place, each key and value once for all queries of the tile. Keys are processed in
+*spans*, with an online softmax over these (Milakov and Gimelshein, 2018): first the scores of a
+span, then its exponentials, then its values, so that scores stay in the nearest cache. A hidden key
+adds an exact 0 to a query's sums, or a term that is multiplied by an exact 0 once the query sees a
+key. So the bits of a query do not depend on its tile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SUMS = 16
 """Vectors of weighted values that are in registers together."""
 
 _UNROLLED = 128
-"""Channels times queries up to which all keys of a vector are written out, one after another."""
+"""Channels times queries up to which the loop over the keys of a vector is unrolled."""
 
 _MASKED = -1e30
 
@@ -42,7 +42,7 @@ _LINE = 16
 
 
 class AttentionShape(NamedTuple):
-    """What the code is written for. Hashable.
+    """The shape that a kernel is compiled for. Hashable.
 
     Attributes:
         num_heads: Query heads.
@@ -50,7 +50,7 @@ class AttentionShape(NamedTuple):
         head_dim: Channels of a head, a multiple of the lanes.
         page_size: Tokens of a page.
         scale: Multiplies scores.
-        window: A token sees so many newest keys, its own included; None for all.
+        window: A token sees this many newest keys, its own included; None for all.
         softcap: Scores s become `softcap * tanh(s / softcap)`; None for no cap.
     """
 
@@ -69,7 +69,7 @@ class AttentionShape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where a request's keys of a kv head are; values are at the same places of theirs.
+    """Where a request's keys of a kv head are; values are at the same places in their array.
 
     Attributes:
         table: Address of the request's page ids, int32.
@@ -92,7 +92,7 @@ class Pages(NamedTuple):
         return code.at(pages, code.mul(token, self.shape.head_dim))
 
     def vector_of(self, pages: Value, first: Value, count: int, places: Value) -> KeyVector:
-        """Keys from a multiple of `count` on; where none exists, the last one that does.
+        """`count` keys from a multiple of it on; the last existing key replaces missing ones.
 
         `places` is memory for `count` addresses.
         """
@@ -111,8 +111,8 @@ class KeyVector(NamedTuple):
     """As many keys as a vector has lanes.
 
     Attributes:
-        base: Address of the first one, or of the addresses of all.
-        stride: Floats from one to the next; None if they have addresses.
+        base: Address of the first key, or of a list of all their addresses.
+        stride: Floats from one key to the next; None if `base` lists addresses.
     """
 
     code: Code
@@ -120,7 +120,7 @@ class KeyVector(NamedTuple):
     stride: int | None
 
     def address(self, index: Number) -> Value:
-        """Where one of them is."""
+        """The address of one of the keys."""
         code = self.code
         if self.stride is None:
             return code.load(code.at(self.base, index, PTR), PTR)
@@ -128,11 +128,11 @@ class KeyVector(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A tile of queries, those of the heads of a group next to each other.
+    """A tile of queries; the heads of a group are adjacent.
 
     Attributes:
         vectors: Address of [len(ends), head_dim] floats, scaled.
-        ends: i64 each, the first key that the query does not see.
+        ends: For each query an i64, the first key past those it sees.
         last_end: The largest of them, at least 1.
         first_end: The smallest of them.
     """
@@ -144,13 +144,13 @@ class Queries(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Keys that are taken together.
+    """Keys that are processed together.
 
     Attributes:
-        begin: The first one's index.
-        start: Where work begins within the span, at a whole vector.
-        num_keys: Where it ends.
-        num_hidden: No query sees the span's first so many keys.
+        begin: Index of the first key.
+        start: Where work starts within the span, at a whole vector.
+        num_keys: Where work ends within the span.
+        num_hidden: Number of first keys of the span that no query sees.
     """
 
     begin: Value
@@ -160,7 +160,7 @@ class _Span(NamedTuple):
 
 
 class Attention:
-    """Attention of a tile, in the function that is being written."""
+    """Emits attention of a tile into the function that is being written."""
 
     def __init__(
         self,
@@ -185,14 +185,14 @@ class Attention:
         self._places = [code.stack(f"[{lanes} x ptr]") for _ in range(2)]
 
     def write(self) -> Value:
-        """Writes it; returns the address of the results [queries, head_dim]."""
+        """Emits the code; returns the address of the results [queries, head_dim]."""
         code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
         with code.loop(0, self._count * head_dim, lanes) as channel:
             code.store(code.zeros(lanes), code.at(self._sums, channel), 4)
         first, end = Value(I64, "0"), self._queries.last_end
         if self._shape.window is not None:
             first = code.max(code.sub(self._queries.first_end, self._shape.window), 0)
-        # Spans begin at their multiples for all, so that a query's sums do not depend on others.
+        # Spans begin at fixed multiples, so that a query's sums do not depend on other queries.
         with code.loop(code.mul(code.div(first, _SPAN), _SPAN), end, _SPAN) as begin:
             count = code.min(code.sub(end, begin), _SPAN)
             hidden = code.max(code.sub(first, begin), 0)
@@ -211,7 +211,7 @@ class Attention:
     # ------------------------------------------------------------------ scores
 
     def _score(self, span: _Span) -> list[Value]:
-        """Scores of a span, `_MASKED` for keys not seen; the highest of each query, by lane."""
+        """Emits a span's scores, `_MASKED` for hidden keys; returns each query's peak by lane."""
         code, lanes = self._code, self._lanes
         masked = code.splat(f32(_MASKED), lanes)
         highest = [code.variable(masked) for _ in range(self._count)]
@@ -229,7 +229,7 @@ class Attention:
         return [each.get() for each in highest]
 
     def _two_vectors(self, pages: Value, first: Value) -> tuple[KeyVector, KeyVector]:
-        """Keys or values from one on, and those behind them."""
+        """One vector of keys or values, and the next one."""
         vectors = []
         for places, distance in zip(self._places, (0, self._lanes), strict=True):
             at = self._code.add(first, distance)
@@ -237,7 +237,7 @@ class Attention:
         return vectors[0], vectors[1]
 
     def _is_seen(self, row: int, first: Value) -> Value:
-        """Whether a query sees the keys of a vector, from one on."""
+        """Whether a query sees each key of a vector that starts at `first`."""
         code, lanes, end = self._code, self._lanes, self._queries.ends[row]
         is_seen = code.first_lanes(code.sub(end, first), lanes)
         if self._shape.window is None:
@@ -247,7 +247,7 @@ class Attention:
         return code.both(is_seen, code.compare("sge", code.lane_numbers(lanes), limit))
 
     def _products(self, keys: KeyVector, following: KeyVector) -> list[Value]:
-        """Scores of each query, a lane for each key."""
+        """Scores of each query, one lane per key."""
         code, lanes = self._code, self._lanes
         if self._shape.head_dim * self._count <= _UNROLLED:
             return self._totals_of(
@@ -267,9 +267,9 @@ class Attention:
         return self._totals_of(by_key)
 
     def _totals_of(self, by_key: Sequence[Sequence[Value]]) -> list[Value]:
-        """Of each query: lane i is the sum over lanes of what `by_key[i]` has of it.
+        """For each query a vector: lane i is the sum over the lanes of the query's `by_key[i]`.
 
-        Halves of the keys are joined last, so that few sums are in registers at once.
+        The two halves of the keys are joined last, to keep few sums in registers at once.
         """
         if len(by_key) == 1:
             return list(by_key[0])
@@ -280,7 +280,7 @@ class Attention:
     def _products_by_lane(
         self, keys: KeyVector, following: KeyVector, index: Number
     ) -> list[Value]:
-        """Of one key with each query: its sum over lanes is the score."""
+        """Product of one key with each query; its sum over lanes is the score."""
         code, lanes, head_dim = self._code, self._lanes, self._shape.head_dim
         key, later = keys.address(index), following.address(index)
         sums: list[Value] = []
@@ -300,7 +300,7 @@ class Attention:
     # ------------------------------------------------------------------ weights
 
     def _exponentiate(self, span: _Span, highest: Sequence[Value]) -> list[Value]:
-        """Makes a span's scores weights relative to the new peaks; what older sums shrink by."""
+        """Turns a span's scores into weights for the new peaks; returns factors of older sums."""
         code, lanes = self._code, self._lanes
         shrinks = []
         for row, highest_lanes in enumerate(highest):
@@ -323,7 +323,7 @@ class Attention:
     # ------------------------------------------------------------------ values
 
     def _add_values(self, span: _Span, shrinks: Sequence[Value]) -> None:
-        """Adds a span's weighted values to the sums, some channels of all queries at a time."""
+        """Adds a span's weighted values to the sums, a few channels of all queries at a time."""
         width = self._shape.head_dim // self._lanes
         limit = max(_SUMS // self._count, 1)
         at_once = max(n for n in range(1, width + 1) if width % n == 0 and n <= limit)
@@ -348,7 +348,7 @@ class Attention:
             with code.when(is_whole), code.loop(0, lanes, 4) as index:
                 for i in range(4):
                     self._add_value(at, code.add(index, i), values, following, channels, sums)
-            # Memory of a key that nobody sees may hold anything, and 0 times NaN is not 0.
+            # Memory of a hidden key may hold anything, and 0 times NaN is not 0.
             first = code.max(code.sub(span.num_hidden, at), 0)
             last = code.min(code.sub(span.num_keys, at), lanes)
             with code.unless(is_whole), code.loop(first, last) as index:

@@ -1,7 +1,7 @@
-"""Copies of float32, on CPUs, that look at what they copy: whether all of it is finite.
+"""Copies float32 arrays on CPUs, and checks that all values are finite.
 
-While values are in registers they are added up, each times 0: the sum is NaN if one of them is NaN
-or infinite, and else 0. That costs next to nothing, since memory is what is waited for.
+While values are in registers, the kernel sums them, each times 0: the sum is NaN if a value is NaN
+or infinite, and else 0. This costs next to nothing, since the copy is bound by memory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _CHUNK = 1 << 15
 """Floats that a thread copies at a time."""
 
 _VECTORS = 4
-"""Vectors under way at a time, so that no sum waits for another."""
+"""Vectors in flight at a time, so that no sum waits for another."""
 
 
 def copy(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A copy of float32 of any shape, and bool []: whether all of it is finite."""
+    """A copy of a float32 array of any shape, and bool []: whether all values are finite."""
     results = jax.ShapeDtypeStruct((x.size,), x.dtype), jax.ShapeDtypeStruct((), x.dtype)
     copied, flag = jax.ffi.ffi_call(register(_COPY), results)(x.reshape(-1))
     return copied.reshape(x.shape), is_unset(flag)
@@ -34,27 +34,27 @@ def is_unset(flag: jax.Array) -> jax.Array:
 
 
 def clear_flag(code: Code, flag: Value) -> None:
-    """Before any chunk is done; chunks set it to NaN."""
+    """Clears the flag before the chunks run; chunks set it to NaN."""
     code.store(f32(0.0), flag)
 
 
 class SeenValues:
-    """What the code of a chunk has seen."""
+    """Tracks whether a chunk's values are finite, in the code of the chunk."""
 
     def __init__(self, code: Code, lanes: int) -> None:
         self._code = code
         self._zeros, self._zero = code.variable(code.zeros(lanes)), code.variable(f32(0.0))
 
     def add_zeros(self, zeros: Value) -> None:
-        """A vector of values times 0."""
+        """Adds a vector of values times 0."""
         self._zeros.set(self._code.float_op("fadd", self._zeros.get(), zeros))
 
     def add_one(self, value: Value) -> None:
-        """A single value."""
+        """Adds a single value."""
         self._zero.set(self._code.fma(value, f32(0.0), self._zero.get()))
 
     def set_flag(self, flag: Value) -> None:
-        """At the end of the chunk. Threads may do this at once: they write the same, or nothing."""
+        """Sets the flag at the end of a chunk. Threads may race: all write the same value."""
         code = self._code
         total = code.float_op("fadd", code.sum_lanes(self._zeros.get()), self._zero.get())
         with code.when(code.float_compare("uno", total, total)):
@@ -70,7 +70,7 @@ def _plan(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
 
 
 def _write_chunk(module: Module, vectors: Vectors) -> Value:
-    """f(values, chunk): some floats next to each other."""
+    """Writes f(values, chunk): a run of adjacent floats."""
     lanes = vectors.lanes
     step = _VECTORS * lanes
     with Code(module, "copy", VOID, [PTR, I64]) as code:

@@ -1,8 +1,8 @@
-"""Writes functions in LLVM's intermediate language.
+"""Writes functions in LLVM IR.
 
-A `Code` is one function that is being written; its methods append instructions and return what they
-compute, as `Value`s. What changes between iterations of a loop is kept in a `Variable`, a place on
-the stack that LLVM turns into a register. The language is that of LLVM 20 and later.
+A `Code` is one function that is being written; its methods append instructions and return their
+results as `Value`s. A `Variable` holds what changes between iterations of a loop, on the stack;
+LLVM turns it into a register. The IR is that of LLVM 20 and later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ I1, I8, I32, I64, F32, PTR, VOID = "i1", "i8", "i32", "i64", "float", "ptr", "vo
 
 
 class Value(NamedTuple):
-    """Something computed: its LLVM type and its name, or a constant."""
+    """A computed value: its LLVM type and its name, or a constant."""
 
     type: str
     text: str
@@ -35,18 +35,18 @@ def vector(lanes: int, of: str = F32) -> str:
 
 
 def lanes_of(type_: str) -> int:
-    """How many elements a vector of a type has."""
+    """Number of elements in a vector type."""
     return int(type_[1:].split()[0])
 
 
 def f32(value: float) -> Value:
-    """A constant. LLVM wants the bits of a double that is exactly a float."""
+    """A float constant. LLVM wants the bits of a double that is exactly a float."""
     rounded = struct.unpack("<f", struct.pack("<f", value))[0]
     return Value(F32, f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}")
 
 
 def i32(value: int) -> Value:
-    """A constant."""
+    """An i32 constant."""
     return Value(I32, str(value))
 
 
@@ -60,27 +60,27 @@ class Module:
 
     @property
     def text(self) -> str:
-        """All of it, for LLVM."""
+        """The whole module as LLVM IR."""
         ends = ["!0 = !{i32 1}"] if self.has_nontemporal else []
         return "\n".join([*self._declared.values(), *self._parts, *ends]) + "\n"
 
     def declare(self, name: str, result: str, arguments: Sequence[str]) -> Value:
-        """A function from elsewhere."""
+        """Declares an external function."""
         self._declared[name] = f"declare {result} @{name}({', '.join(arguments)})"
         return Value(PTR, f"@{name}")
 
     def memory(self, name: str, type_: str) -> Value:
-        """Memory for the life of the process, 0 at first."""
+        """Memory that lives as long as the process, 0 at first."""
         self._parts.append(f"@{name} = internal global {type_} zeroinitializer, align 64")
         return Value(PTR, f"@{name}")
 
     def add(self, text: str) -> None:
-        """Takes in a function."""
+        """Adds a function."""
         self._parts.append(text)
 
 
 class Variable:
-    """A value that changes."""
+    """A mutable value."""
 
     def __init__(self, code: Code, start: Value) -> None:
         self._code, self._type = code, start.type
@@ -88,20 +88,20 @@ class Variable:
         self.set(start)
 
     def get(self) -> Value:
-        """What it is now."""
+        """Its current value."""
         return self._code.load(self._place, self._type)
 
     def set(self, value: Value) -> None:
-        """Changes it."""
+        """Sets its value."""
         self._code.store(value, self._place)
 
 
 class Code:
-    """A function that is being written, in a `with` block; then the module has it.
+    """A function being written in a `with` block, which adds it to the module at its end.
 
     Attributes:
         arguments: Its arguments.
-        function: Itself.
+        function: The function itself.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Code:
         *,
         is_public: bool = False,
     ) -> None:
-        """Begins.
+        """Begins the function.
 
         Args:
-            module: Takes it.
-            name: Its name there.
-            result: Type of what it returns.
+            module: Module that gets the function.
+            name: Name of the function.
+            result: Type of its result.
             arguments: Types of its arguments.
-            is_public: Whether it is called from outside of the module.
+            is_public: Whether it is called from outside the module.
         """
         self.arguments = [Value(type_, f"%a{i}") for i, type_ in enumerate(arguments)]
         self.function = Value(PTR, f"@{name}")
@@ -224,7 +224,7 @@ class Code:
         return Value(PTR, name)
 
     def variable(self, start: Number) -> Variable:
-        """One that is `start` at first."""
+        """A variable with the value `start`."""
         return Variable(self, self._number(start))
 
     def at(self, base: Value, index: Number, type_: str = F32) -> Value:
@@ -234,44 +234,44 @@ class Code:
         return self._op(PTR, f"getelementptr {type_}, ptr {base.text}, {place}")
 
     def load(self, address: Value, type_: str, align: int | None = None) -> Value:
-        """What is there."""
+        """Loads a value."""
         return self._op(type_, f"load {type_}, ptr {address.text}{_alignment(align)}")
 
     def store(self, value: Value, address: Value, align: int | None = None) -> None:
-        """Puts a value there."""
+        """Stores a value."""
         place = f"ptr {address.text}{_alignment(align)}"
         self._lines.append(f"store {value.type} {value.text}, {place}")
 
     def store_past_caches(self, value: Value, address: Value, align: int) -> None:
-        """`store` of what will not be read soon; it takes no place in the caches."""
+        """`store` that bypasses the caches, for values that are not read soon."""
         self._module.has_nontemporal = True
         self._lines.append(
             f"store {value.type} {value.text}, ptr {address.text}, align {align}, !nontemporal !0"
         )
 
     def load_field(self, base: Value, offset: int, type_: str) -> Value:
-        """What is so many bytes behind an address."""
+        """Loads a value at a byte offset from an address."""
         return self.load(self.at(base, offset, I8), type_)
 
     def store_field(self, value: Number, base: Value, offset: int) -> None:
-        """Puts a value so many bytes behind an address."""
+        """Stores a value at a byte offset from an address."""
         self.store(self._number(value), self.at(base, offset, I8))
 
     def prefetch(self, address: Value) -> None:
-        """Asks for a cache line that is going to be read. The address may be anything."""
+        """Prefetches a cache line. The address may be invalid."""
         self.intrinsic("llvm.prefetch.p0", VOID, [address, i32(0), i32(3), i32(1)])
 
     def atomic(self, how: str, address: Value, value: Number) -> Value:
-        """Changes an i64 at once: "add", "sub", "xchg"; returns what it was."""
+        """Changes an i64 atomically: "add", "sub", "xchg"; returns the old value."""
         number = self._number(value)
         return self._op(I64, f"atomicrmw {how} ptr {address.text}, i64 {number.text} seq_cst")
 
     def atomic_load(self, address: Value) -> Value:
-        """An i64 that other threads write."""
+        """Loads an i64 that other threads write."""
         return self._op(I64, f"load atomic i64, ptr {address.text} seq_cst, align 8")
 
     def exchange_if(self, address: Value, expected: Number, new: Number) -> Value:
-        """Replaces an i64 that is as expected; a condition, whether it was."""
+        """Replaces an i64 if it is as expected; returns the condition whether it was."""
         old, put = self._number(expected), self._number(new)
         pair = self._op(
             "{i64, i1}",
@@ -310,7 +310,7 @@ class Code:
         return Value(vector(lanes), "zeroinitializer")
 
     def splat(self, value: Value, lanes: int) -> Value:
-        """A vector that has it in each lane."""
+        """A vector with the value in each lane."""
         type_ = vector(lanes, value.type)
         first = self._op(type_, f"insertelement {type_} poison, {value.type} {value.text}, i32 0")
         same = f"{vector(lanes, I32)} zeroinitializer"
@@ -321,7 +321,7 @@ class Code:
         return self._op(F32, f"extractelement {value.type} {value.text}, i32 {index}")
 
     def shuffle(self, a: Value, b: Value, picks: Sequence[int]) -> Value:
-        """Lanes picked from those of `a` and, behind them, those of `b`."""
+        """Lanes picked from those of `a` followed by those of `b`."""
         mask = ", ".join(f"i32 {pick}" for pick in picks)
         kind = vector(len(picks), I32)
         return self._op(
@@ -330,7 +330,7 @@ class Code:
         )
 
     def sum_lanes(self, value: Value) -> Value:
-        """The sum of a vector's lanes, halves onto halves."""
+        """The sum of a vector's lanes, by adding halves."""
         return self._fold(value, functools.partial(self.float_op, "fadd"))
 
     def max_lanes(self, value: Value) -> Value:
@@ -348,12 +348,12 @@ class Code:
         return self.compare("slt", self.lane_numbers(lanes), limit)
 
     def load_lanes(self, address: Value, conditions: Value, lanes: int) -> Value:
-        """Floats where conditions hold, else 0; nothing else is touched."""
+        """Loads floats where conditions hold, else 0; reads nothing else."""
         arguments = [address, i32(4), conditions, self.zeros(lanes)]
         return self.intrinsic(f"llvm.masked.load.v{lanes}f32.p0", vector(lanes), arguments)
 
     def store_lanes(self, value: Value, address: Value, conditions: Value, lanes: int) -> None:
-        """Writes lanes where conditions hold; nothing else is touched."""
+        """Stores lanes where conditions hold; writes nothing else."""
         arguments = [value, address, i32(4), conditions]
         self.intrinsic(f"llvm.masked.store.v{lanes}f32.p0", VOID, arguments)
 
@@ -374,7 +374,7 @@ class Code:
         return self.call(self._module.declare(name, result, kinds), result, arguments)
 
     def fence(self) -> None:
-        """What was written before is seen before what is written after."""
+        """Other threads see earlier writes before later ones."""
         self._lines.append("fence seq_cst")
 
     def give(self, value: Value = NULL) -> None:
@@ -386,7 +386,7 @@ class Code:
 
     @contextlib.contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        """What is written inside is done only if the condition holds."""
+        """Code inside the block runs only if the condition holds."""
         inside, after = self._label("then"), self._label("after")
         self._branch(condition, inside, after)
         yield
@@ -394,7 +394,7 @@ class Code:
 
     @contextlib.contextmanager
     def unless(self, condition: Value) -> Iterator[None]:
-        """What is written inside is done only if the condition does not hold."""
+        """Code inside the block runs only if the condition does not hold."""
         inside, after = self._label("otherwise"), self._label("after")
         self._lines.append(f"br i1 {condition.text}, label %{after}, label %{inside}")
         self._begin(inside)
@@ -403,7 +403,7 @@ class Code:
 
     @contextlib.contextmanager
     def repeat(self, condition: Callable[[], Value]) -> Iterator[None]:
-        """What is written inside is done as long as the condition, written anew, holds."""
+        """Code inside the block repeats while the condition, evaluated each time, holds."""
         head, inside, after = map(self._label, ("head", "inside", "after"))
         self._end_with(head, head)
         self._branch(condition(), inside, after)
@@ -472,5 +472,5 @@ def _alignment(align: int | None) -> str:
 
 
 def _of_conditions(type_: str) -> str:
-    """The type of comparisons of a type."""
+    """The type of a comparison's result, for operands of a type."""
     return vector(lanes_of(type_), I1) if type_.startswith("<") else I1

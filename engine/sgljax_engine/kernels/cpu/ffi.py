@@ -1,4 +1,4 @@
-"""Operations of machine code as foreign functions of XLA, which programs call by name."""
+"""Registers JIT-compiled CPU kernels as XLA foreign functions, which programs call by name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from sgljax_engine.kernels.cpu.threads import (
 
 
 class Buffer(NamedTuple):
-    """An array that an operation gets or fills, in the code of its handler."""
+    """An input or output array of a kernel, in the code of its handler."""
 
     code: Code
     place: Value
@@ -68,11 +68,11 @@ class Buffer(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a handler wants done.
+    """The work of one call.
 
     Attributes:
-        num_chunks: Chunks, each done by one thread. An empty call has one, with nothing to do.
-        values: Pointers and then i64 for the chunk function, which reads them by `read_values`.
+        num_chunks: Number of chunks, each done by one thread. An empty call has one empty chunk.
+        values: Pointers, then i64, for the chunk function, which reads them with `read_values`.
     """
 
     num_chunks: Number
@@ -80,27 +80,28 @@ class Job(NamedTuple):
 
 
 def read_values(code: Code, values: Value, num_pointers: int, num_integers: int) -> list[Value]:
-    """All values of a job in their order, in the code of its chunk function.
+    """Reads all values of a job in order, in the code of its chunk function.
 
     Args:
-        code: Of that function.
-        values: Its first argument.
-        num_pointers: How many of the values are pointers; these come first.
-        num_integers: How many i64 come behind them.
+        code: Code of the chunk function.
+        values: The function's first argument.
+        num_pointers: Number of pointers among the values; these come first.
+        num_integers: Number of i64 after them.
     """
     types = [PTR] * num_pointers + [I64] * num_integers
     return [code.load_field(values, 8 * place, type_) for place, type_ in enumerate(types)]
 
 
 class Operation(NamedTuple):
-    """An operation of machine code.
+    """A JIT-compiled CPU kernel.
 
     Attributes:
-        name: Its own, by which code is told from other code in traces.
-        num_arguments: Arrays that it gets.
-        num_results: Arrays that it fills.
+        name: Name of the kernel in traces.
+        num_arguments: Number of input arrays.
+        num_results: Number of output arrays.
         write_chunk: Writes the function f(values, chunk) into a module.
-        plan: Writes how a call is cut into chunks: from its arrays, and the number of threads.
+        plan: Writes the code that splits a call into chunks, from its arrays and the number of
+            threads.
     """
 
     name: str
@@ -112,7 +113,7 @@ class Operation(NamedTuple):
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why there are no operations of machine code in this process; None if there are."""
+    """Why this process has no JIT-compiled CPU kernels; None if it has them."""
     reason = machine.missing()
     if reason is not None:
         return reason
@@ -121,20 +122,20 @@ def unavailable() -> str | None:
         return api
     try:
         compile_threads(api, host_vectors())
-    except Exception as error:  # llvmlite's, of a version that nobody has tried
+    except Exception as error:  # from an untested version of llvmlite
         return f"llvmlite makes no code here: {error}"
     return None
 
 
 def register(operation: Operation) -> str:
-    """Makes an operation known to XLA, for CPUs, and returns the name to call it by. Any thread.
+    """Registers a kernel with XLA for CPUs, and returns the name to call it by. Any thread.
 
-    The name says what the code is, since compiled programs that are kept on disk call it by that.
+    The name identifies the code, since compiled programs on disk call the kernel by name.
     """
     api = load_api()
     assert not isinstance(api, str), api
     text = module_of(operation, api, host_vectors())
-    with _REGISTERING:  # XLA refuses a name that it knows
+    with _REGISTERING:  # XLA refuses a name that it has already
         return _register(text, api, operation.name)
 
 
@@ -143,7 +144,7 @@ _REGISTERING = threading.Lock()
 
 @functools.cache
 def module_of(operation: Operation, api: Api, vectors: Vectors) -> str:
-    """The code of an operation."""
+    """The LLVM IR of a kernel."""
     module = Module()
     chunk = operation.write_chunk(module, vectors)
     _write_handler(module, operation, api, chunk)
@@ -167,7 +168,7 @@ _HANDLER = "handler"
 
 
 def _write_handler(module: Module, operation: Operation, api: Api, chunk: Value) -> None:
-    """What XLA calls, with a call frame; it returns no error."""
+    """Writes the function that XLA calls with a call frame; it returns no error."""
     run, new, num_threads = declare_threads(module)
     with Code(module, _HANDLER, PTR, [PTR], is_public=True) as code:
         (frame,) = code.arguments
@@ -194,7 +195,7 @@ def _write_handler(module: Module, operation: Operation, api: Api, chunk: Value)
 
 
 def _answer_metadata(code: Code, frame: Value, api: Api) -> None:
-    """XLA asks once which version of its interface a handler was written for."""
+    """Answers XLA's one query for the interface version of a handler."""
     extension = code.load_field(frame, FRAME_EXTENSION, PTR)
     with code.when(code.compare("ne", extension, NULL)):
         kind = code.load_field(extension, EXTENSION_KIND, I32)

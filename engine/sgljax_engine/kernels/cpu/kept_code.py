@@ -1,6 +1,7 @@
-"""Machine code on disk, beside the programs that JAX keeps there. Any thread.
+"""Compiled kernels on disk, beside JAX's compilation cache. Any thread.
 
-A file begins with a checksum of the rest, since LLVM ends the process over what it cannot read.
+A file begins with a checksum of the rest, since LLVM ends the process on a file that it cannot
+read.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _DIGEST_BYTES = 32
 
 
 def path_of(*key: str) -> Path | None:
-    """Where the code of a key is kept; None if JAX keeps no programs, or not in a folder.
+    """Path of the code for a key; None if JAX keeps no programs, or not in a folder.
 
     Args:
-        key: All that the code depends on.
+        key: Everything that the code depends on.
     """
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     if folder is None or "://" in str(folder):
@@ -32,7 +33,7 @@ def path_of(*key: str) -> Path | None:
 
 
 def load(path: Path | None) -> bytes | None:
-    """What `save` put there; None if nothing, or something else, is there."""
+    """The code that `save` wrote; None if the file is missing or invalid."""
     if path is None:
         return None
     try:
@@ -44,7 +45,7 @@ def load(path: Path | None) -> bytes | None:
 
 
 def save(path: Path | None, code: bytes) -> None:
-    """Keeps code, whole or not at all; a folder that cannot be written is logged."""
+    """Writes code atomically; logs a folder that cannot be written."""
     if path is None:
         return
     try:

@@ -1,13 +1,12 @@
 """Products `W @ x` of projections, on CPUs, in float32.
 
-A processor's registers hold a tile of the result, some rows of the weight by some vectors of
-tokens, while it is added up over the inputs (Goto and van de Geijn, 2008): each weight is loaded
-once for all tokens of the tile, and each vector of tokens once for all of its rows. The weight is
-read where it lies. A result is added up over the inputs one by one, whatever the number of tokens,
-and however they are shared among threads. A token-major result, such as logits, is transposed in
-registers before it is stored.
+Registers hold a tile of the result, some rows of the weight by some vectors of tokens, while it is
+summed over the inputs (Goto and van de Geijn, 2008). Each weight is loaded once for all tokens of
+the tile, and each vector of tokens once for all its rows. The weight is read in place. A result is
+summed over the inputs one by one, whatever the number of tokens and their split among threads. A
+token-major result, such as logits, is transposed in registers before it is stored.
 
-Products of small batches are those of `small_batch_linear`.
+`small_batch_linear` computes products of small batches.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ from sgljax_engine.kernels.cpu.small_batch_linear import (
 from sgljax_engine.kernels.cpu.transpose import transpose_tile
 
 _CHUNK_WEIGHTS = 1 << 15
-"""Weights of a chunk: they are read once for each tile of tokens."""
+"""Weights in a chunk: they are read once for each tile of tokens."""
 
 _FEW_ROWS = 128
-"""Rows of a weight, such as a LoRA adapter's, that low tiles share better among threads."""
+"""Up to this many rows, as in a LoRA adapter, low tiles split better among threads."""
 
 _LOW_TILE = 4
 
 _TOKEN_MAJOR_TILES = {16: (8, 2), 8: (6, 2)}
-"""Rows, and vectors of tokens, of a token-major tile, by lanes.
+"""Rows and vectors of tokens in a token-major tile, by lanes.
 
-More rows would come as longer runs, but then their addresses fill the registers.
+More rows would give longer runs, but their addresses would fill the registers.
 """
 
 
 def linear(
     weight: jax.Array, x: jax.Array, *, is_token_major: bool = False, is_deterministic: bool = False
 ) -> jax.Array:
-    """`weight @ x`, or the same the other way round.
+    """`weight @ x`, or its transpose.
 
     Args:
         weight: [out, in] float32.
         x: [in, T] float32.
-        is_token_major: `(weight @ x).T`.
-        is_deterministic: A token gets the same bits whatever T is; small batches take longer.
+        is_token_major: Return `(weight @ x).T`.
+        is_deterministic: Give a token the same bits whatever T is; small batches take longer.
 
     Returns:
         [out, T] float32, or [T, out] if token-major.
@@ -85,7 +84,7 @@ def _of_many(is_token_major: bool, is_low: bool) -> Operation:
 
 
 def _write_many(module: Module, vectors: Vectors, *, is_token_major: bool, is_low: bool) -> Value:
-    """f(values, chunk): rows of the weight with all tokens."""
+    """Writes f(values, chunk): rows of the weight with all tokens."""
     row_tile, token_vectors = vectors.row_tile, vectors.token_vectors
     if is_token_major:
         row_tile, token_vectors = _TOKEN_MAJOR_TILES[vectors.lanes]
@@ -139,10 +138,10 @@ def _write_many(module: Module, vectors: Vectors, *, is_token_major: bool, is_lo
 def _write_tile(
     module: Module, lanes: int, rows: int, width: int, is_partial: bool, *, is_token_major: bool
 ) -> Value:
-    """f(weight, x, y, inputs, tokens, stride, last_lanes): a tile of the result.
+    """Writes f(weight, x, y, inputs, tokens, stride, last_lanes): a tile of the result.
 
-    `stride` is that of the result's rows. `is_partial`: of the last vector only so many lanes are
-    there.
+    `stride` is that of the result's rows. With `is_partial`, the last vector has only `last_lanes`
+    lanes.
     """
     name = f"tile_{rows}_{width}{'_partial' if is_partial else ''}"
     with Code(module, name, VOID, [PTR, PTR, PTR, I64, I64, I64, I64]) as code:
@@ -184,9 +183,9 @@ def _write_tile(
 def _store_by_token(
     code: Code, rows: Sequence[Value], place: Value, stride: Value, num_tokens: Value | None
 ) -> None:
-    """Stores a vector of tokens of each row as a run of rows of each token.
+    """Stores one vector of tokens per row as one run of rows per token.
 
-    `num_tokens`: how many there are; None if all lanes are.
+    `num_tokens` is the number of tokens; None if all lanes are used.
     """
     lanes = lanes_of(rows[0].type)
     columns = transpose_tile(code, [*rows, *[code.zeros(lanes)] * (lanes - len(rows))])
@@ -213,7 +212,7 @@ def _unrolled(code: Code, count: Value, one: Callable[[Value], None], times: int
 
 
 def _plan_many(code: Code, buffers: Sequence[Buffer], threads: Value, *, rows: int) -> Job:
-    """Chunks of a multiple of so many rows."""
+    """Plans chunks of a multiple of `rows` rows."""
     weight, x, y = buffers
     num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(1)
     even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))

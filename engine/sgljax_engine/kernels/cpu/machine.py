@@ -1,4 +1,4 @@
-"""What processor this is, and machine code for it. Any thread."""
+"""Describes this processor, and compiles code for it. Any thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sgljax_engine.kernels.cpu import kept_code
 
 
 class Vectors(NamedTuple):
-    """The vectors of a processor, and how much of a product is kept in its registers.
+    """The vectors of a processor, and how much of a product its registers hold.
 
     Attributes:
-        lanes: Floats of a vector.
-        row_tile: Rows of a weight that a product takes at a time.
-        token_vectors: Vectors of tokens beside them.
-        features: What the processor can, in LLVM's words.
-        cpu: Its name there.
+        lanes: Floats in a vector.
+        row_tile: Rows of a weight that a product processes at a time.
+        token_vectors: Vectors of tokens that it processes with them.
+        features: The processor's features, as LLVM names them.
+        cpu: The processor's name in LLVM.
     """
 
     lanes: int
@@ -34,14 +34,14 @@ AVX2 = ("avx2", "fma")
 
 
 def missing() -> str | None:
-    """Why there can be no machine code here; None if there can."""
+    """Why code cannot be compiled here; None if it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"written for x86-64 with Linux, this is {platform.machine()} with {sys.platform}"
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed"
     try:
         import llvmlite.binding as llvm
-    except Exception as error:  # of the loader, and its own
+    except Exception as error:  # from the loader or llvmlite itself
         return f"llvmlite cannot be imported: {error}"
     if llvm.llvm_version_info[0] < _OLDEST_LLVM:
         return f"needs LLVM {_OLDEST_LLVM}, llvmlite has {llvm.llvm_version_info[0]}"
@@ -51,37 +51,37 @@ def missing() -> str | None:
 
 
 _OLDEST_LLVM = 20
-"""That of llvmlite 0.45. Version 0.44 still writes the types of what pointers point to."""
+"""The LLVM of llvmlite 0.45. Version 0.44 still has typed pointers."""
 
 
 @functools.cache
 def host_vectors() -> Vectors:
-    """Those of this machine."""
+    """The vectors of this machine."""
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features()
     cpu = llvm.get_host_cpu_name()
     if all(features.get(name) for name in AVX512):
-        # LLVM would use half of such vectors on processors that once slowed down for them.
+        # By default LLVM uses half of such vectors on processors that once slowed down for them.
         return Vectors(16, 6, 4, features.flatten() + ",-prefer-256-bit", cpu)
     return Vectors(8, 6, 2, features.flatten(), cpu)
 
 
 _PIPELINE = "1"
-"""Raised with each change to how `compile_module` makes code, which it finds on disk otherwise."""
+"""Raise it with each change to how `compile_module` makes code, or old code is found on disk."""
 
 
 @functools.cache
 def compile_module(text: str, vectors: Vectors, names: tuple[str, ...]) -> dict[str, int]:
-    """Machine code of a module: the addresses of public functions by name.
+    """Compiles a module; returns the addresses of public functions by name.
 
-    It is never freed: compiled programs call it, and XLA's threads may be in it while Python ends.
-    Where JAX keeps compiled programs, it is kept too (`kept_code`).
+    The code is never freed: compiled programs call it, and XLA's threads may run it while Python
+    exits. Where JAX keeps compiled programs, the code is kept too (`kept_code`).
 
     Args:
-        text: In LLVM's language.
-        vectors: Of the processor that it is for.
-        names: Of the functions.
+        text: The module in LLVM IR.
+        vectors: Vectors of the processor to compile for.
+        names: Names of the public functions.
     """
     import llvmlite
     import llvmlite.binding as llvm
@@ -92,7 +92,7 @@ def compile_module(text: str, vectors: Vectors, names: tuple[str, ...]) -> dict[
     module.verify()
     target = llvm.Target.from_triple(llvm.get_process_triple())
     machine = target.create_target_machine(cpu=vectors.cpu, features=vectors.features, opt=3)
-    # Vectors are written out where they pay.
+    # The IR has explicit vectors where they pay.
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)

@@ -8,7 +8,7 @@ from sgljax_engine.kernels.cpu.emit import I32, Code, Value, f32, i32, lanes_of,
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-"""ln 2 in two parts, of which a few multiples of the first are exact."""
+"""ln 2 in two parts; small multiples of the first are exact."""
 
 _EXP_TERMS = (
     1.9875691500e-4,
@@ -18,10 +18,10 @@ _EXP_TERMS = (
     1.6666665459e-1,
     0.5,
 )
-"""Of e^r from r^7 down to r^2, for |r| <= ln(2) / 2: those of Cephes' expf (Moshier, 1992)."""
+"""Coefficients of e^r from r^7 down to r^2, for |r| <= ln(2) / 2: Cephes' expf (Moshier, 1992)."""
 
 _SMALLEST = -87.0
-"""e to less than that counts as 0."""
+"""e to a smaller power counts as 0."""
 
 
 def exp(code: Code, x: Value) -> Value:
@@ -49,9 +49,9 @@ def exp(code: Code, x: Value) -> Value:
 
 
 def tanh(code: Code, x: Value) -> Value:
-    """Of a vector, to about 1e-7: 1 - 2 / (e^2x + 1)."""
+    """Tanh of a vector, to about 1e-7: 1 - 2 / (e^2x + 1)."""
     lanes = lanes_of(x.type)
-    limit = code.splat(f32(20.0), lanes)  # where it is 1 in float32
+    limit = code.splat(f32(20.0), lanes)  # where tanh is 1 in float32
     x = code.negative(code.float_max(code.negative(x), code.negative(limit)))
     grown = exp(code, code.float_op("fadd", x, x))
     one, two = code.splat(f32(1.0), lanes), code.splat(f32(2.0), lanes)
@@ -59,7 +59,7 @@ def tanh(code: Code, x: Value) -> Value:
 
 
 def add_neighbours(code: Code, a: Value, b: Value, distance: int, lanes: int) -> Value:
-    """Lanes of `a` plus those so far away from them, and where that bit is set, those of `b`."""
+    """Adds lanes `distance` apart: those of `a`, and of `b` in lanes where that bit is set."""
     is_set = [bool(lane & distance) for lane in range(lanes)]
     left = [lanes + (lane ^ distance) if is_set[lane] else lane for lane in range(lanes)]
     right = [lanes + lane if is_set[lane] else lane ^ distance for lane in range(lanes)]
@@ -67,16 +67,16 @@ def add_neighbours(code: Code, a: Value, b: Value, distance: int, lanes: int) ->
 
 
 def sum_each(code: Code, vectors: Sequence[Value], target: Value, lanes: int) -> None:
-    """Stores the sum of the lanes of each vector, next to each other.
+    """Stores the sum of the lanes of each vector, one after another.
 
-    Several at a time, a power of two, with three instructions for each and a few beside.
+    Sums a power of two of vectors at a time, with three instructions for each and a few more.
     """
     done = 0
     while done < len(vectors):
         count = min(1 << (len(vectors) - done).bit_length() - 1, lanes)
         found = list(vectors[done : done + count])
         distance = 1
-        while len(found) > 1:  # neighbours first: lane i is then of vector i
+        while len(found) > 1:  # neighbours first: lane i then belongs to vector i
             pairs = zip(found[::2], found[1::2], strict=True)
             found = [add_neighbours(code, a, b, distance, lanes) for a, b in pairs]
             distance *= 2

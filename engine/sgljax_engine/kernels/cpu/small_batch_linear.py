@@ -1,6 +1,6 @@
-"""Products with the inputs in the lanes of vectors, on CPUs, in float32.
+"""Products with the inputs in vector lanes, on CPUs, in float32.
 
-For small batches: these take as long as reading the weight does.
+They serve small batches, which take as long as reading the weight.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.math import sum_each
 
 SMALL_BATCH = 8
-"""Tokens whose products are better with the inputs in the lanes."""
+"""Up to this many tokens, products are faster with the inputs in vector lanes."""
 
 CHUNKS_PER_THREAD = 4
 
 _ROWS = {16: {8: 3, 4: 6, 2: 8, 1: 8}, 8: {8: 1, 4: 3, 2: 4, 1: 8}}
-"""Rows of the weight that are taken together, by lanes and tokens: their sums fill the registers.
+"""Rows of the weight processed together, by lanes and tokens: their sums fill the registers.
 
-Tokens descend.
+Tokens are in descending order.
 """
 
 _RowTile = Callable[[Value, int], None]
-"""Takes the first row of a tile, and how many it has."""
+"""Takes the first row of a tile, and its number of rows."""
 
 
 def small_batch_linear(
     weight: jax.Array, x: jax.Array, *, is_token_major: bool = False
 ) -> jax.Array:
-    """`weight @ x.T`, or the same the other way round.
+    """`weight @ x.T`, or its transpose.
 
     Args:
         weight: [out, in] float32.
         x: [T, in] float32.
-        is_token_major: `x @ weight.T`.
+        is_token_major: Return `x @ weight.T`.
 
     Returns:
         [out, T] float32, or [T, out] if token-major.
@@ -60,7 +60,7 @@ def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_token_maj
     weight, x, y = buffers
     num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(0)
     even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
-    size = code.round_up(code.max(even, 1), 24)  # whole tiles, whatever their rows
+    size = code.round_up(code.max(even, 1), 24)  # whole tiles, whatever the rows of a tile
     one = Value(I64, "1")
     strides = (one, num_rows) if is_token_major else (num_tokens, one)
     sizes = [num_inputs, num_tokens, num_rows, size, *strides]
@@ -68,7 +68,7 @@ def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_token_maj
 
 
 def _write_chunk(module: Module, vectors: Vectors) -> Value:
-    """f(values, chunk): rows of the weight with all tokens, some of these at a time."""
+    """Writes f(values, chunk): rows of the weight with all tokens, a few tokens at a time."""
     row_tiles = _ROWS[vectors.lanes]
     tiles = {
         (rows, count): _write_tile(module, vectors.lanes, rows, count)
@@ -105,7 +105,7 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
 
 
 def in_row_tiles(code: Code, first: Value, last: Value, tile: int, one: _RowTile) -> None:
-    """Calls `one` for tiles of rows; the last one overlaps if they do not come out even."""
+    """Calls `one` for tiles of rows; a last partial tile is moved to overlap the one before."""
     is_narrow = code.less(code.sub(last, first), tile)
     with code.when(is_narrow), code.loop(first, last) as row:
         one(row, 1)
@@ -114,7 +114,7 @@ def in_row_tiles(code: Code, first: Value, last: Value, tile: int, one: _RowTile
 
 
 def _write_tile(module: Module, lanes: int, rows: int, count: int) -> Value:
-    """f(weight, x, y, inputs, row_stride, token_stride): `rows` by `count` sums over the inputs."""
+    """Writes f(weight, x, y, inputs, row_stride, token_stride): `rows` by `count` sums."""
     with Code(module, f"tile_{rows}_{count}", VOID, [PTR, PTR, PTR, I64, I64, I64]) as code:
         weight, x, y, num_inputs, row_stride, token_stride = code.arguments
         sums = [[code.variable(code.zeros(lanes)) for _ in range(count)] for _ in range(rows)]

@@ -2,17 +2,17 @@
 
 Threads claim chunks one by one. The calling thread claims chunks too and never waits for a thread
 that has not started: if none comes, it does all chunks itself. A thread that finds no more chunks
-stays awake for some tens of microseconds, in a *slot* where the next operation finds it. Waking
-another thread would take as long as a small product. Operations of several programs may run at the
+stays awake for some tens of microseconds, in a *slot* where the next kernel finds it. Waking
+another thread would take as long as a small product. Kernels of several programs may run at the
 same time.
 
-A *job* is what an operation's threads share, and the last of them frees it:
+A *job* is the state that a kernel's threads share; the last of them frees it:
 
-    0 next chunk    8 chunks done    16 who still uses it    24 number of chunks    32 function
+    0 next chunk    8 chunks done    16 number of users    24 number of chunks    32 function
     40 the function's own values
 
-None of XLA's threads is asked to come while as many as there are have been asked and not come yet:
-busy with something else, they would find a queue of jobs that others have done.
+No thread of XLA's is asked to join while requests for as many threads as exist are pending: threads
+busy elsewhere would later find a queue of finished jobs.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ NUM_THREADS = "sgljax_num_threads"
 _NUM_SLOTS = 64
 _SLOT_BYTES = 64
 _FREE, _AWAKE = 0, 1
-"""What a slot holds; anything else is the address of the job that its thread is to join."""
+"""States of a slot; any other value is the address of the job that its thread should join."""
 
 _SPINS = 1500
-"""Looks at a slot before a thread gives up, each some tens of nanoseconds."""
+"""Polls of a slot before a thread gives up, each some tens of nanoseconds."""
 
 _PATIENCE = 2000
-"""Likewise at the last chunks, before the caller lets other threads have its core each time."""
+"""Polls for the last chunks before the caller starts to yield its core each time."""
 
 
 def compile_threads(api: Api, vectors: Vectors) -> dict[str, int]:
-    """The functions RUN, NEW and NUM_THREADS, once a process: its operations share the slots."""
+    """Compiles RUN, NEW and NUM_THREADS, once per process: all kernels share the slots."""
     return compile_module(threads_module(api).text, vectors, (RUN, NEW, NUM_THREADS))
 
 
 def declare_threads(module: Module) -> tuple[Value, Value, Value]:
-    """RUN, NEW and NUM_THREADS, for the functions of another module.
+    """Declares RUN, NEW and NUM_THREADS for the functions of another module.
 
-    RUN(api, context, job, threads) does a job, whose function is called as f(values, chunk).
-    NEW(bytes, chunks) makes one with so many bytes of values.
-    NUM_THREADS(api, context) is how many threads XLA has.
+    RUN(api, context, job, threads) runs a job, whose function is called as f(values, chunk).
+    NEW(bytes, chunks) makes a job with that many bytes of values. NUM_THREADS(api, context) is the
+    number of XLA's threads.
     """
     return (
         module.declare(RUN, VOID, [PTR, PTR, PTR, I64]),
@@ -78,7 +78,7 @@ def _slot(code: Code, slots: Value, index: Value) -> Value:
 
 
 def _write_work(module: Module) -> Value:
-    """Does chunks of a job until all are claimed."""
+    """Writes the function that does chunks of a job until all are claimed."""
     with Code(module, "work", VOID, [PTR]) as code:
         (job,) = code.arguments
         count = code.load_field(job, NUM_CHUNKS, I64)
@@ -105,7 +105,7 @@ def _write_release(module: Module) -> Value:
 def _write_join(
     module: Module, slots: Value, num_asked: Value, work: Value, release: Value
 ) -> Value:
-    """What XLA's threads are asked to do: a job, and others that come soon after it."""
+    """Writes what a thread of XLA's runs: a job, and others that come soon after it."""
     with Code(module, "join", VOID, [PTR]) as code:
         (first,) = code.arguments
         code.atomic("sub", num_asked, 1)
@@ -127,7 +127,7 @@ def _write_join(
         left = code.variable(_SPINS)
         with code.repeat(lambda: code.equal(0, 0)):
             is_late = code.equal(left.get(), 0)
-            # Somebody may have come with a job just now.
+            # A caller may have put a job into the slot just now.
             with code.when(is_late), code.when(code.exchange_if(slot, _AWAKE, _FREE)):
                 code.give()
             found = code.atomic_load(slot)
@@ -143,7 +143,7 @@ def _write_join(
 
 
 def _write_discard(module: Module, api: Api) -> Value:
-    """Frees an error of XLA's: without its threads the caller does everything."""
+    """Writes the function that frees an XLA error: without threads the caller does everything."""
     with Code(module, "discard", VOID, [PTR, PTR]) as code:
         functions, error = code.arguments
         asked = code.stack(f"[{len(DESTROY)} x i64]")
@@ -155,7 +155,7 @@ def _write_discard(module: Module, api: Api) -> Value:
 def _write_ask(
     module: Module, api: Api, num_asked: Value, join: Value, release: Value, discard: Value
 ) -> Value:
-    """f(api, context, job, threads): asks one of XLA's threads to join, if it might come soon."""
+    """Writes f(api, context, job, threads): asks a thread of XLA's to join, if it may come soon."""
     with Code(module, "ask", VOID, [PTR, PTR, PTR, I64]) as code:
         functions, context, job, threads = code.arguments
         with code.unless(code.less(code.atomic("add", num_asked, 1), threads)):
@@ -227,6 +227,6 @@ def _write_num_threads(module: Module, api: Api, discard: Value) -> None:
 
 
 def _fill(code: Code, structure: Value, members: list[Value]) -> None:
-    """A structure of XLA's: its size, no extensions, and its own members."""
+    """Fills a structure of XLA's: its size, no extensions, and its own members."""
     for place, value in enumerate([8 * (len(members) + 2), 0, *members]):
         code.store_field(value, structure, 8 * place)

@@ -1,10 +1,10 @@
-"""Transposition of matrices of float32, on CPUs, as fast as they can be copied.
+"""Transposes float32 matrices on CPUs, at the speed of a copy.
 
-Squares of as many rows as a vector has lanes are transposed in registers, by exchanging halves of
-ever shorter runs of lanes between pairs of rows (Eklundh, 1972). Several squares side by side are
-read before the next rows, so that memory is read in runs of some cache lines.
+Squares with as many rows as a vector has lanes are transposed in registers, by exchanging halves of
+ever shorter runs of lanes between pairs of rows (Eklundh, 1972). Several adjacent squares are read
+before the next rows, so that memory is read in runs of several cache lines.
 
-What passes by is looked at for NaN and infinity; see `kernels.cpu.copy`.
+The kernel also checks for NaN and infinity; see `kernels.cpu.copy`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LINE = 16
 """Floats of a cache line."""
 
 _COLUMNS = 64
-"""Columns of a chunk: of each row, some cache lines next to each other."""
+"""Columns in a chunk: some adjacent cache lines of each row."""
 
 
 def transpose(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[m, n] float32 to [n, m], and bool []: whether all of it is finite."""
+    """[m, n] float32 to [n, m], and bool []: whether all values are finite."""
     results = jax.ShapeDtypeStruct(x.shape[::-1], x.dtype), jax.ShapeDtypeStruct((), x.dtype)
     transposed, flag = jax.ffi.ffi_call(register(_TRANSPOSE), results)(x)
     return transposed, is_unset(flag)
@@ -42,7 +42,7 @@ def _plan(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
 
 
 def _write_chunk(module: Module, vectors: Vectors) -> Value:
-    """f(values, chunk): some columns of the matrix."""
+    """Writes f(values, chunk): some columns of the matrix."""
     lanes = vectors.lanes
     squares = [_write_square(module, lanes, is_past_caches) for is_past_caches in (False, True)]
     with Code(module, "columns", VOID, [PTR, I64]) as code:
@@ -52,13 +52,14 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
         end = code.min(code.add(begin, _COLUMNS), num_columns)
         whole_rows = code.mul(code.div(num_rows, lanes), lanes)
         whole_end = code.add(begin, code.mul(code.div(code.sub(end, begin), lanes), lanes))
-        # Then rows of squares are whole cache lines, of which nothing has to be read before.
+        # Rows of squares are then whole cache lines, which need not be read before the write.
         address = code.convert("ptrtoint", y, I64)
         seen = SeenValues(code, lanes)
         is_aligned = code.both(
             code.equal(code.rem(address, 4 * _LINE), 0), code.equal(code.rem(num_rows, _LINE), 0)
         )
-        # A line of the result is written at once, of short vectors one half after the other.
+        # A cache line of the result is written at once, with short vectors one half after the
+        # other.
         with (
             code.loop(0, whole_rows, _LINE) as line,
             code.loop(begin, whole_end, lanes) as column,
@@ -84,7 +85,7 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
 
 
 def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
-    """f(source, target, source_stride, target_stride): a square of `lanes` rows.
+    """Writes f(source, target, source_stride, target_stride): a square of `lanes` rows.
 
     Returns the sum of its rows, each times 0.
     """
@@ -109,7 +110,7 @@ def _write_square(module: Module, lanes: int, is_past_caches: bool) -> Value:
 
 
 def transpose_tile(code: Code, rows: Sequence[Value]) -> list[Value]:
-    """The columns of a square, given by its rows: as many vectors as each has lanes."""
+    """The columns of a square given by its rows: as many vectors as a row has lanes."""
     lanes = len(rows)
     distance, rows = lanes // 2, list(rows)
     while distance:
@@ -128,7 +129,7 @@ def transpose_tile(code: Code, rows: Sequence[Value]) -> list[Value]:
 def _exchange(
     code: Code, low: Value, high: Value, distance: int, lanes: int
 ) -> tuple[Value, Value]:
-    """The lanes of `low` that have the bit of `distance`, for those of `high` that do not."""
+    """Exchanges lanes of `low` that have the bit of `distance` with lanes of `high` that do not."""
     has_bit = [bool(lane & distance) for lane in range(lanes)]
     new_low = [lanes + lane - distance if has_bit[lane] else lane for lane in range(lanes)]
     new_high = [lanes + lane if has_bit[lane] else lane + distance for lane in range(lanes)]
