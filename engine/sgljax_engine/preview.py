@@ -9,7 +9,12 @@ from pathlib import Path
 import jax
 
 from sgljax_engine.attention.registry import pick_attention
-from sgljax_engine.builder import compilation_cache_path, pick_dtype, pick_max_model_len
+from sgljax_engine.builder import (
+    check_backends,
+    compilation_cache_path,
+    pick_dtype,
+    pick_max_model_len,
+)
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.projections import pick_projections
@@ -29,9 +34,9 @@ class EnginePreview:
         device_kind: The device's own name.
         dtype: Dtype of weights, activations and KV cache.
         layout: Layout of activations and projection weights, see `layers.basic.Layout`.
-        prefill_attention: Attention backend of prefill, see `ATTENTION_BACKENDS`.
+        prefill_attention: Attention backend of prefill, see `attention.registry.BACKENDS`.
         decode_attention: Attention backend of decode.
-        linear: Backend of projections, see `LINEAR_BACKENDS`.
+        linear: Backend of projections, see `layers.projections.LINEAR_BACKENDS`.
         why_not_native: Why a CPU does not use JIT-compiled CPU kernels; None if it does.
         max_model_len: Maximum number of prompt plus output tokens of one request.
         num_parameters: Number of parameters in the weights.
@@ -79,6 +84,7 @@ def preview_engine(
         UnsupportedModelError: for an architecture that is not implemented.
     """
     config = config or EngineConfig()
+    check_backends(config)
     dtype = pick_dtype(config, folder)
     placement = place(model, mesh, dtype)
     specs = get_model(model.architecture).param_specs(model)
@@ -107,7 +113,7 @@ def preview_engine(
             problem = str(error)
     has_contiguous_kv = plan is not None and plan.contiguous_shapes is not None
     prefill = attention.name
-    decode = "xla_rows" if has_contiguous_kv else prefill
+    decode = attention.contiguous_name if has_contiguous_kv else prefill
     is_deterministic = config.runtime.enable_deterministic_sampling
     if is_deterministic and attention.batch_invariant is not attention.attend:
         prefill = decode = "ordered"

@@ -14,11 +14,10 @@ from jax.sharding import Mesh
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, logical_rules
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_attention, native_decode_attention
-from sgljax_engine.attention.registry import PORTABLE, pick_attention
-from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS
+from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
 from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.projections import CpuProjections, pick_projections
+from sgljax_engine.layers.projections import LINEAR_BACKENDS, CpuProjections, pick_projections
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.weights import sync
@@ -120,8 +119,22 @@ def test_accelerators_have_portable_code(platform):
 
 
 def test_names_of_backends():
-    assert set(ATTENTION_BACKENDS) == {"auto", "native", "pallas", "xla_rows", *PORTABLE}
+    assert set(BACKENDS) == {"auto", "native", "pallas", "xla_rows", *PORTABLE}
     assert set(LINEAR_BACKENDS) == {"auto", "native", "xla"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_backend": "xlaa"}, "unknown attention_backend 'xlaa'; did you mean 'xla'?"),
+        ({"linear_backend": "nativ"}, "unknown linear_backend 'nativ'; did you mean 'native'?"),
+        ({"attention_backend": None}, "attention_backend must be the name of a backend, got None"),
+    ],
+)
+def test_names_that_are_none(options, message):
+    """Refused before weights are looked at: there are none here."""
+    with pytest.raises(InvalidConfigError, match=re.escape(message)):
+        Engine(model_config=TINY, weights={}, **options)
 
 
 def generate(**options: Any):

@@ -14,8 +14,9 @@ import pytest
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from sgljax_engine.attention import pallas
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.attention.pallas import HEAD_DIMS, PallasAttention, choose_tiling, gpu_backend
+from sgljax_engine.attention.pallas import PallasAttention, gpu_backend
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, choose_tiling
 from sgljax_engine.layers.basic import default_layout
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
@@ -81,23 +82,23 @@ def test_splits_are_put_together(monkeypatch):
     """One split and many, most of them empty for short contexts, say the same."""
     case = case_of(SHAPES["decode-mqa"], lengths=[1, 17, 1100])
     width = case.tables.page_table.shape[1]
-    assert choose_tiling(case.queries.shape, case.layer, width).splits == 16
+    assert choose_tiling(case.queries.shape, case.layer.k, width).splits == 16
     options = OPTIONS["default"]
     many = case.run(INTERPRETED, options)
     case.check(many, options, atol=2e-5)
-    monkeypatch.setattr("sgljax_engine.attention.pallas._MAX_SPLITS", 1)
-    assert choose_tiling(case.queries.shape, case.layer, width).splits == 1
+    monkeypatch.setattr("sgljax_engine.kernels.gpu.paged_attention._MAX_SPLITS", 1)
+    assert choose_tiling(case.queries.shape, case.layer.k, width).splits == 1
     case.check(case.run(INTERPRETED, options), options, atol=2e-5)
 
 
 def test_tilings_fit_the_tensor_cores():
-    layer = LayerKV(*[jax.ShapeDtypeStruct((64, 8, 16, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
-    decode = choose_tiling((256, 1, 16, 128), layer, 64)
+    k: Any = jax.ShapeDtypeStruct((64, 8, 16, 128), jnp.bfloat16)
+    decode = choose_tiling((256, 1, 16, 128), k, 64)
     assert (decode.rows, decode.row_tiles, decode.keys, decode.splits) == (16, 1, 64, 1)
     # One request alone: its context is spread over the GPU.
-    assert choose_tiling((1, 1, 16, 128), layer, 512).splits == 64
+    assert choose_tiling((1, 1, 16, 128), k, 512).splits == 64
     # A block of 16 queries, five heads each: 80 rows in two tiles.
-    prefill = choose_tiling((128, 16, 40, 128), layer, 64)
+    prefill = choose_tiling((128, 16, 40, 128), k, 64)
     assert (prefill.rows, prefill.row_tiles, prefill.splits) == (64, 2, 1)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineConfig, InvalidConfigError, ModelConfig, logical_rules
+from sgljax_engine.builder import check_backends
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
@@ -120,12 +121,11 @@ class TestConfig:
             rf"'auto', 'native' or 'xla_rows' with enable_deterministic_sampling, got '{backend}'"
         )
         with pytest.raises(InvalidConfigError, match=message):
-            EngineConfig.from_options(FLAG | {"attention_backend": backend})
+            Engine(model_config=TINY, weights={}, attention_backend=backend, **FLAG)
 
     @pytest.mark.parametrize("backend", ["auto", "native", "xla_rows"])
     def test_others_may_be_asked_for(self, backend):
-        config = EngineConfig.from_options(FLAG | {"attention_backend": backend})
-        assert config.runtime.enable_deterministic_sampling
+        check_backends(EngineConfig.from_options(FLAG | {"attention_backend": backend}))
 
     @pytest.mark.parametrize("value", [1, None, "yes"])
     def test_is_a_bool(self, value: Any):

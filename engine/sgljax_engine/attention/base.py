@@ -11,7 +11,7 @@ share a kv head, h head dim, S keys in a step of the loop, P pages of a request.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -115,3 +115,29 @@ def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int)
 
     out = lax.map(function, jax.tree.map(split, args))
     return out.reshape(-1, *out.shape[2:])[:size]
+
+
+ContiguousKV = Literal["never", "if_it_fits", "always"]
+
+
+class AttentionBackend(NamedTuple):
+    """What a choice of attention implies.
+
+    Attributes:
+        name: Name of `attend`, for reports.
+        attend: Attention over pages, for prefill and scoring, and for decode without its own.
+        batch_invariant: `attend` for an engine with deterministic sampling.
+        decode: Attention that decode uses instead, if any.
+        contiguous_kv: Whether decode copies its rows' keys into contiguous KV
+            (`attention.contiguous`).
+        contiguous_name: Name of decode attention over contiguous KV, for reports.
+        why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
+    """
+
+    name: str
+    attend: PagedAttention
+    batch_invariant: PagedAttention
+    decode: DecodeAttention | None = None
+    contiguous_kv: ContiguousKV = "never"
+    contiguous_name: str = ""
+    why_not_native: str | None = None

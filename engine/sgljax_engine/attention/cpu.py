@@ -9,10 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.cpu.attention import block_attention, decode_attention
 from sgljax_engine.kernels.cpu.attention_tile import AttentionShape
+from sgljax_engine.kernels.cpu.machine import host_vectors
+from sgljax_engine.layers.target import Target
 
 
 def native_attention(
@@ -52,6 +55,27 @@ def native_decode_attention(
         _shape(q_BDh.shape[1], layer, options),
     )
     return out.T.reshape(q_BDh.shape), LayerKV(k_pages, v_pages)
+
+
+def native_problem(target: Target, head_dim: int) -> str | None:
+    """Why the kernels cannot be used; None if they can."""
+    lanes = host_vectors().lanes
+    if head_dim % lanes:
+        head_problem = f"it needs a head_dim that is a multiple of {lanes}, got {head_dim}"
+        return target.cpu_kernels_problem() or head_problem
+    return target.cpu_kernels_problem()
+
+
+def native_backend(target: Target, head_dim: int) -> AttentionBackend:
+    """The backend "native".
+
+    Raises:
+        InvalidConfigError: when it is not available.
+    """
+    problem = native_problem(target, head_dim)
+    if problem is not None:
+        raise InvalidConfigError(f"attention_backend 'native' cannot be had here: {problem}")
+    return AttentionBackend("native", native_attention, native_attention, native_decode_attention)
 
 
 def _features_first(x: jax.Array) -> jax.Array:

@@ -1,221 +1,15 @@
-"""Paged attention on NVIDIA GPUs: a Pallas kernel, compiled by Triton.
-
-Imported only on request. JAX 0.11 deprecates this lowering of Pallas, so nothing else may depend on
-it: everything that runs here also runs on the portable backend.
-
-One program of the grid handles one block of queries, one kv head and one *split* of the context
-(flash-decoding, Dao et al., 2023). Without splits, few rows of long contexts would leave most of
-the GPU idle. The splits' results are combined afterwards by their log-sum-exps. Rows of queries
-that share a kv head go through the tensor cores together, in the smallest tile of 16 rows or more;
-padding rows are computed and not stored.
-
-Keys are addressed one by one through the page table, so any page size works; a page's keys of a
-head are adjacent, which makes the loads wide.
-"""
+"""The attention backend "pallas": a Pallas kernel for NVIDIA GPUs. Imported only on request."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from sgljax_engine.attention.base import MASKED, AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.basic import soft_cap
-
-HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Triton's array sizes are powers of two, and tensor cores take at least 16."""
-
-_MIN_ROWS = 16
-_MIN_KEYS, _MAX_KEYS = 16, 128
-
-
-class _Budget(NamedTuple):
-    """Limits of a program, so that its state stays in registers.
-
-    Attributes:
-        step_bytes: Bytes of keys in a step of the loop; values take as many, and a second step is
-            in flight.
-        max_rows: Maximum number of rows of queries.
-        wide_tile: Above this many accumulators or scores a program has 8 warps instead of 4.
-    """
-
-    step_bytes: int
-    max_rows: int
-    wide_tile: int
-
-
-_HALF = _Budget(step_bytes=16 * 1024, max_rows=64, wide_tile=64 * 64)
-_FLOAT = _Budget(step_bytes=8 * 1024, max_rows=32, wide_tile=0)
-"""Float32 products, done without tensor cores, keep their operands in registers too."""
-
-_NUM_STAGES = 3
-"""Pipeline stages: loads of page ids, loads of keys and values, and the arithmetic."""
-
-_TARGET_PROGRAMS = 1024
-"""Programs that fill the GPU: about eight for each of an H200's 132 streaming multiprocessors."""
-
-_MIN_SPLIT_KEYS = 128
-_MAX_SPLITS = 64
-_LOG2_E = math.log2(math.e)
-
-
-class Tiling(NamedTuple):
-    """How the work is split into programs. Static.
-
-    Attributes:
-        rows: Rows of queries in a program.
-        row_tiles: Programs that share a block and kv head, each with `rows` rows.
-        keys: Keys in a step of the loop.
-        splits: Programs that share the context of a block.
-        num_warps: Groups of 32 threads in a program.
-    """
-
-    rows: int
-    row_tiles: int
-    keys: int
-    splits: int
-    num_warps: int
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def choose_tiling(q_shape: tuple[int, ...], layer: LayerKV, max_pages: int) -> Tiling:
-    """Splits the work of queries [N, Q, num_heads, head_dim] on requests of up to `max_pages`."""
-    num_blocks, num_queries, num_heads, head_dim = q_shape
-    num_kv_heads = layer.k.shape[1]
-    itemsize = layer.k.dtype.itemsize
-    budget = _FLOAT if itemsize > 2 else _HALF
-    num_rows = num_queries * (num_heads // num_kv_heads)
-    rows = min(max(_power_of_two(num_rows), _MIN_ROWS), budget.max_rows)
-    row_tiles = pl.cdiv(num_rows, rows)
-    keys = min(max(budget.step_bytes // (head_dim * itemsize), _MIN_KEYS), _MAX_KEYS)
-    wanted = pl.cdiv(_TARGET_PROGRAMS, num_blocks * num_kv_heads * row_tiles)
-    useful = pl.cdiv(max_pages * layer.page_size, max(_MIN_SPLIT_KEYS, keys))
-    splits = min(_power_of_two(wanted), _power_of_two(useful), _MAX_SPLITS)
-    num_warps = 8 if rows * max(head_dim, keys) > budget.wide_tile else 4
-    return Tiling(rows, row_tiles, keys, splits, num_warps)
-
-
-def _attend_to_split(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    page_table_ref: Any,
-    positions_ref: Any,
-    kv_lens_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    *,
-    tiling: Tiling,
-    options: AttentionOptions,
-) -> None:
-    """The kernel: a tile of rows of one block and kv head over one split of the context.
-
-    Refs are whole arrays in global memory: q [N, Q, num_heads, head_dim]; k and v
-    [num_pages, num_kv_heads, page_size, head_dim]; the tables as in `BlockTables`; and, written
-    here, out [splits, N, Q, num_heads, head_dim] and lse [splits, N, Q, num_heads], the log2 of the
-    sum of powers of two of the scores. Scores are in units of log2.
-    """
-    block, split = pl.program_id(0), pl.program_id(2)
-    kv_head = lax.div(pl.program_id(1), tiling.row_tiles)
-    tile = lax.rem(pl.program_id(1), tiling.row_tiles)
-    _, num_queries, num_heads, head_dim = q_ref.shape
-    _, num_kv_heads, page_size, _ = k_ref.shape
-    group = num_heads // num_kv_heads
-
-    row = tile * tiling.rows + jnp.arange(tiling.rows, dtype=jnp.int32)
-    query, head = lax.div(row, group), kv_head * group + lax.rem(row, group)
-    is_row = query < num_queries
-    dim = jnp.arange(head_dim, dtype=jnp.int32)
-    at_rows = (block, query[:, None], head[:, None], dim[None, :])
-    q = plgpu.load(q_ref.at[at_rows], mask=is_row[:, None], other=0.0).astype(k_ref.dtype)
-    position = plgpu.load(positions_ref.at[block, query], mask=is_row, other=0)
-    kv_len = kv_lens_ref[block]
-    begin, end = _steps_of_split(positions_ref[block, 0], kv_len, split, tiling, options)
-    # Float32 inputs would be rounded to TF32 by default.
-    precision = lax.Precision.HIGHEST if k_ref.dtype == jnp.float32 else None
-
-    def dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-        contract = (((1,), (axis,)), ((), ()))
-        return lax.dot_general(a, b, contract, precision, preferred_element_type=jnp.float32)
-
-    def body(
-        step: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        peak, total, acc = carry
-        key = step * tiling.keys + jnp.arange(tiling.keys, dtype=jnp.int32)
-        # Memory beyond kv_lens may hold anything, NaN included, so it is not loaded.
-        exists = key < kv_len
-        page = plgpu.load(page_table_ref.at[block, lax.div(key, page_size)], mask=exists, other=0)
-        offset = lax.rem(key, page_size)
-        at_keys = (page[:, None], kv_head, offset[:, None], dim[None, :])
-        k = plgpu.load(k_ref.at[at_keys], mask=exists[:, None], other=0.0)
-        v = plgpu.load(v_ref.at[at_keys], mask=exists[:, None], other=0.0)
-        scores = soft_cap(dot(q, k, 1) * options.scale, options.logit_softcap) * _LOG2_E
-        seen = exists[None, :] & (key[None, :] <= position[:, None])
-        if options.sliding_window is not None:
-            seen &= key[None, :] > position[:, None] - options.sliding_window
-        scores = jnp.where(seen, scores, MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-        # Masked again, so that a row that has seen no key yet adds nothing.
-        weights = jnp.where(seen, jnp.exp2(scores - new_peak[:, None]), 0.0)
-        shrink = jnp.exp2(peak - new_peak)
-        new_total = total * shrink + jnp.sum(weights, axis=1)
-        new_acc = acc * shrink[:, None] + dot(weights.astype(v.dtype), v, 0)
-        return new_peak, new_total, new_acc
-
-    start = (
-        jnp.full((tiling.rows,), MASKED, jnp.float32),
-        jnp.zeros((tiling.rows,), jnp.float32),
-        jnp.zeros((tiling.rows, head_dim), jnp.float32),
-    )
-    peak, total, acc = lax.fori_loop(begin, end, body, start)
-    safe_total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    out = (acc / safe_total[:, None]).astype(out_ref.dtype)
-    lse = jnp.where(total > 0.0, peak + jnp.log2(safe_total), MASKED)
-    plgpu.store(out_ref.at[(split, *at_rows)], out, mask=is_row[:, None])
-    plgpu.store(lse_ref.at[split, block, query, head], lse, mask=is_row)
-
-
-def _steps_of_split(
-    first_position: jax.Array,
-    kv_len: jax.Array,
-    split: jax.Array,
-    tiling: Tiling,
-    options: AttentionOptions,
-) -> tuple[jax.Array, jax.Array]:
-    """The steps [begin, end) of the loop over keys that a split takes; none if begin >= end.
-
-    All splits of a block get equally many steps. With a window, only steps with a key that some
-    query of the block sees are split.
-    """
-    first = 0
-    if options.sliding_window is not None:
-        oldest = jnp.maximum(first_position - options.sliding_window + 1, 0)
-        first = lax.div(oldest, tiling.keys)
-    last = lax.div(kv_len + tiling.keys - 1, tiling.keys)
-    each = lax.div(last - first + tiling.splits - 1, tiling.splits)
-    begin = first + split * each
-    return begin, jnp.minimum(begin + each, last)
-
-
-def _combine(out_SNQDh: jax.Array, lse_SNQD: jax.Array) -> jax.Array:
-    """Combines the splits' outputs: [N, Q, D, h] float32; 0 for rows that saw no key."""
-    weights = jnp.exp2(lse_SNQD - jnp.max(lse_SNQD, axis=0, keepdims=True))
-    weights = weights / jnp.sum(weights, axis=0, keepdims=True)
-    return jnp.sum(out_SNQDh * weights[..., None], axis=0)
+from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,26 +26,9 @@ class PallasAttention:
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
         """See `PagedAttention`; `head_dim` is one of `HEAD_DIMS`. 0 where `kv_lens` is 0."""
-        num_blocks = q_NQDh.shape[0]
-        num_kv_heads = layer.k.shape[1]
-        tiling = choose_tiling(q_NQDh.shape, layer, tables.page_table.shape[1])
-        is_split = tiling.splits > 1
-        out, lse = pl.pallas_call(
-            functools.partial(_attend_to_split, tiling=tiling, options=options),
-            grid=(num_blocks, num_kv_heads * tiling.row_tiles, tiling.splits),
-            out_shape=(
-                jax.ShapeDtypeStruct(
-                    (tiling.splits, *q_NQDh.shape), jnp.float32 if is_split else q_NQDh.dtype
-                ),
-                jax.ShapeDtypeStruct((tiling.splits, *q_NQDh.shape[:3]), jnp.float32),
-            ),
-            compiler_params=plgpu.CompilerParams(
-                num_warps=tiling.num_warps, num_stages=_NUM_STAGES
-            ),
-            interpret=self.interpret,
-            name="paged_attention",
-        )(q_NQDh, layer.k, layer.v, *tables)
-        return _combine(out, lse).astype(q_NQDh.dtype) if is_split else out[0]
+        return paged_attention(
+            q_NQDh, layer.k, layer.v, *tables, Scores(*options), interpret=self.interpret
+        )
 
 
 def gpu_backend(platform: str, *, head_dim: int, num_tensor_shards: int) -> PallasAttention:

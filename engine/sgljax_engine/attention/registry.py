@@ -1,15 +1,19 @@
-"""Selects an engine's attention backends; the only place that knows them by name."""
+"""Selects an engine's attention backend; the only place that knows them by name.
+
+A new backend is a file of this folder and a line of `BACKENDS`.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
-from sgljax_engine.attention.base import DecodeAttention, PagedAttention
+from sgljax_engine.attention.base import AttentionBackend, ContiguousKV, PagedAttention
 from sgljax_engine.attention.batch_invariant import ordered_backend
-from sgljax_engine.attention.cpu import native_attention, native_decode_attention
+from sgljax_engine.attention.cpu import native_backend, native_problem
 from sgljax_engine.attention.xla import xla_attention, xla_tiles_attention
-from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.kernels.cpu.machine import host_vectors
+from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 from sgljax_engine.layers.target import Target
 
 PORTABLE: dict[str, PagedAttention] = {
@@ -19,77 +23,91 @@ PORTABLE: dict[str, PagedAttention] = {
 """Portable implementations by name."""
 
 
-ContiguousKV = Literal["never", "if_it_fits", "always"]
+def _portable(
+    target: Target, head_dim: int, *, name: str, contiguous_kv: ContiguousKV = "never"
+) -> AttentionBackend:
+    del head_dim
+    return AttentionBackend(
+        name,
+        PORTABLE[name],
+        ordered_backend(target.platform),
+        contiguous_kv=contiguous_kv,
+        contiguous_name="xla_rows",
+    )
 
 
-class AttentionBackend(NamedTuple):
-    """What a choice of attention implies.
+def _auto(target: Target, head_dim: int) -> AttentionBackend:
+    """The fastest one that is tested on the target."""
+    problem = native_problem(target, head_dim)
+    if problem is None:
+        return native_backend(target, head_dim)
+    if target.platform != "cpu":
+        return _portable(target, head_dim, name="xla")
+    picked = _portable(target, head_dim, name="xla_tiles", contiguous_kv="if_it_fits")
+    return picked._replace(why_not_native=problem)
+
+
+def _pallas(target: Target, head_dim: int) -> AttentionBackend:
+    # Imported here: Pallas takes a tenth of a second to import, and JAX may drop it.
+    from sgljax_engine.attention.pallas import gpu_backend
+
+    attend = gpu_backend(
+        target.platform, head_dim=head_dim, num_tensor_shards=target.num_tensor_shards
+    )
+    return AttentionBackend("pallas", attend, ordered_backend(target.platform))
+
+
+class _Entry(NamedTuple):
+    """A backend that may be asked for by name.
 
     Attributes:
-        name: Name of `attend`, for reports: one of `config.ATTENTION_BACKENDS`.
-        attend: Attention over pages, for prefill and scoring, and for decode without its own.
-        batch_invariant: `attend` for an engine with deterministic sampling.
-        decode: Attention that decode uses instead, if any.
-        contiguous_kv: Whether decode copies its rows' keys into contiguous KV
-            (`attention.contiguous`).
-        why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
+        pick: (target, head_dim) -> what it implies; raises InvalidConfigError if not available.
+        is_deterministic: Whether `enable_deterministic_sampling` may be asked for with it.
     """
 
-    name: str
-    attend: PagedAttention
-    batch_invariant: PagedAttention
-    decode: DecodeAttention | None = None
-    contiguous_kv: ContiguousKV = "never"
-    why_not_native: str | None = None
+    pick: Callable[[Target, int], AttentionBackend]
+    is_deterministic: bool = False
+
+
+BACKENDS: dict[str, _Entry] = {
+    "auto": _Entry(_auto, is_deterministic=True),
+    "native": _Entry(native_backend, is_deterministic=True),
+    "xla": _Entry(functools.partial(_portable, name="xla")),
+    "xla_tiles": _Entry(functools.partial(_portable, name="xla_tiles")),
+    "xla_rows": _Entry(
+        functools.partial(_portable, name="xla_tiles", contiguous_kv="always"),
+        is_deterministic=True,
+    ),
+    "pallas": _Entry(_pallas),
+}
+
+
+def check_attention(name: str, *, is_deterministic: bool) -> None:
+    """Checks the name of a backend before anything is loaded.
+
+    Raises:
+        InvalidConfigError: for an unknown name, or for one without deterministic sampling if
+            `is_deterministic`.
+    """
+    if name not in BACKENDS:
+        raise InvalidConfigError(unknown_name_message("attention_backend", name, tuple(BACKENDS)))
+    if is_deterministic and not BACKENDS[name].is_deterministic:
+        *others, last = [repr(each) for each, entry in BACKENDS.items() if entry.is_deterministic]
+        raise InvalidConfigError(
+            f"attention_backend must be {', '.join(others)} or {last} with "
+            f"enable_deterministic_sampling, got {name!r}"
+        )
 
 
 def pick_attention(name: str, target: Target, head_dim: int) -> AttentionBackend:
     """The backend of that name; "auto" picks the fastest one that is tested on the target.
 
     Args:
-        name: One of `config.ATTENTION_BACKENDS`.
+        name: One of `BACKENDS`.
         target: What the engine runs on.
         head_dim: The model's head_dim.
 
     Raises:
         InvalidConfigError: when the named backend is not available.
     """
-    problem = target.cpu_kernels_problem() or _head_problem(head_dim)
-    if name == "native" and problem is not None:
-        raise InvalidConfigError(f"attention_backend 'native' cannot be had here: {problem}")
-    if name == "native" or (name == "auto" and problem is None):
-        return AttentionBackend(
-            "native", native_attention, native_attention, native_decode_attention
-        )
-    batch_invariant = ordered_backend(target.platform)
-    if name == "pallas":
-        # Imported here: Pallas takes a tenth of a second to import, and JAX may drop it.
-        from sgljax_engine.attention.pallas import gpu_backend
-
-        gpu = gpu_backend(
-            target.platform, head_dim=head_dim, num_tensor_shards=target.num_tensor_shards
-        )
-        return AttentionBackend("pallas", gpu, batch_invariant)
-    is_cpu = target.platform == "cpu"
-    if name == "xla_rows":
-        portable = "xla_tiles"
-        contiguous_kv = "always"
-    elif name == "auto":
-        portable = "xla_tiles" if is_cpu else "xla"
-        contiguous_kv = "if_it_fits" if is_cpu else "never"
-    else:
-        portable, contiguous_kv = name, "never"
-    return AttentionBackend(
-        portable,
-        PORTABLE[portable],
-        batch_invariant,
-        contiguous_kv=contiguous_kv,
-        why_not_native=problem if name == "auto" and is_cpu else None,
-    )
-
-
-def _head_problem(head_dim: int) -> str | None:
-    lanes = host_vectors().lanes
-    if head_dim % lanes:
-        return f"it needs a head_dim that is a multiple of {lanes}, got {head_dim}"
-    return None
+    return BACKENDS[name].pick(target, head_dim)

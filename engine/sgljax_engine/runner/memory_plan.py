@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from sgljax_engine.attention.registry import ContiguousKV
+from sgljax_engine.attention.base import ContiguousKV
 from sgljax_engine.cache.contiguous_kv import LANES, ContiguousShapes, contiguous_shapes
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
 from sgljax_engine.config import EngineConfig
@@ -147,8 +147,9 @@ def _plan_rows(
             f"mem_fraction_static leaves {left} beside the pages"
         )
     if contiguous_kv == "always":
-        raise InvalidConfigError(f"attention_backend 'xla_rows' {problem}")
-    logger.info("decode attention reads pages, since 'xla_rows' %s", problem)
+        name = config.runtime.attention_backend
+        raise InvalidConfigError(f"attention_backend {name!r} {problem}")
+    logger.info("decode attention reads pages, since contiguous KV %s", problem)
     return None, 0
 
 
