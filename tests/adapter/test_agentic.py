@@ -145,7 +145,8 @@ def assert_log_probs_are_those_of(snapshots, row):
 # ------------------------------------------------------------------ in flight
 
 
-@pytest.mark.parametrize("in_consumer", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_consumer", [True, False])
 def test_mixed_policies_reach_the_loss_token_by_token(closing, in_consumer):
     cluster = make_cluster(
         num_steps=3, rollout=InterruptedRollout, in_consumer=in_consumer, eos=NO_END

@@ -29,7 +29,7 @@ NUM_TOKENS = 24
 PROMPTS = ref.make_prompts(90, (7, 7, 7), seed=3)
 TOLERANCE = 1e-4
 
-FAST = ("gqa2_tied-all-merged", "gemma2-two-merged", "gemma3-two-adapter")
+FAST = ("gqa2_tied-all-merged", "gemma3-two-adapter")
 """The others are of the slow tier."""
 
 
@@ -284,6 +284,7 @@ def test_a_scale_that_nothing_tells_is_never_guessed():
         new_rollout(model, lora="mixed")
 
 
+@pytest.mark.slow
 def test_a_quantised_base_is_read_in_floating_point():
     model = lora_models.make("llama3_untied", weight_qtype="int8")
     lora_models.draw(model, 1)

@@ -60,6 +60,7 @@ def check_follows(cluster):
         assert (max_difference(got, logps) < 1e-4) == is_near
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["merged", "adapter"])
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_grpo_run(offloads, mode):
@@ -116,6 +117,7 @@ print("lora meshes ok")
 """
 
 
+@pytest.mark.slow
 def test_the_rollout_stands_in_for_the_reference():
     """With lora="adapter" a run with a KL penalty needs no second model."""
     logps = []

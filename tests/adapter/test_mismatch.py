@@ -88,6 +88,7 @@ def test_a_sound_rollout_is_within_the_tolerance(make_rollout, model, sampling):
     assert not report.is_within(0.0)  # rounding is seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3_untied", "gemma2", "gemma3", "qwen2_tied"])
 def test_other_families(name):
     model = tunix_families.make(name)

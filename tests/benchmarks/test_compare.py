@@ -101,6 +101,7 @@ def test_comparison_end_to_end(tmp_path, capsys):
     assert (tmp_path / "bench_tiny.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_short_leaves_what_it_has(tmp_path, monkeypatch):
     measure, calls = compare.measure_workload, []
 

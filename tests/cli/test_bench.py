@@ -48,6 +48,7 @@ def test_against_vanilla(tmp_path, capsys):
     assert against["ratios"][0] == against["runs_s"][0] / result["runs_s"][0]
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept_when_interrupted(tmp_path, monkeypatch, capsys):
     calls, timed = [], measure.timed
 

@@ -27,9 +27,10 @@ class RaggedCase(NamedTuple):
     def run(self, backend, options) -> np.ndarray:
         """The backend's output [N, Q, D, h], as float32."""
         queries = jnp.asarray(self.queries, self.layer.k.dtype)
-        # One program: compiling each operation by itself takes several times as long.
-        attend = jax.jit(lambda queries, *cache: backend(queries, *cache, options))
-        out = attend(queries, self.layer, self.tables)
+        if not isinstance(backend, jax.stages.Wrapped):
+            # One program: compiling each operation by itself takes several times as long.
+            backend = jax.jit(backend, static_argnums=3)
+        out = backend(queries, self.layer, self.tables, options)
         assert out.dtype == queries.dtype
         return np.asarray(out, np.float32)
 

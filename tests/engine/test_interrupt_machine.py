@@ -312,5 +312,5 @@ def machine(num_examples: int) -> type[unittest.TestCase]:
     return Machine
 
 
-TestInterruptMachine = machine(num_examples=40)
+TestInterruptMachine = machine(num_examples=20)
 TestInterruptMachineForLong = pytest.mark.slow(machine(num_examples=200))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +38,27 @@ OPTIONS = {
 FREE_BYTES = 1 << 26
 
 
-@pytest.fixture(params=[8, 16])
+def spread(*columns: Sequence[Any]) -> list[Any]:
+    """All combinations of the columns' values, of which the fast tier has each value twice or more.
+
+    The fast ones step through all columns together, once in step and once shifted.
+    """
+    longest = max(map(len, columns))
+    fast = {
+        tuple((row + place * shift) % len(column) for place, column in enumerate(columns))
+        for row in range(longest)
+        for shift in range(2)
+    }
+    return [
+        pytest.param(
+            *(column[i] for column, i in zip(columns, indices, strict=True)),
+            marks=() if indices in fast else (pytest.mark.slow,),
+        )
+        for indices in itertools.product(*(range(len(column)) for column in columns))
+    ]
+
+
+@pytest.fixture
 def lanes(request, monkeypatch):
     """Vectors of every length that a CPU may have, whatever this one has."""
     for module in (contiguous_kv, ordered_attention, row_attention_module):
@@ -79,13 +102,24 @@ def over_rows(max_len):
     return backend
 
 
-@pytest.mark.usefixtures("lanes")
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+SHAPES = [
+    (1, 4, 2, 16),
+    (4, 8, 1, 16),
+    (16, 4, 2, 64),
+    (48, 3, 3, 32),
+    (64, 6, 2, 16),
+    (128, 8, 1, 16),
+]
+"""page_size, num_heads, num_kv_heads, head_dim"""
+
+
 @pytest.mark.parametrize(
-    ("page_size", "num_heads", "num_kv_heads", "head_dim"),
-    [(1, 4, 2, 16), (4, 8, 1, 16), (16, 4, 2, 64), (48, 3, 3, 32), (64, 6, 2, 16), (128, 8, 1, 16)],
+    ("shape", "options", "lanes"), spread(SHAPES, list(OPTIONS), [8, 16]), indirect=["lanes"]
 )
-def test_ragged_rows(options, page_size, num_heads, num_kv_heads, head_dim):
+@pytest.mark.usefixtures("lanes")
+def test_ragged_rows(shape, options):
+    page_size, num_heads, num_kv_heads, head_dim = shape
+    options = OPTIONS[options]
     case = ragged_case(
         [1, 17, 64, 65, 150],
         page_size=page_size,
@@ -98,7 +132,8 @@ def test_ragged_rows(options, page_size, num_heads, num_kv_heads, head_dim):
 
 
 @pytest.mark.usefixtures("lanes")
-@pytest.mark.parametrize("num_rows", [15, 16, 17, 40])
+@pytest.mark.parametrize("lanes", [8, 16], indirect=True)
+@pytest.mark.parametrize("num_rows", [15, 16, pytest.param(17, marks=pytest.mark.slow), 40])
 def test_tiles(num_rows):
     """More rows than a tile holds, in whole tiles and not."""
     lengths = np.random.default_rng(1).integers(1, 200, num_rows - 1)
@@ -109,6 +144,7 @@ def test_tiles(num_rows):
 
 
 @pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("lanes", [8, 16], indirect=True)
 def test_bfloat16():
     case = ragged_case(
         [1, 17, 150],
@@ -123,6 +159,7 @@ def test_bfloat16():
 
 
 @pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("lanes", [8, 16], indirect=True)
 def test_new_tokens_join_the_copied_ones():
     """Step by step across the end of a chunk, as a decode dispatch does it."""
     lengths, num_steps = np.array([60, 1, 127]), 8
@@ -194,9 +231,13 @@ class TestSharing:
         assert found.tolist() == [num_same * page_size // 64 * 64] * 4
 
     @pytest.mark.usefixtures("lanes")
-    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-    @pytest.mark.parametrize("num_rows", [4, 8, 24])
+    @pytest.mark.parametrize(
+        ("options", "num_rows", "lanes"),
+        spread(list(OPTIONS), [4, 8, 24], [8, 16]),
+        indirect=["lanes"],
+    )
     def test_same_bits_as_without(self, options, num_rows):
+        options = OPTIONS[options]
         lengths = np.random.default_rng(3).integers(140, 200, num_rows)
         case = ragged_case(
             lengths, page_size=16, num_heads=4, num_kv_heads=2, num_queries=1, head_dim=16

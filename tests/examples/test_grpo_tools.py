@@ -207,6 +207,7 @@ def test_two_steps(tmp_path, capsys):
     assert content["episode"] in printed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_without_the_prefix_cache_nothing_comes_from_it(tmp_path):
     content = run(tmp_path, "--steps", "1", "--no-prefix-cache")

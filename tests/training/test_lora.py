@@ -52,6 +52,7 @@ def num_bytes(state):
 # ------------------------------------------------------------------ parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
 @pytest.mark.parametrize("family", QUANTISED)
 def test_memory_is_that_of_the_actor(tmp_path, family, qtype):

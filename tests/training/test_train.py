@@ -117,6 +117,7 @@ def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
     assert "nothing to train: the checkpoint holds 2 steps of 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")  # when reading heads
 def test_ppo_trains_policy_and_critic(tmp_path):
