@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from pathlib import Path
 
 import jax
@@ -29,6 +30,20 @@ def pytest_report_header():
     spec = importlib.util.find_spec("tunix")
     note = "" if HAS_EXPERIMENTAL else "; it has no tunix.experimental: tests/experimental left out"
     return f"tunix: {spec and spec.origin}{note}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiles_quickly(request):
+    """XLA optimises little, which nearly halves the tests' time, except where bits are compared.
+
+    Programs that round otherwise must not meet: a module with `COMPARES_BITS = True` compiles its
+    own. Child processes inherit the setting.
+    """
+    is_quick = not getattr(request.module, "COMPARES_BITS", False)
+    if jax.config.jax_disable_most_optimizations != is_quick:  # type: ignore[attr-defined]
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", is_quick)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_quick))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -32,6 +32,8 @@ from tests.adapter.helpers import (
 from tests.threads import LIMIT_S, start
 from tunix_sgljax import create_sgljax_rollout
 
+COMPARES_BITS = True  # see conftest
+
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5, 16, 11), seed=21)
 WIDTH, NUM_TOKENS = 16, 24
 SAMPLING = {

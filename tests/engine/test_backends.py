@@ -24,6 +24,8 @@ from sgljax_engine.weights import sync
 from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
 from tests.engine.native_cases import needs_machine_code
 
+COMPARES_BITS = True  # see conftest
+
 
 def placement(**changes: Any) -> Placement:
     return place(TINY, None, "float32")._replace(**changes)

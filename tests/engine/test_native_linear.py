@@ -14,6 +14,8 @@ from sgljax_engine.kernels.cpu.small_batch_linear import SMALL_BATCH, small_batc
 from sgljax_engine.kernels.cpu.transpose import transpose
 from tests.engine.native_cases import lanes, needs_machine_code
 
+COMPARES_BITS = True  # see conftest
+
 __all__ = ["lanes"]
 pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
 

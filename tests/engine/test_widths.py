@@ -23,6 +23,8 @@ from sgljax_engine.weights import sync
 from sgljax_engine.xla_options import compiler_options
 from tests.engine.models import TINY, logical_weights, spread_weights
 
+COMPARES_BITS = True  # see conftest
+
 ODD = dataclasses.replace(
     TINY,
     architecture="Qwen2ForCausalLM",
