@@ -39,7 +39,7 @@ class Command:
     """What the engine thread does between two dispatches.
 
     Attributes:
-        future: Of the answer.
+        future: Future of the answer.
         is_part_of_long_job: Whether a step comes before the next command, if there is work.
     """
 
@@ -155,7 +155,7 @@ class Sleep(Command):
         level: 1 keeps the weights on the host, 2 gives them up.
         preserve_state: Keep weights, KV pages and prefix cache on the host, whatever the level.
         refuse_requests: Refuse requests that come; else they wait.
-        future: Of the answer.
+        future: Future of the answer.
     """
 
     level: int
@@ -180,7 +180,7 @@ class SwapWeights(Command):
         build: Makes them, or hands over those that were made already.
         mode: What becomes of requests that have started.
         flush_cache: Refuse if keys and values of the old weights would be used on.
-        future: Of the answer.
+        future: Future of the answer.
     """
 
     build: BuildWeights

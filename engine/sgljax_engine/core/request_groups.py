@@ -1,7 +1,7 @@
 """Which requests were submitted together. Engine thread only; no JAX.
 
-A caller who submitted several requests gets nothing before all of them are finished. So those that
-are finished belong into a checkpoint until the last one is.
+A caller who submits several requests gets no output before all of them are finished. So a
+checkpoint holds finished requests too, until the last request of their group is finished.
 """
 
 from __future__ import annotations
@@ -14,57 +14,57 @@ from sgljax_engine.types import Request, RequestStatus
 
 
 @dataclasses.dataclass(slots=True)
-class _Call:
+class _Group:
     requests: list[Request]
     num_unfinished: int
     errors: dict[str, str]
 
 
 class RequestGroups:
-    """Calls that have not got all their answers."""
+    """Groups of requests that are not all answered."""
 
     def __init__(self) -> None:
-        """There are none."""
-        self._calls: dict[int, _Call] = {}
+        """Starts without groups."""
+        self._groups: dict[int, _Group] = {}
         self._names: Counter[str] = Counter()
-        self._num_calls = 0
+        self._num_groups = 0
 
     def has_name(self, name: str) -> bool:
         """Whether a request, or the prompt of one, has this id."""
         return name in self._names
 
     def add(self, requests: Iterable[Request], errors: dict[str, str] | None = None) -> None:
-        """Requests of one call were taken. Some may be finished already, with errors by id."""
+        """Adds the requests of one call. Some may be finished already, with errors by id."""
         known = list(requests)
         unfinished = [r for r in known if r.status is not RequestStatus.FINISHED]
         if not unfinished:
             return
         for request in known:
-            request.call = self._num_calls
+            request.call = self._num_groups
         self._names.update(name for r in known for name in {r.rid, r.group})
-        self._calls[self._num_calls] = _Call(known, len(unfinished), errors or {})
-        self._num_calls += 1
+        self._groups[self._num_groups] = _Group(known, len(unfinished), errors or {})
+        self._num_groups += 1
 
     def finish(self, request: Request, error: Exception | None) -> None:
-        """A request is finished, and its caller gets an error if there is one.
+        """Notes that a request is finished, and the error that its caller gets, if any.
 
-        The detokenizer tells its callers of errors by itself; they are known by their reason.
+        A request that the output processor failed has its error in the finish reason.
         """
-        call = self._calls[request.call]
-        call.num_unfinished -= 1
+        group = self._groups[request.call]
+        group.num_unfinished -= 1
         if error is not None:
-            call.errors[request.rid] = str(error)
+            group.errors[request.rid] = str(error)
         elif request.finish is not None and request.finish.type == "error":
-            call.errors[request.rid] = request.finish.message
-        if not call.num_unfinished:
-            del self._calls[request.call]
-            self._names -= Counter(name for r in call.requests for name in {r.rid, r.group})
+            group.errors[request.rid] = request.finish.message
+        if not group.num_unfinished:
+            del self._groups[request.call]
+            self._names -= Counter(name for r in group.requests for name in {r.rid, r.group})
 
     def finished(self) -> list[tuple[Request, str | None]]:
         """The finished requests of unfinished calls, and what they failed with."""
         return [
-            (request, call.errors.get(request.rid))
-            for call in self._calls.values()
-            for request in call.requests
+            (request, group.errors.get(request.rid))
+            for group in self._groups.values()
+            for request in group.requests
             if request.status is RequestStatus.FINISHED
         ]

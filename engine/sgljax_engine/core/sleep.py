@@ -1,9 +1,9 @@
 """Lending the device's memory to others, and taking it back. Engine thread only.
 
 An engine has two things on its device, as in vLLM's and SGLang's tags: its weights and its KV
-cache. Asleep, it has neither; it may be woken one by one. What is worth it is copied to the host
-before anything is given back, and given back only when all of it is there; it is let go on the host
-only when all of it is on the device again. So what fails half-way changes nothing.
+cache. While it sleeps it has neither. Each can be woken by itself. Copies are complete on the host
+before device memory is given back, and complete on the device before they leave the host. So a
+failure half-way changes nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from sgljax_engine.runner.saved_pages import SavedPages
 
 
 class Kept(NamedTuple):
-    """What was copied to the host; None for what is not kept."""
+    """Copies on the host; None for what is not kept."""
 
     weights: Mapping[str, HostArray] | None
     pages: SavedPages | None
 
 
 class SleepManager:
-    """What of an engine is asleep, and its copies.
+    """Puts weights and KV cache to sleep, and holds their copies.
 
     Attributes:
-        asleep: In the order of `SLEEP_TAGS`; empty while the engine is awake.
-        refuses_requests: Requests that come are refused, not queued.
+        asleep: Tags that sleep, in the order of `SLEEP_TAGS`; empty while the engine is awake.
+        refuses_requests: New requests are refused, not queued.
     """
 
     def __init__(self, runner: ModelRunner, pool: PagePool) -> None:
-        """Awake.
+        """Starts awake.
 
         Args:
-            runner: Has the arrays.
+            runner: Holds the arrays.
             pool: Knows which pages are used.
         """
         self._runner = runner
@@ -68,7 +68,7 @@ class SleepManager:
     def keep(self, *, weights: bool, pages: bool) -> Kept:
         """Copies to the host what is to be kept; changes nothing else.
 
-        What sleeps already stays what it is: kept or not.
+        What sleeps already stays as it is, kept or not.
 
         Raises:
             OffloadError: when that fails.
@@ -82,7 +82,7 @@ class SleepManager:
         return Kept(kept_weights, kept_pages)
 
     def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
-        """Copies used pages to the host, others perhaps with them; None if they have no contents.
+        """Copies used pages, and perhaps others, to the host; None if they have no contents.
 
         Raises:
             OffloadError: when that fails.
@@ -95,7 +95,7 @@ class SleepManager:
             return self._runner.save_pages(pages)
 
     def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
-        """Gives back what memory is awake; returns its bytes. Cannot fail.
+        """Gives back the memory of what is awake; returns its bytes. Cannot fail.
 
         Args:
             kept: What `keep` returned.
@@ -109,10 +109,10 @@ class SleepManager:
         return freed
 
     def wake_up(self, tags: Sequence[SleepTag]) -> int:
-        """Takes the memory of these tags again, all of them or none; returns its bytes.
+        """Takes the memory of all these tags again, or of none; returns its bytes.
 
         Raises:
-            OffloadError: when that fails: all that slept sleeps on, and can be woken later.
+            OffloadError: when that fails. Everything sleeps on and can be woken later.
         """
         runner, kept = self._runner, self._kept
         taken = 0
@@ -136,7 +136,7 @@ class SleepManager:
         return taken
 
     def weights_came(self) -> None:
-        """Other weights were put on the device: kept ones are of no use any more."""
+        """Other weights were put on the device, so kept ones are dropped."""
         self._woke(("weights",))
 
     def release(self) -> None:

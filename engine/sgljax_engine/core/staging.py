@@ -1,7 +1,8 @@
-"""Staged weights: made beside those that serve, and published or discarded when that is decided.
+"""Staged weights: made beside the serving weights, then published or discarded.
 
-An update in two halves. What makes weights, the transfer of a trainer's arrays say, may take long
-and may fail, and touches nothing that serves; what publishes them is a swap between two dispatches.
+This is an update in two halves. Making weights may take long and may fail, for example when a
+trainer's arrays are transferred, and touches nothing that serves. Publishing them is a swap between
+two steps.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ StagedState = Literal["staged", "published", "discarded"]
 
 
 class StagedWeights:
-    """Whole weights on the engine's devices that do not serve; see `Engine.stage_weights`.
+    """A complete set of weights on the engine's devices that do not serve yet.
 
-    Only the engine that made them takes them. They take the memory of one model until they are
-    published, discarded or forgotten by their owner, or the engine is shut down. `sleep` leaves
-    them where they are. All properties may be read on any thread.
+    See `Engine.stage_weights`. Only the engine that made them can publish them. They take the
+    memory of one model until they are published, discarded or garbage-collected, or the engine is
+    shut down. `sleep` does not move them. Any thread may read the properties.
     """
 
     def __init__(self, owner: object, weights: dict[str, jax.Array]) -> None:
@@ -69,12 +70,12 @@ class StagedWeights:
         return self._owner is owner
 
     def build(self, old: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Hands them to the engine thread, which may fail to take them: they stay here too."""
+        """Hands them to the engine thread. They stay here too, in case the swap fails."""
         del old
         return self._weights
 
     def published(self, version: int) -> None:
-        """They serve: from now on they are the engine's alone."""
+        """They serve: from now on only the engine holds them."""
         self._version, self._weights = version, {}
         self._state = "published"
 

@@ -1,4 +1,4 @@
-"""Counts and, while a recording is on, notes what the engine thread does. Engine thread only."""
+"""Counts what the engine thread does and records it on request. Engine thread only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weight updates: new weights are made, and swapped in between two dispatches.
+"""Weight updates: a worker makes new weights, and the engine thread swaps them in between steps.
 
-A `Worker` does them one after another in the order of their calls.
+A `Worker` does updates one after another, in the order of their calls.
 """
 
 from __future__ import annotations
@@ -107,14 +107,15 @@ class WeightUpdater:
     def _prepare(
         self, plan: SyncPlan, arrays: Mapping[str, Any], job: UpdateJob
     ) -> cmd.BuildWeights:
-        """Makes the weights beside the decode loop, or leaves it to the engine thread.
+        """Makes the weights on the worker's thread, or leaves that to the engine thread.
 
-        It has to be done there if old weights are taken apart on the way; and if weights are spread
-        over devices, since programs that two threads start on the same devices may stand in
-        different orders in their queues, and then wait for one another. It is better done there
-        where the engine is on a CPU and so is the source: threads of two programs share its cores
-        then, and hold each other up. That is left to later updates of a kind, since the first one
-        compiles.
+        The engine thread must do it in two cases. A donating update takes old weights apart. And
+        weights that are spread over devices need one order of programs: two threads may queue
+        theirs in different orders on different devices, and these then wait for one another.
+
+        The engine thread also does it when engine and source share a CPU, because two programs at
+        once hold each other up there. The first update of a kind is made by the worker even so,
+        since it compiles.
         """
         sync.await_source(arrays)
         if job.donate:
@@ -122,16 +123,16 @@ class WeightUpdater:
         kind = self._kind_on_shared_cores(plan, arrays, job)
         if not plan.is_on_one_device or (kind is not None and kind == self._compiled):
             return lambda old: sync.apply(plan, arrays, verify=job.verify)
-        made = _Made(sync.apply(plan, arrays, verify=job.verify))
+        made = _PreparedWeights(sync.apply(plan, arrays, verify=job.verify))
         self._compiled = kind
         return made.take
 
     def _kind_on_shared_cores(
         self, plan: SyncPlan, arrays: Mapping[str, Any], job: UpdateJob
     ) -> tuple[SyncPlan, Any] | None:
-        """What the update's one program is compiled for, if decoding and source have its CPU.
+        """What the update's one program is compiled for, if decoding and source share a CPU.
 
-        None also for an update that waits for requests to end: its source is read at once.
+        Also None for an update that waits for requests to finish: its source is read at once.
         """
         if not plan.is_on_cpus or job.verify or job.mode == "wait":
             return None
@@ -156,8 +157,8 @@ def _whole(
     return build_whole
 
 
-class _Made:
-    """Weights on their way to the engine thread, held by nobody once they are taken."""
+class _PreparedWeights:
+    """Weights on their way to the engine thread; nobody holds them once they are taken."""
 
     def __init__(self, weights: dict[str, jax.Array]) -> None:
         self._weights = weights
