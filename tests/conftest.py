@@ -39,11 +39,11 @@ def _compiles_quickly(request):
     Programs that round otherwise must not meet: a module with `COMPARES_BITS = True` compiles its
     own. Child processes inherit the setting.
     """
-    is_quick = not getattr(request.module, "COMPARES_BITS", False)
-    if jax.config.jax_disable_most_optimizations != is_quick:  # type: ignore[attr-defined]
+    is_quick = str(int(not getattr(request.module, "COMPARES_BITS", False)))
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != is_quick:
         jax.clear_caches()
-        jax.config.update("jax_disable_most_optimizations", is_quick)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_quick))
+        jax.config.update("jax_disable_most_optimizations", is_quick == "1")
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = is_quick
 
 
 @pytest.fixture(scope="module", autouse=True)
