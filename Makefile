@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 
 DEMO_ARGS ?= --check
 BENCH_ARGS ?=
-# Two processes: each takes up to 4 GB and keeps more than one core busy by itself.
-PYTEST_ARGS ?= -n 2 --dist worksteal
+# Three processes keep two cores busy: each takes up to 4 GB, and waits for threads now and then.
+PYTEST_ARGS ?= -n 3 --dist worksteal
 # A checkout of Tunix for `make test-tunix`, and what runs with it.
 TUNIX ?=
 TUNIX_TESTS ?= tests/adapter tests/training tests/examples tests/experimental
@@ -25,7 +25,7 @@ demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/gr
 	$(BIN)/python examples/grpo_addition.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(STAMP) ## Run the fast tests, in two processes; PYTEST_ARGS="-k name" instead.
+test: $(STAMP) ## Run the fast tests, in three processes; PYTEST_ARGS="-k name" instead.
 	$(BIN)/python -m pytest -m "not slow and not recipes" $(PYTEST_ARGS)
 
 .PHONY: test-long

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from sgljax_engine.attention.base import AttentionBackend
-from sgljax_engine.attention.registry import check_attention, pick_attention
+from sgljax_engine.attention.registry import pick_attention
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.checks import require
@@ -23,7 +23,7 @@ from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
-from sgljax_engine.layers.projections import check_linear, pick_projections
+from sgljax_engine.layers.projections import pick_projections
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, ParamSpec
@@ -207,15 +207,6 @@ def first_adapters(
         plan, arrays = plan_adapter(source.arrays, source.rules, slots, targets)
         made = plan.build(arrays, made, slot)
     return made
-
-
-def check_backends(config: EngineConfig) -> None:
-    """Refuses backends that are unknown, or do not go with the other options."""
-    runtime = config.runtime
-    check_attention(
-        runtime.attention_backend, is_deterministic=runtime.enable_deterministic_sampling
-    )
-    check_linear(runtime.linear_backend)
 
 
 def check_adapters(adapters: Mapping[str, Any], lora: LoraConfig) -> None:

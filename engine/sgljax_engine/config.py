@@ -17,6 +17,16 @@ from sgljax_engine.foreign_options import FOREIGN_OPTIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas")
+"""Names of `attention.registry.BACKENDS`. They are here too since a configuration is checked
+without JAX; a test compares them."""
+
+DETERMINISTIC_BACKENDS = ("auto", "native", "xla_rows")
+"""Those that may be asked for with `enable_deterministic_sampling`."""
+
+LINEAR_BACKENDS = ("auto", "native", "xla")
+"""Names that `layers.projections.pick_projections` knows."""
+
 LORA_TARGETS = (
     "q_proj",
     "k_proj",
@@ -153,10 +163,10 @@ class RuntimeConfig:
             user's cache directory unless the process configured one, None leaves JAX alone, any
             other value is the folder to use. When the engine turns the cache on, it keeps programs
             that took 0.1 s or more to compile, unless the process has changed JAX's limit of 1 s.
-        attention_backend: One of `attention.registry.BACKENDS`. "auto" picks "native" where it is
+        attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it is
             available, on one x86-64 CPU in float32, and a portable one elsewhere; "pallas" is a
             kernel for NVIDIA GPUs. See docs/performance.md.
-        linear_backend: Backend of projections: one of `layers.projections.LINEAR_BACKENDS`, with
+        linear_backend: Backend of projections: one of `LINEAR_BACKENDS`, with
             "auto" as above.
         enable_deterministic_sampling: Make tokens and log-probs of a greedy or seeded request
             batch-invariant: the same bits whatever else is in the batch, and however the request is
@@ -185,9 +195,14 @@ class RuntimeConfig:
             name = _dtype_name(self.dtype)
             require(name in DTYPES, "dtype", self.dtype, f"None or one of {DTYPES}")
             object.__setattr__(self, "dtype", name)
-        for name in ("attention_backend", "linear_backend"):  # the engine knows which there are
+        for name, known in (
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("linear_backend", LINEAR_BACKENDS),
+        ):
             value = getattr(self, name)
             require(isinstance(value, str), name, value, "the name of a backend")
+            if value not in known:
+                raise InvalidConfigError(unknown_name_message(name, value, known))
         for name in ("batch_buckets", "token_buckets"):
             buckets = getattr(self, name)
             if buckets is None:
@@ -210,6 +225,10 @@ class RuntimeConfig:
         for name in ("forbid_compile", "enable_deterministic_sampling", "check_finite"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
+        if self.enable_deterministic_sampling:
+            backend = self.attention_backend
+            expected = "'auto', 'native' or 'xla_rows' with enable_deterministic_sampling"
+            require(backend in DETERMINISTIC_BACKENDS, "attention_backend", backend, expected)
         if self.random_seed is not None:
             check_count("random_seed", self.random_seed, 0)
 

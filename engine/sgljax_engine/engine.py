@@ -118,7 +118,6 @@ class Engine:
                 f"config must be an EngineConfig, got {type(config).__name__}; give options flat"
             )
         config = config or EngineConfig.from_options(options)
-        builder.check_backends(config)
         builder.check_sources(model_path, model_config, weights, weight_rules, load_format)
         if model_config is None:
             assert model_path is not None

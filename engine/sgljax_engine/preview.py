@@ -10,7 +10,6 @@ import jax
 
 from sgljax_engine.attention.registry import pick_attention
 from sgljax_engine.builder import (
-    check_backends,
     compilation_cache_path,
     pick_dtype,
     pick_max_model_len,
@@ -34,9 +33,9 @@ class EnginePreview:
         device_kind: The device's own name.
         dtype: Dtype of weights, activations and KV cache.
         layout: Layout of activations and projection weights, see `layers.basic.Layout`.
-        prefill_attention: Attention backend of prefill, see `attention.registry.BACKENDS`.
+        prefill_attention: Attention backend of prefill, see `ATTENTION_BACKENDS`.
         decode_attention: Attention backend of decode.
-        linear: Backend of projections, see `layers.projections.LINEAR_BACKENDS`.
+        linear: Backend of projections, see `LINEAR_BACKENDS`.
         why_not_native: Why a CPU does not use JIT-compiled CPU kernels; None if it does.
         max_model_len: Maximum number of prompt plus output tokens of one request.
         num_parameters: Number of parameters in the weights.
@@ -84,7 +83,6 @@ def preview_engine(
         UnsupportedModelError: for an architecture that is not implemented.
     """
     config = config or EngineConfig()
-    check_backends(config)
     dtype = pick_dtype(config, folder)
     placement = place(model, mesh, dtype)
     specs = get_model(model.architecture).param_specs(model)

@@ -51,6 +51,7 @@ class TestFlag:
         rollout.close()
         assert alone == together
 
+    @pytest.mark.slow
     def test_seeded_bits_under_other_sizes(self, model):
         found = []
         few = {"max_running_requests": 3, "batch_buckets": (3,)}

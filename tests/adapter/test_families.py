@@ -40,7 +40,17 @@ def config_of(**changes):
     return rollout_config(max_tokens_to_generate=NUM_TOKENS, return_logprobs=True, **changes)
 
 
-@pytest.fixture(scope="module", params=sorted(families.FAMILIES))
+FAST = ("gemma3", "gemma_mqa", "llama3_tied", "qwen2_untied")
+"""The others are of the long tier."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in sorted(families.FAMILIES)
+    ],
+)
 def case(request):
     """A model, its rollout, and prompts."""
     model = families.make(request.param)

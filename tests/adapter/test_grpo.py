@@ -180,6 +180,7 @@ def train_watched(closing, *, offload_to_cpu, num_iterations):
     return cluster, rewards, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_models_offloaded_to_the_host(closing, num_iterations):
     """`offload_to_cpu` passes empty states around generation and host arrays elsewhere.

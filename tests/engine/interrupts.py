@@ -14,7 +14,7 @@ import pytest
 from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
 from sgljax_engine.runner import saved_pages
 from tests.engine.models import TINY, spread_weights
-from tests.threads import LIMIT_S, gate_steps, held, running, start, take_steps
+from tests.threads import LIMIT_S, gate_steps, held, running, start, take_steps, wait_for
 
 NUM_TOKENS = 150
 """Enough that a request is not finished before whoever saw its first token has acted."""
@@ -70,10 +70,7 @@ def start_all(
         calls = [
             start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts
         ]
-        deadline = time.monotonic() + LIMIT_S
-        while engine._loop._commands.qsize() < len(prompts):
-            assert time.monotonic() < deadline, "the callers never called"
-            time.sleep(0.001)
+        wait_for(lambda: engine._loop._commands.qsize() >= len(prompts))
     num = before.num_first_tokens + len(prompts)
     wait_until(engine, lambda state: state.counters.num_first_tokens >= num)
     return calls
@@ -86,10 +83,7 @@ def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
     """
     with held(engine):
         update = start(lambda: engine.update_weights(source, **options))
-        deadline = time.monotonic() + LIMIT_S
-        while engine._loop._commands.empty():
-            assert time.monotonic() < deadline, "the weights were never made"
-            time.sleep(0.001)
+        wait_for(lambda: not engine._loop._commands.empty())
     return update.result(LIMIT_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ class RaggedCase(NamedTuple):
         queries = jnp.asarray(self.queries, self.layer.k.dtype)
         if not isinstance(backend, jax.stages.Wrapped):
             # One program: compiling each operation by itself takes several times as long.
-            backend = jax.jit(backend, static_argnums=3)
+            backend = jax.jit(functools.partial(backend), static_argnums=3)  # traced anew
         out = backend(queries, self.layer, self.tables, options)
         assert out.dtype == queries.dtype
         return np.asarray(out, np.float32)

@@ -15,9 +15,10 @@ from sgljax_engine import Engine, InvalidConfigError, SamplingParams, logical_ru
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_attention, native_decode_attention
 from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
+from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS
 from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.projections import LINEAR_BACKENDS, CpuProjections, pick_projections
+from sgljax_engine.layers.projections import CpuProjections, pick_projections
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.weights import sync
@@ -121,6 +122,7 @@ def test_accelerators_have_portable_code(platform):
 
 
 def test_names_of_backends():
+    assert tuple(BACKENDS) == ATTENTION_BACKENDS
     assert set(BACKENDS) == {"auto", "native", "pallas", "xla_rows", *PORTABLE}
     assert set(LINEAR_BACKENDS) == {"auto", "native", "xla"}
 

@@ -117,7 +117,7 @@ def assert_same(found: list[Bits], expected: list[Bits]):
 
 @pytest.mark.parametrize(
     ("backend", "index"),
-    [*ways("native", NUM_WAYS, num_fast=2), *ways("portable", NUM_PORTABLE_WAYS, num_fast=0)],
+    [*ways("native", NUM_WAYS, num_fast=1), *ways("portable", NUM_PORTABLE_WAYS, num_fast=0)],
     indirect=["backend"],
 )
 def test_no_bit_differs(alone, index):

@@ -30,7 +30,7 @@ from sgljax_engine import (
 from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.small_tokenizers import CharTokenizer
-from tests.threads import LIMIT_S, gate_steps
+from tests.threads import LIMIT_S, gate_steps, wait_for
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 
@@ -214,8 +214,7 @@ class TestBatching:
         expected = [one_at_a_time(p, short) for p in prompts[1:]]
         with ThreadPoolExecutor(8) as pool:
             first = pool.submit(engine.generate_requests, [prompts[0]], slow)
-            while engine.get_internal_state().running_batch_size == 0:
-                pass
+            wait_for(lambda: engine.get_internal_state().running_batch_size > 0)
             outs = engine.generate_requests(prompts[1:], short)
             assert not first.done(), "short requests must not wait for the long one"
             assert [out.output_ids for out in outs] == expected
@@ -624,6 +623,7 @@ class TestLife:
         assert len(self.engine_threads()) == threads
         assert len(jax.live_arrays()) <= arrays
 
+    @pytest.mark.slow
     def test_idle_engine_uses_no_cpu(self, engine):
         engine.get_internal_state()
         before = time.process_time()

@@ -133,7 +133,8 @@ def bits(out: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("options", "head_dim"), [(OPTIONS["window-70"], 16), (OPTIONS["all"], 32)]
+    ("options", "head_dim"),
+    [(OPTIONS["window-70"], 16), pytest.param(OPTIONS["all"], 32, marks=pytest.mark.slow)],
 )
 def test_rows_pages_and_blocks_have_the_same_bits(options, head_dim):
     """Decode over rows of any number; pages of any size and place; a query amid a block."""

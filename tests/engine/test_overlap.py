@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future
 
 import pytest
@@ -11,7 +10,7 @@ from sgljax_engine import Engine, EngineStepError
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.runner.results import PendingDecode
 from tests.engine.models import TINY, spread_weights
-from tests.threads import LIMIT_S, held, start
+from tests.threads import LIMIT_S, held, start, wait_for
 
 
 @pytest.fixture
@@ -112,8 +111,7 @@ def test_a_step_that_fails_keeps_no_answer_back(engine, monkeypatch):
             start(lambda ids=ids, new=new: engine.generate_requests([ids], greedy(new)))
             for ids, new in (([1, 2], 4), ([3, 4], 8))
         ]
-        while engine._loop._commands.qsize() < 2:
-            time.sleep(0.001)
+        wait_for(lambda: engine._loop._commands.qsize() == 2)
     assert len(callers[0].result(LIMIT_S)[0].output_ids) == 4
     with pytest.raises(EngineStepError, match="planted fault"):
         callers[1].result(LIMIT_S)

@@ -164,6 +164,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path, mesh):
         addition_task.load_checkpoint(path, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses deprecated parts of JAX.
 @pytest.mark.parametrize(
     ("config_steps", "expected_code"),

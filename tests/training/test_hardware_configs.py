@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.threads import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,7 @@ DEVICE_BYTES = {
 }
 
 
+@pytest.mark.slow
 def test_shapes_meshes_and_memory(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n')

@@ -1,19 +1,17 @@
 """Selects an engine's attention backend; the only place that knows them by name.
 
-A new backend is a file of this folder and a line of `BACKENDS`.
+A new backend is a file of this folder, a line of `BACKENDS`, and its name in the configuration.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 from sgljax_engine.attention.base import AttentionBackend, ContiguousKV, PagedAttention
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_backend, native_problem
 from sgljax_engine.attention.xla import xla_attention, xla_tiles_attention
-from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 from sgljax_engine.layers.target import Target
 
 PORTABLE: dict[str, PagedAttention] = {
@@ -57,46 +55,18 @@ def _pallas(target: Target, head_dim: int) -> AttentionBackend:
     return AttentionBackend("pallas", attend, ordered_backend(target.platform))
 
 
-class _Entry(NamedTuple):
-    """A backend that may be asked for by name.
-
-    Attributes:
-        pick: (target, head_dim) -> what it implies; raises InvalidConfigError if not available.
-        is_deterministic: Whether `enable_deterministic_sampling` may be asked for with it.
-    """
-
-    pick: Callable[[Target, int], AttentionBackend]
-    is_deterministic: bool = False
-
-
-BACKENDS: dict[str, _Entry] = {
-    "auto": _Entry(_auto, is_deterministic=True),
-    "native": _Entry(native_backend, is_deterministic=True),
-    "xla": _Entry(functools.partial(_portable, name="xla")),
-    "xla_tiles": _Entry(functools.partial(_portable, name="xla_tiles")),
-    "xla_rows": _Entry(
-        functools.partial(_portable, name="xla_tiles", contiguous_kv="always"),
-        is_deterministic=True,
-    ),
-    "pallas": _Entry(_pallas),
+BACKENDS: dict[str, Callable[[Target, int], AttentionBackend]] = {
+    "auto": _auto,
+    "native": native_backend,
+    "xla": functools.partial(_portable, name="xla"),
+    "xla_tiles": functools.partial(_portable, name="xla_tiles"),
+    "xla_rows": functools.partial(_portable, name="xla_tiles", contiguous_kv="always"),
+    "pallas": _pallas,
 }
+"""(target, head_dim) -> what a backend implies; raises InvalidConfigError if it is not available.
 
-
-def check_attention(name: str, *, is_deterministic: bool) -> None:
-    """Checks the name of a backend before anything is loaded.
-
-    Raises:
-        InvalidConfigError: for an unknown name, or for one without deterministic sampling if
-            `is_deterministic`.
-    """
-    if name not in BACKENDS:
-        raise InvalidConfigError(unknown_name_message("attention_backend", name, tuple(BACKENDS)))
-    if is_deterministic and not BACKENDS[name].is_deterministic:
-        *others, last = [repr(each) for each, entry in BACKENDS.items() if entry.is_deterministic]
-        raise InvalidConfigError(
-            f"attention_backend must be {', '.join(others)} or {last} with "
-            f"enable_deterministic_sampling, got {name!r}"
-        )
+The names are those of `config.ATTENTION_BACKENDS`.
+"""
 
 
 def pick_attention(name: str, target: Target, head_dim: int) -> AttentionBackend:
@@ -110,4 +80,4 @@ def pick_attention(name: str, target: Target, head_dim: int) -> AttentionBackend
     Raises:
         InvalidConfigError: when the named backend is not available.
     """
-    return BACKENDS[name].pick(target, head_dim)
+    return BACKENDS[name](target, head_dim)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from sgljax_engine.errors import InvalidConfigError, unknown_name_message
+from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
 from sgljax_engine.layers.basic import SMALL_BATCH, Layout, linear, small_batch_linear, unembed
 from sgljax_engine.layers.target import Target
@@ -89,20 +89,11 @@ class LinearBackend(NamedTuple):
     why_not_native: str | None = None
 
 
-LINEAR_BACKENDS = ("auto", "native", "xla")
-
-
-def check_linear(name: str) -> None:
-    """Raises InvalidConfigError unless it is one of `LINEAR_BACKENDS`."""
-    if name not in LINEAR_BACKENDS:
-        raise InvalidConfigError(unknown_name_message("linear_backend", name, LINEAR_BACKENDS))
-
-
 def pick_projections(name: str, target: Target) -> LinearBackend:
     """The backend of that name; "auto" picks "native" where it is available.
 
     Args:
-        name: One of `LINEAR_BACKENDS`.
+        name: One of `config.LINEAR_BACKENDS`.
         target: What the engine runs on.
 
     Raises:
