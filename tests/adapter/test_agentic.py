@@ -174,7 +174,8 @@ def test_mixed_policies_reach_the_loss_token_by_token(closing, in_consumer):
     assert set(cluster.metrics["weight_lag/masked_fraction"]) == {0.0}
 
 
-@pytest.mark.parametrize("in_consumer", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_consumer", [True, False])
 def test_tokens_that_are_too_old_are_masked(closing, in_consumer):
     cluster = make_cluster(
         num_steps=3, rollout=InterruptedRollout, in_consumer=in_consumer, eos=NO_END

@@ -84,6 +84,7 @@ def test_partial_as_the_rollout_engine(closing):
     assert not key.is_deleted()
 
 
+@pytest.mark.slow
 def test_rollout_worker_made_beforehand(closing):
     """As in the rollout's specification: a factory, then `rollout_worker=`."""
     parts = make_parts()

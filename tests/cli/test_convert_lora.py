@@ -54,6 +54,7 @@ def saved(tmp_path_factory):
 FAST = ("qwen3_gqa_tied", "gemma2_window")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in FAST else (pytest.mark.slow,)) for n in FAMILIES],

@@ -17,10 +17,23 @@ from sgljax_engine.models.registry import MODELS
 from sgljax_engine.runner import placement
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+FAST = (
+    "gemma2_window",
+    "gemma3_window",
+    "gemma_mqa",
+    "llama_scaled_untied",
+    "qwen2_bias_untied",
+    "qwen3_gqa_tied",
+)
+"""Those of the fast tier, one an architecture."""
+
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
 
-@pytest.fixture(scope="module", params=FOLDERS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FOLDERS],
+)
 def model(request):
     folder = GOLDEN / request.param
     golden = np.load(folder / "golden.npz")

@@ -37,7 +37,10 @@ CASES = [  # options, page size, query heads, kv heads, head_dim
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_queries", [1, pytest.param(5, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    "num_queries",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 16],
+)
 def test_ragged_blocks(case, num_queries):
     name, page_size, num_heads, num_kv_heads, head_dim = case
     options = OPTIONS[name]

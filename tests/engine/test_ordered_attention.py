@@ -132,6 +132,7 @@ def bits(out: np.ndarray) -> np.ndarray:
     return out.view(np.uint32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "head_dim"),
     [(OPTIONS["window-70"], 16), pytest.param(OPTIONS["all"], 32, marks=pytest.mark.slow)],
@@ -156,6 +157,7 @@ def test_rows_pages_and_blocks_have_the_same_bits(options, head_dim):
             np.testing.assert_array_equal(bits(out)[:used, offset], expected)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_how_many_rows():
     """Nor on their lengths: tiles go as far as their longest row."""
     lengths = (40, 17, *np.random.default_rng(1).integers(1, 200, 39))

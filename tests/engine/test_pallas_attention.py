@@ -24,7 +24,7 @@ from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
 from sgljax_engine.runner.sampling_batch import build_sampling_batch
 from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.engine.paged_cases import ragged_case
+from tests.engine.paged_cases import ragged_case, spread
 
 INTERPRETED = PallasAttention(interpret=True)
 OPTIONS = {
@@ -62,11 +62,10 @@ def case_of(shape, dtype=jnp.float32, lengths=LENGTHS):
     )
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
 def test_ragged_blocks(shape, options):
-    case = case_of(shape)
-    case.check(case.run(INTERPRETED, options), options, atol=2e-5)
+    case = case_of(SHAPES[shape])
+    case.check(case.run(INTERPRETED, OPTIONS[options]), OPTIONS[options], atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(16, 16, 8, 1, 128), (16, 8, 4, 16, 64)])

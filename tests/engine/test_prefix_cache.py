@@ -172,6 +172,7 @@ class TestGroup:
             assert_all_free(engine)
         assert ids(outs) == ids(reference.generate_requests([prompt], params))
 
+    @pytest.mark.slow
     def test_a_groups_prefill_takes_a_fraction_of_the_time(self):
         """Less work than `benchmarks/throughput/prefix_sharing.py`, so less of a difference."""
         model = dataclasses.replace(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +23,7 @@ from sgljax_engine.cache.contiguous_kv import (
 )
 from sgljax_engine.runner import memory_plan as memory
 from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.engine.paged_cases import ragged_case, reference
+from tests.engine.paged_cases import ragged_case, reference, spread
 
 DEFAULT = AttentionOptions(scale=0.25)
 OPTIONS = {
@@ -36,26 +33,6 @@ OPTIONS = {
     "all": AttentionOptions(scale=0.5, sliding_window=100, logit_softcap=2.0),
 }
 FREE_BYTES = 1 << 26
-
-
-def spread(*columns: Sequence[Any]) -> list[Any]:
-    """All combinations of the columns' values, of which the fast tier has each value twice or more.
-
-    The fast ones step through all columns together, once in step and once shifted.
-    """
-    longest = max(map(len, columns))
-    fast = {
-        tuple((row + place * shift) % len(column) for place, column in enumerate(columns))
-        for row in range(longest)
-        for shift in range(2)
-    }
-    return [
-        pytest.param(
-            *(column[i] for column, i in zip(columns, indices, strict=True)),
-            marks=() if indices in fast else (pytest.mark.slow,),
-        )
-        for indices in itertools.product(*(range(len(column)) for column in columns))
-    ]
 
 
 @pytest.fixture

@@ -89,7 +89,9 @@ class TestCompany:
         },
     )
 
-    @pytest.mark.parametrize("options", CONFIGURATIONS)
+    @pytest.mark.parametrize(
+        "options", [CONFIGURATIONS[0], pytest.param(CONFIGURATIONS[1], marks=pytest.mark.slow)]
+    )
     def test_output_does_not_depend_on_company_or_configuration(self, alone, options):
         """Also one step a dispatch against many: penalties go on across their border."""
         with make_engine(**options) as engine:
@@ -113,6 +115,7 @@ class TestCompany:
         assert any(out.num_retractions and out.output_ids for out in outs)
         assert_same(outs, alone)
 
+    @pytest.mark.slow
     def test_the_settings_matter(self, alone):
         """Guards the tests above: without its options a request draws something else."""
         with make_engine(decode_steps=16) as engine:

@@ -93,6 +93,7 @@ def test_those_that_agree_do(config, dtype):
         np.testing.assert_array_equal(hidden_bits(model, ids[:count], width), expected[:count])
 
 
+@pytest.mark.slow
 def test_one_that_disagrees_is_dropped(monkeypatch):
     real = widths._one_layer
 

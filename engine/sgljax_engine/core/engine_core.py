@@ -91,6 +91,8 @@ class EngineCore:
 
     def step(self) -> None:
         """Has one dispatch scheduled, run and published; `can_step` must hold."""
+        if self.steps_left is not None:
+            self.steps_left -= 1
         plan = self.scheduler.schedule()
         self.stats.retracted(plan.retracted)
         if plan.is_empty:
@@ -104,8 +106,6 @@ class EngineCore:
             return
         self.stats.stepped(plan, result)
         self.outputs.publish(self.scheduler.update(plan, result))
-        if self.steps_left is not None:
-            self.steps_left -= 1
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that a step touched; others keep going."""
