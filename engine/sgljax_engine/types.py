@@ -298,7 +298,7 @@ class StepOutput:
         dispatch_s: Seconds from the first program to the end of the last; None if the dispatch
             compiled, since its time then predicts nothing.
         failures: Errors of requests whose prompt could not be scored, by id.
-        times: When its parts ended; None if nothing is being recorded.
+        times: When its parts ended. Every dispatch sets it; a scheduler alone needs none.
     """
 
     rows: list[RowOutput]

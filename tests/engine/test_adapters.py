@@ -135,6 +135,14 @@ def test_rows_of_different_adapters_share_a_batch(engine, merged):
     check_same(mixed, expected)
 
 
+def test_loading_one_counts_as_waking(engine):
+    before = engine.get_internal_state().counters.wake_s
+    engine.sleep()
+    engine.load_adapter("one", *make_adapter(1))
+    assert engine.get_internal_state().counters.wake_s > before
+    engine.wake_up()
+
+
 def test_prompt_logprobs_of_adapters_are_their_own(engine):
     """The same prompt is scored once for each adapter, also when they start together."""
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, logical_rules
+from sgljax_engine.attention import cpu
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_attention, native_decode_attention
 from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
@@ -105,7 +106,11 @@ class TestPick:
             assert (portable.decode, portable.contiguous_kv) == (None, "never")
 
 
-def test_no_cpu_kernels_at_all(no_machine_code):
+def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
+    def no_llvmlite():
+        raise ImportError("planted: llvmlite is not installed")
+
+    monkeypatch.setattr(cpu, "host_vectors", no_llvmlite)
     assert pick() == ("xla_tiles", "xla", {"out of luck"})
     assert pick_attention("auto", placement().target, 16).contiguous_kv == "if_it_fits"
     with pytest.raises(InvalidConfigError, match="cannot be had here: out of luck"):

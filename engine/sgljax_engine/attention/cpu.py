@@ -59,11 +59,13 @@ def native_decode_attention(
 
 def native_problem(target: Target, head_dim: int) -> str | None:
     """Why the kernels cannot be used; None if they can."""
+    problem = target.cpu_kernels_problem()
+    if problem is not None:
+        return problem  # host_vectors() needs llvmlite, which may be missing
     lanes = host_vectors().lanes
     if head_dim % lanes:
-        head_problem = f"it needs a head_dim that is a multiple of {lanes}, got {head_dim}"
-        return target.cpu_kernels_problem() or head_problem
-    return target.cpu_kernels_problem()
+        return f"it needs a head_dim that is a multiple of {lanes}, got {head_dim}"
+    return None
 
 
 def native_backend(target: Target, head_dim: int) -> AttentionBackend:

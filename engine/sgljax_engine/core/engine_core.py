@@ -81,7 +81,7 @@ class EngineCore:
         self.counters = self.stats.counters
         self.outputs = OutputProcessor(tokenizer, self.recorder, self._finished)
         self.groups = RequestGroups()
-        self.sleep_manager = SleepManager(runner, pool)
+        self.sleep_manager = SleepManager(runner, pool, self.counters)
         self.serving = ServingWeights(runner, self.sleep_manager, adapters)
         self.pauses = PauseState()
         self.steps_left: int | None = None

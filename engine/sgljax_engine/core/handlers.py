@@ -123,12 +123,10 @@ def _wake_up(core: EngineCore, command: cmd.WakeUp) -> int:
     if not asleep:
         logger.warning("wake_up: %s is awake; nothing was changed", list(command.tags))
         return 0
-    started = time.perf_counter()
     num_bytes = manager.wake_up(asleep)
     if not core.runner.weights and "weights" not in manager.asleep:
         core.serving.were_given_up()
         logger.warning("wake_up: the engine has no weights until update_weights succeeds")
-    core.counters.wake_s += time.perf_counter() - started
     if not manager.asleep:
         core.recorder.end("asleep")
     return num_bytes

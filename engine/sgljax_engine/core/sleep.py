@@ -9,12 +9,14 @@ failure half-way changes nothing.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.errors import OffloadError, forget_locals
 from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
+from sgljax_engine.observability.metrics import EngineCounters
 from sgljax_engine.runner.host_arrays import HostArray, num_bytes
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.saved_pages import SavedPages
@@ -35,13 +37,15 @@ class SleepManager:
         refuses_requests: New requests are refused, not queued.
     """
 
-    def __init__(self, runner: ModelRunner, pool: PagePool) -> None:
+    def __init__(self, runner: ModelRunner, pool: PagePool, counters: EngineCounters) -> None:
         """Starts awake.
 
         Args:
             runner: Holds the arrays.
             pool: Knows which pages are used.
+            counters: Gets the seconds that waking takes.
         """
+        self._counters = counters
         self._runner = runner
         self._pool = pool
         self._kept = Kept(None, None)
@@ -114,6 +118,7 @@ class SleepManager:
         Raises:
             OffloadError: when that fails. Everything sleeps on and can be woken later.
         """
+        started_s = time.perf_counter()
         runner, kept = self._runner, self._kept
         taken = 0
         try:
@@ -133,6 +138,7 @@ class SleepManager:
                 "and nothing that it kept is lost"
             ) from error
         self._woke(tags)
+        self._counters.wake_s += time.perf_counter() - started_s
         return taken
 
     def weights_came(self) -> None:

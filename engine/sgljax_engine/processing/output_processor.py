@@ -162,8 +162,10 @@ class OutputProcessor:
 
     def finish(self, request: Request) -> None:
         """A request is finished: it will be answered, with an error if it failed."""
-        record, now_s = self._records.pop(request.rid), time.perf_counter()
+        record, now_s = self._records[request.rid], time.perf_counter()
         self._on_finished(request, record.failure, now_s)
+        # Last: `close` answers what is still here, whatever fails before.
+        del self._records[request.rid]
         self._add_end(record, now_s)
 
     def answer_finished(
