@@ -1,4 +1,4 @@
-"""What callers ask of the engine thread. Each command carries the future of its answer.
+"""What callers ask of the engine thread. A `Question` carries the future of its answer.
 
 `core.handlers` has the table of what is done for each.
 """
@@ -39,7 +39,6 @@ class Command:
     """What the engine thread does between two dispatches.
 
     Attributes:
-        future: Future of the answer.
         is_part_of_long_job: Whether a step comes before the next command, if there is work.
     """
 
@@ -47,14 +46,27 @@ class Command:
 
     is_part_of_long_job: ClassVar[bool] = False
 
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Tells those who wait, if anybody does, that nobody will do it."""
+
+
+class Question(Command):
+    """A command with one answer.
+
+    Attributes:
+        future: Future of the answer.
+    """
+
+    __slots__ = ()
+
     future: Future[Any]
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers it with an error, since nobody will do it."""
+        """Answers it with an error."""
         reject(self.future, make_error())
 
 
-def answer(command: Command, act: Callable[[], Any]) -> None:
+def answer(command: Question, act: Callable[[], Any]) -> None:
     """Hands a result to the command's caller, or the error: they asked for it.
 
     An error refers to this frame, and through it to those of its callers. None of them may refer to
@@ -76,14 +88,10 @@ def answer(command: Command, act: Callable[[], Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AddRequests(Command):
-    """Queue requests together; `answers[i]` gets the output of `requests[i]`.
-
-    The future gets nothing but what went wrong with all of them.
-    """
+    """Queue requests together; `answers[i]` gets the output of `requests[i]`."""
 
     requests: list[Request]
     answers: list[Answer]
-    future: Future[None] = dataclasses.field(default_factory=Future)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
         """Answers each request with an error of its own."""
@@ -92,7 +100,7 @@ class AddRequests(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class AbandonRequests(Command):
+class AbandonRequests(Question):
     """End requests that nobody waits for any more; finished ones are no error."""
 
     requests: list[Request]
@@ -100,7 +108,7 @@ class AbandonRequests(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Abort(Command):
+class Abort(Question):
     """End the requests that a caller names; answers with their number."""
 
     request: AbortReq
@@ -108,7 +116,7 @@ class Abort(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class EndAnswered(Command):
+class EndAnswered(Question):
     """End a request that was answered while it ran: with a stop string, or with an error."""
 
     request: Request
@@ -117,7 +125,7 @@ class EndAnswered(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Pause(Command):
+class Pause(Question):
     """Stop generating; answered once nothing runs on the device."""
 
     request: PauseGenerationReqInput
@@ -125,7 +133,7 @@ class Pause(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Continue(Command):
+class Continue(Question):
     """Go on generating."""
 
     request: ContinueGenerationReqInput
@@ -133,7 +141,7 @@ class Continue(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FlushCache(Command):
+class FlushCache(Question):
     """Empty the prefix cache."""
 
     request: FlushCacheReqInput
@@ -141,14 +149,14 @@ class FlushCache(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ReleaseKV(Command):
+class ReleaseKV(Question):
     """Give the memory of the KV cache back; answers with its bytes."""
 
     future: Future[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Sleep(Command):
+class Sleep(Question):
     """Give the devices' memory back; answers with its bytes.
 
     Attributes:
@@ -165,7 +173,7 @@ class Sleep(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class WakeUp(Command):
+class WakeUp(Question):
     """Take the memory of these tags again; answers with its bytes."""
 
     tags: tuple[SleepTag, ...]
@@ -173,7 +181,7 @@ class WakeUp(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SwapWeights(Command):
+class SwapWeights(Question):
     """Serve other weights; answers with the new weight version.
 
     Attributes:
@@ -190,7 +198,7 @@ class SwapWeights(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SwapAdapter(Command):
+class SwapAdapter(Question):
     """Serve an adapter, a new one or in the place of one with its name.
 
     Attributes:
@@ -207,7 +215,7 @@ class SwapAdapter(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CompareAdapter(Command):
+class CompareAdapter(Question):
     """Names of projections whose adapter differs from what a source makes of it.
 
     `build` is as of `SwapAdapter`.
@@ -219,7 +227,7 @@ class CompareAdapter(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class UnloadAdapter(Command):
+class UnloadAdapter(Question):
     """Give an adapter's slot back."""
 
     name: str
@@ -227,7 +235,7 @@ class UnloadAdapter(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Run(Command):
+class Run(Question):
     """Call a function between two dispatches; answers with its result."""
 
     function: Callable[[], Any]
@@ -235,14 +243,14 @@ class Run(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ChecksumWeights(Command):
+class ChecksumWeights(Question):
     """Checksums of the serving weights by name."""
 
     future: Future[dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CompareWeights(Command):
+class CompareWeights(Question):
     """Names of serving weights whose bits differ from those of a mapped source."""
 
     source: Any
@@ -251,7 +259,7 @@ class CompareWeights(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TakeSnapshot(Command):
+class TakeSnapshot(Question):
     """Note what belongs into a checkpoint, KV pages too if they belong there."""
 
     include_kv: bool
@@ -259,7 +267,7 @@ class TakeSnapshot(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CopyPages(Command):
+class CopyPages(Question):
     """Copy the first of these KV pages to the host, as many as take little time."""
 
     is_part_of_long_job: ClassVar[bool] = True
@@ -269,7 +277,7 @@ class CopyPages(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Restore(Command):
+class Restore(Question):
     """Take in the requests of a checkpoint; all or none."""
 
     restoration: Restoration
@@ -277,7 +285,7 @@ class Restore(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Score(Command):
+class Score(Question):
     """Log-probs of given token sequences, from each one's start on."""
 
     sequences: list[list[int]]
@@ -288,7 +296,7 @@ class Score(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Warmup(Command):
+class Warmup(Question):
     """Compile every bucket; answers with the number of new programs."""
 
     include_score: bool
@@ -298,14 +306,14 @@ class Warmup(Command):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class GetState(Command):
+class GetState(Question):
     """One consistent look at the engine."""
 
     future: Future[EngineState]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CheckIntegrity(Command):
+class CheckIntegrity(Question):
     """Fail with EngineError if the book-keeping contradicts itself."""
 
     future: Future[None]
@@ -313,6 +321,4 @@ class CheckIntegrity(Command):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Shutdown(Command):
-    """Fail what is unfinished and end the thread; nobody is answered."""
-
-    future: Future[None] = dataclasses.field(default_factory=Future)
+    """Fail what is unfinished and end the thread."""

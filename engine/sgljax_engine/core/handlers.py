@@ -31,6 +31,7 @@ def handle(core: EngineCore, command: cmd.Command) -> None:
         if kind in _WAITING:
             _WAITING[kind](core, command)
         else:
+            assert isinstance(command, cmd.Question), kind
             cmd.answer(command, functools.partial(_HANDLERS[kind], core, command))
     finally:
         del command  # see `commands.answer`

@@ -49,8 +49,9 @@ class Stats:
         """Notes a dispatch that succeeded, before the scheduler does."""
         counters, times = self.counters, step.times
         assert times is not None
-        for request in output.touched:
-            request.num_cache_misses += step.num_cache_misses
+        if step.num_cache_misses:
+            for request in output.touched:
+                request.num_cache_misses += step.num_cache_misses
         self._stamp_first_tokens(output, step)
         self.num_decodes += bool(output.decode)
         num_prefilled = sum(chunk.num_tokens for chunk in output.prefill)
