@@ -15,7 +15,6 @@ from typing import TypeVar
 from sgljax_engine import Engine, EngineShutdownError, RequestOutput
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.client import EngineClient
-from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.types import Request
 
 LIMIT_S = 600
@@ -156,13 +155,11 @@ def held(engine: Engine) -> Iterator[None]:
     """Keeps the engine's thread between two dispatches; commands queue up meanwhile."""
     reached, let_go = threading.Event(), threading.Event()
 
-    def wait(_):
+    def wait() -> None:
         reached.set()
         let_go.wait(LIMIT_S)
 
-    future: Future[EngineState] = Future()
-    future.add_done_callback(wait)
-    engine._loop.submit(cmd.GetState(future))
+    engine._loop.submit(cmd.Run(wait, Future()))
     assert reached.wait(LIMIT_S)
     try:
         yield

@@ -29,6 +29,7 @@ from tests.adapter.helpers import (
     text_of,
     tokens_of,
 )
+from tests.tiers import tiered
 from tunix_sgljax import mappings
 from tunix_sgljax.model_config import as_trained, to_model_config
 
@@ -46,10 +47,7 @@ FAST = ("gemma3", "gemma_mqa", "llama3_tied", "qwen2_untied")
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-        for name in sorted(families.FAMILIES)
-    ],
+    params=tiered(sorted(families.FAMILIES), FAST),
 )
 def case(request):
     """A model, its rollout, and prompts."""

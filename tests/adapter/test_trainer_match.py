@@ -30,6 +30,7 @@ from tests.adapter.helpers import (
     text_of,
 )
 from tests.threads import LIMIT_S, start
+from tests.tiers import tiered
 from tunix_sgljax import create_sgljax_rollout
 
 COMPARES_BITS = True  # see conftest
@@ -98,7 +99,7 @@ def assert_equal(got, expected):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == "qwen3" else pytest.mark.slow) for n in MAKERS],
+    tiered(MAKERS, ["qwen3"]),
 )
 def test_log_probs_are_the_trainers_to_the_bit(name):
     model = MAKERS[name]()

@@ -16,6 +16,7 @@ from tests.adapter.helpers import ENGINE_OPTIONS, named_params
 from tests.cli import lora_checkpoints as checkpoints
 from tests.cli.test_convert import FAMILIES, assert_same, convert, tensors_of
 from tests.engine.small_tokenizers import GOLDEN
+from tests.tiers import tiered
 from tunix_sgljax.checkpoints.lora_files import HfPair, LoraScale, hf_pairs, peft_config
 from tunix_sgljax.checkpoints.lora_settings import LoraSettings, write_settings
 from tunix_sgljax.lora import find_lora
@@ -57,7 +58,7 @@ FAST = ("qwen3_gqa_tied", "gemma2_window")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in FAST else (pytest.mark.slow,)) for n in FAMILIES],
+    tiered(FAMILIES, FAST),
 )
 def test_pairs_are_merged_as_the_engine_does_it(name, tmp_path):
     model = checkpoints.make(name, "two")

@@ -22,6 +22,11 @@ from sgljax_engine.weights import sync
 from tests.engine.models import TINY, spread_weights
 
 
+def _no_text(request: Request, reason: FinishReason) -> None:
+    """Without a tokenizer no text ends a request."""
+    raise AssertionError(f"{request.rid} was ended: {reason}")
+
+
 class SteppedEngine:
     """An `EngineCore` that is driven by the test's own thread.
 
@@ -43,8 +48,7 @@ class SteppedEngine:
         )
         self.core = built.core
         self._weight_maker = built.weight_maker
-        self._ends: list[tuple[Request, FinishReason]] = []
-        self.core.outputs.connect(lambda *end: self._ends.append(end), thread_name=None)
+        self.core.outputs.connect(_no_text, thread_name=None)
         self._factory = RequestFactory(TINY, built.limits, None, SeedSource(0))
 
     def ask(self, make: Callable[[Future[Any]], cmd.Command]) -> Future[Any]:

@@ -15,6 +15,7 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.projections import XlaProjections
 from sgljax_engine.models.registry import MODELS
 from sgljax_engine.runner import placement
+from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAST = (
@@ -32,7 +33,7 @@ FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FOLDERS],
+    params=tiered(FOLDERS, FAST),
 )
 def model(request):
     folder = GOLDEN / request.param
