@@ -9,7 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,9 @@ from tunix_sgljax.rollout_config.checks import FieldChecker
 from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
 from tunix_sgljax.rollout_config.fields import max_lora_rank
 from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
+
+if TYPE_CHECKING:
+    from sgljax_engine.server import Server
 
 _MIN_CONTEXT_LENGTH = 32768
 """Context of a Tunix model whose config names none; rotary embeddings have no limit."""
@@ -619,6 +622,22 @@ class SglJaxRollout(BaseRollout):
             WeightSyncError: names each missing, extra or mis-shaped parameter.
         """
         return self._weights.differing(self.engine, params)
+
+    def serve(self, **options: Any) -> Server:
+        """Serves the policy over HTTP while it is trained; see `Engine.serve`.
+
+        Requests get the weights of the last `update_params`, which never waits for them: their
+        tokens say which version sampled them. With `lora="adapter"` they use the policy's
+        adapter unless they name another. `close` stops the server.
+
+        Args:
+            **options: Fields of `sgljax_engine.server.ServerConfig`, for example `port=30000`.
+
+        Raises:
+            InvalidConfigError: as `Engine.serve`.
+        """
+        engine = self.engine
+        return engine.serve(**{"lora": self.adapter, **options})
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory. Idempotent."""

@@ -44,7 +44,7 @@ from sgljax_engine.observability.progress import EngineProgress, ProgressListene
 from sgljax_engine.observability.trace import RecordedEvent, RecordedSample, Recording
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.seeds import derive_seed
-from sgljax_engine.sampling_params import SamplingParams
+from sgljax_engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from sgljax_engine.types import FinishReason
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ _LAZY = {
 
 __all__ = [
     "FOREIGN_OPTIONS",
+    "MAX_TOP_LOGPROBS",
     "AbortReq",
     "AttentionConfig",
     "CacheConfig",

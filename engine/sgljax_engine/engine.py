@@ -7,14 +7,16 @@ arguments and sends a command to the engine thread.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -29,7 +31,12 @@ from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint, resto
 from sgljax_engine.core.client import EngineClient
 from sgljax_engine.core.staging import DiscardJob, PublishJob, StagedWeights, StageJob
 from sgljax_engine.core.weight_updates import UpdateJob, WeightSource
-from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
+from sgljax_engine.errors import (
+    EngineShutdownError,
+    InvalidConfigError,
+    InvalidRequestError,
+    unknown_name_message,
+)
 from sgljax_engine.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -49,14 +56,23 @@ from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
-from sgljax_engine.processing.tokenizer import load_tokenizer, wrap_tokenizer
+from sgljax_engine.processing.tokenizer import (
+    DecodeOptions,
+    Tokenizer,
+    load_tokenizer,
+    wrap_tokenizer,
+)
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import Request
 from sgljax_engine.weights.hf_json import read_generation_config
 from sgljax_engine.weights.rules import WeightRule, check_rules
+
+if TYPE_CHECKING:
+    from sgljax_engine.server import Server, ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +161,7 @@ class Engine:
         )
         self._progress = progress
         self._tokenizer = tokenizer
+        self._servers: list[Server] = []
         self._loop, limits = builder.start_on_clean_thread(build)
         try:
             self._client = EngineClient(self._loop)
@@ -166,6 +183,11 @@ class Engine:
     def max_model_len(self) -> int:
         """Maximum number of prompt plus output tokens of one request."""
         return self._requests.limits.max_model_len
+
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """Tokens that may follow a prompt of this length; below 1 if the prompt is too long."""
+        limits = self._requests.limits
+        return min(limits.max_model_len, limits.max_kv_tokens + 1) - num_prompt_tokens
 
     @property
     def weight_version(self) -> int:
@@ -192,6 +214,11 @@ class Engine:
     async def async_get_internal_state(self) -> EngineState:
         """`get_internal_state` for asyncio."""
         return await self._client.async_ask(cmd.GetState)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine takes calls; False after `shutdown`, or when its thread has failed."""
+        return self._loop.is_running
 
     def get_progress(self) -> EngineProgress:
         """Queue sizes and totals; does not wait for the engine or slow it down."""
@@ -360,21 +387,63 @@ class Engine:
         """Token ids of one conversation; see `chat`.
 
         Args:
-            messages: A list of `{"role": ..., "content": ...}`.
+            messages: A list of `{"role": ..., "content": ...}`. An assistant message with
+                `token_ids`, the `output_ids` that it is the text of, keeps these ids and those of
+                its prompt; `prompt_token_ids`, the ids of that prompt, are checked.
             add_generation_prompt: End the prompt with the start of the assistant's answer.
             template_options: More variables for the template.
 
         Raises:
             InvalidRequestError: when the engine has no tokenizer, the tokenizer has no chat
-                template, or a message lacks its role or content.
+                template, or a message lacks its role or content; for `prompt_token_ids` that are
+                not those of the messages before.
         """
-        if self._tokenizer is None:
-            raise InvalidRequestError("messages need a tokenizer and the engine has none")
-        return self._tokenizer.apply_chat_template(
+        return conversation_ids(
+            self._need_tokenizer("messages need"),
             messages,
             add_generation_prompt=add_generation_prompt,
             template_options=template_options or {},
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the tokenizer's chat template; None without one."""
+        return None if self._tokenizer is None else self._tokenizer.chat_template
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: Any text.
+            add_special_tokens: Add what the tokenizer adds to a prompt, such as BOS.
+
+        Raises:
+            InvalidRequestError: when the engine has no tokenizer.
+        """
+        tokenizer = self._need_tokenizer("tokenize needs")
+        return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_rendered(text)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids.
+
+        Args:
+            ids: Token ids of the vocabulary.
+            skip_special_tokens: Leave special tokens out.
+
+        Raises:
+            InvalidRequestError: when the engine has no tokenizer, for an id outside the vocabulary,
+                and for an option that the tokenizer lacks.
+        """
+        tokenizer = self._need_tokenizer("detokenize needs")
+        options = DecodeOptions(skip_special_tokens=skip_special_tokens)
+        tokenizer.check_decode_options(options)
+        checked = self._requests.check_ids(ids) if len(ids) else []
+        return tokenizer.decode(checked, options)
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{what} a tokenizer and the engine has none")
+        return self._tokenizer
 
     def generate_requests(
         self,
@@ -497,13 +566,16 @@ class Engine:
         """`continue_generation` for asyncio."""
         await self._client.async_ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
 
-    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
+    def abort_request(
+        self, rid: str | None = None, abort_all: bool = False, *, message: str | None = None
+    ) -> int:
         """Ends requests with finish reason `abort`; their callers get the output so far.
 
         Args:
             rid: Id of a request, or of a prompt with several samples. An unknown or finished id is
                 not an error.
             abort_all: End all requests, including waiting ones.
+            message: Put into their finish reason; None says that the caller aborted them.
 
         Returns:
             The number of requests that it ended.
@@ -511,12 +583,14 @@ class Engine:
         Raises:
             InvalidRequestError: unless exactly one of the two arguments is given.
         """
-        request = AbortReq(rid=rid, abort_all=abort_all)
+        request = AbortReq(rid=rid, abort_all=abort_all, aborted_message=message)
         return self._client.ask(functools.partial(cmd.Abort, request))
 
-    async def async_abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
+    async def async_abort_request(
+        self, rid: str | None = None, abort_all: bool = False, *, message: str | None = None
+    ) -> int:
         """`abort_request` for asyncio."""
-        request = AbortReq(rid=rid, abort_all=abort_all)
+        request = AbortReq(rid=rid, abort_all=abort_all, aborted_message=message)
         return await self._client.async_ask(functools.partial(cmd.Abort, request))
 
     def flush_cache(self) -> FlushCacheReqOutput:
@@ -1032,10 +1106,53 @@ class Engine:
         futures = await asyncio.to_thread(restore)
         return {rid: asyncio.wrap_future(future) for rid, future in futures.items()}
 
+    # ------------------------------------------------------------------ HTTP
+
+    def serve(self, config: ServerConfig | None = None, **options: Any) -> Server:
+        """Serves this engine over HTTP, on a thread of its own; needs the extra [server].
+
+        The engine can be used in process at the same time. `shutdown` stops the server; until then,
+        or until `Server.stop`, the server keeps the engine alive.
+
+        Args:
+            config: Address, keys and limits; see `sgljax_engine.server.ServerConfig`.
+            **options: Instead of `config`: its fields, for example `port=30000`.
+
+        Returns:
+            The running server, with `url`, `port` and `stop`.
+
+        Raises:
+            InvalidConfigError: names the option, its value and its limit; also when the extra is
+                not installed, or the address cannot be used.
+        """
+        if config is not None and options:
+            raise InvalidConfigError(f"give config or options, not both; got {sorted(options)}")
+        try:
+            # Late, since the server uses this package's public names.
+            module = importlib.import_module("sgljax_engine.server")
+        except ImportError as error:
+            raise InvalidConfigError(
+                f"serve needs the extra [server]: pip install 'tunix-sgljax[server]' ({error})"
+            ) from error
+        if config is None:
+            known = {field.name for field in dataclasses.fields(module.ServerConfig)}
+            for name in options:
+                if name not in known:
+                    raise InvalidConfigError(unknown_name_message("server option", name, known))
+            config = module.ServerConfig(**options)
+        server = module.Server(self, config)
+        self._servers.append(server)
+        return server
+
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Fails unfinished requests, ends the threads, frees device memory. Idempotent."""
+        """Fails unfinished requests, ends the threads, frees device memory. Idempotent.
+
+        Servers of this engine stop first; their unfinished requests are aborted.
+        """
+        while self._servers:
+            self._servers.pop().stop(drain_timeout_s=0.0)
         self._loop.stop()
 
     def __enter__(self) -> Engine:

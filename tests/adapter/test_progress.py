@@ -24,6 +24,7 @@ RUNNING = EngineProgress(
     num_prefill_tokens=30,
     num_cached_tokens=70,
     weight_version=4,
+    halted_s=None,
 )
 
 
@@ -111,6 +112,7 @@ def test_what_the_rollout_bar_says():
         num_prefill_tokens=0,
         num_cached_tokens=0,
         weight_version=3,
+        halted_s=None,
     )
     assert describe(first, RUNNING, 2.0) == (
         "50 tokens/s, 3 running, 2 waiting, 70% cached, weights v4"

@@ -1,9 +1,4 @@
-"""Flushing the cache: the specification's four cases, and when a flush is refused.
-
-Its names mean here: `tree_cache_size` is `cached_kv_tokens`; `req_to_token_pool_used` is
-`running_batch_size`, since only running requests have rows; `cur_batch` and `last_batch` do not
-outlive a dispatch; `chunked_req` is what `num_prefilling` counts.
-"""
+"""Flushing the cache: the specification's four cases, and when a flush is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ def test_1_flush_cache_after_generation(engine):
     fresh = engine.get_internal_state()
     engine.generate_requests(PROMPTS, GREEDY)
     used = engine.get_internal_state()
-    assert used.cached_kv_tokens > 0
+    assert used.tree_cache_size == used.cached_kv_tokens > 0
     assert used.forward_ct_decode > 0
     assert used.new_token_ratio < fresh.new_token_ratio
     answer = engine.flush_cache()
@@ -35,8 +30,8 @@ def test_1_flush_cache_after_generation(engine):
     assert answer.flushed_items == used.cached_kv_tokens
     state = engine.get_internal_state()
     assert state.available_kv_tokens == fresh.available_kv_tokens == state.total_kv_tokens
-    assert state.cached_kv_tokens == state.running_batch_size == state.forward_ct_decode == 0
-    assert state.new_token_ratio == fresh.new_token_ratio
+    assert state.tree_cache_size == state.req_to_token_pool_used == state.forward_ct_decode == 0
+    assert state.new_token_ratio == state.init_new_token_ratio == fresh.new_token_ratio
 
 
 def test_2_flush_cache_clears_scheduling_state(engine):
@@ -44,6 +39,9 @@ def test_2_flush_cache_clears_scheduling_state(engine):
     assert engine.flush_cache().success
     state = engine.get_internal_state()
     assert state.running_batch_size == state.waiting_queue_size == state.num_prefilling == 0
+    assert state.cur_batch_is_none
+    assert state.last_batch_is_none
+    assert state.chunked_req_is_none
     assert state.running_rids == state.waiting_rids == ()
 
 

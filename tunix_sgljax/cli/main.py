@@ -43,6 +43,7 @@ COMMANDS = {
     "train": "Train with GRPO or PPO, as a config file says.",
     "tunix": "Run Tunix's own GRPO, PPO or PEFT command on a recipe's YAML and overrides.",
     "generate": "Complete prompts with a model in a Hugging Face folder.",
+    "serve": "Serve a model in a Hugging Face folder over HTTP.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
     "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
@@ -52,6 +53,7 @@ COMMANDS = {
 _EXAMPLES = """examples:
   tunix-sgljax doctor --model path/to/Qwen3-0.6B
   tunix-sgljax generate --model path/to/Qwen3-0.6B "The capital of France is"
+  tunix-sgljax serve --model path/to/Qwen3-0.6B --port 30000
   tunix-sgljax train --config configs/grpo_addition.yaml
   tunix-sgljax tunix grpo base_config.yaml rollout_engine=sgljax
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained

@@ -136,6 +136,11 @@ class EngineCore:
         return not (self.pauses.allows_steps and self.can_run)
 
     @property
+    def starts_requests(self) -> bool:
+        """Whether requests that come now start as soon as there is room."""
+        return self.pauses.mode is None and self.can_run
+
+    @property
     def can_step(self) -> bool:
         """Whether there is something to do that may be done."""
         return not self.is_held and self.scheduler.has_work and self.steps_left != 0
@@ -378,6 +383,7 @@ class EngineCore:
             weight_version=self.serving.version,
             adapters=self.serving.adapters.names,
             new_token_ratio=scheduler.policy.new_token_ratio,
+            init_new_token_ratio=scheduler.policy.init_new_token_ratio,
             forward_ct_decode=self.stats.num_decodes,
             num_compiles=self.runner.programs.num_compiles,
             compile_s=self.runner.programs.compile_s,

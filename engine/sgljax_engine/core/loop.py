@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Commands and jobs in, answers out.
 
-    Only `submit`, `request_stop`, `stop`, `weight_version`, `is_sleeping`, `progress` and
-    `recorder` may be used from other threads.
+    Only `submit`, `request_stop`, `stop`, `weight_version`, `is_sleeping`, `is_running`,
+    `progress` and `recorder` may be used from other threads.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class EngineLoop:
         writer = CheckpointWriter(core.runner.model_config, self.submit)
         self._saves = Worker(writer.save, f"{name}-checkpoints")
         self._is_step_due = False
+        self._halted_since_s: float | None = None
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
         # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
         # submit on the same thread.
@@ -100,9 +101,14 @@ class EngineLoop:
         return bool(self._core.sleep_manager.asleep)
 
     @property
+    def is_running(self) -> bool:
+        """Whether `submit` takes anything. In a forked child the thread does not exist."""
+        return not self._is_closed and self._thread.is_alive()
+
+    @property
     def progress(self) -> EngineProgress:
         """Reads what the engine thread writes, without waiting for it."""
-        core = self._core
+        core, since_s = self._core, self._halted_since_s
         return EngineProgress(
             num_running=len(core.scheduler.running),
             num_waiting=len(core.scheduler.waiting),
@@ -111,6 +117,7 @@ class EngineLoop:
             num_prefill_tokens=core.counters.num_prefill_tokens,
             num_cached_tokens=core.counters.num_cached_tokens,
             weight_version=core.serving.version,
+            halted_s=None if since_s is None else time.perf_counter() - since_s,
         )
 
     def submit(self, command: cmd.Command | WeightJob | SaveJob) -> None:
@@ -131,8 +138,7 @@ class EngineLoop:
                 self._updates.put(command)
 
     def _check_open(self) -> None:
-        # In a forked child the thread does not exist.
-        if self._is_closed or not self._thread.is_alive():
+        if not self.is_running:
             raise EngineShutdownError(self._close_reason)
 
     def request_stop(self) -> None:
@@ -175,6 +181,7 @@ class EngineLoop:
         core = self._core
         while True:
             core.settle()
+            self._note_halt()
             if not core.can_step:
                 core.outputs.flush()
             try:
@@ -186,6 +193,12 @@ class EngineLoop:
                 return False
             if self._is_step_due and core.can_step:
                 return True
+
+    def _note_halt(self) -> None:
+        if self._core.starts_requests:
+            self._halted_since_s = None
+        elif self._halted_since_s is None:
+            self._halted_since_s = time.perf_counter()
 
     def _handle(self, command: cmd.Command) -> bool:
         """Answers a command, or has it wait; False when it was the last."""

@@ -99,6 +99,8 @@ class MemoryReport:
 class EngineState:
     """A consistent snapshot of the engine, taken between two dispatches.
 
+    Its properties are facts under the names that SGLang has for them.
+
     Attributes:
         running_batch_size: Requests that hold KV pages.
         waiting_queue_size: Requests that wait for room, or for generation to continue.
@@ -119,6 +121,7 @@ class EngineState:
         weight_version: Version of the serving weights: 0 at first, incremented by every update.
         adapters: Names of the adapters that are loaded.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
+        init_new_token_ratio: Its value after a flush.
         forward_ct_decode: Decode dispatches since the start or the last flush.
         num_compiles: Device programs prepared so far: compiled, or found from an equal engine of
             the process.
@@ -143,11 +146,37 @@ class EngineState:
     weight_version: int
     adapters: tuple[str, ...]
     new_token_ratio: float
+    init_new_token_ratio: float
     forward_ct_decode: int
     num_compiles: int
     compile_s: float
     memory: MemoryReport
     counters: EngineCounters
+
+    @property
+    def tree_cache_size(self) -> int:
+        """Tokens in the tree of the prefix cache."""
+        return self.cached_kv_tokens
+
+    @property
+    def req_to_token_pool_used(self) -> int:
+        """Requests that have a place in the page table."""
+        return self.running_batch_size
+
+    @property
+    def cur_batch_is_none(self) -> bool:
+        """Whether the next dispatch has no request to go on with."""
+        return self.running_batch_size == 0
+
+    @property
+    def last_batch_is_none(self) -> bool:
+        """Whether the last dispatch left no request unfinished."""
+        return self.running_batch_size == 0
+
+    @property
+    def chunked_req_is_none(self) -> bool:
+        """Whether no prompt is prefilled in part."""
+        return self.num_prefilling == 0
 
     @property
     def is_paused(self) -> bool:

@@ -42,6 +42,8 @@ class EngineProgress:
         num_prefill_tokens: Tokens prefilled.
         num_cached_tokens: Tokens taken from the prefix cache instead.
         weight_version: Version of the serving weights.
+        halted_s: Seconds since generation was paused, put to sleep, or lost its weights; None while
+            requests may start.
     """
 
     num_running: int
@@ -51,6 +53,7 @@ class EngineProgress:
     num_prefill_tokens: int
     num_cached_tokens: int
     weight_version: int
+    halted_s: float | None
 
 
 @contextlib.contextmanager

@@ -141,9 +141,9 @@ class RequestFactory:
         Raises:
             InvalidRequestError: when this engine's limits refuse it.
         """
-        ids = self._check_ids(saved.prompt_ids)
+        ids = self.check_ids(saved.prompt_ids)
         if saved.output_ids:
-            self._check_ids(saved.output_ids)
+            self.check_ids(saved.output_ids)
         if saved.status is RequestStatus.FINISHED:  # it needs no more checks
             return saved.to_request((), None, now_s)
         stop_ids = self._check_request(ids, saved.params)
@@ -170,7 +170,7 @@ class RequestFactory:
             raise InvalidRequestError(
                 f"sequences must be a list of lists of integers, got {sequences!r}"
             )
-        checked = [self._check_ids(ids) for ids in sequences]
+        checked = [self.check_ids(ids) for ids in sequences]
         longest = max((len(ids) for ids in checked), default=0)
         if longest > self.limits.max_model_len:
             raise InvalidRequestError(
@@ -213,7 +213,7 @@ class RequestFactory:
             return [self._encode(text) for text in prompt], False
         is_single = len(input_ids) == 0 or _is_number(input_ids[0])
         each = [input_ids] if is_single else input_ids
-        return [self._check_ids(ids) for ids in each], is_single
+        return [self.check_ids(ids) for ids in each], is_single
 
     def _encode(self, text: Any) -> list[int]:
         if not isinstance(text, str):
@@ -224,9 +224,10 @@ class RequestFactory:
             raise InvalidRequestError(
                 "prompt needs a tokenizer and the engine has none; use input_ids"
             )
-        return self._check_ids(self._tokenizer.encode(text))
+        return self.check_ids(self._tokenizer.encode(text))
 
-    def _check_ids(self, ids: Any) -> list[int]:
+    def check_ids(self, ids: Any) -> list[int]:
+        """Token ids of the vocabulary, at least one; raises InvalidRequestError for all else."""
         try:
             array = np.asarray(ids)
         except ValueError:

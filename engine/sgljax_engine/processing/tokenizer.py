@@ -58,8 +58,17 @@ class Tokenizer(Protocol):
         """
         ...
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, in Jinja; None without one."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens."""
+        ...
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a part of a rendered conversation, which has all its special tokens."""
         ...
 
     def check_decode_options(self, options: DecodeOptions) -> None:
@@ -68,6 +77,16 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
         """Text of token ids, without any clean-up of spaces."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Text of a conversation; arguments and errors are those of `apply_chat_template`."""
         ...
 
     def apply_chat_template(
@@ -119,9 +138,18 @@ class HFTokenizer:
         is_whole_run = self.decode([ids[ord("a")], ids[0xFF]]) == "\ufffd\ufffd"
         return {token: byte for byte, token in enumerate(ids)} if is_whole_run else {}
 
+    @property
+    def chat_template(self) -> str | None:
+        """See `Tokenizer`; of several templates, the default."""
+        return _template_source(self._tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
         return list(self._tokenizer.encode(text))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def check_decode_options(self, options: DecodeOptions) -> None:
         """See `Tokenizer`."""
@@ -143,6 +171,22 @@ class HFTokenizer:
             **changed,
         )
 
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """See `Tokenizer`."""
+        return render(
+            self._tokenizer,
+            messages,
+            template_options,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -151,16 +195,12 @@ class HFTokenizer:
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """See `Tokenizer`. All special tokens, BOS included, come from the template."""
-        return list(
-            render(
-                self._tokenizer,
-                messages,
-                template_options,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-            )
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_options=template_options,
         )
+        return self.encode_rendered(text)
 
 
 class TunixTokenizer:
@@ -182,9 +222,18 @@ class TunixTokenizer:
         """See `Tokenizer`."""
         return {}
 
+    @property
+    def chat_template(self) -> str | None:
+        """See `Tokenizer`."""
+        return None
+
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
         return self._with_bos(self._tokenizer.encode(text))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return [int(token) for token in self._tokenizer.encode(text)]
 
     def _with_bos(self, tokens: Sequence[int]) -> list[int]:
         ids = [int(token) for token in tokens]
@@ -215,14 +264,14 @@ class TunixTokenizer:
         # of the text, but SentencePiece raises an error.
         return [int(token) for token in ids if self._num_pieces is None or token < self._num_pieces]
 
-    def apply_chat_template(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """See `Tokenizer`. The conversation starts with one BOS, like all prompts of Tunix."""
+    ) -> str:
+        """See `Tokenizer`."""
         if not callable(getattr(self._tokenizer, "apply_chat_template", None)):
             raise InvalidRequestError(
                 f"messages need a chat template, and a tokenizer of type "
@@ -243,13 +292,22 @@ class TunixTokenizer:
                 f"messages cannot be used: apply_chat_template(tokenize=False) of "
                 f"{type(self._tokenizer).__name__} must return text, got {type(text).__name__}"
             )
-        return self._without_second_bos(self._encode_rendered(text))
+        return text
 
-    def _encode_rendered(self, text: str) -> list[int]:
-        return self.encode(text)
-
-    def _without_second_bos(self, ids: list[int]) -> list[int]:
-        bos = self._tokenizer.bos_id()
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """See `Tokenizer`. The conversation starts with one BOS, like all prompts of Tunix."""
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_options=template_options,
+        )
+        ids, bos = self._with_bos(self.encode_rendered(text)), self._tokenizer.bos_id()
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
@@ -266,6 +324,11 @@ class TunixHFTokenizer(TunixTokenizer):
         """See `Tokenizer`."""
         return self._hf.byte_run_ids
 
+    @property
+    def chat_template(self) -> str | None:
+        """See `Tokenizer`."""
+        return self._hf.chat_template
+
     def check_decode_options(self, options: DecodeOptions) -> None:
         """See `Tokenizer`."""
         self._hf.check_decode_options(options)
@@ -274,8 +337,9 @@ class TunixHFTokenizer(TunixTokenizer):
         """See `Tokenizer`."""
         return self._hf.decode([int(token) for token in ids], options)
 
-    def _encode_rendered(self, text: str) -> list[int]:
-        return self._with_bos(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
 class SentencePieceTokenizer(TunixTokenizer):
@@ -284,6 +348,10 @@ class SentencePieceTokenizer(TunixTokenizer):
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
         return self._with_bos(self._tokenizer.EncodeAsIds(text))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return self._tokenizer.EncodeAsIds(text)
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
         """See `Tokenizer`."""
@@ -340,6 +408,14 @@ def _adapter_class(tokenizer: object) -> Any:
 def _is_hugging_face(tokenizer: object) -> bool:
     module = "transformers.tokenization_utils_base"
     return _base_class(tokenizer, module, "PreTrainedTokenizerBase") is not None
+
+
+def _template_source(tokenizer: Any) -> str | None:
+    """The Jinja source of a Hugging Face tokenizer's chat template."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _num_pieces(tokenizer: Any) -> int | None:

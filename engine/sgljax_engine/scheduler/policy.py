@@ -31,6 +31,11 @@ class AdmissionPolicy:
         self._config = config
         self.new_token_ratio = config.init_new_token_ratio
 
+    @property
+    def init_new_token_ratio(self) -> float:
+        """The ratio at the start and after a flush."""
+        return self._config.init_new_token_ratio
+
     def on_decode(self) -> None:
         """After a successful decode dispatch: expect a little less."""
         decayed = self.new_token_ratio - self._config.new_token_ratio_decay

@@ -1,0 +1,80 @@
+"""The ASGI app: all routes of one engine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Depends, FastAPI
+
+from sgljax_engine import Engine
+from sgljax_engine.server.access import SameSite, require_key
+from sgljax_engine.server.body_limit import BodyLimit
+from sgljax_engine.server.config import ServerConfig
+from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.generation import Generation
+from sgljax_engine.server.openai.chat import chat_routes
+from sgljax_engine.server.openai.completions import completion_routes
+from sgljax_engine.server.openai.models import model_routes
+from sgljax_engine.server.page.routes import page_routes
+from sgljax_engine.server.replies import add_error_handlers
+from sgljax_engine.server.sglang.control import control_routes
+from sgljax_engine.server.sglang.generate import generate_routes
+from sgljax_engine.server.sglang.info import health_routes, info_routes
+from sgljax_engine.server.vllm import read_routes, sleep_routes
+
+
+def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
+    """An ASGI app that serves an engine: for `Server`, another server, or to mount in an app.
+
+    The app does not own the engine: it neither starts nor ends it. When the app's lifespan ends,
+    its unfinished requests have `drain_timeout_s`, and are aborted then. A mounted app needs its
+    parent to run that lifespan, or its caller to wait for the requests.
+
+    Args:
+        engine: The engine; it may be used in process at the same time.
+        config: Limits and keys; host and port are not used.
+
+    Raises:
+        InvalidConfigError: as `ServerConfig`.
+    """
+    config = config or ServerConfig()
+    context = ServerContext(engine, config, Generation(engine, config))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await context.generation.drain(config.drain_timeout_s)
+
+    app = FastAPI(
+        title="tunix-sgljax",
+        version=importlib.metadata.version("tunix-sgljax"),
+        lifespan=lifespan,
+        # Their pages load scripts from elsewhere; the schema itself is at /openapi.json.
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.context = context
+    add_error_handlers(app)
+    data = Depends(require_key(config.api_key, "API key"))
+    admin = Depends(require_key(config.admin_key, "admin key"))
+
+    def add(*routers: APIRouter, **options: object) -> None:
+        for router in routers:
+            app.include_router(router, **options)  # type: ignore[arg-type]
+
+    add(health_routes(context), page_routes(context))
+    add(
+        generate_routes(context),
+        info_routes(context),
+        read_routes(context),
+        model_routes(context),
+        completion_routes(context),
+        chat_routes(context),
+        dependencies=[data],
+    )
+    add(control_routes(context), sleep_routes(context), dependencies=[admin])
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    app.add_middleware(SameSite, host=config.host)
+    return app

@@ -1,0 +1,91 @@
+"""Settings of a server. Host-only."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from pathlib import Path
+
+from sgljax_engine import InvalidConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """How an engine is served over HTTP.
+
+    Attributes:
+        host: Address to listen on. An address that other machines reach needs both keys.
+        port: Port to listen on; 0 takes a free one.
+        api_key: Bearer key of the routes that generate and read; None leaves them open.
+        admin_key: Bearer key of the routes that control the engine; None leaves them open.
+        model_name: Name of the model in replies; requests may give it.
+        lora: Adapter of requests that name no other, so that it is part of the model.
+        weights_root: Folder that `/update_weights_from_disk` may read from; None refuses the route.
+        max_requests: Samples that may be unfinished at a time; what is above gets status 503.
+        max_body_bytes: Size of a request's body; what is above gets status 413.
+        body_timeout_s: Seconds that a client has to send its body.
+        halt_timeout_s: Seconds that a request waits while generation is paused or asleep. A request
+            may set its own with the header `x-halt-timeout-s`.
+        drain_timeout_s: Seconds that unfinished requests have at the end before they are aborted.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    admin_key: str | None = None
+    model_name: str = "policy"
+    lora: str | None = None
+    weights_root: Path | None = None
+    max_requests: int = 4096
+    max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float = 30.0
+    halt_timeout_s: float = 600.0
+    drain_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the option, its value and its limit."""
+        for name in ("host", "model_name"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise InvalidConfigError(f"{name} must be text, got {value!r}")
+        for name in ("max_requests", "max_body_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.lora is not None and (not isinstance(self.lora, str) or not self.lora):
+            raise InvalidConfigError(f"lora must be None or an adapter's name, got {self.lora!r}")
+        if type(self.port) is not int or not 0 <= self.port < 65536:
+            raise InvalidConfigError(f"port must be an integer in [0, 65535], got {self.port!r}")
+        for name in ("body_timeout_s", "halt_timeout_s", "drain_timeout_s"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < float("inf"):
+                raise InvalidConfigError(f"{name} must be a number >= 0, got {value!r}")
+        for name in ("api_key", "admin_key"):
+            key = getattr(self, name)
+            if key is None:
+                continue
+            # What a header can hold. The value stays out of the message.
+            if not isinstance(key, str) or not key.isascii() or not key.isprintable():
+                raise InvalidConfigError(f"{name} must be None or printable ASCII text")
+            if not key or key != key.strip():
+                raise InvalidConfigError(f"{name} must not be empty, or begin or end with a space")
+        if self.weights_root is not None:
+            root = Path(self.weights_root)
+            if not root.is_dir():
+                raise InvalidConfigError(f"weights_root must be a folder, got {str(root)!r}")
+            object.__setattr__(self, "weights_root", root.resolve())
+        if not is_loopback(self.host) and None in (self.api_key, self.admin_key):
+            raise InvalidConfigError(
+                f"host {self.host!r} is reached from other machines and needs api_key and "
+                "admin_key; without keys serve on 127.0.0.1"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,257 @@
+"""Runs the prompts of HTTP requests on the engine. All methods run on the server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from sgljax_engine import Engine, EngineError, SamplingParams
+from sgljax_engine.server.config import ServerConfig
+from sgljax_engine.server.replies import HTTPError, disconnected, overloaded
+
+HALT_HEADER = "x-halt-timeout-s"
+
+_MIN_CHECK_S = 0.05
+"""Seconds between two looks at whether generation is halted, at least."""
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """The prompts of an HTTP request, as arguments of `Engine.generate`.
+
+    Attributes:
+        input_ids: Token ids of each prompt.
+        sampling_params: Of each prompt.
+        rids: Id of each prompt; see `new_rids`.
+        logprobs: Arguments of `Engine.generate` about log-probs, by name.
+        lora: Adapter of each prompt.
+    """
+
+    input_ids: Sequence[Sequence[int]]
+    sampling_params: Sequence[SamplingParams]
+    rids: Sequence[str]
+    logprobs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lora: Sequence[str | None] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Outputs that it has."""
+        return sum(params.n for params in self.sampling_params)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `Engine.generate`."""
+        return {
+            "input_ids": self.input_ids,
+            "sampling_params": list(self.sampling_params),
+            "rid": list(self.rids),
+            "lora": None if self.lora is None else list(self.lora),
+            **self.logprobs,
+        }
+
+
+def new_rids(count: int, prefix: str = "") -> list[str]:
+    """Fresh ids of prompts."""
+    return [f"{prefix}{uuid.uuid4().hex}" for _ in range(count)]
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection: nobody reads the reply."""
+
+
+class Generation:
+    """The open requests of a server.
+
+    Attributes:
+        is_draining: Whether new requests are refused, since the server ends.
+        num_open: Samples that are not finished.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        """Nothing is open.
+
+        Args:
+            engine: Generates.
+            config: Has the limits.
+        """
+        self._engine = engine
+        self._config = config
+        self.is_draining = False
+        self.num_open = 0
+        self._open: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self, request: Request, job: Job) -> list[dict[str, Any]]:
+        """All outputs of a job, in order; see `RequestOutput.to_dict`.
+
+        Raises:
+            HTTPError: 503 when there are too many requests, or generation is halted too long.
+            ClientGoneError: when the client is gone; its requests are aborted.
+            EngineError: as `Engine.generate`.
+        """
+        with self._admitted(job), self._halt_limit(request, job) as halt:
+            work = self._engine.async_generate(**job.arguments())
+            outputs = await _unless_gone(request, work)
+            halt.check()
+            return outputs if isinstance(outputs, list) else [outputs]
+
+    async def stream(self, request: Request, job: Job) -> PieceStream:
+        """The pieces of a job's outputs, as of `TokenStream`.
+
+        What the engine refuses at once is raised by this call, and not while iterating. The caller
+        closes the stream, which aborts what is left.
+        """
+        with contextlib.ExitStack() as admitted:
+            admitted.enter_context(self._admitted(job))
+            pieces = await self._engine.async_generate(**job.arguments(), stream=True)
+            halt = admitted.enter_context(self._halt_limit(request, job))
+            return PieceStream(pieces, halt, admitted.pop_all())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests; waits for those that are open, and aborts them at last."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            await self._abort(list(self._open))
+            await self._idle.wait()
+
+    @contextlib.contextmanager
+    def _admitted(self, job: Job) -> Iterator[None]:
+        if self.is_draining:
+            raise overloaded("the server is shutting down")
+        count, limit = job.num_samples, self._config.max_requests
+        if count > limit:
+            raise HTTPError(400, f"the request asks for {count} samples, the limit is {limit}")
+        if self.num_open + count > limit:
+            raise overloaded(f"{self.num_open} samples are unfinished, the limit is {limit}")
+        self.num_open += count
+        self._open.update(job.rids)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open.difference_update(job.rids)
+            self.num_open -= count
+            if not self.num_open:
+                self._idle.set()
+
+    @contextlib.contextmanager
+    def _halt_limit(self, request: Request, job: Job) -> Iterator[_HaltLimit]:
+        limit_s = _halt_timeout(request, self._config.halt_timeout_s)
+        halt = _HaltLimit(self._engine, limit_s, lambda: self._abort(job.rids))
+        try:
+            yield halt
+        finally:
+            halt.cancel()
+
+    async def _abort(self, rids: Sequence[str]) -> None:
+        with contextlib.suppress(EngineError):  # an engine that is shut down ends them itself
+            for rid in rids:
+                await self._engine.async_abort_request(rid)
+
+
+class PieceStream(AsyncIterator[dict[str, Any]]):
+    """An engine's stream that counts as open until it is closed."""
+
+    def __init__(self, pieces: Any, halt: _HaltLimit, admitted: contextlib.ExitStack) -> None:
+        """An open stream.
+
+        Args:
+            pieces: An `AsyncTokenStream`.
+            halt: Ends it when generation is halted too long.
+            admitted: Entered; left when the stream is closed.
+        """
+        self._pieces = pieces
+        self._halt = halt
+        self._admitted = admitted
+
+    async def __anext__(self) -> dict[str, Any]:
+        """Waits for the next piece; raises HTTPError when generation is halted too long."""
+        piece = await anext(self._pieces)
+        self._halt.check()
+        return piece
+
+    async def aclose(self) -> None:
+        """Aborts what is unfinished. Idempotent."""
+        await self._pieces.aclose()
+        self._admitted.close()
+
+
+class _HaltLimit:
+    """Ends the requests of a call when generation was halted for too long while they waited."""
+
+    def __init__(self, engine: Engine, limit_s: float, abort: Any) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+        self._abort = abort
+        self._started_s = time.perf_counter()
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._is_over = False
+        self._timer = self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        halted_s = self._engine.get_progress().halted_s
+        if halted_s is None:
+            left_s = self._limit_s
+        else:
+            waited_s = min(halted_s, time.perf_counter() - self._started_s)
+            left_s = self._limit_s - waited_s
+        if left_s > 0 or halted_s is None:
+            self._timer = self._loop.call_later(max(left_s, _MIN_CHECK_S), self._look)
+            return
+        self._is_over = True
+        self._task = self._loop.create_task(self._abort())
+
+    def check(self) -> None:
+        """Raises HTTPError when the requests were ended."""
+        if self._is_over:
+            raise overloaded(
+                f"generation was paused or asleep for {self._limit_s:g} s; wait longer with the "
+                f"header {HALT_HEADER}"
+            )
+
+    def cancel(self) -> None:
+        """Looks no more."""
+        self._timer.cancel()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result, or ClientGoneError; then the work is cancelled."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _halt_timeout(request: Request, default_s: float) -> float:
+    given = request.headers.get(HALT_HEADER)
+    if given is None:
+        return default_s
+    try:
+        value = float(given)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise HTTPError(
+            400, f"{HALT_HEADER} must be a number of seconds >= 0, got {given!r}", param=HALT_HEADER
+        )
+    return value

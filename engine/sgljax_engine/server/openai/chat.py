@@ -1,0 +1,231 @@
+"""OpenAI's `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from sgljax_engine import InvalidRequestError
+from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.openai import parts
+from sgljax_engine.server.openai.messages import template_messages
+from sgljax_engine.server.openai.parts import Output
+from sgljax_engine.server.openai.reasoning import CLOSE, OPEN, ReasoningSplitter, Split
+from sgljax_engine.server.openai.schemas import ChatRequest
+from sgljax_engine.server.openai.template import template_options
+from sgljax_engine.server.openai.tools import Call, ToolFormat, find_format
+from sgljax_engine.server.replies import DONE, EventStream, event, reply
+
+
+def chat_routes(context: ServerContext) -> APIRouter:
+    """The route."""
+    router, engine, generation = APIRouter(), context.engine, context.generation
+    texts = parts.TokenTexts(engine)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        call = _Call(context, body, texts)
+        if body.stream:
+            pieces = await generation.stream(request, call.job)
+            return EventStream(call.events(pieces), pieces, engine.weight_version)
+        outputs = await generation.run(request, call.job)
+        return reply(call.answer(outputs), parts.last_version(engine, outputs))
+
+    return router
+
+
+class _Call:
+    """A request, and how its outputs are written."""
+
+    def __init__(self, context: ServerContext, body: ChatRequest, texts: parts.TokenTexts) -> None:
+        engine = context.engine
+        self._body = body
+        self._texts = texts
+        self._model = body.model or context.config.model_name
+        self._id = parts.reply_id("chatcmpl")
+        uses_tools = bool(body.tools) and body.tool_choice != "none"
+        self._tool_format = _tool_format(engine.chat_template) if uses_tools else None
+        self._prompt_ids = engine.apply_chat_template(
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            template_options=template_options(
+                body.chat_template_kwargs, body.tools if uses_tools else None
+            ),
+        )
+        # The end of the prompt says whether the template lets the model think from the start.
+        end = engine.detokenize(self._prompt_ids[-16:], skip_special_tokens=False)
+        self._starts_inside = end.rstrip().endswith(OPEN)
+        self._thinks = body.separate_reasoning and CLOSE in (engine.chat_template or "")
+        given = (body.max_tokens, body.max_completion_tokens)
+        if None not in given and given[0] != given[1]:
+            raise InvalidRequestError(
+                f"max_tokens={given[0]} contradicts max_completion_tokens={given[1]}"
+            )
+        max_tokens = next((value for value in given if value is not None), None)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequestError(f"top_logprobs={body.top_logprobs} needs logprobs=true")
+        logprobs: dict[str, Any] = {}
+        if body.logprobs:
+            logprobs = {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0}
+        params = parts.request_params(engine, body, len(self._prompt_ids), max_tokens)
+        self._num_samples = params.n
+        self.job = Job(
+            input_ids=[self._prompt_ids],
+            sampling_params=[params],
+            rids=new_rids(1, f"{self._id}-"),
+            logprobs=logprobs,
+            lora=[parts.adapter(context, body)],
+        )
+
+    def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The whole reply."""
+        return {
+            **parts.head("chat.completion", self._id, self._model),
+            "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
+            "usage": parts.usage(outputs, self._num_samples),
+            **self._prompt_fields(),
+        }
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt_ids} if self._body.return_token_ids else {}
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        reader = self._reader()
+        parsed = reader.feed(output["text"]), reader.end()
+        content = "".join(part.content for part in parsed)
+        reasoning = "".join(part.reasoning for part in parsed)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if reader.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [call.to_dict(i) for i, call in enumerate(reader.calls)]
+        ids = parts.id_fields(self._body, output)
+        if self._body.return_token_ids:
+            # A client that sends the message back, as it is, keeps the tokens.
+            message |= {"token_ids": ids["token_ids"], **self._prompt_fields()}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(output),
+            **_finish(output, reader.calls),
+            **ids,
+        }
+
+    async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
+        """The reply as a stream of chunks."""
+        head = parts.head("chat.completion.chunk", self._id, self._model)
+        options = self._body.stream_options
+        readers = [self._reader() for _ in range(self._num_samples)]
+        for index in range(self._num_samples):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield event({**head, "choices": [choice], **self._prompt_fields()})
+        last: dict[int, Output] = {}
+        async for piece in pieces:
+            index = piece["index"]
+            last[index] = piece
+            yield event({**head, "choices": [self._chunk(index, piece, readers[index])]})
+        if options is not None and options.include_usage:
+            ordered = [last[index] for index in sorted(last)]
+            counts = parts.usage(ordered, self._num_samples)
+            yield event({**head, "choices": [], "usage": counts})
+        yield DONE
+
+    def _chunk(self, index: int, piece: Output, reader: _Reader) -> dict[str, Any]:
+        num_calls = len(reader.calls)
+        new = reader.feed(piece["text"])
+        if piece["meta_info"]["finish_reason"] is not None:
+            rest = reader.end()
+            new = Split(new.reasoning + rest.reasoning, new.content + rest.content)
+        delta: dict[str, Any] = {}
+        if new.content:
+            delta["content"] = new.content
+        if new.reasoning:
+            delta["reasoning_content"] = new.reasoning
+        if len(reader.calls) > num_calls:
+            found = enumerate(reader.calls[num_calls:], num_calls)
+            delta["tool_calls"] = [call.to_dict(number) for number, call in found]
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece),
+            **_finish(piece, reader.calls),
+            **parts.id_fields(self._body, piece),
+        }
+
+    def _reader(self) -> _Reader:
+        splitter = ReasoningSplitter(starts_inside=self._starts_inside) if self._thinks else None
+        return _Reader(splitter, self._tool_format)
+
+    def _logprobs(self, output: Output) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        meta = output["meta_info"]
+        entries = meta["output_token_logprobs"]
+        tops = meta.get("output_top_logprobs") or [[]] * len(entries)
+        content = [
+            {**self._entry(entry), "top_logprobs": [self._entry(each) for each in top]}
+            for entry, top in zip(entries, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, entry: Any) -> dict[str, Any]:
+        logprob, token, _ = entry
+        text = self._texts[token]
+        # The bytes of a part of a character are not known.
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+
+class _Reader:
+    """Divides an output into thoughts, content and calls."""
+
+    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolFormat | None) -> None:
+        self._splitter = splitter
+        self._parser = None if tools is None else tools.make_parser()
+
+    @property
+    def calls(self) -> list[Call]:
+        """The tool calls so far."""
+        return [] if self._parser is None else self._parser.calls
+
+    def feed(self, text: str) -> Split:
+        """Takes new text."""
+        new = Split("", text) if self._splitter is None else self._splitter.feed(text)
+        return self._without_calls(new)
+
+    def end(self) -> Split:
+        """What was held back."""
+        rest = Split("", "") if self._splitter is None else self._splitter.end()
+        rest = self._without_calls(rest)
+        if self._parser is None:
+            return rest
+        return Split(rest.reasoning, rest.content + self._parser.end())
+
+    def _without_calls(self, new: Split) -> Split:
+        if self._parser is None or not new.content:
+            return new
+        return Split(new.reasoning, self._parser.feed(new.content))
+
+
+def _finish(output: Output, calls: Sequence[Call]) -> dict[str, Any]:
+    fields = parts.finish_fields(output)
+    if calls and fields["finish_reason"] == "stop":
+        fields["finish_reason"] = "tool_calls"
+    return fields
+
+
+def _tool_format(template: str | None) -> ToolFormat:
+    found = find_format(template)
+    if found is None:
+        raise InvalidRequestError(
+            "tools need a chat template in one of the formats of tool calls that are known, and "
+            "the model's is in none"
+        )
+    return found

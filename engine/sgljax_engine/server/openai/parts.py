@@ -1,0 +1,106 @@
+"""Parts of OpenAI's replies that both routes have."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sgljax_engine import Engine, InvalidRequestError, SamplingParams
+from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.fields import sampling_params
+from sgljax_engine.server.openai.schemas import OpenAIRequest
+
+Output = Mapping[str, Any]
+"""An output, or a piece of one, as of `RequestOutput.to_dict`."""
+
+
+class TokenTexts:
+    """Text of single tokens, kept by id."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Knows none."""
+        self._engine = engine
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token: int) -> str:
+        """The text of a token; U+FFFD where it is a part of a character."""
+        if token not in self._texts:
+            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=False)
+        return self._texts[token]
+
+
+def head(kind: str, rid: str, model: str) -> dict[str, Any]:
+    """The first fields of a reply."""
+    return {"id": rid, "object": kind, "created": int(time.time()), "model": model}
+
+
+def reply_id(prefix: str) -> str:
+    """A fresh id of a reply."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage(outputs: Iterable[Output], num_samples: int) -> dict[str, Any]:
+    """Token counts; a prompt with several samples counts once."""
+    metas = [output["meta_info"] for output in outputs]
+    prompts = sum(meta["prompt_tokens"] for meta in metas[::num_samples])
+    cached = sum(meta["cached_tokens"] for meta in metas[::num_samples])
+    completion = sum(meta["completion_tokens"] for meta in metas)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": completion,
+        "total_tokens": prompts + completion,
+        "prompt_tokens_details": {"cached_tokens": min(cached, prompts)},
+    }
+
+
+def finish_fields(output: Output) -> dict[str, Any]:
+    """`finish_reason`, and vLLM's `stop_reason`: the stop string or token id that matched."""
+    reason = output["meta_info"]["finish_reason"]
+    if reason is None:
+        return {"finish_reason": None}
+    return {"finish_reason": reason["type"], "stop_reason": reason.get("matched")}
+
+
+def id_fields(body: OpenAIRequest, output: Output) -> dict[str, Any]:
+    """The output's ids and weight versions, as far as they were asked for."""
+    fields: dict[str, Any] = {}
+    if body.return_token_ids:
+        fields["token_ids"] = output["output_ids"]
+    if body.return_weight_versions:
+        fields["weight_versions"] = output["meta_info"]["token_weight_versions"]
+    return fields
+
+
+def last_version(engine: Engine, outputs: Sequence[Output]) -> int:
+    """The weight version that sampled the last token of a reply."""
+    versions = [output["meta_info"]["weight_version"] for output in outputs]
+    known = [version for version in versions if version is not None]
+    return max(known, default=engine.weight_version)
+
+
+def adapter(context: ServerContext, body: OpenAIRequest) -> str | None:
+    """The adapter that the model's name means; the engine refuses one that is not loaded."""
+    config = context.config
+    return config.lora if body.model in (None, config.model_name) else body.model
+
+
+def request_params(
+    engine: Engine, body: OpenAIRequest, num_prompt_tokens: int, max_tokens: int | None
+) -> SamplingParams:
+    """Sampling parameters for a prompt; what is not given is as the model's folder has it.
+
+    Raises:
+        InvalidRequestError: names the field, its value and its limit.
+    """
+    given = body.given()
+    limit = engine.max_new_tokens(num_prompt_tokens)
+    if limit < 1:
+        longest = limit + num_prompt_tokens - 1
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt_tokens} tokens, the limit is {longest}"
+        )
+    given["max_new_tokens"] = limit if max_tokens is None else max_tokens
+    given["min_new_tokens"] = body.min_tokens or 0
+    return sampling_params(engine.get_default_sampling_params(), given)

@@ -1,0 +1,239 @@
+"""Errors and streams as HTTP replies, in the dialect of their route."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from sgljax_engine import (
+    CompileForbiddenError,
+    EngineError,
+    EngineShutdownError,
+    EngineStateError,
+)
+
+VERSION_HEADER = "x-weight-version"
+"""The weight version that sampled the last token of a reply; of a stream, that at its start."""
+
+RETRY_AFTER_S = 1
+
+
+class HTTPError(Exception):
+    """Ends a request with a status and a message."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """An error.
+
+        Args:
+            status: Of the reply.
+            message: For the client's developer.
+            kind: OpenAI's `type` of the error.
+            param: Name of the field that is wrong.
+            headers: More headers.
+        """
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+def overloaded(message: str) -> HTTPError:
+    """An error after which the client is to try again."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return HTTPError(503, message, kind="service_unavailable", headers=headers)
+
+
+def as_http_error(error: BaseException) -> HTTPError:
+    """The reply to an error of the engine: 400 for bad input, 409 and 503 for its state."""
+    if isinstance(error, HTTPError):
+        return error
+    if isinstance(error, EngineShutdownError):
+        return HTTPError(503, str(error), kind="service_unavailable")
+    if isinstance(error, (EngineStateError, CompileForbiddenError)):
+        return HTTPError(409, str(error), kind="conflict_error")
+    if isinstance(error, EngineError) and isinstance(error, ValueError):
+        return HTTPError(400, str(error))
+    return HTTPError(500, f"{type(error).__name__}: {error}", kind="server_error")
+
+
+_OPENAI_WORDS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "top_logprobs_num": "top_logprobs",
+}
+
+
+def in_openai_words(message: str) -> str:
+    """The engine's message with OpenAI's names of fields."""
+    for own, name in _OPENAI_WORDS.items():
+        message = message.replace(own, name)
+    return message
+
+
+def error_body(error: HTTPError) -> dict[str, Any]:
+    """OpenAI's error object, which SGLang and vLLM use too."""
+    inner = {
+        "message": error.message,
+        "type": error.kind,
+        "param": error.param,
+        "code": error.status,
+    }
+    return {"error": inner}
+
+
+def error_response(error: HTTPError) -> JSONResponse:
+    """The reply."""
+    return JSONResponse(error_body(error), error.status, headers=error.headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answers every exception of a route with an error object."""
+
+    async def failed(request: Request, error: Exception) -> Response:
+        answer = as_http_error(error)
+        if request.url.path.startswith("/v1/"):
+            answer.message = in_openai_words(answer.message)
+        return error_response(answer)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error.errors()))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return error_response(
+            HTTPError(error.status_code, message, kind=kind, headers=error.headers)
+        )
+
+    app.add_exception_handler(HTTPError, failed)
+    app.add_exception_handler(EngineError, failed)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _validation_error(problems: Sequence[Any]) -> HTTPError:
+    """The first problem that pydantic found, with the field's name and value."""
+    problem = problems[0]
+    # Where a field may have several types, pydantic puts the type that it tried into the path.
+    path = [part for part in problem["loc"] if part not in ("body", "query", "header")]
+    name = ".".join(str(part) for part in path if not _is_type(part))
+    if problem["type"] == "json_invalid":
+        return HTTPError(400, f"the body is not JSON: {problem['ctx']['error']}")
+    if problem["type"] == "extra_forbidden":
+        return HTTPError(400, f"unknown field {name!r}", param=name)
+    if problem["type"] == "missing":
+        where = name or "a JSON object as body"
+        return HTTPError(400, f"{where} is missing", param=name or None)
+    value = repr(problem["input"])
+    short = value if len(value) <= 200 else f"{value[:200]}..."
+    message = problem["msg"].removeprefix("Value error, ")
+    return HTTPError(400, f"{name or 'the body'}: {message}, got {short}", param=name or None)
+
+
+def _is_type(part: Any) -> bool:
+    return isinstance(part, str) and (part in ("str", "int", "bool") or "[" in part)
+
+
+def to_json(value: Any) -> str:
+    """Compact JSON; ASCII, so that no text can break it. A number that is not finite is null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
+
+
+def reply(value: Any, weight_version: int, status: int = 200) -> Response:
+    """A reply in JSON that says which weights it is of."""
+    headers = {VERSION_HEADER: str(weight_version)}
+    return Response(to_json(value), status, headers, media_type="application/json")
+
+
+def event(value: Any) -> str:
+    """A server-sent event with a JSON value."""
+    return f"data: {to_json(value)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+async def with_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events, and an error object instead of a broken connection if they fail."""
+    try:
+        async for each in events:
+            yield each
+    except Exception as error:
+        yield event(error_body(as_http_error(error)))
+        yield DONE
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client is gone; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Closable(Protocol):
+    """What a stream of events is made of."""
+
+    async def aclose(self) -> None:
+        """Ends it. Idempotent."""
+        ...
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, which end when the client is gone, also while there is none to send."""
+
+    def __init__(self, events: AsyncIterator[str], source: Closable, weight_version: int) -> None:
+        """A reply.
+
+        Args:
+            events: To send.
+            source: What the events are made of; closed at the end, however that comes.
+            weight_version: Put into the headers.
+        """
+        headers = {"Cache-Control": "no-cache", VERSION_HEADER: str(weight_version)}
+        super().__init__(with_errors(events), media_type="text/event-stream", headers=headers)
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+        sending = asyncio.ensure_future(self.stream_response(send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sending.cancel()
+            gone.cancel()
+            await self._source.aclose()
+            await asyncio.gather(sending, gone, return_exceptions=True)

@@ -1,0 +1,170 @@
+"""Serves an app on a thread and an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from concurrent.futures import Future
+from types import TracebackType
+
+import uvicorn
+
+from sgljax_engine import Engine, EngineError, InvalidConfigError
+from sgljax_engine.server.app import create_app
+from sgljax_engine.server.config import ServerConfig
+
+_BACKLOG = 2048
+_START_LIMIT_S = 60.0
+
+
+class Server:
+    """An HTTP server of one engine, on a daemon thread. It handles no signals.
+
+    Any thread may call any method. The engine outlives its server; `Engine.shutdown` stops those
+    that `Engine.serve` started.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig | None = None) -> None:
+        """Listens; returns when requests are answered.
+
+        Args:
+            engine: The engine, which may be used in process at the same time.
+            config: Address, keys and limits.
+
+        Raises:
+            InvalidConfigError: when the address cannot be used.
+            EngineError: when the server did not start.
+        """
+        self._config = config or ServerConfig()
+        app = create_app(engine, self._config)
+        self._context = app.state.context
+        self._socket = _listen(self._config.host, self._config.port)
+        self._port: int = self._socket.getsockname()[1]
+        self._started: Future[None] = Future()
+        self._drain_timeout_s = self._config.drain_timeout_s
+        self._stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app,
+                log_config=None,  # the process's logging is its own
+                access_log=False,
+                backlog=_BACKLOG,
+                lifespan="off",  # `_run` drains: only then are connections closed
+                timeout_graceful_shutdown=1,
+                server_header=False,
+                ws="none",
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="sgljax-server", daemon=True)
+        self._thread.start()
+        self._started.result(_START_LIMIT_S)
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """The address, without a slash at the end."""
+        host = self._config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it answers requests."""
+        return self._thread.is_alive()
+
+    def stop(self, *, drain_timeout_s: float | None = None) -> None:
+        """Refuses new requests, waits for open ones, then aborts them; ends the thread. Idempotent.
+
+        Args:
+            drain_timeout_s: Seconds that open requests have; None takes the config's.
+        """
+        loop = self._loop
+        if loop is not None and self._thread.is_alive():
+            if drain_timeout_s is not None:
+                self._drain_timeout_s = drain_timeout_s
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(self._stopping.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the server to end; returns whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Server:
+        """Returns the server."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops."""
+        self.stop()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(EngineError(f"the server did not start: {error!r}"))
+            else:
+                raise
+        finally:
+            self._socket.close()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
+        starting = asyncio.ensure_future(self._uvicorn.is_up.wait())
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            starting.cancel()
+            serving.result()
+            raise EngineError("it ended at once")
+        self._started.set_result(None)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await self._context.generation.drain(self._drain_timeout_s)
+        self._uvicorn.should_exit = True
+        stopping.cancel()
+        await serving
+
+
+class _Uvicorn(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.is_up.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidConfigError(f"host must be an address, got {host!r}: {error}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise InvalidConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listening

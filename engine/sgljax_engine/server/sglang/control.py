@@ -1,0 +1,145 @@
+"""SGLang's routes that control the engine: pause, continue, abort, flush, weights, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from sgljax_engine import (
+    AbortReq,
+    EngineError,
+    EngineStateError,
+    InvalidRequestError,
+    PauseGenerationReqInput,
+)
+from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.replies import as_http_error, error_body
+from sgljax_engine.server.sglang.schemas import (
+    AbortRequest,
+    Empty,
+    MemoryOccupation,
+    PauseGeneration,
+    UpdateWeightsFromDisk,
+)
+
+_FLUSH_NOTE = (
+    "(When requests are running, or paused in place, the operation will not be performed.)\n"
+)
+
+
+def control_routes(context: ServerContext) -> APIRouter:
+    """The routes that the admin key opens."""
+    router, engine = APIRouter(), context.engine
+
+    @router.post("/pause_generation")
+    async def pause_generation(body: PauseGeneration | None = None) -> dict[str, Any]:
+        """Pauses generation; see `Engine.pause_generation`. The default mode is SGLang's."""
+        mode = PauseGenerationReqInput().mode if body is None else body.mode
+        await engine.async_pause_generation(mode)
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    @router.post("/continue_generation")
+    async def continue_generation(body: Empty | None = None) -> dict[str, Any]:
+        """Continues generation."""
+        await engine.async_continue_generation()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    @router.post("/abort_request")
+    async def abort_request(body: AbortRequest) -> dict[str, Any]:
+        """Ends a request, or all, also those of the process that runs the engine."""
+        request = AbortReq(
+            rid=body.rid or None,
+            abort_all=body.abort_all,
+            finished_reason=body.finished_reason,
+            aborted_message=body.aborted_message,
+        )
+        count = await engine.async_abort_request(
+            request.rid, request.abort_all, message=request.message
+        )
+        return {"status": "ok", "num_aborted": count}
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"], response_class=PlainTextResponse)
+    async def flush_cache() -> Response:
+        """Empties the prefix cache; status 400 when requests hold pages."""
+        answer = await engine.async_flush_cache()
+        text = f"{'Cache' if answer.success else 'Not'} flushed.\n{_FLUSH_NOTE}"
+        if answer.success and answer.flushed_items:
+            text += f"Flushed items: {answer.flushed_items}\n"
+        elif not answer.success:
+            text += f"Reason: {answer.error_msg}\n"
+        return PlainTextResponse(text, 200 if answer.success else 400)
+
+    @router.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: UpdateWeightsFromDisk) -> JSONResponse:
+        """Loads weights of the same model from a folder of safetensors below weights_root."""
+        try:
+            folder = _folder(context.config.weights_root, body.model_path)
+            mode, flush = _update_mode(body)
+            version = await engine.async_update_weights(folder, mode=mode, flush_cache=flush)
+        except EngineError as error:
+            failed = as_http_error(error)
+            content = {"success": False, "message": failed.message, **error_body(failed)}
+            return JSONResponse(content, failed.status)
+        if body.weight_version is not None:
+            context.version_labels[version] = body.weight_version
+        message = f"Succeeded to update model weights. Weight version updated to {version}."
+        return JSONResponse({"success": True, "message": message, "weight_version": version})
+
+    @router.post("/release_memory_occupation")
+    async def release_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:
+        """Frees the memory of weights and KV cache; the weights are kept on the host."""
+        tags = None if body is None else body.tags
+        if tags is not None and set(tags) != {"weights", "kv_cache"}:
+            raise InvalidRequestError(
+                f"tags must be none or both of 'weights' and 'kv_cache', got {tags!r}; "
+                "/resume_memory_occupation wakes them one by one"
+            )
+        return {"status": "ok", "num_bytes": await engine.async_sleep(1)}
+
+    @router.post("/resume_memory_occupation")
+    async def resume_memory_occupation(body: MemoryOccupation | None = None) -> dict[str, Any]:
+        """Takes memory again, of all or of what the tags name."""
+        tags = None if body is None else body.tags
+        return {"status": "ok", "num_bytes": await engine.async_wake_up(tags)}
+
+    return router
+
+
+def _folder(root: Path | None, given: str) -> Path:
+    """A folder below the root, whatever links and dots its name has."""
+    if root is None:
+        raise EngineStateError(
+            "the server was started without weights_root, the folder that weights may come from"
+        )
+    try:
+        folder = (root / given).resolve()
+        is_there = folder.is_relative_to(root) and folder.is_dir()
+    except (ValueError, OSError):  # no name of a file
+        is_there = False
+        folder = root
+    if not is_there:
+        # Says nothing of what else there is on the disk.
+        raise InvalidRequestError(
+            f"model_path must be a folder below the server's weights_root, got {given!r}"
+        )
+    return folder
+
+
+def _update_mode(body: UpdateWeightsFromDisk) -> tuple[Any, bool | None]:
+    """`mode` and `flush_cache` of `Engine.update_weights`."""
+    names = ("mode", "block_generation", "abort_all_requests")
+    given = {name: getattr(body, name) for name in names if getattr(body, name)}
+    if body.block_generation is False:
+        given["block_generation"] = False
+    if len(given) > 1:
+        raise InvalidRequestError(f"give one of {', '.join(names)}, got {given!r}")
+    if body.abort_all_requests:
+        return "abort", body.flush_cache
+    if body.block_generation is None:
+        return body.mode or "retract", body.flush_cache
+    if not body.block_generation:
+        return "wait", body.flush_cache
+    return ("in_place" if body.flush_cache is False else "retract"), body.flush_cache

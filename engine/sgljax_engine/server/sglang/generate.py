@@ -1,0 +1,156 @@
+"""SGLang's `/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from sgljax_engine import Engine, InvalidRequestError, SamplingParams
+from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.fields import sampling_params
+from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.replies import DONE, EventStream, event, reply
+from sgljax_engine.server.sglang.schemas import GenerateReqInput, SGLangSampling
+
+
+def generate_routes(context: ServerContext) -> APIRouter:
+    """The route that generates."""
+    router, engine, generation = APIRouter(), context.engine, context.generation
+
+    @router.post("/generate")
+    async def generate(body: GenerateReqInput, request: Request) -> Response:
+        """Generates from text or token ids; see `Engine.generate`."""
+        job, is_single = _job(context, body)
+        texts = _TokenTexts(engine) if body.return_text_in_logprobs else None
+        if body.stream:
+            pieces = await generation.stream(request, job)
+            events = _events(pieces, texts, is_cumulative=not body.stream_output)
+            return EventStream(events, pieces, engine.weight_version)
+        outputs = await generation.run(request, job)
+        for output in outputs:
+            if texts is not None:
+                texts.add_to(output)
+        version = outputs[-1]["meta_info"]["weight_version"]
+        answer = outputs[0] if is_single else outputs
+        return reply(answer, engine.weight_version if version is None else version)
+
+    return router
+
+
+def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
+    """The engine's arguments, and whether the answer is one object."""
+    engine = context.engine
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequestError("give exactly one of text and input_ids")
+    prompts: list[list[int]]
+    if body.text is not None:
+        is_single = isinstance(body.text, str)
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        prompts = [engine.tokenize(text) for text in texts]
+    else:
+        ids: Any = body.input_ids
+        is_single = not ids or isinstance(ids[0], int)
+        prompts = [ids] if is_single else ids
+    if not prompts:
+        raise InvalidRequestError("there must be at least one prompt, got []")
+    params = _params(engine, body.sampling_params, len(prompts))
+    rids = [body.rid] if isinstance(body.rid, str) else body.rid
+    if rids is not None and len(rids) != len(prompts):
+        raise InvalidRequestError(
+            f"rid must have one id for each of the {len(prompts)} prompts, got {len(rids)}"
+        )
+    job = Job(
+        input_ids=prompts,
+        sampling_params=params,
+        rids=new_rids(len(prompts)) if rids is None else rids,
+        logprobs={
+            "return_logprob": body.return_logprob,
+            "logprob_start_len": body.logprob_start_len,
+            "top_logprobs_num": body.top_logprobs_num,
+            "token_ids_logprob": body.token_ids_logprob,
+        },
+        lora=_each("lora_path", body.lora_path or context.config.lora, len(prompts)),
+    )
+    return job, is_single and params[0].n == 1
+
+
+def _params(engine: Engine, given: Any, count: int) -> list[SamplingParams]:
+    if given is None:
+        return [engine.get_default_sampling_params()] * count
+    each: list[SGLangSampling] = _each("sampling_params", given, count)
+    try:
+        return [sampling_params(None, fields.given()) for fields in each]
+    except InvalidRequestError:
+        raise
+    except ValueError as error:  # two names of a field that contradict one another
+        raise InvalidRequestError(str(error)) from error
+
+
+def _each(name: str, given: Any, count: int) -> list[Any]:
+    each = given if isinstance(given, list) else [given] * count
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"{name} must be one for all or one for each of the {count} prompts, got {len(each)}"
+        )
+    return each
+
+
+async def _events(
+    pieces: PieceStream, texts: _TokenTexts | None, *, is_cumulative: bool
+) -> AsyncIterator[str]:
+    so_far: dict[int, dict[str, Any]] = {}
+    async for piece in pieces:
+        if texts is not None:
+            texts.add_to(piece)
+        if is_cumulative:
+            before = so_far.get(piece["index"])
+            piece = so_far[piece["index"]] = piece if before is None else _joined(before, piece)
+        yield event(piece)
+    yield DONE
+
+
+def _joined(before: Mapping[str, Any], piece: Mapping[str, Any]) -> dict[str, Any]:
+    """An output up to and with a piece."""
+    meta, new = before["meta_info"], piece["meta_info"]
+    joined = dict(new)
+    for name, value in meta.items():
+        if name.startswith("output_") or name == "token_weight_versions":
+            joined[name] = value + new[name]
+        elif name.startswith("input_"):  # in the first piece only, or in all
+            joined[name] = value
+    versions = joined["token_weight_versions"]
+    joined["first_weight_version"] = versions[0] if versions else None
+    return {
+        **piece,
+        "text": before["text"] + piece["text"],
+        "output_ids": before["output_ids"] + piece["output_ids"],
+        "meta_info": joined,
+    }
+
+
+class _TokenTexts:
+    """Puts the text of each token into the log-probs, where SGLang has it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._texts: dict[int, str] = {}
+
+    def add_to(self, output: dict[str, Any]) -> None:
+        """Replaces the log-prob lists of an output."""
+        meta = output["meta_info"]
+        for name, entries in meta.items():
+            if name.endswith(("_logprobs",)) and entries is not None:
+                meta[name] = [self._entry(entry) for entry in entries]
+
+    def _entry(self, entry: Any) -> Any:
+        if entry is None:
+            return None
+        if isinstance(entry, list):  # of the most likely tokens at a position
+            return [self._entry(each) for each in entry]
+        logprob, token, _ = entry
+        if token not in self._texts:
+            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=False)
+        return (logprob, token, self._texts[token])

@@ -1,0 +1,95 @@
+"""Bodies of SGLang's routes, with its names of fields."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sgljax_engine.server.fields import Body, SamplingFields, TokenIds
+
+_OWN_NAMES = (("sampling_seed", "seed"), ("no_stop_trim", "include_stop_str_in_output"))
+
+
+class SGLangSampling(SamplingFields):
+    """SGLang's sampling parameters, and those that are the engine's own."""
+
+    max_new_tokens: int | None = Field(None, ge=1)
+    min_new_tokens: int | None = Field(None, ge=0)
+    sampling_seed: int | None = Field(None, ge=0, lt=2**63, description="the same as seed")
+    no_stop_trim: bool | None = Field(None, description="same as include_stop_str_in_output")
+    detokenize: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        """See `SamplingFields`; both names of a field may be given if they agree."""
+        values = super().given()
+        for name in ("max_new_tokens", "min_new_tokens", "detokenize"):
+            if getattr(self, name) is not None:
+                values[name] = getattr(self, name)
+        for name, own in _OWN_NAMES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if values.setdefault(own, value) != value:
+                raise ValueError(f"{name}={value!r} contradicts {own}={values[own]!r}")
+        return values
+
+
+class GenerateReqInput(Body):
+    """Body of `/generate`."""
+
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: SGLangSampling | list[SGLangSampling] | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: TokenIds | list[TokenIds] | None = None
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    stream_output: bool = Field(
+        False, description="stream what is new in each event, not all so far as SGLang does"
+    )
+    lora_path: str | list[str | None] | None = Field(None, description="name of a loaded adapter")
+
+
+class PauseGeneration(Body):
+    """Body of `/pause_generation`."""
+
+    mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
+
+
+class Empty(Body):
+    """A body without fields."""
+
+
+class AbortRequest(Body):
+    """Body of `/abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    finished_reason: dict[str, Any] | None = None
+    aborted_message: str | None = None
+
+
+class UpdateWeightsFromDisk(Body):
+    """Body of `/update_weights_from_disk`."""
+
+    model_path: str = Field(description="a folder of safetensors below weights_root")
+    load_format: Literal["auto", "safetensors"] | None = None
+    mode: Literal["abort", "retract", "in_place", "wait"] | None = None
+    flush_cache: bool | None = None
+    block_generation: bool | None = Field(
+        None,
+        description="instead of mode: false lets started requests finish first, true interrupts "
+        "them, and flush_cache then says whether they are prefilled anew",
+    )
+    abort_all_requests: bool = Field(False, description='the same as mode "abort"')
+    weight_version: str | None = Field(None, description="a label of the new version")
+
+
+class MemoryOccupation(Body):
+    """Body of `/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = None

@@ -1,0 +1,101 @@
+"""vLLM's routes: sleep, tokenizer, models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import Field, model_validator
+from starlette.responses import PlainTextResponse, Response
+
+from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.fields import Body, TokenIds
+from sgljax_engine.server.metrics import metrics_text
+from sgljax_engine.server.openai.messages import Message, Tool, template_messages
+from sgljax_engine.server.openai.template import template_options
+
+
+class Tokenize(Body):
+    """Body of `/tokenize`: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Tokenize:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give exactly one of prompt and messages")
+        return self
+
+
+class Detokenize(Body):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def sleep_routes(context: ServerContext) -> APIRouter:
+    """Routes of the admin key."""
+    router, engine = APIRouter(), context.engine
+
+    @router.post("/sleep")
+    async def sleep(
+        level: Annotated[Literal["1", "2"], Query()] = "1",
+        preserve_state: Annotated[bool, Query()] = False,
+    ) -> Response:
+        """Frees the memory of weights and KV cache; see `Engine.sleep`."""
+        await engine.async_sleep(int(level), preserve_state)
+        return Response()
+
+    @router.post("/wake_up")
+    async def wake_up(
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None,
+    ) -> Response:
+        """Takes memory again, of all or of what the tags name."""
+        await engine.async_wake_up(tags)
+        return Response()
+
+    return router
+
+
+def read_routes(context: ServerContext) -> APIRouter:
+    """Routes of the data key."""
+    router, engine = APIRouter(), context.engine
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        """Whether weights or KV cache sleep."""
+        return {"is_sleeping": engine.is_sleeping()}
+
+    @router.post("/tokenize")
+    async def tokenize(body: Tokenize) -> dict[str, Any]:
+        """Token ids of a prompt or a conversation."""
+        if body.prompt is not None:
+            tokens = engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            tokens = engine.apply_chat_template(
+                template_messages(body.messages or []),
+                add_generation_prompt=body.add_generation_prompt,
+                template_options=template_options(body.chat_template_kwargs, body.tools),
+            )
+        return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
+
+    @router.post("/detokenize")
+    async def detokenize(body: Detokenize) -> dict[str, str]:
+        """Text of token ids, special tokens included."""
+        return {"prompt": engine.detokenize(body.tokens, skip_special_tokens=False)}
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Counters for Prometheus."""
+        state = await engine.async_get_internal_state()
+        content, media_type = metrics_text(state, context)
+        return Response(content, media_type=media_type)
+
+    return router
