@@ -126,6 +126,7 @@ def add_error_handlers(app: FastAPI) -> None:
             HTTPError(error.status_code, message, kind=kind, headers=error.headers)
         )
 
+    app.add_exception_handler(Exception, failed)  # a bug; it is logged too
     app.add_exception_handler(HTTPError, failed)
     app.add_exception_handler(EngineError, failed)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -64,17 +64,20 @@ class QwenParser:
         content = ""
         while True:
             before, opened, after = self._held.partition(self._OPEN)
+            ready = before if opened else before[: len(before) - held_back(before, self._OPEN)]
+            if self.calls and not ready.strip():  # a line break between two calls is no content
+                ready = ""
+                if not opened:
+                    return content
+            content += ready
             if not opened:
-                kept = held_back(before, self._OPEN)
-                self._held = before[len(before) - kept :]
-                return content + before[: len(before) - kept]
+                self._held = before[len(ready) :]
+                return content
             inner, closed, rest = after.partition(self._CLOSE)
             if not closed:
                 self._held = opened + after
-                return content + before
+                return content
             call = _read_call(inner, "arguments")
-            # A line break between two calls is no content.
-            content += before if before.strip() or not self.calls else ""
             if call is None:
                 content += opened + inner + closed
             else:

@@ -61,7 +61,8 @@ def control_routes(context: ServerContext) -> APIRouter:
         )
         return {"status": "ok", "num_aborted": count}
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"], response_class=PlainTextResponse)
+    @router.get("/flush_cache", response_class=PlainTextResponse, operation_id="get_flush_cache")
+    @router.post("/flush_cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
         """Empties the prefix cache; status 400 when requests hold pages."""
         answer = await engine.async_flush_cache()

@@ -1,0 +1,387 @@
+"""OpenAI's routes, through the official Python client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from sgljax_engine import Engine
+from tests.server.served import FOLDER, OPTIONS, serving
+
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+IDS = {"return_token_ids": True, "return_weight_versions": True}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with Engine(FOLDER, **OPTIONS) as engine, serving(engine) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(client, prompt, **options):
+    fields = {"model": "policy", "temperature": 0, "max_tokens": 12, **options}
+    return client.completions.create(prompt=prompt, **fields)
+
+
+def chat(client, messages, **options):
+    fields = {"model": "policy", "temperature": 0, "max_completion_tokens": 12, **options}
+    return client.chat.completions.create(messages=messages, **fields)
+
+
+def generate(served, ids, **params):
+    """The same in process."""
+    defaults = served.engine.get_default_sampling_params().to_dict()
+    params = {**defaults, "temperature": 0, "max_new_tokens": 12, **params}
+    return served.engine.generate(input_ids=ids, sampling_params=params, return_logprob=True)
+
+
+class TestCompletions:
+    def test_text_ids_versions_and_usage(self, served, client):
+        reply = complete(client, "the fox", extra_body=IDS)
+        (choice,) = reply.choices
+        prompt = served.engine.tokenize("the fox")
+        own = generate(served, prompt)
+        assert choice.text == own["text"]
+        assert choice.token_ids == own["output_ids"]
+        assert choice.prompt_token_ids == prompt
+        assert choice.weight_versions == own["meta_info"]["token_weight_versions"]
+        assert choice.finish_reason == own["meta_info"]["finish_reason"]["type"]
+        usage = reply.usage
+        counts = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
+        assert counts == (len(prompt), len(own["output_ids"]), len(prompt) + len(own["output_ids"]))
+        assert reply.object == "text_completion"
+
+    @pytest.mark.parametrize("kind", ["texts", "ids", "lists of ids"])
+    def test_kinds_of_prompts(self, served, client, kind):
+        texts = ["the fox", "lazy"]
+        ids = [served.engine.tokenize(text) for text in texts]
+        prompt = {"texts": texts, "ids": ids[0], "lists of ids": ids}[kind]
+        found = [choice.text for choice in complete(client, prompt).choices]
+        assert found == [generate(served, each)["text"] for each in ids][: len(found)]
+        assert len(found) == (1 if kind == "ids" else 2)
+
+    def test_log_probs_of_prompt_and_output(self, served, client):
+        (choice,) = complete(client, "the fox", logprobs=2, echo=True, extra_body=IDS).choices
+        ids = choice.prompt_token_ids + choice.token_ids
+        own = served.engine.score([ids])[0]
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None
+        assert found.token_logprobs[1:] == pytest.approx(own.tolist(), abs=1e-4)
+        assert found.tokens == [served.engine.detokenize([i]) for i in ids]
+        assert choice.text == "the fox" + served.engine.detokenize(choice.token_ids)
+        for offset, token in zip(found.text_offset[:5], found.tokens[:5], strict=True):
+            assert choice.text[offset:].startswith(token)
+
+    def test_scoring_alone(self, served, client):
+        """As evaluation harnesses ask for the log-probs of a prompt."""
+        (choice,) = complete(client, "the fox", max_tokens=0, echo=True, logprobs=0).choices
+        ids = served.engine.tokenize("the fox")
+        assert choice.text == "the fox"
+        own = served.engine.score([ids])[0].tolist()
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+
+    def test_samples_seed_and_stop(self, served, client):
+        options = {"n": 3, "seed": 7, "temperature": 1, "stop": ["e"], "max_tokens": 20}
+        found = [choice.text for choice in complete(client, "the fox", **options).choices]
+        params = {"n": 3, "seed": 7, "temperature": 1, "stop": ["e"], "max_new_tokens": 20}
+        ids = served.engine.tokenize("the fox")
+        assert found == [each["text"] for each in generate(served, ids, **params)]
+
+    def test_bias_and_penalties(self, served, client):
+        options = {"logit_bias": {"40": 100}, "frequency_penalty": 2, "presence_penalty": 1}
+        (choice,) = complete(client, "the fox", extra_body=IDS, **options).choices
+        own = generate(
+            served,
+            served.engine.tokenize("the fox"),
+            logit_bias={40: 100},
+            frequency_penalty=2,
+            presence_penalty=1,
+        )
+        assert choice.token_ids == own["output_ids"]
+        assert 40 in own["output_ids"]
+
+    def test_vllms_own_fields(self, served, client):
+        own_names = {"top_k": 1, "min_tokens": 3, "ignore_eos": True, "repetition_penalty": 1.5}
+        (choice,) = complete(
+            client, "the fox", temperature=1, extra_body={**IDS, **own_names}
+        ).choices
+        params = {"top_k": 1, "min_new_tokens": 3, "ignore_eos": True, "repetition_penalty": 1.5}
+        own = generate(served, served.engine.tokenize("the fox"), temperature=1, **params)
+        assert choice.token_ids == own["output_ids"]
+
+    def test_a_stream_adds_up(self, client):
+        options = {"n": 2, "seed": 3, "temperature": 1, "logprobs": 1}
+        whole = complete(client, "the fox", extra_body=IDS, **options)
+        chunks = list(
+            complete(
+                client,
+                "the fox",
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=IDS,
+                **options,
+            )
+        )
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+        for index, choice in enumerate(whole.choices):
+            own = [each for chunk in chunks for each in chunk.choices if each.index == index]
+            assert "".join(each.text for each in own) == choice.text
+            assert [i for each in own for i in each.token_ids] == choice.token_ids
+            assert [i for each in own for i in each.weight_versions] == choice.weight_versions
+            logprobs = [p for each in own for p in each.logprobs.token_logprobs]
+            assert logprobs == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+            offsets = [o for each in own for o in each.logprobs.text_offset]
+            assert offsets == choice.logprobs.text_offset
+            assert own[0].prompt_token_ids == choice.prompt_token_ids
+            assert [each.finish_reason for each in own[:-1]] == [None] * (len(own) - 1)
+            assert own[-1].finish_reason == choice.finish_reason
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_tokens": 9999}, r"max_tokens \(9999\).*the limit is max_model_len"),
+            ({"max_tokens": 0}, "max_tokens=0 needs echo=true"),
+            ({"temperature": -1}, "temperature: .*got -1"),
+            ({"best_of": 3}, "unknown field 'best_of'"),
+            ({"suffix": "x"}, "unknown field 'suffix'"),
+            ({"model": "gpt-4"}, "gpt-4"),
+            ({"logprobs": 200}, "logprobs: .*128"),
+        ],
+    )
+    def test_refused(self, client, options, message):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            complete(client, "the fox", **options)
+        assert caught.value.body["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+class TestChat:
+    def test_is_the_engines_chat(self, served, client):
+        reply = chat(client, ASK, extra_body=IDS)
+        params = {"temperature": 0, "max_new_tokens": 12}
+        own = served.engine.chat(ASK, params)
+        (choice,) = reply.choices
+        assert choice.message.content == own["text"]
+        assert choice.message.role == "assistant"
+        assert choice.token_ids == choice.message.token_ids == own["output_ids"]
+        assert reply.prompt_token_ids == served.engine.apply_chat_template(ASK)
+        assert reply.usage.prompt_tokens == len(reply.prompt_token_ids)
+
+    def test_without_a_limit_it_may_fill_the_context(self, served, client):
+        options = {"max_completion_tokens": openai.NOT_GIVEN, "extra_body": {"ignore_eos": True}}
+        reply = chat(client, ASK, **options)
+        assert reply.choices[0].finish_reason == "length"
+        assert reply.usage.total_tokens == served.engine.max_model_len
+
+    def test_log_probs(self, served, client):
+        (choice,) = chat(client, ASK, logprobs=True, top_logprobs=3, extra_body=IDS).choices
+        prompt = served.engine.apply_chat_template(ASK)
+        own = served.engine.score([prompt + choice.token_ids], start_lens=[len(prompt)])[0]
+        entries = choice.logprobs.content
+        assert [each.logprob for each in entries] == pytest.approx(own.tolist(), abs=1e-4)
+        for entry, token in zip(entries, choice.token_ids, strict=True):
+            assert entry.token == served.engine.detokenize([token])
+            assert len(entry.top_logprobs) == 3
+            assert entry.bytes in (None, list(entry.token.encode()))
+
+    def test_parts_of_content_and_a_developer(self, client):
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        system = {"role": "system", "content": "be brief"}
+        plain = chat(client, [system, *ASK])
+        other = chat(client, [{**system, "role": "developer"}, {"role": "user", "content": parts}])
+        assert plain.choices[0].message.content == other.choices[0].message.content
+
+    def test_a_stream_adds_up(self, client):
+        options = {"n": 2, "seed": 3, "temperature": 1, "logprobs": True}
+        whole = chat(client, ASK, extra_body=IDS, **options)
+        usage = {"include_usage": True}
+        chunks = list(
+            chat(client, ASK, stream=True, stream_options=usage, extra_body=IDS, **options)
+        )
+        assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        for index, choice in enumerate(whole.choices):
+            own = [each for chunk in chunks for each in chunk.choices if each.index == index]
+            assert own[0].delta.role == "assistant"
+            assert "".join(each.delta.content or "" for each in own) == choice.message.content
+            assert [i for each in own[1:] for i in each.token_ids] == choice.token_ids
+            logprobs = [p.logprob for each in own[1:] for p in each.logprobs.content]
+            expected = [p.logprob for p in choice.logprobs.content]
+            assert logprobs == pytest.approx(expected, abs=1e-4)
+            assert own[-1].finish_reason == choice.finish_reason
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_tokens": 3}, "max_tokens=3 contradicts max_completion_tokens=12"),
+            ({"top_logprobs": 3}, "top_logprobs=3 needs logprobs=true"),
+            ({"response_format": {"type": "json_object"}}, "response_format.type"),
+            ({"tool_choice": "required"}, "tool_choice: .*'none' or 'auto'"),
+            ({"messages": []}, "messages: List should have at least 1"),
+            ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+            ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                "messages.0.content",
+            ),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools need a chat"),
+        ],
+    )
+    def test_refused(self, client, options, message):
+        given = dict(options)
+        messages = given.pop("messages", ASK)
+        with pytest.raises(openai.BadRequestError, match=message):
+            chat(client, messages, **given)
+
+
+class TestTokenExactTurns:
+    """A conversation keeps its ids although their text would be tokenized otherwise."""
+
+    def test_over_three_turns(self, served, client):
+        messages = list(ASK)
+        before: list[int] = []
+        drifts = 0
+        for turn in range(3):
+            reply = chat(client, messages, temperature=1, seed=turn, extra_body=IDS)
+            prompt, message = reply.prompt_token_ids, reply.choices[0].message
+            assert prompt[: len(before)] == before
+            anew = served.engine.tokenize(message.content, add_special_tokens=False)
+            drifts += anew != message.token_ids
+            before = prompt + message.token_ids
+            messages += [message, {"role": "user", "content": f"and {turn}?"}]
+        assert drifts == 3, "the tokenizer does not drift: the test shows nothing"
+
+    def test_a_message_that_was_changed_is_refused(self, client):
+        message = chat(client, ASK, extra_body=IDS).choices[0].message
+        other = [{"role": "user", "content": "hello"}]
+        with pytest.raises(openai.BadRequestError, match="are not the ids of the messages before"):
+            chat(client, [*other, message, *ASK])
+
+    def test_the_prefix_cache_serves_every_turn(self, served, client):
+        served.engine.flush_cache()
+        first = chat(client, ASK, extra_body=IDS)
+        message = first.choices[0].message
+        again = chat(client, [*ASK, message, *ASK])
+        num_before = len(first.prompt_token_ids) + len(message.token_ids)
+        cached = again.usage.prompt_tokens_details.cached_tokens
+        assert cached >= (num_before - 1) // 4 * 4 - 4  # whole pages of 4 tokens
+
+
+def _template(tool_mark: str) -> str:
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + tool_mark + "{{ c.function.name }}"
+        "{{ c.function.arguments['x'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}<think>{% endif %}"
+        "{% endif %}{# </think> #}"
+    )
+
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+]
+CALL = '{"name": "add", "arguments": {"x": 1}}'
+
+
+class _Scripted:
+    """A tokenizer whose decoder writes a text, whatever the tokens: the model is random."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.text = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        ids = list(ids)
+        if not self.text or not options.get("skip_special_tokens", True):
+            return self.tokenizer.decode(ids, **options)
+        return self.text[: len(ids)]
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer.chat_template = _template("<tool_call>")
+    scripted = _Scripted(tokenizer)
+    with (
+        Engine(FOLDER, tokenizer=scripted, **OPTIONS) as engine,
+        serving(engine) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
+    ):
+        yield scripted, client
+
+
+class TestToolsAndThoughts:
+    def ask(self, scripted, text, **options) -> Any:
+        tokenizer, client = scripted
+        tokenizer.text = text
+        try:
+            fields = {"max_completion_tokens": len(text), "extra_body": {"ignore_eos": True}}
+            reply = chat(client, ASK, **{**fields, **options})
+            return list(reply) if options.get("stream") else reply
+        finally:
+            tokenizer.text = ""
+
+    def test_a_call(self, scripted):
+        text = f"I add.<tool_call>\n{CALL}\n</tool_call>"
+        (choice,) = self.ask(scripted, text, tools=TOOLS).choices
+        (call,) = choice.message.tool_calls
+        assert choice.message.content == "I add."
+        assert (call.type, call.function.name) == ("function", "add")
+        assert call.function.arguments == '{"x": 1}'
+
+    def test_calls_come_back_into_the_template(self, scripted):
+        text = f"<tool_call>\n{CALL}\n</tool_call>"
+        message = self.ask(scripted, text, tools=TOOLS).choices[0].message
+        assert message.content is None
+        _, client = scripted
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
+        assert chat(client, [*ASK, message, result], tools=TOOLS).choices
+
+    def test_a_stream_of_calls(self, scripted):
+        text = f"So:<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
+        chunks = self.ask(scripted, text, tools=TOOLS, stream=True)
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas) == "So:"
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        assert [call.index for call in calls] == [0, 1]
+        assert [call.function.name for call in calls] == ["add", "add"]
+
+    def test_without_tools_it_is_content(self, scripted):
+        text = f"<tool_call>{CALL}</tool_call>"
+        for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            message = self.ask(scripted, text, **options).choices[0].message
+            assert message.content == text
+            assert not message.tool_calls
+
+    def test_thoughts(self, scripted):
+        message = self.ask(scripted, "<think>hm</think>yes").choices[0].message
+        assert (message.content, message.reasoning_content) == ("yes", "hm")
+
+    def test_thoughts_that_the_prompt_opens(self, scripted):
+        body = {"ignore_eos": True, "chat_template_kwargs": {"think": True}}
+        message = self.ask(scripted, "hm</think>yes", extra_body=body).choices[0].message
+        assert (message.content, message.reasoning_content) == ("yes", "hm")
+
+    def test_thoughts_in_a_stream(self, scripted):
+        chunks = self.ask(scripted, "<think>hm</think>yes", stream=True)
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas) == "yes"
+        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
+
+    def test_thoughts_may_stay_in_the_content(self, scripted):
+        body = {"ignore_eos": True, "separate_reasoning": False}
+        message = self.ask(scripted, "<think>hm</think>yes", extra_body=body).choices[0].message
+        assert message.content == "<think>hm</think>yes"
