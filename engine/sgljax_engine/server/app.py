@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Depends, FastAPI
 
 from sgljax_engine import Engine
 from sgljax_engine.server.access import SameSite, require_key
@@ -18,7 +18,7 @@ from sgljax_engine.server.openai.chat import chat_routes
 from sgljax_engine.server.openai.completions import completion_routes
 from sgljax_engine.server.openai.models import model_routes
 from sgljax_engine.server.page.routes import page_routes
-from sgljax_engine.server.replies import add_error_handlers
+from sgljax_engine.server.replies import ERROR_RESPONSES, add_error_handlers, describe_errors
 from sgljax_engine.server.sglang.control import control_routes
 from sgljax_engine.server.sglang.generate import generate_routes
 from sgljax_engine.server.sglang.info import health_routes, info_routes
@@ -60,21 +60,20 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     data = Depends(require_key(config.api_key, "API key"))
     admin = Depends(require_key(config.admin_key, "admin key"))
 
-    def add(*routers: APIRouter, **options: object) -> None:
-        for router in routers:
-            app.include_router(router, **options)  # type: ignore[arg-type]
-
-    add(health_routes(context), page_routes(context))
-    add(
+    open_to_all = (health_routes(context), page_routes(context))
+    for_data = (
         generate_routes(context),
         info_routes(context),
         read_routes(context),
         model_routes(context),
         completion_routes(context),
         chat_routes(context),
-        dependencies=[data],
     )
-    add(control_routes(context), sleep_routes(context), dependencies=[admin])
+    for_admin = (control_routes(context), sleep_routes(context))
+    for routers, keys in ((open_to_all, []), (for_data, [data]), (for_admin, [admin])):
+        for router in routers:
+            app.include_router(router, dependencies=keys, responses=ERROR_RESPONSES)
+    describe_errors(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     app.add_middleware(SameSite, host=config.host)
     return app

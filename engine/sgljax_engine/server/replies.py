@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -103,6 +104,60 @@ def error_body(error: HTTPError) -> dict[str, Any]:
 def error_response(error: HTTPError) -> JSONResponse:
     """The reply."""
     return JSONResponse(error_body(error), error.status, headers=error.headers)
+
+
+class ErrorObject(BaseModel):
+    """What went wrong.
+
+    Attributes:
+        message: For the client's developer.
+        type: OpenAI's kind of the error.
+        param: Name of the field that is wrong.
+        code: The HTTP status.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(BaseModel):
+    """Body of every reply whose status is not 200."""
+
+    error: ErrorObject
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": text}
+    for status, text in {
+        400: "Bad input.",
+        401: "The key is missing or wrong.",
+        403: "A request of another site.",
+        404: "No such route.",
+        405: "No such method.",
+        408: "The body came too slowly.",
+        409: "The engine cannot do this now.",
+        413: "The body is too large.",
+        500: "A bug of the server.",
+        503: "Overloaded, halted for too long, or shutting down.",
+    }.items()
+}
+"""For the OpenAPI schema."""
+
+
+def describe_errors(app: FastAPI) -> None:
+    """Takes out of the schema what FastAPI would answer to bad input: here it is status 400."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = make()
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        return schema
+
+    app.openapi = openapi  # as FastAPI's documentation says
 
 
 def add_error_handlers(app: FastAPI) -> None:

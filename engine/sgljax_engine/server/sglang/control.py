@@ -61,8 +61,11 @@ def control_routes(context: ServerContext) -> APIRouter:
         )
         return {"status": "ok", "num_aborted": count}
 
-    @router.get("/flush_cache", response_class=PlainTextResponse, operation_id="get_flush_cache")
-    @router.post("/flush_cache", response_class=PlainTextResponse)
+    refused: dict[int | str, dict[str, Any]] = {400: {"description": "Requests hold pages."}}
+    plain: dict[str, Any] = {"response_class": PlainTextResponse, "responses": refused}
+
+    @router.get("/flush_cache", operation_id="get_flush_cache", **plain)
+    @router.post("/flush_cache", **plain)
     async def flush_cache() -> Response:
         """Empties the prefix cache; status 400 when requests hold pages."""
         answer = await engine.async_flush_cache()
