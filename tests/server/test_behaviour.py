@@ -59,7 +59,7 @@ def raw_request(served: Served, path: str, body: dict) -> socket.socket:
 class TestDisconnect:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-    def test_aborts_the_requests_and_frees_their_pages(self, served, path, stream):
+    def test_aborts_the_requests_and_frees_their_pages(self, served, caplog, path, stream):
         engine = gate_steps(served.engine)
         body = {**BODY, "stream": stream}
         if path != "/generate":
@@ -69,6 +69,7 @@ class TestDisconnect:
         connection.close()
         wait_for(lambda: engine.get_internal_state().running_batch_size == 0)
         assert_idle(engine)
+        assert not caplog.records, "a client that leaves is no error"
 
     def test_also_while_generation_is_paused(self, served):
         engine = gate_steps(served.engine)

@@ -14,7 +14,7 @@ from fastapi import Request
 
 from sgljax_engine import Engine, EngineError, SamplingParams
 from sgljax_engine.server.config import ServerConfig
-from sgljax_engine.server.replies import HTTPError, disconnected, overloaded
+from sgljax_engine.server.replies import ClientGoneError, HTTPError, disconnected, overloaded
 
 HALT_HEADER = "x-halt-timeout-s"
 
@@ -61,10 +61,6 @@ class Job:
 def new_rids(count: int, prefix: str = "") -> list[str]:
     """Fresh ids of prompts."""
     return [f"{prefix}{uuid.uuid4().hex}" for _ in range(count)]
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection: nobody reads the reply."""
 
 
 class Generation:

@@ -27,6 +27,9 @@ VERSION_HEADER = "x-weight-version"
 
 RETRY_AFTER_S = 1
 
+_CLIENT_GONE = 499
+"""Nginx's status for a client that is gone; only a proxy would see it."""
+
 
 class HTTPError(Exception):
     """Ends a request with a status and a message."""
@@ -55,6 +58,10 @@ class HTTPError(Exception):
         self.kind = kind
         self.param = param
         self.headers = dict(headers or {})
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection: nobody reads the reply."""
 
 
 def overloaded(message: str) -> HTTPError:
@@ -169,6 +176,9 @@ def add_error_handlers(app: FastAPI) -> None:
             answer.message = in_openai_words(answer.message)
         return error_response(answer)
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_GONE)
+
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         return error_response(_validation_error(error.errors()))
@@ -182,6 +192,7 @@ def add_error_handlers(app: FastAPI) -> None:
         )
 
     app.add_exception_handler(Exception, failed)  # a bug; it is logged too
+    app.add_exception_handler(ClientGoneError, gone)
     app.add_exception_handler(HTTPError, failed)
     app.add_exception_handler(EngineError, failed)
     app.add_exception_handler(RequestValidationError, invalid)
