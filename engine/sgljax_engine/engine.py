@@ -7,7 +7,6 @@ arguments and sends a command to the engine thread.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import importlib
 import logging
@@ -31,12 +30,7 @@ from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint, resto
 from sgljax_engine.core.client import EngineClient
 from sgljax_engine.core.staging import DiscardJob, PublishJob, StagedWeights, StageJob
 from sgljax_engine.core.weight_updates import UpdateJob, WeightSource
-from sgljax_engine.errors import (
-    EngineShutdownError,
-    InvalidConfigError,
-    InvalidRequestError,
-    unknown_name_message,
-)
+from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -1134,13 +1128,7 @@ class Engine:
             raise InvalidConfigError(
                 f"serve needs the extra [server]: pip install 'tunix-sgljax[server]' ({error})"
             ) from error
-        if config is None:
-            known = {field.name for field in dataclasses.fields(module.ServerConfig)}
-            for name in options:
-                if name not in known:
-                    raise InvalidConfigError(unknown_name_message("server option", name, known))
-            config = module.ServerConfig(**options)
-        server = module.Server(self, config)
+        server = module.Server(self, config or module.ServerConfig.from_options(options))
         self._servers.append(server)
         return server
 

@@ -27,7 +27,7 @@ FUZZ = settings(
     max_examples=NUM_EXAMPLES,
     phases=[Phase.generate],
     deadline=None,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     derandomize=True,
     database=None,
 )

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from sgljax_engine.server import ServerConfig
     from tunix_sgljax.observability.progress import Progress
 
-    server_config = ServerConfig(**options)  # refused before a model is loaded
+    server_config = ServerConfig.from_options(options)  # refused before a model is loaded
     started_s = time.perf_counter()
     with Engine(folder, config=config, progress=Progress(None)) as engine:
         if args.warmup:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sgljax_engine import InvalidConfigError
 
@@ -41,6 +44,21 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     halt_timeout_s: float = 600.0
     drain_timeout_s: float = 10.0
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
+        """Builds from fields by name.
+
+        Raises:
+            InvalidConfigError: for an unknown name, with the nearest known one; for a bad value.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise InvalidConfigError(f"unknown server option {name!r}; {hint}")
+        return cls(**options)
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the option, its value and its limit."""

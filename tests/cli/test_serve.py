@@ -1,0 +1,67 @@
+"""`serve` in a process of its own: keys, readiness, and a clean end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tests.engine.small_tokenizers import GOLDEN
+from tests.threads import LIMIT_S
+from tunix_sgljax.cli.main import main
+
+MODEL = GOLDEN / "qwen3_gqa_tied"
+ENGINE = [w for o in ("page_size=4", "batch_buckets=[4]", "max_running_requests=4")
+          for w in ("--engine", o)]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_from_start_to_end(tmp_path, end):
+    (tmp_path / "key").write_text("data\n")
+    command = [sys.executable, "-m", "tunix_sgljax.cli.main", "serve", "--model", str(MODEL)]
+    command += ["--port", "0", "--api-key-file", str(tmp_path / "key"), *ENGINE]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TUNIX_SGLJAX_ADMIN_KEY": "admin"},
+    )
+    with process:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # comes when requests are answered
+        assert line.startswith("serving qwen3_gqa_tied on http://127.0.0.1:"), line
+        url = line.split()[-1]
+        with httpx.Client(base_url=url, timeout=LIMIT_S) as http:
+            body = {"prompt": "the fox", "max_tokens": 4, "model": "qwen3_gqa_tied"}
+            assert http.post("/v1/completions", json=body).status_code == 401
+            good = {"authorization": "Bearer data"}
+            reply = http.post("/v1/completions", json=body, headers=good)
+            assert reply.json()["usage"]["completion_tokens"] <= 4
+            assert http.post("/pause_generation", headers=good).status_code == 401
+            admin = {"authorization": "Bearer admin"}
+            assert http.post("/pause_generation", headers=admin).status_code == 200
+        process.send_signal(end)
+        assert process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "needs api_key and admin_key"),
+        (["--api-key", "a", "--api-key-file", "b"], "give --api-key or --api-key-file"),
+        (["--api-key-file", "/no/such/file"], "No such file"),
+        (["--server", "port=3"], r"--server must not set ['port']"),
+        (["--server", "max_requests=0"], "max_requests must be an integer >= 1, got 0"),
+        (["--server", "prot=0"], "unknown server option 'prot'"),
+        (["--weights-root", "/no/such"], "weights_root must be a folder"),
+    ],
+)
+def test_refused_before_a_model_is_loaded(capsys, monkeypatch, options, message):
+    monkeypatch.delenv("TUNIX_SGLJAX_API_KEY", raising=False)
+    assert main(["serve", "--model", str(MODEL), *options]) == 2
+    assert message in capsys.readouterr().err
