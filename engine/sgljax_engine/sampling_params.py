@@ -22,6 +22,8 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_TOP_LOGPROBS = 128
+"""Maximum of `top_logprobs_num`, the most likely tokens to report at a position."""
+
 MAX_TOKEN_IDS_LOGPROB = 1024
 
 REFUSED_FIELDS = {

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("sgljax_engine", "tunix_sgljax")
+PACKAGES = ("sgljax_engine", "sgljax_engine.server", "tunix_sgljax")
 
 
 @pytest.fixture(scope="module")

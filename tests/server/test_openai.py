@@ -6,9 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-from transformers import AutoTokenizer
 
 from sgljax_engine import Engine
+from tests.server.scripted import CALL, TOOLS, ScriptedTokenizer
 from tests.server.served import FOLDER, OPTIONS, serving
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
@@ -276,45 +276,9 @@ class TestTokenExactTurns:
         assert cached >= (num_before - 1) // 4 * 4 - 4  # whole pages of 4 tokens
 
 
-def _template(tool_mark: str) -> str:
-    return (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}" + tool_mark + "{{ c.function.name }}"
-        "{{ c.function.arguments['x'] }}{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}<think>{% endif %}"
-        "{% endif %}{# </think> #}"
-    )
-
-
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-]
-CALL = '{"name": "add", "arguments": {"x": 1}}'
-
-
-class _Scripted:
-    """A tokenizer whose decoder writes a text, whatever the tokens: the model is random."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.text = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def decode(self, ids: Any, **options: Any) -> str:
-        ids = list(ids)
-        if not self.text or not options.get("skip_special_tokens", True):
-            return self.tokenizer.decode(ids, **options)
-        return self.text[: len(ids)]
-
-
 @pytest.fixture(scope="module")
 def scripted():
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    tokenizer.chat_template = _template("<tool_call>")
-    scripted = _Scripted(tokenizer)
+    scripted = ScriptedTokenizer()
     with (
         Engine(FOLDER, tokenizer=scripted, **OPTIONS) as engine,
         serving(engine) as served,

@@ -105,7 +105,7 @@ def test_numbers_move_and_buttons_work(browser, engine, server):
         browser.select("#mode", "in_place")
         browser.click("#pause")
         browser.wait_for(says("state", "Paused (in_place)"))
-        assert engine.get_internal_state().running_batch_size > 0
+        assert engine.get_internal_state().pause_mode == "in_place"
         browser.click("#continue")
         browser.wait_for(says("state", "Running"))
     browser.wait_for(says("state", "Idle"))
