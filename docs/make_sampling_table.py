@@ -47,10 +47,10 @@ _HEAD = """# Sampling
 
 <!-- Written by docs/make_sampling_table.py; do not edit. -->
 
-Every row of vLLM's `SamplingParams`, and every one of this engine's: supported, with the test that
-shows it, or refused, with the error that tells what to do instead. Nothing is ignored. Fields go
-into `SamplingParams` or into a dict of the same names, for all prompts of a call or one for each.
-In a dict, None is the default of {defaults}.
+Every field of vLLM's `SamplingParams` and of this engine's is either supported, with a test, or
+refused, with an error that says what to do instead. Nothing is ignored. Pass fields as
+`SamplingParams` or as a dict with the same names, for all prompts of a call or one for each.
+In a dict, None means the default of {defaults}.
 """
 
 _TAIL = """## Order of operations
@@ -62,23 +62,24 @@ Logits of each step go through
 3. `logit_bias`;
 4. `repetition_penalty` (tokens of prompt and output), `frequency_penalty`, `presence_penalty`
    (tokens of the output);
-5. `temperature`; at 0 the likeliest token is taken and the rest does not matter;
-6. `top_k`, then `top_p` over what is left, then `min_p`.
+5. `temperature`; at 0 the most likely token is taken, and filters do not matter;
+6. `top_k`, then `top_p` over what remains, then `min_p`.
 
-This is vLLM's order but for `min_p`, which vLLM applies before `top_k`; SGLang applies it last, as
-here. Tokens exactly as likely as the last one kept are kept. All of it is held against float64 by
-`tests/engine/test_sampling_numerics.py`, sampled frequencies too, and on real generations by
-`tests/engine/test_sampling_table.py::TestDistribution::test_logprobs_of_real_generations`.
+This is vLLM's order except for `min_p`, which vLLM applies before `top_k`; SGLang applies it last,
+as here. Ties with the last kept token are kept. `tests/engine/test_sampling_numerics.py` compares
+all of this with float64, sampled frequencies too, and
+`tests/engine/test_sampling_table.py::TestDistribution::test_logprobs_of_real_generations` does so
+on real generations.
 
 Draws depend on `seed`, on the step and on the row's own distribution. So a request with a seed
-gives the same tokens whatever runs beside it, whatever the configuration, and also after a
-retraction (`tests/engine/test_sampling_batches.py`), up to rounding: another batch size may add up
-in another order.
+gives the same tokens in any batch, in any configuration, and also after a retraction
+(`tests/engine/test_sampling_batches.py`), up to rounding: another batch size may sum in another
+order.
 
 ## Log-probs
 
-`meta_info` gets SGLang's lists of `(log-prob, token id, None)`. None of them is ever longer or
-shorter than the output.
+`meta_info` has SGLang's lists of `(log-prob, token id, None)`. The lists of an output always have
+its length.
 
 | log-prob | of | where |
 |---|---|---|
@@ -88,20 +89,20 @@ shorter than the output.
 | scaled | log softmax(logits / temperature); raw when greedy | `RequestOutput.scaled_logprobs` |
 
 `input_token_logprobs`, `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` are
-raw. The first token of a prompt has no log-prob; its entries are None. Prompt log-probs are of the
-weights under which the output began. With several weight versions
-in one output, each token has the log-prob under the weights that produced it.
+raw. The first token of a prompt has no log-prob; its entries are None. Prompt log-probs come
+from the weights with which the output started. If an output spans several weight versions, each
+token has the log-prob of the weights that sampled it.
 
-The Tunix rollout returns the *scaled* log-probs, because the trainer recomputes exactly that:
-log softmax(logits / temperature), without penalties and filters. Its `logprobs_mode` chooses
-others.
+The Tunix rollout returns the *scaled* log-probs, because the trainer recomputes exactly those:
+log softmax(logits / temperature), without penalties and filters. The rollout's `logprobs_mode`
+selects others.
 
 ## Streaming
 
-`generate(stream=True)` returns an iterator at once. Each item has `index`, the place of the output
-among those of the call, and what is new since that output's last item: text, `output_ids` and
-log-probs. The pieces add up to what `stream=False` returns; text waits until no further token can
-change it. Closing or dropping the iterator aborts what is unfinished.
+`generate(stream=True)` returns an iterator immediately. Each item has `index`, the position of its
+output in the call, and what is new since that output's last item: text, `output_ids` and
+log-probs. The items add up to what `stream=False` returns; text is held back until no later token
+can change it. Closing or dropping the iterator aborts unfinished requests.
 """
 
 
@@ -166,10 +167,10 @@ def render() -> str:
     """The text of docs/sampling.md."""
     sections = [
         _HEAD.format(defaults=", ".join(f"`{name}`" for name in DEFAULT_IF_NONE)),
-        "## Supported\n\nTests are below `tests/engine/`.\n",
+        "## Supported\n\nTests are in `tests/engine/`.\n",
         "\n".join(_field_rows()) + "\n",
         "\n".join(_logprob_rows()) + "\n",
-        f"## Refused\n\nBy name, whatever the value; `{REFUSAL_TEST}` tries each.\n",
+        f"## Refused\n\nThese names are refused with any value; `{REFUSAL_TEST}` tests each.\n",
         "\n".join(_refused_rows()) + "\n",
         _TAIL,
     ]

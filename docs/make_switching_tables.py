@@ -26,23 +26,25 @@ _BEGIN, _END = (
     "<!-- end of fields -->\n",
 )
 
-_LATER = """Read from the training config when the rollout is made. A later config (an evaluation
-config, say) may leave them at their defaults or repeat them; one that differs is refused. So set
-the context length in the training config to what evaluation needs as well."""
+_LATER = """Read from the training config when the rollout is made. A later config, such as an
+evaluation config, may leave them at their defaults or repeat them; a different value is refused.
+So set a context length in the training config that is enough for evaluation too."""
 
-_ENTRIES = """What an entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs` becomes. As a
-keyword of `SglJaxRollout` or `Engine` such a name is refused, with what it is called here.
+_ENTRIES = """The option that each entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs`
+sets. As a keyword of `SglJaxRollout` or `Engine` such a name is refused, and the error gives its
+name here.
 """
 
-_SAMPLING_ENTRIES = """What an entry of `rollout_vllm_sampling_kwargs` becomes. All fields of
-[Sampling](sampling.md) are taken; those that are refused there, and unknown ones, are refused here
-too, since without them other tokens would be sampled. `stop_token_ids` are added to the end tokens;
-`ignore_eos` leaves the tokenizer's out. A config without entries has those of the training config.
+_SAMPLING_ENTRIES = """The field that each entry of `rollout_vllm_sampling_kwargs` sets. All fields
+of [Sampling](sampling.md) are accepted. Those refused there, and unknown ones, are refused here
+too, since ignoring them would change the sampled tokens. `stop_token_ids` are added to the end
+tokens; `ignore_eos` leaves out the tokenizer's. A config without entries uses those of the training
+config.
 """
 
 
 def render(text: str) -> str:
-    """The text of docs/switching.md with its tables made anew."""
+    """The text of docs/switching.md with its tables regenerated."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return head + _BEGIN + "\n" + "\n".join(_sections()) + "\n" + _END + tail
@@ -53,7 +55,7 @@ def _sections() -> Iterator[str]:
     yield from _fields("Model and mesh", "", MODEL_FIELDS)
     yield from _fields("rollout_sglang_jax_...", _LATER, SGLANG_JAX_FIELDS)
     yield from _fields(
-        "rollout_vllm_...", "Read as those above, `sampling_kwargs` at every call.", VLLM_FIELDS
+        "rollout_vllm_...", "Read like those above, `sampling_kwargs` at every call.", VLLM_FIELDS
     )
     yield "### Names of engine options\n"
     yield _ENTRIES
@@ -63,7 +65,7 @@ def _sections() -> Iterator[str]:
             opposite = "the opposite of " if option.is_opposite else ""
             note = f", {option.note}" if option.note else ""
             yield f"| `{option.name}` ({option.engine}) | {opposite}`{option.option}`{note} |"
-    yield "\nWithout a counterpart, and so in the warning:\n\n| there | why |\n|---|---|"
+    yield "\nThese have no counterpart, so the warning names them:\n\n| there | why |\n|---|---|"
     for note in dict.fromkeys(o.note for o in FOREIGN_OPTIONS.values() if o.option is None):
         names = [o.name for o in FOREIGN_OPTIONS.values() if o.option is None and o.note == note]
         yield f"| {_codes(names)} | {note} |"
@@ -76,7 +78,7 @@ def _sections() -> Iterator[str]:
         yield f"| `{name}` | `{field}` of RolloutConfig decides; another value is refused |"
     yield "| `n` | 1; another value is refused |"
     for name, reason in sampling_fields.WITHOUT_MEANING.items():
-        yield f"| `{name}` | nothing, as a warning says: {reason} |"
+        yield f"| `{name}` | no effect, as a warning says: {reason} |"
 
 
 def _fields(title: str, intro: str, fields: Sequence[RolloutField]) -> Iterator[str]:

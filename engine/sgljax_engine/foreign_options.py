@@ -116,7 +116,7 @@ _WITHOUT_COUNTERPART = (
         "quantization quantization_param_path kv_cache_dtype calculate_kv_scales weight_dtype",
     ),
     (
-        "it is always so",
+        "it is always on",
         "async_scheduling enable_chunked_prefill enable_mixed_chunk skip_server_warmup "
         "enable_engine_loop_run_forever_daemon",
     ),
@@ -130,8 +130,8 @@ _WITHOUT_COUNTERPART = (
         "disable_precompile xla_backend",
     ),
     (
-        "requests are served first come, first served, and a running one's room is kept as "
-        "'init_new_token_ratio' says",
+        "requests are served first come, first served, and 'init_new_token_ratio' says how "
+        "much room a running one keeps",
         "scheduling_policy schedule_policy schedule_conservativeness scheduler_delay_factor "
         "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold",
     ),
@@ -150,7 +150,7 @@ _WITHOUT_COUNTERPART = (
         "max_logprobs logprobs_mode",
     ),
     (
-        "each request's sampling parameters say it",
+        "each request's sampling parameters set it",
         "generation_config override_generation_config preferred_sampling_params",
     ),
     (
@@ -166,7 +166,7 @@ _WITHOUT_COUNTERPART = (
         "enable_prompt_embeds",
     ),
     (
-        "the host always prepares and reads batches beside the device",
+        "the host always prepares and reads batches while the device runs",
         "disable_overlap_schedule stream_output",
     ),
     (
@@ -178,7 +178,7 @@ _WITHOUT_COUNTERPART = (
         "allow_auto_truncate",
     ),
     ("'chunked_prefill_size' bounds all prompts of a batch together", "max_prefill_tokens"),
-    ("pages are told apart by their tokens themselves", "prefix_caching_hash_algo"),
+    ("pages are compared by their tokens, not by a hash", "prefix_caching_hash_algo"),
 )
 """Why there is no such option, and the names."""
 

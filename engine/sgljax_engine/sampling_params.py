@@ -101,11 +101,11 @@ class SamplingParams:
     which vLLM applies before top_k and SGLang, as here, after top_p.
 
     Attributes:
-        n: Samples to draw from the prompt, each an output of its own. >= 1.
+        n: Number of samples to draw from the prompt; each is a separate output. >= 1.
         temperature: Divides the logits; 0 means greedy. In [0, 1e6].
         top_k: Keep the k most likely tokens; -1 or None keeps all. -1, None or >= 1.
         top_p: Keep the smallest set of tokens with at least this probability. In (0, 1].
-        min_p: Keep tokens at least this fraction as likely as the likeliest. In [0, 1].
+        min_p: Keep tokens at least this fraction as likely as the most likely one. In [0, 1].
         presence_penalty: Subtracted from the logit of each token in the output. In [-2, 2].
         frequency_penalty: The same, times the token's occurrences in the output. In [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of each token in prompt
@@ -115,19 +115,19 @@ class SamplingParams:
         bad_token_ids: These tokens are never generated.
         seed: Makes the random draws of this request reproducible; None draws a fresh seed.
             Sample i of n uses a seed derived from (seed, i). In [0, 2**63 - 1].
-        max_new_tokens: Tokens to generate at most. >= 1.
-        min_new_tokens: No stop token is generated and no stop string looked for before there are
-            this many tokens. In [0, max_new_tokens].
+        max_new_tokens: Maximum number of tokens to generate. >= 1.
+        min_new_tokens: Before there are this many tokens, no stop token is generated and no stop
+            string is looked for. In [0, max_new_tokens].
         stop: Generation stops when the text contains one of these; the text is cut before it.
             A string, several of them or None.
         stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`. At
             most 16, the model's end-of-sequence tokens included unless they are ignored.
         ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
         include_stop_str_in_output: Cut the text after the stop string, not before it.
-        detokenize: False leaves the text empty and spares the tokenizer.
+        detokenize: False leaves the text empty and does not use the tokenizer.
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: Put spaces around special tokens in the text (slow Hugging
-            Face tokenizers alone make a difference).
+        spaces_between_special_tokens: Put spaces around special tokens in the text (only slow
+            Hugging Face tokenizers make a difference).
     """
 
     n: int = 1
@@ -309,7 +309,7 @@ class LogprobOptions:
     """Which log-probs a request reports. Log-probs other than those of its output tokens are raw.
 
     Attributes:
-        enabled: Report any at all.
+        enabled: Report log-probs.
         start_len: First prompt position to report; -1 for none. In [-1, prompt tokens).
         top_num: Most likely tokens to report at each position. In [0, 128].
         token_ids: Tokens to report at each position, likely or not. At most 1024.

@@ -76,21 +76,21 @@ SAMPLING_FIELDS = _table(
         "mapped",
         "seed",
         "of each row. None: fresh randomness in every call. An int or a JAX key: the run is "
-        "reproducible; draws depend on the seed, on how many calls used it before and on the row",
+        "reproducible; draws depend on the seed, the number of earlier calls with it, and the row",
     ),
     ("eos_tokens", "mapped", "stop_token_ids", "instead of the tokenizer's end token"),
     (
         "max_prompt_length",
         "mapped",
         None,
-        "width of the left-padded prompts that come back; a longer prompt is never cut, the width "
+        "width of the returned left-padded prompts; a longer prompt is never cut, the width "
         "grows to the next power of two",
     ),
     (
         "return_logprobs",
         "mapped",
         None,
-        "whether `logprobs` come back: of softmax(logits / temperature), as Tunix's trainer "
+        "whether `logprobs` are returned: of softmax(logits / temperature), as Tunix's trainer "
         "computes them, unless `logprobs_mode` says otherwise",
     ),
 )
@@ -108,14 +108,14 @@ MODEL_FIELDS = _table(
         "rollout_mapping_config",
         "mapped",
         None,
-        "weight mapping with transposes and hooks; else the model's own for `sglang_jax`, else the "
-        "one built in",
+        "weight mapping with transposes and hooks; without it, the model's own for `sglang_jax`, "
+        "or else the built-in one",
     ),
     (
         "kv_cache_size",
         "mapped",
         None,
-        "bounds a sequence when no context length is set: the larger of it and "
+        "bounds a sequence if no context length is set: the larger of this value and "
         "`max_prompt_length` + `max_tokens_to_generate`",
     ),
     ("tensor_parallel_size", "checked", None, "-1 or the 'tp' size of the rollout mesh"),
@@ -143,15 +143,15 @@ SGLANG_JAX_FIELDS = _table(
         "mem_fraction_static",
         "mapped",
         "mem_fraction_static",
-        "of the memory that is free beside the weights. At Tunix's default of 0.2 the engine's "
-        "applies, which is 0.2 too",
+        "of the memory that the weights leave free. At Tunix's default of 0.2 the engine's default "
+        "applies, which is also 0.2",
     ),
     ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
     (
         "disable_radix_cache",
         "mapped",
         "disable_radix_cache",
-        "its default, True, leaves the engine's default, which is to share. Turn it off with "
+        "its default, True, keeps the engine's default, which shares. Turn sharing off with "
         "`SglJaxRollout(disable_radix_cache=True)`",
     ),
     (
@@ -166,27 +166,27 @@ SGLANG_JAX_FIELDS = _table(
         None,
         "thresholds are looked up exactly, without a sort",
     ),
-    ("enable_static_lora", "accepted", None, "the actor's parameters tell whether it has LoRA"),
+    ("enable_static_lora", "accepted", None, "the actor's parameters show whether it has LoRA"),
     ("enable_single_process", "named", None, "it is always one process"),
-    ("lora_target_modules", "accepted", None, "the actor's parameters tell which have LoRA"),
-    ("max_lora_rank", "mapped", None, "the rank of LoRA pairs at most"),
+    ("lora_target_modules", "accepted", None, "the actor's parameters show where LoRA is"),
+    ("max_lora_rank", "mapped", None, "the maximum rank of LoRA pairs"),
     (
         "lora_scaling",
         "mapped",
         None,
-        "the factor alpha / rank of LoRA pairs, which their arrays do not tell",
+        "the factor alpha / rank of LoRA pairs, which is not in their arrays",
     ),
     (
         "precompile_bs_paddings",
         "mapped",
         "batch_buckets",
-        "the largest is `max_running_requests` too unless that is set",
+        "the largest also sets `max_running_requests` unless that is set",
     ),
     (
         "precompile_token_paddings",
         "mapped",
         "token_buckets",
-        "the largest is `chunked_prefill_size` too unless that is set",
+        "the largest also sets `chunked_prefill_size` unless that is set",
     ),
     (
         "chunked_prefill_size",
@@ -228,38 +228,38 @@ VLLM_FIELDS = _table(
         "lora_config",
         "translated",
         None,
-        "`max_lora_rank` is the rank of LoRA pairs at most; the actor's parameters tell the rest",
+        "`max_lora_rank` is the maximum rank of LoRA pairs; the actor's parameters show the rest",
     ),
     (
         "hbm_utilization",
         "translated",
         "mem_fraction_static",
-        "of the memory that is free beside the weights, not of all. At Tunix's default of 0.2 the "
-        "engine's applies, which is 0.2 too",
+        "of the memory that the weights leave free, not of all. At Tunix's default of 0.2 the "
+        "engine's default applies, which is also 0.2",
     ),
     ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
     ("tpu_backend_type", "named", None, "it is always JAX"),
-    ("async_scheduling", "named", None, "the host always works beside the device"),
+    ("async_scheduling", "named", None, "the host always works while the device runs"),
     (
         "logprobs_mode",
         "translated",
         None,
         '`SglJaxRollout(logprobs_mode=...)`: "raw_logprobs" is the mode of that name; at the '
-        "default, \"processed_logprobs\", the rollout's own default applies, the trainer's, which "
-        "without filters are the same",
+        "default, \"processed_logprobs\", the rollout's own default applies: the trainer's "
+        "log-probs, which are the same without filters",
     ),
     ("hf_config_path", "named", None, "shape and weights come from the actor"),
     ("additional_config", "named", None, "settings of vLLM's TPU plugin and of MaxText"),
     ("enable_dp_attention", "named", None, "the mesh decides how the engine is sharded"),
-    ("delete_dst_buffers", "named", None, "old weights go when the new ones serve"),
+    ("delete_dst_buffers", "named", None, "old weights are freed when the new ones serve"),
     (
         "max_num_batched_tokens",
         "translated",
         "chunked_prefill_size",
-        "the most tokens of a prefill, whose activations take memory beside the KV cache",
+        "the maximum tokens of a prefill; its activations take memory beside the KV cache",
     ),
     ("max_num_seqs", "translated", "max_running_requests", ""),
-    ("reshard_chunk_size", "named", None, "an update takes what it needs and no more"),
+    ("reshard_chunk_size", "named", None, "an update takes no more memory than it needs"),
     (
         "kwargs",
         "translated",
@@ -271,7 +271,7 @@ VLLM_FIELDS = _table(
         "sampling_kwargs",
         "translated",
         None,
-        "fields of [SamplingParams](sampling.md), by vLLM's names or these; "
+        "fields of [SamplingParams](sampling.md), by vLLM's names or the engine's; "
         "[below](#vllms-sampling-fields)",
     ),
     prefix="rollout_vllm_",

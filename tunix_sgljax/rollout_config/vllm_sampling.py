@@ -33,7 +33,7 @@ WITHOUT_MEANING = {
     "flat_logprobs": "log-probs come as arrays",
     "output_kind": "a rollout returns whole completions",
     "detokenize": "a rollout always returns text",
-    "skip_reading_prefix_cache": "what the prefix cache gives is the same",
+    "skip_reading_prefix_cache": "the prefix cache does not change outputs",
     "skip_clone": "sampling parameters are immutable",
 }
 """Fields that do not change sampling, and why."""
