@@ -231,14 +231,14 @@ class TestLife:
         with make_engine() as engine:
             expected = [out.output_ids for out in engine.generate_requests(PROMPTS, LONG)]
             calls = start_all(engine, PROMPTS)
-            runner = engine._loop._core.runner
+            core = engine._loop._core
 
             def fail(**_):
-                for x in jax.tree.leaves(runner.kv):
+                for x in jax.tree.leaves(core.runner.kv_memory.kv):
                     x.delete()
                 raise RuntimeError("planted fault")
 
-            monkeypatch.setattr(runner, "warmup", fail)
+            monkeypatch.setattr(core.warmup, "run", fail)
             with pytest.raises(RuntimeError, match="planted fault"):
                 engine.warmup()
             assert [out.output_ids for out in results(calls)] == expected
@@ -252,7 +252,7 @@ class TestLife:
 
             def step():
                 real()
-                ready.append(all(x.is_ready() for x in jax.tree.leaves(core.runner.kv)))
+                ready.append(all(x.is_ready() for x in jax.tree.leaves(core.runner.kv_memory.kv)))
 
             monkeypatch.setattr(core, "step", step)
             engine.generate_requests(random_prompts(1, 200, 200), SHORT)

@@ -36,6 +36,7 @@ from sgljax_engine.processing.futures import Answer, reject, resolve
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import FinishReason, Request, RequestStatus, SchedulerOutput
 
@@ -46,8 +47,8 @@ class EngineCore:
     """Scheduler, runner and output processor, and what joins them. For one thread.
 
     Attributes:
-        scheduler, pool, runner, outputs, groups, stats, sleep_manager, serving, pauses: The parts.
-            Any thread may read `sleep_manager.asleep` and `serving.version`.
+        scheduler, pool, runner, warmup, outputs, groups, stats, sleep_manager, serving, pauses: The
+            parts. Any thread may read `sleep_manager.asleep` and `serving.version`.
         counters: Totals, kept by `stats`.
         recorder: Notes what is done. Any thread may start and stop it.
         steps_left: How many steps may still be taken; None for no limit. For tests.
@@ -59,6 +60,7 @@ class EngineCore:
         scheduler: Scheduler,
         pool: PagePool,
         runner: ModelRunner,
+        warmup: Warmup,
         memory: MemoryReport,
         tokenizer: Tokenizer | None,
         adapters: AdapterRegistry,
@@ -69,6 +71,7 @@ class EngineCore:
             scheduler: Fresh, over `pool`.
             pool: The pages.
             runner: Holds weights and pages.
+            warmup: Of the runner.
             memory: What weights and pages take.
             tokenizer: For output text.
             adapters: Those that the weights hold.
@@ -76,6 +79,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.pool = pool
         self.runner = runner
+        self.warmup = warmup
         self.recorder = Recorder()
         self.stats = Stats(scheduler, pool, self.recorder)
         self.counters = self.stats.counters
@@ -122,7 +126,7 @@ class EngineCore:
             self.end([request], FinishReason("error", message=repr(error)))
         self.outputs.flush()
         # A step that failed after it took the donated pages took everybody's keys and values.
-        if self.runner.recover_kv():
+        if self.runner.kv_memory.recover():
             self.retract_all()
 
     @property
@@ -169,7 +173,7 @@ class EngineCore:
             CompileForbiddenError: when it needs a program that may not be compiled.
             InvalidRequestError: when its adapter is not loaded.
         """
-        self.runner.check_warm(request)
+        self.warmup.check(request)
         request.adapter = self.serving.adapters.find(request.lora)
 
     def take_in(self, request: Request, answer: Answer) -> None:
@@ -239,7 +243,7 @@ class EngineCore:
             return
         self.apply_pause_mode(mode)
         self.outputs.flush()
-        self.runner.wait()
+        self.runner.kv_memory.wait()
         self.refuse_if_held()
         resolve(future, None)
 
@@ -318,7 +322,7 @@ class EngineCore:
                 del swap  # see `commands.answer`
         futures = self.pauses.take_pauses()
         if futures:
-            self.runner.wait()
+            self.runner.kv_memory.wait()
             for future in futures:
                 resolve(future, None)
         self._set_admission()
@@ -374,7 +378,7 @@ class EngineCore:
             available_kv_tokens=self.pool.num_available * size,
             cached_kv_tokens=self.pool.num_cached * size,
             total_kv_tokens=self.pool.num_pages * size,
-            is_kv_allocated=self.runner.is_kv_allocated,
+            is_kv_allocated=self.runner.kv_memory.is_allocated,
             weight_version=self.serving.version,
             adapters=self.serving.adapters.names,
             new_token_ratio=scheduler.policy.new_token_ratio,

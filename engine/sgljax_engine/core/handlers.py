@@ -86,7 +86,7 @@ def _release_kv(core: EngineCore, command: cmd.ReleaseKV) -> int:
             "pause_generation(mode='retract') or 'abort' first"
         )
     core.pool.reset_cache()
-    return core.runner.release_kv()
+    return core.runner.kv_memory.release()
 
 
 def _sleep(core: EngineCore, command: cmd.Sleep) -> int:
@@ -103,7 +103,7 @@ def _sleep(core: EngineCore, command: cmd.Sleep) -> int:
             f"{', '.join(map(repr, serving.adapters.names))} with the weights: unload them "
             "before, or sleep with level=1"
         )
-    core.runner.wait()
+    core.runner.kv_memory.wait()
     kept = manager.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
     if not keeps_all and "kv_cache" not in manager.asleep:
         core.retract_all()
@@ -149,20 +149,20 @@ def _unload_adapter(core: EngineCore, command: cmd.UnloadAdapter) -> None:
 def _score(core: EngineCore, command: cmd.Score) -> Any:
     core.check_awake()
     slot = core.serving.adapters.find(command.lora)
-    return core.runner.score(command.sequences, command.starts, command.temperature, slot)
+    return core.runner.scorer.score(command.sequences, command.starts, command.temperature, slot)
 
 
 def _warmup(core: EngineCore, command: cmd.Warmup) -> int:
     """Compiles and runs all buckets; returns how many were new."""
     core.check_awake()
     try:
-        return core.runner.warmup(
+        return core.warmup.run(
             include_score=command.include_score,
             include_table=command.include_table,
             progress=command.progress,
         )
     except BaseException:
-        if core.runner.recover_kv():  # a program that failed had taken the pages
+        if core.runner.kv_memory.recover():  # a program that failed had taken the pages
             core.lose_kv()
         raise
 
