@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
+from sgljax_engine.core import interruptions
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -217,10 +218,10 @@ class TestLife:
         with make_engine() as engine:
             calls = start_all(engine, PROMPTS)
 
-            def fail(mode):
+            def fail(core, mode):
                 raise RuntimeError("planted fault")
 
-            monkeypatch.setattr(engine._loop._core, "apply_pause_mode", fail)
+            monkeypatch.setattr(interruptions, "apply_pause_mode", fail)
             pause = start(lambda: engine.pause_generation("retract"))
             for call in (pause, *calls):
                 with pytest.raises(EngineShutdownError, match="planted fault"):

@@ -1,19 +1,15 @@
-"""Requests, steps, pauses and updates: what an engine does, without its thread.
+"""Requests and steps: what an engine does, without its thread.
 
 `core.loop` runs it on the engine thread. A test may run it on its own: `core.handlers.handle` does
-a command, `EngineCore.step` takes a step.
+a command, `EngineCore.step` takes a step. `core.interruptions` has pauses and updates.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.pause import PauseState
 from sgljax_engine.core.request_groups import RequestGroups
@@ -26,13 +22,11 @@ from sgljax_engine.errors import (
     EngineStateError,
     EngineStepError,
     InvalidRequestError,
-    WeightsLostError,
     forget_locals,
 )
-from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.metrics import EngineState, MemoryReport
 from sgljax_engine.observability.trace import Recorder
-from sgljax_engine.processing.futures import Answer, reject, resolve
+from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.runner import ModelRunner
@@ -217,130 +211,6 @@ class EngineCore:
         """Everybody's keys and values are gone."""
         self.pool.reset_cache()
         self.retract_all()
-
-    # ------------------------------------------------------------------ pauses and updates
-
-    def apply_pause_mode(self, mode: PauseMode, adapter: int | None = None) -> None:
-        """Does to the requests what a pause, or an update, of this mode does.
-
-        Args:
-            mode: Of the pause or update.
-            adapter: Slot of an adapter whose requests alone are meant; None for all.
-        """
-        if mode == "abort":
-            reason = FinishReason("abort", message="generation was paused, or weights changed")
-            self.end([r for r in self.scheduler.requests() if adapter in (None, r.adapter)], reason)
-        elif mode == "retract":
-            self.retract_all(adapter)
-
-    def pause(self, mode: PauseMode, future: Future[None]) -> None:
-        """Pauses; the last call's mode holds. "wait" is answered by `settle`."""
-        self.stats.paused(mode)
-        self.pauses.mode = mode
-        if mode == "wait":
-            self.pauses.wait(future)
-            self.refuse_if_held()
-            return
-        self.apply_pause_mode(mode)
-        self.outputs.flush()
-        self.runner.kv_memory.wait()
-        self.refuse_if_held()
-        resolve(future, None)
-
-    def resume(self) -> None:
-        """Ends the pause."""
-        self.pauses.mode = None
-        self.stats.continued()
-        why = "continue_generation ended the pause"
-        self.pauses.refuse_pauses(self.scheduler.num_started, why)
-        self._set_admission()
-
-    def swap(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-        """Swaps weights or an adapter, now or, with mode "wait", when `settle` finds it can."""
-        try:
-            # Without weights no request ever finishes, so there is nothing to wait for.
-            if command.mode != "wait" or not self.serving.are_held:
-                cmd.answer(command, functools.partial(self._swap_now, command))
-                return
-            self.pauses.waiting_swap = command
-        finally:
-            del command  # see `commands.answer`
-        self.refuse_if_held()
-
-    def _swap_now(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> int:
-        """Serves other weights from the next dispatch on; returns their version.
-
-        Whatever fails leaves weights and requests as they were, but for a donating update.
-        """
-        num_running = len(self.scheduler.running)
-        if command.flush_cache and command.mode == "in_place" and num_running:
-            raise EngineStateError(
-                f"flush_cache=True with mode='in_place': {num_running} running request(s) would "
-                "go on with keys and values of the old weights"
-            )
-        started_s = time.perf_counter()
-        try:
-            self.serving.swap(command)
-        except WeightsLostError as error:
-            self.fail_all(EngineStateError(str(error)))
-            raise
-        if not self.sleep_manager.asleep:
-            self.recorder.end("asleep")
-        self._forget_computed(command)
-        self.stats.swapped(started_s, self.serving.version, command.mode)
-        return self.serving.version
-
-    def _forget_computed(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-        """Nothing that other weights, or another adapter, computed is ever matched again.
-
-        Pages of requests that run on are theirs alone from now on, since the cache takes no page
-        from before its reset.
-        """
-        # "wait" found nobody to wait for, or no weights to wait under.
-        mode: PauseMode = "retract" if command.mode == "wait" else command.mode
-        if isinstance(command, cmd.SwapAdapter):
-            slot = self.serving.adapters.find(command.name)
-            self.pool.reset_cache(slot)
-        else:
-            slot = None
-            self.pool.reset_cache()
-        self.apply_pause_mode(mode, slot)
-        for request in self.scheduler.waiting:
-            if not request.output_ids and slot in (None, request.adapter):
-                request.prompt_logprobs = None  # scored when it starts again
-
-    def settle(self) -> None:
-        """Does what waited until no started request is left, if none is."""
-        if self.scheduler.num_started:
-            return
-        self.outputs.flush()
-        swap = self.pauses.take_swap()
-        if swap is not None:
-            try:
-                cmd.answer(swap, functools.partial(self._swap_now, swap))
-            finally:
-                del swap  # see `commands.answer`
-        futures = self.pauses.take_pauses()
-        if futures:
-            self.runner.kv_memory.wait()
-            for future in futures:
-                resolve(future, None)
-        self._set_admission()
-
-    def refuse_if_held(self) -> None:
-        """Answers all that waits for requests to finish, if they cannot. See `settle` else."""
-        num_started = self.scheduler.num_started
-        if num_started and self.is_held:
-            holder = f"pause_generation({self.pauses.mode!r})"
-            if not self.can_run:
-                holder = "sleep" if self.sleep_manager.asleep else "the want of weights"
-            why = f"{holder} keeps them from finishing"
-            self.pauses.refuse_pauses(num_started, why)
-            self.pauses.refuse_swap(num_started, why)
-        self._set_admission()
-
-    def _set_admission(self) -> None:
-        self.scheduler.admits_new = self.pauses.admits_new
 
     # ------------------------------------------------------------------ state
 

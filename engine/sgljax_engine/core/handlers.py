@@ -15,6 +15,7 @@ from typing import Any
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_state import copy_pages, restore, take_snapshot
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.interruptions import pause, refuse_if_held, resume, swap
 from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, SleepTag
 from sgljax_engine.types import FinishReason
@@ -42,7 +43,7 @@ def _add(core: EngineCore, command: cmd.AddRequests) -> None:
 
 
 def _pause(core: EngineCore, command: cmd.Pause) -> None:
-    core.pause(command.request.mode, command.future)
+    pause(core, command.request.mode, command.future)
 
 
 def _abandon(core: EngineCore, command: cmd.AbandonRequests) -> int:
@@ -113,7 +114,7 @@ def _sleep(core: EngineCore, command: cmd.Sleep) -> int:
     core.counters.num_sleeps += 1
     core.counters.sleep_s += time.perf_counter() - started
     core.recorder.begin("asleep", {"level": command.level})
-    core.refuse_if_held()
+    refuse_if_held(core)
     return num_bytes
 
 
@@ -186,15 +187,15 @@ def _compare_adapter(core: EngineCore, command: cmd.CompareAdapter) -> list[str]
 _WAITING: Mapping[type[cmd.Command], _Handler] = {
     cmd.AddRequests: _add,
     cmd.Pause: _pause,
-    cmd.SwapWeights: EngineCore.swap,
-    cmd.SwapAdapter: EngineCore.swap,
+    cmd.SwapWeights: swap,
+    cmd.SwapAdapter: swap,
 }
 
 _HANDLERS: Mapping[type[cmd.Command], _Handler] = {
     cmd.AbandonRequests: _abandon,
     cmd.Abort: _abort,
     cmd.EndAnswered: _end_answered,
-    cmd.Continue: lambda core, _: core.resume(),
+    cmd.Continue: lambda core, _: resume(core),
     cmd.FlushCache: _flush_cache,
     cmd.ReleaseKV: _release_kv,
     cmd.Sleep: _sleep,
