@@ -43,7 +43,7 @@ from sgljax_engine.runner.programs import DecodeOutput, ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.scheduler.scheduler import Scheduler
-from sgljax_engine.types import Request, StepOutput
+from sgljax_engine.types import Request, StepOutput, StepTimes
 from tunix_sgljax.bench.environment import Environment, describe_environment
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
@@ -183,7 +183,7 @@ class Host:
             self._runner.copy_pages(output.copies)
         rows = self._runner.decode(output).wait() if output.decode else []
         # As fast as this, so that every dispatch may take all its steps.
-        step = StepOutput(rows, dispatch_s=1e-6)
+        step = StepOutput(rows, times=StepTimes(0.0, 0.0, 0.0, 1e-6))
         ran = time.perf_counter()
         finished = self.scheduler.update(output, step).finished
         updated = time.perf_counter()
