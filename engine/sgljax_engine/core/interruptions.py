@@ -146,4 +146,4 @@ def apply_pause_mode(core: EngineCore, mode: PauseMode, adapter: int | None = No
 
 
 def _set_admission(core: EngineCore) -> None:
-    core.scheduler.admits_new = core.pauses.admits_new
+    core.scheduler.admits_new = core.pauses.mode is None and core.pauses.waiting_swap is None
