@@ -63,13 +63,9 @@ def _end_answered(core: EngineCore, command: cmd.EndAnswered) -> int:
 def _flush_cache(core: EngineCore, command: cmd.FlushCache) -> FlushCacheReqOutput:
     """Empties the prefix cache and resets scheduling, unless requests hold pages."""
     del command
-    num_running = len(core.scheduler.running)
-    if num_running:
-        return FlushCacheReqOutput(
-            success=False,
-            error_msg=f"{num_running} running request(s) hold KV pages; "
-            "pause_generation(mode='retract') or 'abort' first",
-        )
+    problem = _pages_in_use(core)
+    if problem:
+        return FlushCacheReqOutput(success=False, error_msg=problem)
     flushed = core.pool.num_cached * core.pool.page_size
     core.pool.reset_cache()
     core.scheduler.reset_policy()
@@ -80,14 +76,22 @@ def _flush_cache(core: EngineCore, command: cmd.FlushCache) -> FlushCacheReqOutp
 def _release_kv(core: EngineCore, command: cmd.ReleaseKV) -> int:
     """Gives the memory of the KV cache back; returns its bytes."""
     del command
-    num_running = len(core.scheduler.running)
-    if num_running:
-        raise EngineStateError(
-            f"the KV cache cannot be released: {num_running} running request(s) hold pages; "
-            "pause_generation(mode='retract') or 'abort' first"
-        )
+    problem = _pages_in_use(core)
+    if problem:
+        raise EngineStateError(f"the KV cache cannot be released: {problem}")
     core.pool.reset_cache()
     return core.runner.kv_memory.release()
+
+
+def _pages_in_use(core: EngineCore) -> str:
+    """Why the KV cache cannot be emptied; "" if it can."""
+    num_running = len(core.scheduler.running)
+    if not num_running:
+        return ""
+    return (
+        f"{num_running} running request(s) hold KV pages; "
+        "pause_generation(mode='retract') or 'abort' first"
+    )
 
 
 def _sleep(core: EngineCore, command: cmd.Sleep) -> int:
