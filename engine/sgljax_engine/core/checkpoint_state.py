@@ -88,10 +88,9 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
 
     Raises:
         EngineStateError: when requests are refused.
-        CheckpointError: when an id is in use; see `RequestGroups.has_name`.
+        CheckpointError: when an id is in use; see `RequestGroups.taken_names`.
     """
-    names = (n for each in restoration.requests for n in (each.request.rid, each.request.group))
-    taken = [name for name in dict.fromkeys(names) if core.groups.has_name(name)]
+    taken = core.groups.taken_names(each.request for each in restoration.requests)
     if taken:
         raise CheckpointError(
             f"the checkpoint has ids of requests that are not all answered: {taken[:10]}; "

@@ -142,10 +142,9 @@ class EngineCore:
 
     def add(self, requests: list[Request], answers: list[Answer]) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
-        names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
-        taken = [name for name in names if self.groups.has_name(name)]
+        taken = self.groups.taken_names(requests)
         if not taken and len({request.rid for request in requests}) < len(requests):
-            taken = list(names)  # an id that looks like one of another prompt's samples
+            taken = [requests[0].group]  # an id that looks like one of another prompt's samples
         accepted: list[Request] = []
         for request, answer in zip(requests, answers, strict=True):
             try:
