@@ -269,7 +269,8 @@ def measure_parts(
     dispatch = capture(engine, workload)
     runner = dispatch.runner
     static, num_rows = runner._static, len(dispatch.args[0].input_ids)
-    state: list[Any] = [*jax.tree.map(jnp.copy, (runner.kv, runner.contiguous_kv))]
+    kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
+    state: list[Any] = [*jax.tree.map(jnp.copy, kv)]
     no_attention = static._replace(attention=_no_attention)
     if static.decode_attention is not None:
         no_attention = no_attention._replace(decode_attention=_no_decode_attention)

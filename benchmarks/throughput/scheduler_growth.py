@@ -37,11 +37,13 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
+from sgljax_engine.runner.compiled import ProgramCall, ProgramState
 from sgljax_engine.runner.placement import place
 from sgljax_engine.runner.programs import DecodeOutput, ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.scheduler.scheduler import Scheduler
-from sgljax_engine.types import Request, StepOutput
+from sgljax_engine.types import Request, StepOutput, StepTimes
 from tunix_sgljax.bench.environment import Environment, describe_environment
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
@@ -93,21 +95,23 @@ class HostArray:
 
 
 class InstantDevice:
-    """Stands in for the runner's `ProgramCache`: tokens at once, and the seconds that took."""
+    """Runs programs in place of the runner's `ProgramCache`: tokens at once.
 
-    num_compiles = 0
+    Attributes:
+        spent_s: Seconds that took.
+    """
 
     def __init__(self) -> None:
         """Starts the clock at zero."""
         self.spent_s = 0.0
         self._rng = np.random.default_rng(0)
 
-    def call(self, name: str, args: tuple[Any, ...], *, weights: Any, kv: Any) -> Any:
-        """Returns what the program would."""
+    def run(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
+        """Returns what `ProgramCache.run` would."""
         started = time.perf_counter()
-        result = kv if name != "decode" else (kv, self._decode(*args))
+        result = self._decode(*call.args) if call.name == "decode" else None
         self.spent_s += time.perf_counter() - started
-        return result
+        return state, result
 
     def _decode(
         self, rows: Any, sampling: Any, options: Any, num_steps: int, max_finished: int
@@ -156,15 +160,16 @@ class Host:
             placement=placement,
             weights={},
             num_pages=num_pages,
-            table_width=-(-table_tokens // PAGE),
-            batch_buckets=default_batch_buckets(rows, placement.platform),
-            token_buckets=default_token_buckets(BUDGET, BLOCK),
-            token_block=BLOCK,
+            shapes=BatchShapes(
+                default_batch_buckets(rows, placement.platform),
+                default_token_buckets(BUDGET, BLOCK),
+                BLOCK,
+                table_width=-(-table_tokens // PAGE),
+            ),
             contiguous_shapes=None,
-            forbid_compile=False,
         )
         self._device = InstantDevice()
-        self._runner.programs = self._device  # type: ignore[assignment]
+        self._runner.programs.run = self._device.run
 
     def step(self) -> tuple[list[Request], tuple[float, float, float]]:
         """One dispatch: the requests that it finished; seconds in schedule, batch and update."""
@@ -178,7 +183,7 @@ class Host:
             self._runner.copy_pages(output.copies)
         rows = self._runner.decode(output).wait() if output.decode else []
         # As fast as this, so that every dispatch may take all its steps.
-        step = StepOutput(rows, dispatch_s=1e-6)
+        step = StepOutput(rows, times=StepTimes(0.0, 0.0, 0.0, 1e-6))
         ran = time.perf_counter()
         finished = self.scheduler.update(output, step).finished
         updated = time.perf_counter()

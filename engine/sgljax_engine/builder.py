@@ -41,6 +41,8 @@ from sgljax_engine.runner.memory_plan import plan_memory
 from sgljax_engine.runner.placement import Placement, place
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.shapes import BatchShapes
+from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.runner.widths import agreeing_widths
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.weights import loader, sync
@@ -347,12 +349,10 @@ def build_core(
         placement=placement,
         weights=weights_made,
         num_pages=num_pages,
-        table_width=-(-max_model_len // page_size),
-        batch_buckets=batch_buckets,
-        token_buckets=token_buckets,
-        token_block=TOKEN_BLOCK,
+        shapes=BatchShapes(
+            batch_buckets, token_buckets, TOKEN_BLOCK, table_width=-(-max_model_len // page_size)
+        ),
         contiguous_shapes=memory.contiguous_shapes,
-        forbid_compile=config.runtime.forbid_compile,
         slots=slots,
     )
     pool = PagePool(
@@ -369,6 +369,7 @@ def build_core(
         scheduler=scheduler,
         pool=pool,
         runner=runner,
+        warmup=Warmup(runner, forbid_compile=config.runtime.forbid_compile),
         adapters=AdapterRegistry(config.lora.max_loras, tuple(adapters)),
         memory=memory.report,
         tokenizer=tokenizer,

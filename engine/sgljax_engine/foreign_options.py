@@ -136,7 +136,7 @@ _WITHOUT_COUNTERPART = (
         "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold",
     ),
     (
-        "the engine is in this process and serves nobody else",
+        "the engine is in this process; serve(host=, port=, api_key=) puts it on HTTP",
         "host port api_key server_mode worker_cls disable_frontend_multiprocessing "
         "watchdog_timeout sleep_on_idle tool_call_parser reasoning_parser",
     ),

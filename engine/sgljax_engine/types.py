@@ -295,8 +295,6 @@ class StepOutput:
         rows: A `RowOutput` for each of `SchedulerOutput.decode`, in order.
         weight_version: The weights that it ran with.
         num_cache_misses: Programs that it compiled.
-        dispatch_s: Seconds from the first program to the end of the last; None if the dispatch
-            compiled, since its time then predicts nothing.
         failures: Errors of requests whose prompt could not be scored, by id.
         times: When its parts ended. Every dispatch sets it; a scheduler alone needs none.
     """
@@ -304,9 +302,18 @@ class StepOutput:
     rows: list[RowOutput]
     weight_version: int = 0
     num_cache_misses: int = 0
-    dispatch_s: float | None = None
     failures: Mapping[str, EngineError] = dataclasses.field(default_factory=dict)
     times: StepTimes | None = None
+
+    @property
+    def dispatch_s(self) -> float | None:
+        """Seconds from the first program to the end of the last, if they predict another dispatch.
+
+        None if the dispatch compiled, or was not timed.
+        """
+        if self.times is None or self.num_cache_misses:
+            return None
+        return self.times.decoded_s - self.times.scored_s
 
 
 class StepChanges(NamedTuple):

@@ -64,7 +64,7 @@ def test_the_engine_computes_as_the_trainer_does(model):
     rollout = rollout_of(model)
     assert rollout.dtype == "bfloat16"
     runner = rollout.engine._loop._core.runner
-    assert dtypes_of(runner.kv) == {"bfloat16"}
+    assert dtypes_of(runner.kv_memory.kv) == {"bfloat16"}
     for _ in range(2):
         norms = {name: weight for name, weight in runner.weights.items() if "norm" in name}
         assert dtypes_of(norms) == {"float32"}  # as the trainer computes with them

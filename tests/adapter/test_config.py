@@ -228,7 +228,9 @@ def test_data_type_is_that_of_the_engine(make_rollout):
         runner = make_rollout(config={"data_type": data_type}).engine._loop._core.runner
         norms = {name for name in runner.weights if "norm" in name}
         others = [weight for name, weight in runner.weights.items() if name not in norms]
-        assert {array.dtype.name for array in jax.tree.leaves((others, runner.kv))} == {expected}
+        assert {array.dtype.name for array in jax.tree.leaves((others, runner.kv_memory.kv))} == {
+            expected
+        }
         assert {runner.weights[name].dtype.name for name in norms} == {"float32"}
 
 

@@ -135,13 +135,13 @@ def test_the_training_config_is_the_default(make_rollout, model):
 
 def test_a_corrupt_page_between_prefill_and_decode_is_found(spoilt, model):
     rollout, runner = spoilt
-    prefill = runner.prefill
+    prefill, kv_memory = runner.prefill, runner.kv_memory
 
     def faulty(chunks):
         prefill(chunks)
         for chunk in chunks:
             if request_of([chunk.request]) and chunk.start == 0:
-                runner.kv = corrupted(runner.kv, chunk.pages[1])
+                kv_memory.kv = corrupted(kv_memory.kv, chunk.pages[1])
 
     runner.prefill = faulty
     report = report_of(rollout, model)
@@ -152,12 +152,12 @@ def test_a_corrupt_page_between_prefill_and_decode_is_found(spoilt, model):
 @pytest.mark.parametrize("position", [1, 10])
 def test_a_page_that_goes_bad_later_is_found_there(spoilt, model, position):
     rollout, runner = spoilt
-    decode = runner.decode
+    decode, kv_memory = runner.decode, runner.kv_memory
 
     def faulty(output):
         request = request_of(output.decode)
         if request and len(request.output_ids) == position:
-            runner.kv = corrupted(runner.kv, request.pages[0])
+            kv_memory.kv = corrupted(kv_memory.kv, request.pages[0])
         return decode(output)
 
     runner.decode = faulty

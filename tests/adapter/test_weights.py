@@ -375,10 +375,9 @@ def test_old_weights_are_let_go(serving, other_model):
 def test_close_frees_the_memory(model):
     rollout = new_rollout(model)
     tokens_of(rollout, PROMPTS)
-    loop = rollout.engine._loop
-    arrays = [
-        weakref.ref(a) for a in jax.tree.leaves((loop._core.runner.weights, loop._core.runner.kv))
-    ]
+    runner = rollout.engine._loop._core.runner
+    arrays = [weakref.ref(a) for a in jax.tree.leaves((runner.weights, runner.kv_memory.kv))]
+    del runner
     rollout.close()
     gc.collect()
     assert all(array() is None for array in arrays)

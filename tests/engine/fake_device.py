@@ -10,9 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput
+from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput, StepTimes
 
 GARBAGE = object()
+
+
+def times_of(dispatch_s: float) -> StepTimes:
+    """Of a dispatch that takes so many seconds."""
+    return StepTimes(0.0, 0.0, 0.0, dispatch_s)
 
 
 class FakeDevice:
@@ -41,7 +46,8 @@ class FakeDevice:
             self._decode(request, min(limit, output.num_steps), stop_chance)
             for request, limit in zip(output.decode, output.step_limits, strict=True)
         ]
-        return StepOutput(rows, dispatch_s=self._rng.choice([None, 1e-3, 1.0, 5.0]))
+        dispatch_s = self._rng.choice([None, 1e-3, 1.0, 5.0])
+        return StepOutput(rows, times=None if dispatch_s is None else times_of(dispatch_s))
 
     def check(self, requests: list[Request]) -> None:
         """Raises unless all that running requests count as computed is what they find."""

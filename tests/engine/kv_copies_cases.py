@@ -94,9 +94,10 @@ def outputs() -> None:
 def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
     """Each device holds one kv head, and the report counts all along "tp"."""
     runner, report = runner_of(engine), engine.get_internal_state().memory
-    held = [shard_bytes((runner.kv, runner.contiguous_kv), device) for device in mesh.devices.flat]
+    kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
+    held = [shard_bytes(kv, device) for device in mesh.devices.flat]
     head_bytes = 2 * model.num_layers * model.head_dim * 4
-    copied = shard_bytes(runner.contiguous_kv, mesh.devices.flat[0])
+    copied = shard_bytes(runner.kv_memory.contiguous_kv, mesh.devices.flat[0])
     assert copied > 0
     assert set(held) == {report.kv_tokens * head_bytes + copied}
     assert report.kv_bytes == 4 * report.kv_tokens * head_bytes
@@ -200,14 +201,18 @@ def check_updates(engine: Engine, given: Any, others: Any, whole: list[list[int]
     assert tokens_of(engine.generate_requests(PROMPTS[:4], LONG)) == whole
 
 
+def shardings(runner: Any) -> Any:
+    """Of all arrays of a runner."""
+    kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
+    return jax.tree.map(lambda x: x.sharding, (runner.weights, kv))
+
+
 def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
     """With requests in flight, which must not notice, in either kind of host memory."""
     runner, report = runner_of(engine), engine.get_internal_state().memory
     for memory in ("numpy", "pinned_host"):
-        runner._host_memory = memory
-        before = jax.tree.map(
-            lambda x: x.sharding, (runner.weights, runner.kv, runner.contiguous_kv)
-        )
+        runner._host_memory = runner.kv_memory._host_memory = memory
+        before = shardings(runner)
         calls = start_all(engine, PROMPTS[:4], LONG)
         freed = engine.sleep(2, preserve_state=True)
         assert freed == report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
@@ -218,10 +223,7 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
             int(np.prod(w.shape)) for w in weights.values()
         )
         assert engine.wake_up() == freed
-        after = jax.tree.map(
-            lambda x: x.sharding, (runner.weights, runner.kv, runner.contiguous_kv)
-        )
-        assert after == before
+        assert shardings(runner) == before
         for output, ids in zip(results(calls), whole, strict=True):
             assert output.output_ids == ids
             assert output.num_retractions == 0

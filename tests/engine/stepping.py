@@ -12,6 +12,7 @@ from sgljax_engine import RequestOutput, SamplingParams, builder
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.handlers import handle
+from sgljax_engine.core.interruptions import settle
 from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.models.weight_rules import hf_rules
 from sgljax_engine.processing.futures import Answer
@@ -56,7 +57,7 @@ class SteppedEngine:
         future: Future[Any] = Future()
         self.core.outputs.flush()
         handle(self.core, make(future))
-        self.core.settle()
+        settle(self.core)
         return future
 
     def add(
@@ -73,12 +74,12 @@ class SteppedEngine:
     def step(self, count: int = 1) -> int:
         """Takes steps while there is something to do; returns how many."""
         for taken in range(count):
-            self.core.settle()
+            settle(self.core)
             if not self.core.can_step:
                 return taken
             self.core.step()
         self.core.outputs.flush()
-        self.core.settle()
+        settle(self.core)
         return count
 
     def finish(self) -> int:

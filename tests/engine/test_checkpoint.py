@@ -24,7 +24,8 @@ from sgljax_engine import (
 )
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.core.snapshot import RequestMark
-from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.kv_memory import KVMemory
+from sgljax_engine.runner.scorer import Scorer
 from tests.engine.interrupts import (
     NUM_TOKENS,
     device_bytes,
@@ -449,7 +450,7 @@ class TestPages:
             assert_same(engine.restore_checkpoint(with_kv), expected)
             settle(engine)
 
-    @pytest.mark.parametrize("place", [(ModelRunner, "load_rows"), (RadixCache, "adopt")])
+    @pytest.mark.parametrize("place", [(KVMemory, "load_rows"), (RadixCache, "adopt")])
     def test_pages_that_cannot_be_loaded_are_computed_again(
         self, with_kv, expected, monkeypatch, caplog, place
     ):
@@ -577,7 +578,7 @@ class TestSaving:
 
         with make_engine() as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(ModelRunner, "score_prompt", fail)
+                patch.setattr(Scorer, "score_prompt", fail)
                 call = start(
                     lambda: engine.generate(
                         input_ids=[[1, 2, 3], [4, 5, 6]],

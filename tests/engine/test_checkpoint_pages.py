@@ -10,6 +10,7 @@ from sgljax_engine import CheckpointManager
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.runner.kv_memory import KVMemory
 from sgljax_engine.runner.runner import ModelRunner
 from tests.engine.interrupts import (
     LONG,
@@ -104,14 +105,14 @@ def num_saved_pages(folder):
 def test_requests_decode_between_copies(engine, expected, tmp_path, monkeypatch):
     call = generate(engine)
     events = []
-    for name in ("save_pages", "decode"):
-        real = getattr(ModelRunner, name)
+    for owner, name in ((KVMemory, "save_pages"), (ModelRunner, "decode")):
+        real = getattr(owner, name)
 
         def noted(self, arg, name=name, real=real):
             events.append((name, len(arg) if name == "save_pages" else 0))
             return real(self, arg)
 
-        monkeypatch.setattr(ModelRunner, name, noted)
+        monkeypatch.setattr(owner, name, noted)
     before_copies(monkeypatch, engine.continue_generation)
     with running():
         engine.save_checkpoint(tmp_path, include_kv=True)

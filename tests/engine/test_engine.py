@@ -520,7 +520,9 @@ class TestFailure:
 
         def broken(output):
             monkeypatch.setattr(runner, "decode", real)
-            jax.tree.map(lambda x: x.delete(), runner.kv)  # as if donated to a failed program
+            jax.tree.map(
+                lambda x: x.delete(), runner.kv_memory.kv
+            )  # as if donated to a failed program
             raise RuntimeError("planted fault")
 
         monkeypatch.setattr(runner, "decode", broken)

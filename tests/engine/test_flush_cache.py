@@ -116,7 +116,7 @@ class TestReleaseKV:
     def test_is_refused_while_requests_hold_pages(self, engine):
         calls = start_all(engine, PROMPTS[:2])
         engine.pause_generation("in_place")
-        with pytest.raises(Exception, match=r"2 running request\(s\) hold pages"):
+        with pytest.raises(Exception, match=r"2 running request\(s\) hold KV pages"):
             engine.release_kv_cache()
         engine.pause_generation("retract")
         assert engine.release_kv_cache() > 0

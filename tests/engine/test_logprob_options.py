@@ -330,9 +330,9 @@ class TestRefusals:
 
 class TestScoring:
     def test_samples_of_a_prompt_are_scored_once(self, engine, monkeypatch):
-        runner, calls = engine._loop._core.runner, []
-        real = runner.score_prompt
-        monkeypatch.setattr(runner, "score_prompt", lambda r: calls.append(r.rid) or real(r))
+        scorer, calls = engine._loop._core.runner.scorer, []
+        real = scorer.score_prompt
+        monkeypatch.setattr(scorer, "score_prompt", lambda r: calls.append(r.rid) or real(r))
         outs = generate(engine, fields={"n": 6}, return_logprob=True, logprob_start_len=0)
         assert len(calls) == 1
         lists = [out["meta_info"]["input_token_logprobs"] for out in outs]
@@ -342,7 +342,7 @@ class TestScoring:
         def fail(request):
             raise MemoryError("no room to score")
 
-        monkeypatch.setattr(engine._loop._core.runner, "score_prompt", fail)
+        monkeypatch.setattr(engine._loop._core.runner.scorer, "score_prompt", fail)
         mate = generate(engine, stream=True)
         for stream in (False, True):
             with pytest.raises(EngineStepError, match=r"scoring the prompt .*no room to score"):

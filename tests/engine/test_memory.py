@@ -47,7 +47,7 @@ class TestReport:
             weights = engine._loop._core.runner.weights.values()
             assert report.weights_bytes == sum(weight.nbytes for weight in weights)
             assert report.kv_bytes == sum(
-                x.nbytes for x in jax.tree.leaves(engine._loop._core.runner.kv)
+                x.nbytes for x in jax.tree.leaves(engine._loop._core.runner.kv_memory.kv)
             )
         assert report.kv_tokens == kv_tokens
         assert report.kv_bytes == kv_tokens * BYTES_PER_TOKEN
@@ -106,7 +106,9 @@ class TestPages:
             runner = engine._loop._core.runner
 
             def places() -> list[int]:
-                return sorted(x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.kv))
+                return sorted(
+                    x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.kv_memory.kv)
+                )
 
             at_start, num_live = places(), len(jax.live_arrays())
             for seed in range(3):

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
+from sgljax_engine.core import interruptions
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -217,10 +218,10 @@ class TestLife:
         with make_engine() as engine:
             calls = start_all(engine, PROMPTS)
 
-            def fail(mode):
+            def fail(core, mode):
                 raise RuntimeError("planted fault")
 
-            monkeypatch.setattr(engine._loop._core, "apply_pause_mode", fail)
+            monkeypatch.setattr(interruptions, "apply_pause_mode", fail)
             pause = start(lambda: engine.pause_generation("retract"))
             for call in (pause, *calls):
                 with pytest.raises(EngineShutdownError, match="planted fault"):
@@ -231,14 +232,14 @@ class TestLife:
         with make_engine() as engine:
             expected = [out.output_ids for out in engine.generate_requests(PROMPTS, LONG)]
             calls = start_all(engine, PROMPTS)
-            runner = engine._loop._core.runner
+            core = engine._loop._core
 
             def fail(**_):
-                for x in jax.tree.leaves(runner.kv):
+                for x in jax.tree.leaves(core.runner.kv_memory.kv):
                     x.delete()
                 raise RuntimeError("planted fault")
 
-            monkeypatch.setattr(runner, "warmup", fail)
+            monkeypatch.setattr(core.warmup, "run", fail)
             with pytest.raises(RuntimeError, match="planted fault"):
                 engine.warmup()
             assert [out.output_ids for out in results(calls)] == expected
@@ -252,7 +253,7 @@ class TestLife:
 
             def step():
                 real()
-                ready.append(all(x.is_ready() for x in jax.tree.leaves(core.runner.kv)))
+                ready.append(all(x.is_ready() for x in jax.tree.leaves(core.runner.kv_memory.kv)))
 
             monkeypatch.setattr(core, "step", step)
             engine.generate_requests(random_prompts(1, 200, 200), SHORT)

@@ -294,7 +294,7 @@ class TestEngine:
             Engine(attention_backend="xla_rows", **arguments)
         with Engine(**arguments) as engine:
             assert engine.get_internal_state().memory.contiguous_kv_bytes == 0
-            assert engine._loop._core.runner.contiguous_kv == ()
+            assert engine._loop._core.runner.kv_memory.contiguous_kv == ()
 
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
@@ -310,7 +310,8 @@ class TestEngine:
 
             def pointers():
                 return sorted(
-                    x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.contiguous_kv)
+                    x.unsafe_buffer_pointer()
+                    for x in jax.tree.leaves(runner.kv_memory.contiguous_kv)
                 )
 
             engine.generate_requests(random_prompts(3, 3, 9), params)

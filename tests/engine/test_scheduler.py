@@ -33,7 +33,7 @@ from sgljax_engine.types import (
     SchedulerOutput,
     StepOutput,
 )
-from tests.engine.fake_device import FakeDevice
+from tests.engine.fake_device import FakeDevice, times_of
 
 PAGE = 4
 BLOCK = 8
@@ -74,7 +74,8 @@ def run_device(
             stopped, count = True, rng.randint(1, count)
         zeros = [0.0] * count
         rows.append(RowOutput([7] * count, zeros, zeros, zeros, stopped))
-    return StepOutput(rows, dispatch_s=step_s * output.num_steps + token_s * output.prefill_tokens)
+    dispatch_s = step_s * output.num_steps + token_s * output.prefill_tokens
+    return StepOutput(rows, times=times_of(dispatch_s))
 
 
 def check_output(output: SchedulerOutput, scheduler: Scheduler, max_running, budget, page_size):
@@ -559,7 +560,7 @@ class TestPrefillTime:
         output = SchedulerOutput([], [], [request], [8], 8, [], [])
         pacer.on_dispatch(output, run_device(output, step_s=0.1))
         output = SchedulerOutput([], [], [], [], 1, [], [], prefill_tokens=80)
-        pacer.on_dispatch(output, StepOutput([], dispatch_s=0.256))
+        pacer.on_dispatch(output, StepOutput([], times=times_of(0.256)))
         assert pacer.num_prefill_tokens(1) == 512
         assert [pacer.num_steps(1, tokens) for tokens in (0, 16, 80, 256, 272)] == [10, 9, 7, 7, 4]
 

@@ -12,7 +12,7 @@ import pytest
 
 from sgljax_engine import EngineStateError, InvalidRequestError, SamplingParams
 from sgljax_engine.cache import kv_pages
-from sgljax_engine.runner import runner
+from sgljax_engine.runner import kv_memory
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import (
     LONG,
@@ -41,7 +41,7 @@ def poison(monkeypatch):
         pages = kv_pages.allocate_kv_pages(**shape)
         return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
 
-    monkeypatch.setattr(runner, "allocate_kv_pages", allocate)
+    monkeypatch.setattr(kv_memory, "allocate_kv_pages", allocate)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,9 @@ class TestPreservedState:
         """As on accelerators; CPU devices have memory of that kind, too."""
         with make_engine() as engine:
             whole = tokens_of(engine.generate_requests(PROMPTS, LONG))
-            monkeypatch.setattr(engine._loop._core.runner, "_host_memory", "pinned_host")
+            runner = engine._loop._core.runner
+            for part in (runner, runner.kv_memory):
+                monkeypatch.setattr(part, "_host_memory", "pinned_host")
             calls = start_all(engine, PROMPTS)
             for cycle in range(3):
                 engine.sleep(preserve_state=preserve_state)

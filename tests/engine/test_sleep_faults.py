@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import OffloadError
-from sgljax_engine.runner import runner
+from sgljax_engine.runner import kv_memory, runner
 from tests.engine.interrupts import (
     LONG,
     assert_idle,
@@ -32,7 +32,7 @@ def shared():
     """Pages move in chunks of four."""
     with small_copies(), make_engine(attention_backend="xla_rows") as engine:
         engine.warmup()
-        assert engine._loop._core.runner.pages_per_copy == 4
+        assert engine._loop._core.runner.kv_memory.pages_per_copy == 4
         yield engine
 
 
@@ -53,10 +53,14 @@ def expected(shared):
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Makes the k-th call of a function of a module or object fail; returns its calls."""
+    """Makes the k-th call of an object's method fail, or of a function that the runner's modules
+    import; returns its calls."""
 
     def fail(owner, name, k, error):
-        real, count = getattr(owner, name), []
+        owners = [owner]
+        if owner is None:
+            owners = [module for module in (runner, kv_memory) if name in vars(module)]
+        real, count = getattr(owners[0], name), []
 
         def sometimes(*args, **kwargs):
             count.append(None)
@@ -64,7 +68,8 @@ def plant(monkeypatch):
                 raise error
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, sometimes)
+        for each in owners:
+            monkeypatch.setattr(each, name, sometimes)
         return count
 
     return fail
@@ -126,7 +131,7 @@ class TestSleep:
         calls = start_all(engine, PROMPTS)
         counters = engine.get_internal_state().counters
         prefilled, num_sleeps = counters.num_prefill_tokens, counters.num_sleeps
-        count = plant(runner, name, k, error("planted fault"))
+        count = plant(None, name, k, error("planted fault"))
         with pytest.raises(OffloadError, match=r"planted fault.*; nothing has changed") as caught:
             engine.sleep(level, preserve_state, refuse_requests=True)
         assert isinstance(caught.value.__cause__, error)
@@ -182,7 +187,7 @@ class TestWakeUp:
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.sleep(2, preserve_state=True)
         before = look(engine)
-        owner = engine._loop._core.runner.programs if name == "run" else runner
+        owner = engine._loop._core.runner.programs if name == "run" else None
         count = plant(owner, name, k, error("planted fault"))
         # The weights are one load, and the first one.
         if tags != ["weights"] or (name, k) == ("to_device", 1):
@@ -208,7 +213,7 @@ class TestWakeUp:
         engine.sleep(preserve_state=True)
         engine.wake_up([order[0]])
         before = look(engine)
-        plant(runner, "to_device", 1, RuntimeError("planted fault"))
+        plant(None, "to_device", 1, RuntimeError("planted fault"))
         with pytest.raises(OffloadError, match=rf"memory of \['{order[1]}'\] failed"):
             engine.wake_up()
         assert look(engine) == before
@@ -220,7 +225,7 @@ class TestWakeUp:
         calls = start_all(engine, PROMPTS)
         engine.sleep()
         before = look(engine)
-        plant(runner, "allocate_kv_pages", 1, RuntimeError("planted fault"))
+        plant(None, "allocate_kv_pages", 1, RuntimeError("planted fault"))
         with pytest.raises(OffloadError, match="planted fault"):
             engine.wake_up()
         assert look(engine) == before
@@ -254,7 +259,7 @@ class TestWakeUp:
 
     def test_requests_that_come_between_two_tries(self, engine, expected, plant):
         engine.sleep(2, preserve_state=True, refuse_requests=False)
-        plant(runner, "to_device", 1, RuntimeError("planted fault"))
+        plant(None, "to_device", 1, RuntimeError("planted fault"))
         with pytest.raises(OffloadError):
             engine.wake_up()
         call = start(lambda: engine.generate_requests([PROMPTS[0]], LONG)[0])
@@ -267,7 +272,7 @@ class TestWakeUp:
         """Weights that cannot be restored may come from elsewhere."""
         calls = start_all(engine, PROMPTS)
         engine.sleep(preserve_state=True)
-        plant(runner, "to_device", 1, RuntimeError("planted fault"))
+        plant(None, "to_device", 1, RuntimeError("planted fault"))
         with pytest.raises(OffloadError):
             engine.wake_up()
         engine.update_weights(spread_weights(), mode="in_place")
@@ -287,7 +292,7 @@ class TestWarmup:
             raise RuntimeError("planted fault")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "to_device", fail)
+            patch.setattr(kv_memory, "to_device", fail)
             with pytest.raises(RuntimeError, match="planted fault"):
                 engine.warmup()
         engine.continue_generation()

@@ -346,7 +346,7 @@ class TestOtherCommands:
         answer = engine.flush_cache()
         assert not answer.success
         assert "4 running request(s) hold KV pages" in answer.error_msg
-        with pytest.raises(EngineStateError, match=r"4 running request\(s\) hold pages"):
+        with pytest.raises(EngineStateError, match=r"4 running request\(s\) hold KV pages"):
             engine.release_kv_cache()
         engine.wake_up()
         assert tokens_of(results(calls)) == expected

@@ -66,7 +66,7 @@ def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
         logger.warning("include_kv: with disable_radix_cache=True there are no pages to save")
     nodes = core.pool.cached_prefixes(core.scheduler.running)
     stamps = [core.pool.stamp(page) for _, _, page in nodes]
-    return PrefixSnapshot(nodes, stamps, core.runner.kv_geometry)
+    return PrefixSnapshot(nodes, stamps, core.runner.kv_memory.geometry)
 
 
 def copy_pages(core: EngineCore, stamps: Sequence[PageStamp]) -> CopiedPages:
@@ -75,9 +75,9 @@ def copy_pages(core: EngineCore, stamps: Sequence[PageStamp]) -> CopiedPages:
     Raises:
         OffloadError: when that fails.
     """
-    count = len(stamps)
-    if core.runner.is_kv_allocated:
-        count = min(count, core.runner.pages_per_copy)
+    count, kv_memory = len(stamps), core.runner.kv_memory
+    if kv_memory.is_allocated:
+        count = min(count, kv_memory.pages_per_copy)
     pages = [stamp.page for stamp in stamps[:count] if core.pool.is_unchanged(stamp)]
     contents = core.sleep_manager.copy_pages(pages) if pages else None
     return CopiedPages(count, [] if contents is None else pages, contents)
@@ -88,10 +88,9 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
 
     Raises:
         EngineStateError: when requests are refused.
-        CheckpointError: when an id is in use; see `RequestGroups.has_name`.
+        CheckpointError: when an id is in use; see `RequestGroups.taken_names`.
     """
-    names = (n for each in restoration.requests for n in (each.request.rid, each.request.group))
-    taken = [name for name in dict.fromkeys(names) if core.groups.has_name(name)]
+    taken = core.groups.taken_names(each.request for each in restoration.requests)
     if taken:
         raise CheckpointError(
             f"the checkpoint has ids of requests that are not all answered: {taken[:10]}; "
@@ -120,24 +119,25 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
 
 def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
     """Fills the prefix cache as far as there is room. Without, requests are prefilled again."""
-    if core.runner.is_deterministic:
+    kv_memory = core.runner.kv_memory
+    if kv_memory.is_deterministic:
         logger.warning(
             "the checkpoint's KV pages are left out: it does not say in which order their engine "
             "added up, and enable_deterministic_sampling is set"
         )
         return
-    saved = {name: getattr(prefix, name) for name in core.runner.kv_geometry}
-    if "kv_cache" in core.sleep_manager.asleep or saved != core.runner.kv_geometry:
+    saved = {name: getattr(prefix, name) for name in kv_memory.geometry}
+    if "kv_cache" in core.sleep_manager.asleep or saved != kv_memory.geometry:
         logger.warning(
             "the checkpoint's KV pages (%s) are left out: this engine has %s",
             saved,
-            "none, since it sleeps" if core.sleep_manager.asleep else core.runner.kv_geometry,
+            "none, since it sleeps" if core.sleep_manager.asleep else kv_memory.geometry,
         )
         return
     try:
         pages = core.pool.adopt_prefixes(prefix.nodes)
         if pages:
-            core.runner.load_rows(list(pages.values()), list(pages), prefix.pages)
+            kv_memory.load_rows(list(pages.values()), list(pages), prefix.pages)
     except Exception:
         logger.exception("the checkpoint's KV pages could not be loaded; they are computed again")
         core.lose_kv()

@@ -1,19 +1,15 @@
-"""Requests, steps, pauses and updates: what an engine does, without its thread.
+"""Requests and steps: what an engine does, without its thread.
 
 `core.loop` runs it on the engine thread. A test may run it on its own: `core.handlers.handle` does
-a command, `EngineCore.step` takes a step.
+a command, `EngineCore.step` takes a step. `core.interruptions` has pauses and updates.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.pause import PauseState
 from sgljax_engine.core.request_groups import RequestGroups
@@ -26,16 +22,15 @@ from sgljax_engine.errors import (
     EngineStateError,
     EngineStepError,
     InvalidRequestError,
-    WeightsLostError,
     forget_locals,
 )
-from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.metrics import EngineState, MemoryReport
 from sgljax_engine.observability.trace import Recorder
-from sgljax_engine.processing.futures import Answer, reject, resolve
+from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.types import FinishReason, Request, RequestStatus, SchedulerOutput
 
@@ -46,8 +41,8 @@ class EngineCore:
     """Scheduler, runner and output processor, and what joins them. For one thread.
 
     Attributes:
-        scheduler, pool, runner, outputs, groups, stats, sleep_manager, serving, pauses: The parts.
-            Any thread may read `sleep_manager.asleep` and `serving.version`.
+        scheduler, pool, runner, warmup, outputs, groups, stats, sleep_manager, serving, pauses: The
+            parts. Any thread may read `sleep_manager.asleep` and `serving.version`.
         counters: Totals, kept by `stats`.
         recorder: Notes what is done. Any thread may start and stop it.
         steps_left: How many steps may still be taken; None for no limit. For tests.
@@ -59,6 +54,7 @@ class EngineCore:
         scheduler: Scheduler,
         pool: PagePool,
         runner: ModelRunner,
+        warmup: Warmup,
         memory: MemoryReport,
         tokenizer: Tokenizer | None,
         adapters: AdapterRegistry,
@@ -69,6 +65,7 @@ class EngineCore:
             scheduler: Fresh, over `pool`.
             pool: The pages.
             runner: Holds weights and pages.
+            warmup: Of the runner.
             memory: What weights and pages take.
             tokenizer: For output text.
             adapters: Those that the weights hold.
@@ -76,6 +73,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.pool = pool
         self.runner = runner
+        self.warmup = warmup
         self.recorder = Recorder()
         self.stats = Stats(scheduler, pool, self.recorder)
         self.counters = self.stats.counters
@@ -122,7 +120,7 @@ class EngineCore:
             self.end([request], FinishReason("error", message=repr(error)))
         self.outputs.flush()
         # A step that failed after it took the donated pages took everybody's keys and values.
-        if self.runner.recover_kv():
+        if self.runner.kv_memory.recover():
             self.retract_all()
 
     @property
@@ -149,10 +147,9 @@ class EngineCore:
 
     def add(self, requests: list[Request], answers: list[Answer]) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
-        names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
-        taken = [name for name in names if self.groups.has_name(name)]
+        taken = self.groups.taken_names(requests)
         if not taken and len({request.rid for request in requests}) < len(requests):
-            taken = list(names)  # an id that looks like one of another prompt's samples
+            taken = [requests[0].group]  # an id that looks like one of another prompt's samples
         accepted: list[Request] = []
         for request, answer in zip(requests, answers, strict=True):
             try:
@@ -174,7 +171,7 @@ class EngineCore:
             CompileForbiddenError: when it needs a program that may not be compiled.
             InvalidRequestError: when its adapter is not loaded.
         """
-        self.runner.check_warm(request)
+        self.warmup.check(request)
         request.adapter = self.serving.adapters.find(request.lora)
 
     def take_in(self, request: Request, answer: Answer) -> None:
@@ -219,130 +216,6 @@ class EngineCore:
         self.pool.reset_cache()
         self.retract_all()
 
-    # ------------------------------------------------------------------ pauses and updates
-
-    def apply_pause_mode(self, mode: PauseMode, adapter: int | None = None) -> None:
-        """Does to the requests what a pause, or an update, of this mode does.
-
-        Args:
-            mode: Of the pause or update.
-            adapter: Slot of an adapter whose requests alone are meant; None for all.
-        """
-        if mode == "abort":
-            reason = FinishReason("abort", message="generation was paused, or weights changed")
-            self.end([r for r in self.scheduler.requests() if adapter in (None, r.adapter)], reason)
-        elif mode == "retract":
-            self.retract_all(adapter)
-
-    def pause(self, mode: PauseMode, future: Future[None]) -> None:
-        """Pauses; the last call's mode holds. "wait" is answered by `settle`."""
-        self.stats.paused(mode)
-        self.pauses.mode = mode
-        if mode == "wait":
-            self.pauses.wait(future)
-            self.refuse_if_held()
-            return
-        self.apply_pause_mode(mode)
-        self.outputs.flush()
-        self.runner.wait()
-        self.refuse_if_held()
-        resolve(future, None)
-
-    def resume(self) -> None:
-        """Ends the pause."""
-        self.pauses.mode = None
-        self.stats.continued()
-        why = "continue_generation ended the pause"
-        self.pauses.refuse_pauses(self.scheduler.num_started, why)
-        self._set_admission()
-
-    def swap(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-        """Swaps weights or an adapter, now or, with mode "wait", when `settle` finds it can."""
-        try:
-            # Without weights no request ever finishes, so there is nothing to wait for.
-            if command.mode != "wait" or not self.serving.are_held:
-                cmd.answer(command, functools.partial(self._swap_now, command))
-                return
-            self.pauses.waiting_swap = command
-        finally:
-            del command  # see `commands.answer`
-        self.refuse_if_held()
-
-    def _swap_now(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> int:
-        """Serves other weights from the next dispatch on; returns their version.
-
-        Whatever fails leaves weights and requests as they were, but for a donating update.
-        """
-        num_running = len(self.scheduler.running)
-        if command.flush_cache and command.mode == "in_place" and num_running:
-            raise EngineStateError(
-                f"flush_cache=True with mode='in_place': {num_running} running request(s) would "
-                "go on with keys and values of the old weights"
-            )
-        started_s = time.perf_counter()
-        try:
-            self.serving.swap(command)
-        except WeightsLostError as error:
-            self.fail_all(EngineStateError(str(error)))
-            raise
-        if not self.sleep_manager.asleep:
-            self.recorder.end("asleep")
-        self._forget_computed(command)
-        self.stats.swapped(started_s, self.serving.version, command.mode)
-        return self.serving.version
-
-    def _forget_computed(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-        """Nothing that other weights, or another adapter, computed is ever matched again.
-
-        Pages of requests that run on are theirs alone from now on, since the cache takes no page
-        from before its reset.
-        """
-        # "wait" found nobody to wait for, or no weights to wait under.
-        mode: PauseMode = "retract" if command.mode == "wait" else command.mode
-        if isinstance(command, cmd.SwapAdapter):
-            slot = self.serving.adapters.find(command.name)
-            self.pool.reset_cache(slot)
-        else:
-            slot = None
-            self.pool.reset_cache()
-        self.apply_pause_mode(mode, slot)
-        for request in self.scheduler.waiting:
-            if not request.output_ids and slot in (None, request.adapter):
-                request.prompt_logprobs = None  # scored when it starts again
-
-    def settle(self) -> None:
-        """Does what waited until no started request is left, if none is."""
-        if self.scheduler.num_started:
-            return
-        self.outputs.flush()
-        swap = self.pauses.take_swap()
-        if swap is not None:
-            try:
-                cmd.answer(swap, functools.partial(self._swap_now, swap))
-            finally:
-                del swap  # see `commands.answer`
-        futures = self.pauses.take_pauses()
-        if futures:
-            self.runner.wait()
-            for future in futures:
-                resolve(future, None)
-        self._set_admission()
-
-    def refuse_if_held(self) -> None:
-        """Answers all that waits for requests to finish, if they cannot. See `settle` else."""
-        num_started = self.scheduler.num_started
-        if num_started and self.is_held:
-            holder = f"pause_generation({self.pauses.mode!r})"
-            if not self.can_run:
-                holder = "sleep" if self.sleep_manager.asleep else "the want of weights"
-            why = f"{holder} keeps them from finishing"
-            self.pauses.refuse_pauses(num_started, why)
-            self.pauses.refuse_swap(num_started, why)
-        self._set_admission()
-
-    def _set_admission(self) -> None:
-        self.scheduler.admits_new = self.pauses.admits_new
-
     # ------------------------------------------------------------------ state
 
     def check_awake(self) -> None:
@@ -379,7 +252,7 @@ class EngineCore:
             available_kv_tokens=self.pool.num_available * size,
             cached_kv_tokens=self.pool.num_cached * size,
             total_kv_tokens=self.pool.num_pages * size,
-            is_kv_allocated=self.runner.is_kv_allocated,
+            is_kv_allocated=self.runner.kv_memory.is_allocated,
             weight_version=self.serving.version,
             adapters=self.serving.adapters.names,
             new_token_ratio=scheduler.policy.new_token_ratio,

@@ -15,6 +15,7 @@ from typing import Any
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_state import copy_pages, restore, take_snapshot
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.interruptions import pause, refuse_if_held, resume, swap
 from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, SleepTag
 from sgljax_engine.types import FinishReason
@@ -42,7 +43,7 @@ def _add(core: EngineCore, command: cmd.AddRequests) -> None:
 
 
 def _pause(core: EngineCore, command: cmd.Pause) -> None:
-    core.pause(command.request.mode, command.future)
+    pause(core, command.request.mode, command.future)
 
 
 def _abandon(core: EngineCore, command: cmd.AbandonRequests) -> int:
@@ -62,13 +63,9 @@ def _end_answered(core: EngineCore, command: cmd.EndAnswered) -> int:
 def _flush_cache(core: EngineCore, command: cmd.FlushCache) -> FlushCacheReqOutput:
     """Empties the prefix cache and resets scheduling, unless requests hold pages."""
     del command
-    num_running = len(core.scheduler.running)
-    if num_running:
-        return FlushCacheReqOutput(
-            success=False,
-            error_msg=f"{num_running} running request(s) hold KV pages; "
-            "pause_generation(mode='retract') or 'abort' first",
-        )
+    problem = _pages_in_use(core)
+    if problem:
+        return FlushCacheReqOutput(success=False, error_msg=problem)
     flushed = core.pool.num_cached * core.pool.page_size
     core.pool.reset_cache()
     core.scheduler.reset_policy()
@@ -79,14 +76,22 @@ def _flush_cache(core: EngineCore, command: cmd.FlushCache) -> FlushCacheReqOutp
 def _release_kv(core: EngineCore, command: cmd.ReleaseKV) -> int:
     """Gives the memory of the KV cache back; returns its bytes."""
     del command
-    num_running = len(core.scheduler.running)
-    if num_running:
-        raise EngineStateError(
-            f"the KV cache cannot be released: {num_running} running request(s) hold pages; "
-            "pause_generation(mode='retract') or 'abort' first"
-        )
+    problem = _pages_in_use(core)
+    if problem:
+        raise EngineStateError(f"the KV cache cannot be released: {problem}")
     core.pool.reset_cache()
-    return core.runner.release_kv()
+    return core.runner.kv_memory.release()
+
+
+def _pages_in_use(core: EngineCore) -> str:
+    """Why the KV cache cannot be emptied; "" if it can."""
+    num_running = len(core.scheduler.running)
+    if not num_running:
+        return ""
+    return (
+        f"{num_running} running request(s) hold KV pages; "
+        "pause_generation(mode='retract') or 'abort' first"
+    )
 
 
 def _sleep(core: EngineCore, command: cmd.Sleep) -> int:
@@ -103,7 +108,7 @@ def _sleep(core: EngineCore, command: cmd.Sleep) -> int:
             f"{', '.join(map(repr, serving.adapters.names))} with the weights: unload them "
             "before, or sleep with level=1"
         )
-    core.runner.wait()
+    core.runner.kv_memory.wait()
     kept = manager.keep(weights=keeps_all or command.level == 1, pages=keeps_all)
     if not keeps_all and "kv_cache" not in manager.asleep:
         core.retract_all()
@@ -113,7 +118,7 @@ def _sleep(core: EngineCore, command: cmd.Sleep) -> int:
     core.counters.num_sleeps += 1
     core.counters.sleep_s += time.perf_counter() - started
     core.recorder.begin("asleep", {"level": command.level})
-    core.refuse_if_held()
+    refuse_if_held(core)
     return num_bytes
 
 
@@ -149,20 +154,20 @@ def _unload_adapter(core: EngineCore, command: cmd.UnloadAdapter) -> None:
 def _score(core: EngineCore, command: cmd.Score) -> Any:
     core.check_awake()
     slot = core.serving.adapters.find(command.lora)
-    return core.runner.score(command.sequences, command.starts, command.temperature, slot)
+    return core.runner.scorer.score(command.sequences, command.starts, command.temperature, slot)
 
 
 def _warmup(core: EngineCore, command: cmd.Warmup) -> int:
     """Compiles and runs all buckets; returns how many were new."""
     core.check_awake()
     try:
-        return core.runner.warmup(
+        return core.warmup.run(
             include_score=command.include_score,
             include_table=command.include_table,
             progress=command.progress,
         )
     except BaseException:
-        if core.runner.recover_kv():  # a program that failed had taken the pages
+        if core.runner.kv_memory.recover():  # a program that failed had taken the pages
             core.lose_kv()
         raise
 
@@ -186,15 +191,15 @@ def _compare_adapter(core: EngineCore, command: cmd.CompareAdapter) -> list[str]
 _WAITING: Mapping[type[cmd.Command], _Handler] = {
     cmd.AddRequests: _add,
     cmd.Pause: _pause,
-    cmd.SwapWeights: EngineCore.swap,
-    cmd.SwapAdapter: EngineCore.swap,
+    cmd.SwapWeights: swap,
+    cmd.SwapAdapter: swap,
 }
 
 _HANDLERS: Mapping[type[cmd.Command], _Handler] = {
     cmd.AbandonRequests: _abandon,
     cmd.Abort: _abort,
     cmd.EndAnswered: _end_answered,
-    cmd.Continue: lambda core, _: core.resume(),
+    cmd.Continue: lambda core, _: resume(core),
     cmd.FlushCache: _flush_cache,
     cmd.ReleaseKV: _release_kv,
     cmd.Sleep: _sleep,

@@ -22,6 +22,7 @@ from sgljax_engine.core.background import Worker
 from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.handlers import handle
+from sgljax_engine.core.interruptions import settle
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.core.weight_updates import WeightUpdater
 from sgljax_engine.errors import EngineShutdownError
@@ -180,7 +181,7 @@ class EngineLoop:
         """
         core = self._core
         while True:
-            core.settle()
+            settle(core)
             self._note_halt()
             if not core.can_step:
                 core.outputs.flush()

@@ -30,11 +30,6 @@ class PauseState:
         self._waiting_pauses: list[Future[None]] = []
 
     @property
-    def admits_new(self) -> bool:
-        """Whether requests may start."""
-        return self.mode is None and self.waiting_swap is None
-
-    @property
     def allows_steps(self) -> bool:
         """Whether started requests may go on."""
         return self.mode in (None, "wait")

@@ -29,9 +29,10 @@ class RequestGroups:
         self._names: Counter[str] = Counter()
         self._num_groups = 0
 
-    def has_name(self, name: str) -> bool:
-        """Whether a request, or the prompt of one, has this id."""
-        return name in self._names
+    def taken_names(self, requests: Iterable[Request]) -> list[str]:
+        """Ids of these requests, and of their prompts, that others here have; each once."""
+        names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
+        return [name for name in names if name in self._names]
 
     def add(self, requests: Iterable[Request], errors: dict[str, str] | None = None) -> None:
         """Adds the requests of one call. Some may be finished already, with errors by id."""

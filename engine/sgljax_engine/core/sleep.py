@@ -41,12 +41,13 @@ class SleepManager:
         """Starts awake.
 
         Args:
-            runner: Holds the arrays.
+            runner: Holds the weights, and the KV memory.
             pool: Knows which pages are used.
             counters: Gets the seconds that waking takes.
         """
         self._counters = counters
         self._runner = runner
+        self._kv_memory = runner.kv_memory
         self._pool = pool
         self._kept = Kept(None, None)
         self.asleep: tuple[SleepTag, ...] = ()
@@ -93,10 +94,10 @@ class SleepManager:
         """
         if "kv_cache" in self.asleep:
             return self._kept.pages
-        if not self._runner.is_kv_allocated:  # the cache was released, and is empty
+        if not self._kv_memory.is_allocated:  # the cache was released, and is empty
             return None
         with _copying():
-            return self._runner.save_pages(pages)
+            return self._kv_memory.save_pages(pages)
 
     def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
         """Gives back the memory of what is awake; returns its bytes. Cannot fail.
@@ -105,7 +106,7 @@ class SleepManager:
             kept: What `keep` returned.
             refuses_requests: See the attribute.
         """
-        freed = self._runner.weights_bytes + self._runner.release_kv()
+        freed = self._runner.weights_bytes + self._kv_memory.release()
         self._runner.swap_weights({})
         self._kept = kept
         self.asleep = SLEEP_TAGS
@@ -126,9 +127,9 @@ class SleepManager:
                 runner.weights_from_host(kept.weights)
                 taken += runner.weights_bytes
             if "kv_cache" in tags:
-                taken += runner.take_kv()
+                taken += self._kv_memory.take()
                 if kept.pages is not None:
-                    runner.load_pages(kept.pages, self._pool.used_pages)
+                    self._kv_memory.load_pages(kept.pages, self._pool.used_pages)
         except Exception as error:
             if "weights" in tags:
                 runner.swap_weights({})

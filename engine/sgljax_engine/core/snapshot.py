@@ -47,7 +47,7 @@ class PrefixSnapshot(NamedTuple):
     Attributes:
         nodes: See `RadixCache.full_pages`.
         stamps: Of the nodes' pages.
-        geometry: See `ModelRunner.kv_geometry`.
+        geometry: See `KVMemory.geometry`.
     """
 
     nodes: list[tuple[int, tuple[int, ...], int]]

@@ -69,7 +69,6 @@ class PendingStep(NamedTuple):
             rows,
             self.weight_version,
             self.num_cache_misses,
-            dispatch_s=None if self.num_cache_misses else decoded_s - self.scored_s,
             failures=self.failures,
             times=StepTimes(self.started_s, self.scored_s, self.prefilled_s, decoded_s),
         )

@@ -1,0 +1,149 @@
+"""Pauses and updates of weights: what they do to requests, and what waits for requests to finish.
+
+Engine thread only. docs/interruptions.md has the modes.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from concurrent.futures import Future
+
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.errors import EngineStateError, WeightsLostError
+from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.processing.futures import resolve
+from sgljax_engine.types import FinishReason
+
+
+def pause(core: EngineCore, mode: PauseMode, future: Future[None]) -> None:
+    """Pauses; the last call's mode holds. "wait" is answered by `settle`."""
+    core.stats.paused(mode)
+    core.pauses.mode = mode
+    if mode == "wait":
+        core.pauses.wait(future)
+        refuse_if_held(core)
+        return
+    apply_pause_mode(core, mode)
+    core.outputs.flush()
+    core.runner.kv_memory.wait()
+    refuse_if_held(core)
+    resolve(future, None)
+
+
+def resume(core: EngineCore) -> None:
+    """Ends the pause."""
+    core.pauses.mode = None
+    core.stats.continued()
+    why = "continue_generation ended the pause"
+    core.pauses.refuse_pauses(core.scheduler.num_started, why)
+    _set_admission(core)
+
+
+def swap(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
+    """Swaps weights or an adapter, now or, with mode "wait", when `settle` finds it can."""
+    try:
+        # Without weights no request ever finishes, so there is nothing to wait for.
+        if command.mode != "wait" or not core.serving.are_held:
+            cmd.answer(command, functools.partial(_swap_now, core, command))
+            return
+        core.pauses.waiting_swap = command
+    finally:
+        del command  # see `commands.answer`
+    refuse_if_held(core)
+
+
+def _swap_now(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> int:
+    """Serves other weights from the next dispatch on; returns their version.
+
+    Whatever fails leaves weights and requests as they were, but for a donating update.
+    """
+    num_running = len(core.scheduler.running)
+    if command.flush_cache and command.mode == "in_place" and num_running:
+        raise EngineStateError(
+            f"flush_cache=True with mode='in_place': {num_running} running request(s) would "
+            "go on with keys and values of the old weights"
+        )
+    started_s = time.perf_counter()
+    try:
+        core.serving.swap(command)
+    except WeightsLostError as error:
+        core.fail_all(EngineStateError(str(error)))
+        raise
+    if not core.sleep_manager.asleep:
+        core.recorder.end("asleep")
+    _forget_computed(core, command)
+    core.stats.swapped(started_s, core.serving.version, command.mode)
+    return core.serving.version
+
+
+def _forget_computed(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
+    """Nothing that other weights, or another adapter, computed is ever matched again.
+
+    Pages of requests that run on are theirs alone from now on, since the cache takes no page from
+    before its reset.
+    """
+    # "wait" found nobody to wait for, or no weights to wait under.
+    mode: PauseMode = "retract" if command.mode == "wait" else command.mode
+    if isinstance(command, cmd.SwapAdapter):
+        slot = core.serving.adapters.find(command.name)
+        core.pool.reset_cache(slot)
+    else:
+        slot = None
+        core.pool.reset_cache()
+    apply_pause_mode(core, mode, slot)
+    for request in core.scheduler.waiting:
+        if not request.output_ids and slot in (None, request.adapter):
+            request.prompt_logprobs = None  # scored when it starts again
+
+
+def settle(core: EngineCore) -> None:
+    """Does what waited until no started request is left, if none is."""
+    if core.scheduler.num_started:
+        return
+    core.outputs.flush()
+    waiting_swap = core.pauses.take_swap()
+    if waiting_swap is not None:
+        try:
+            cmd.answer(waiting_swap, functools.partial(_swap_now, core, waiting_swap))
+        finally:
+            del waiting_swap  # see `commands.answer`
+    futures = core.pauses.take_pauses()
+    if futures:
+        core.runner.kv_memory.wait()
+        for future in futures:
+            resolve(future, None)
+    _set_admission(core)
+
+
+def refuse_if_held(core: EngineCore) -> None:
+    """Answers all that waits for requests to finish, if they cannot. See `settle` else."""
+    num_started = core.scheduler.num_started
+    if num_started and core.is_held:
+        holder = f"pause_generation({core.pauses.mode!r})"
+        if not core.can_run:
+            holder = "sleep" if core.sleep_manager.asleep else "the want of weights"
+        why = f"{holder} keeps them from finishing"
+        core.pauses.refuse_pauses(num_started, why)
+        core.pauses.refuse_swap(num_started, why)
+    _set_admission(core)
+
+
+def apply_pause_mode(core: EngineCore, mode: PauseMode, adapter: int | None = None) -> None:
+    """Does to the requests what a pause, or an update, of this mode does.
+
+    Args:
+        core: The engine.
+        mode: Of the pause or update.
+        adapter: Slot of an adapter whose requests alone are meant; None for all.
+    """
+    if mode == "abort":
+        reason = FinishReason("abort", message="generation was paused, or weights changed")
+        core.end([r for r in core.scheduler.requests() if adapter in (None, r.adapter)], reason)
+    elif mode == "retract":
+        core.retract_all(adapter)
+
+
+def _set_admission(core: EngineCore) -> None:
+    core.scheduler.admits_new = core.pauses.mode is None and core.pauses.waiting_swap is None

@@ -1,0 +1,233 @@
+"""The device's memory for keys and values, and the copying of its contents. Engine thread only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
+from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
+from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
+from sgljax_engine.runner.contiguous_slots import ContiguousSlots
+from sgljax_engine.runner.host_arrays import HostMemory, host_memory, to_device, to_host
+from sgljax_engine.runner.placement import Placement
+from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
+
+logger = logging.getLogger(__name__)
+
+
+class KVMemory:
+    """Pages and contiguous KV: takes their memory, gives it back, and moves pages' contents.
+
+    Attributes:
+        num_pages: Pages in the pool.
+        contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
+            empty.
+        contiguous_slots: Which requests these copies are of.
+    """
+
+    def __init__(
+        self,
+        programs: ProgramCache,
+        *,
+        static: ProgramContext,
+        placement: Placement,
+        num_pages: int,
+        contiguous_shapes: ContiguousShapes | None,
+    ) -> None:
+        """Allocates the pages.
+
+        Args:
+            programs: Run on the pages.
+            static: What programs are compiled for.
+            placement: Devices and shardings.
+            num_pages: Pages in the pool.
+            contiguous_shapes: Shapes of contiguous KV; None if decode attention reads pages.
+        """
+        self._programs = programs
+        self._static = static
+        self._placement = placement
+        self._contiguous_shapes = contiguous_shapes
+        self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
+        self._kv: KVPages = ()
+        self.num_pages = num_pages
+        self.contiguous_kv: ContiguousKV = ()
+        self.contiguous_slots = ContiguousSlots()
+        self._allocate()
+
+    @property
+    def kv(self) -> KVPages:
+        """The pages; none while they are not allocated. Rows copy those that are set anew."""
+        return self._kv
+
+    @kv.setter
+    def kv(self, pages: KVPages) -> None:
+        self.contiguous_slots.forget()
+        self._kv = pages
+
+    @property
+    def geometry(self) -> dict[str, int | str]:
+        """What the contents of a page depend on, beside weights and tokens."""
+        config = self._static.context.config
+        return {
+            "page_size": self._static.page_size,
+            "dtype": self._placement.dtype.name,
+            "num_layers": config.num_layers,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+        }
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the contents of a page are to have the same bits however they were computed."""
+        return self._static.context.is_deterministic
+
+    # ------------------------------------------------------------------ programs
+
+    def run(self, call: ProgramCall, weights: Mapping[str, jax.Array]) -> Any:
+        """Dispatches a program and returns its result, which nobody has waited for."""
+        if takes_kv(call.name):
+            self.take()
+        state, result = self._programs.run(call, self.state(weights))
+        self._kv, self.contiguous_kv = state.kv, state.contiguous_kv
+        return result
+
+    def state(self, weights: Mapping[str, jax.Array]) -> ProgramState:
+        """What programs take: the memory of now, and weights."""
+        return ProgramState(weights, self.kv, self.contiguous_kv)
+
+    def check(self) -> None:
+        """Waits for all that writes pages; raises what failed there."""
+        jax.block_until_ready((self.kv, self.contiguous_kv))
+
+    def wait(self) -> None:
+        """Waits for all that was dispatched; what failed there is found by the next step."""
+        with contextlib.suppress(Exception):
+            self.check()
+
+    # ------------------------------------------------------------------ memory
+
+    @property
+    def is_allocated(self) -> bool:
+        """False after `release`, until a program needs the pages."""
+        return bool(self.kv)
+
+    def take(self) -> int:
+        """Takes the memory of pages and rows, unless they have it; returns its bytes."""
+        if self.is_allocated:
+            return 0
+        self._allocate()
+        return self._num_bytes
+
+    def release(self) -> int:
+        """Gives the memory of pages and rows back; returns its bytes. Their contents are lost."""
+        num_bytes = self._num_bytes
+        self.wait()  # memory that a program still writes is not free
+        self.drop()
+        return num_bytes
+
+    def drop(self) -> None:
+        """Lets go of pages and rows, whatever has become of them."""
+        self.kv, self.contiguous_kv = (), ()
+
+    def recover(self) -> bool:
+        """Drops the pages if what failed took or spoilt them; True if they are gone.
+
+        The next program allocates them anew. Pages that were donated to a failed program are
+        deleted; those that a failed asynchronous program was to return raise when waited for;
+        `load_pages` has let go of them by itself.
+        """
+        self.contiguous_slots.forget()
+        if self.is_allocated:
+            try:
+                self.check()
+            except Exception:
+                self.drop()
+            else:
+                return False
+        logger.warning("the KV pages were lost in a failed step; they are allocated anew")
+        return True
+
+    @property
+    def _num_bytes(self) -> int:
+        return self._placement.held_bytes(jax.tree.leaves((self.kv, self.contiguous_kv)))
+
+    def _allocate(self) -> None:
+        config, placement = self._static.context.config, self._placement
+        kv = allocate_kv_pages(
+            num_layers=config.num_layers,
+            num_pages=self.num_pages,
+            page_size=self._static.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=placement.dtype,
+            sharding=placement.kv_sharding,
+        )
+        rows: ContiguousKV = ()
+        if self._contiguous_shapes is not None:
+            rows = allocate_contiguous_kv(
+                self._contiguous_shapes,
+                num_layers=config.num_layers,
+                dtype=placement.dtype,
+                sharding=placement.contiguous_kv_sharding,
+            )
+        self.kv, self.contiguous_kv = kv, rows  # both or, if memory is short, none
+
+    # ------------------------------------------------------------------ contents
+
+    def save_pages(self, pages: Sequence[int]) -> SavedPages:
+        """Copies pages to the host; waits for it."""
+        chunks: list[tuple[np.ndarray, Any]] = []
+        for ids in chunk_ids(pages, self.pages_per_copy, self.num_pages):
+            # Padding would be read from beyond the pool.
+            call = ProgramCall("read_pages", (np.minimum(ids, self.num_pages - 1),))
+            state, _ = self._programs.run(call, self.state({}))
+            chunks.append((ids, to_host(state.moved, self._host_memory)))
+        return SavedPages(chunks)
+
+    def load_pages(self, saved: SavedPages, pages: Collection[int]) -> None:
+        """Puts back those of these pages that were saved. What fails leaves no pages at all."""
+        self._load_chunks(saved.only(pages, self.num_pages))
+
+    def load_rows(
+        self,
+        pages: Sequence[int],
+        rows: Sequence[int],
+        layers: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """Puts row `rows[i]` of each layer's bits of k and v into `pages[i]`; as `load_pages`."""
+        self.take()
+        chunks = page_chunks(
+            pages,
+            rows,
+            layers,
+            size=self.pages_per_copy,
+            num_pages=self.num_pages,
+            sharding=self._placement.kv_sharding,
+        )
+        self._load_chunks(chunks)
+
+    def _load_chunks(self, chunks: Iterable[tuple[np.ndarray, Any]]) -> None:
+        """Puts chunks as of `SavedPages` into the pages; waits for it."""
+        self.take()
+        try:
+            for ids, contents in chunks:
+                state = self.state({})._replace(moved=to_device(contents))
+                state, _ = self._programs.run(ProgramCall("write_pages", (ids,)), state)
+                self.kv = state.kv
+            self.check()
+        except BaseException:
+            self.drop()
+            raise
+
+    @property
+    def pages_per_copy(self) -> int:
+        """Pages that are copied together, to the host or back; their memory must be taken."""
+        size = sum(array.nbytes for array in jax.tree.leaves(self.kv)) // self.num_pages
+        return chunk_size(size, self.num_pages)

@@ -1,0 +1,117 @@
+"""Compiles a runner's programs ahead of time. Engine thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from sgljax_engine.errors import CompileForbiddenError
+from sgljax_engine.observability.progress import ProgressListener, reporting
+from sgljax_engine.runner.batch import build_copies, build_decode_batch, empty_prefill_batch
+from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.programs import RowOptions
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.sampling_batch import build_sampling_batch, empty_table, table_buckets
+from sgljax_engine.types import Request
+
+
+class Warmup:
+    """Compiles and runs programs before requests need them, and knows which it left out."""
+
+    def __init__(self, runner: ModelRunner, *, forbid_compile: bool) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            runner: Has the programs.
+            forbid_compile: Refuse to compile once `run` has run.
+        """
+        self._runner = runner
+        self._forbid_compile = forbid_compile
+        self._has_score = self._has_table = False
+
+    def run(
+        self,
+        *,
+        include_score: bool = False,
+        include_table: bool = False,
+        progress: ProgressListener | None = None,
+    ) -> int:
+        """Compiles and runs every program but those below; returns how many were new.
+
+        Args:
+            include_score: Those of `Scorer.score` too.
+            include_table: The decode buckets for rows that change logits too, in every width.
+            progress: Told of every program.
+        """
+        runner, programs, kv_memory = self._runner, self._runner.programs, self._runner.kv_memory
+        kv_memory.take()
+        kv_memory.contiguous_slots.forget()
+        before, was_sealed = programs.num_compiles, programs.is_sealed
+        programs.is_sealed = False
+        try:
+            calls = list(self._calls(include_score, include_table))
+            num_new = programs.count_new(calls)
+            with reporting(progress, "compile programs", num_new, "program") as advance:
+                programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
+            for call in calls:
+                jax.block_until_ready(runner.run(call))
+            kv_memory.load_pages(kv_memory.save_pages([0]), [0])
+        except BaseException:
+            programs.is_sealed = was_sealed
+            raise
+        programs.is_sealed = self._forbid_compile
+        self._has_score |= include_score
+        self._has_table |= include_table
+        return programs.num_compiles - before
+
+    def _calls(self, include_score: bool, include_table: bool) -> Iterator[ProgramCall]:
+        """A call of every program; those that take longest to compile come first."""
+        runner, shapes = self._runner, self._runner.shapes
+        vocab_size = runner.model_config.vocab_size
+        for size in shapes.batch_buckets:
+            batch = build_decode_batch(
+                [],
+                [],
+                buckets=[size],
+                table_width=shapes.table_width,
+                has_adapters=runner.has_adapters,
+            )
+            rows = batch, build_sampling_batch([], size, vocab_size)
+            widths = table_buckets(vocab_size) if include_table else ()
+            tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
+            for table in tables:
+                yield ProgramCall("decode", (*rows, RowOptions(table), np.int32(1), np.int32(1)))
+        for size in shapes.token_buckets:
+            batch = empty_prefill_batch(
+                size,
+                block=shapes.token_block,
+                table_width=shapes.table_width,
+                has_adapters=runner.has_adapters,
+            )
+            yield ProgramCall("prefill", (batch,))
+        if include_score:
+            yield from runner.scorer.warm_calls()
+        max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
+        yield ProgramCall(
+            "copy_pages", build_copies([], max_copies=max_copies, num_pages=num_pages)
+        )
+
+    def check(self, request: Request) -> None:
+        """Raises CompileForbiddenError if a request needs programs that `run` left out.
+
+        Found out in a step, it would fail all requests of the step.
+        """
+        if not self._runner.programs.is_sealed:
+            return
+        options, params = request.logprob_options, request.params
+        needs = ""
+        if params.changes_logits and not self._has_table:
+            needs = "warmup(include_table=True), since it changes logits"
+        elif options.start_len >= 0 and not self._has_score:
+            needs = "warmup(include_score=True), since it asks for prompt log-probs"
+        elif options.has_extras:
+            needs = "programs for top_logprobs_num and token_ids_logprob, which warmup leaves out"
+        if needs:
+            raise CompileForbiddenError(f"forbid_compile is set and the request needs {needs}")
