@@ -21,6 +21,10 @@ MIN_REPETITION_PENALTY = 0.01
 
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LEN = 1024
+"""Characters. One thread looks for the stop strings of all requests."""
+
 MAX_TOP_LOGPROBS = 128
 """Maximum of `top_logprobs_num`, the most likely tokens to report at a position."""
 
@@ -119,7 +123,7 @@ class SamplingParams:
         min_new_tokens: Before there are this many tokens, no stop token is generated and no stop
             string is looked for. In [0, max_new_tokens].
         stop: Generation stops when the text contains one of these; the text is cut before it.
-            A string, several of them or None.
+            A string, at most 64 of them, or None; each of at most 1024 characters.
         stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`. At
             most 16, the model's end-of-sequence tokens included unless they are ignored.
         ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
@@ -235,6 +239,16 @@ class SamplingParams:
         if not isinstance(stop, Iterable) or isinstance(stop, bytes):
             raise InvalidRequestError(f"stop must be a string or a list of strings, got {stop!r}")
         stop = tuple(stop)
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}"
+            )
+        longest = max((len(text) for text in stop if isinstance(text, str)), default=0)
+        if longest > MAX_STOP_STRING_LEN:
+            raise InvalidRequestError(
+                f"stop must hold strings of at most {MAX_STOP_STRING_LEN} characters, got one of "
+                f"{longest}"
+            )
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}")
@@ -347,7 +361,7 @@ class LogprobOptions:
 
 def _check_bias_key(key: object) -> int:
     # JSON has no integer keys.
-    is_text = isinstance(key, str) and key.isdecimal()
+    is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20
     return _check_int("logit_bias token id", int(key) if is_text else key, low=0)  # type: ignore[arg-type]
 
 

@@ -47,16 +47,39 @@ def make_engine(**options: Any) -> Engine:
     return Engine(model_config=TINY, weights=spread_weights(), **given)
 
 
+_PATIENCE_S = 0.05
+"""A test may hold the detokenizer while the engine goes on."""
+
+
 def pace(engine: Engine) -> Engine:
-    """Gives readers time to act: steps of a tiny model take less than a thread waits for a core."""
-    core, never = engine._loop._core, threading.Event()
-    step = core.step
+    """A step starts when the detokenizer has handled what earlier steps gave it.
+
+    Steps of a tiny model take less than a thread waits for a core: readers would have no time.
+    """
+    core = engine._loop._core
+    outputs = core.outputs
+    step, put, take = core.step, outputs._queue.put, outputs._take
+    # The detokenizer waits in the call of the method as it was: its first return is not counted.
+    changed, counts = threading.Condition(), {"put": 0, "taken": 1}
+
+    def counted_put(news) -> None:
+        counts["put"] += 1
+        put(news)
+
+    def counted_take(news) -> bool:
+        goes_on = take(news)
+        with changed:
+            counts["taken"] += 1
+            changed.notify()
+        return goes_on
 
     def step_late() -> None:
-        never.wait(0.001)
+        outputs.flush()
+        with changed:
+            changed.wait_for(lambda: counts["taken"] >= counts["put"], _PATIENCE_S)
         step()
 
-    core.step = step_late
+    core.step, outputs._queue.put, outputs._take = step_late, counted_put, counted_take
     return engine
 
 
@@ -70,7 +93,7 @@ def one_step():
 @pytest.fixture(scope="module")
 def many_steps():
     with make_engine(decode_steps=16, stream_interval=16) as engine:
-        yield engine
+        yield pace(engine)
 
 
 @pytest.fixture(params=["one_step", "many_steps"])

@@ -469,3 +469,92 @@ class TestAbort:
         response = served.post("/abort_request", {})
         assert response.status_code == 400
         assert "give rid or abort_all=True" in response.json()["error"]["message"]
+
+
+class TestHostileClients:
+    """What a review found."""
+
+    def test_no_template_of_its_own(self, updated_alone):
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "chat_template_kwargs": {"chat_template": "{{ 'a' * 10**9 }}"},
+        }
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = updated_alone.post(path, body)
+            assert response.status_code == 400
+            assert "must not set 'chat_template'" in response.json()["error"]["message"]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def updated_alone(cls):
+        with Engine(FOLDER, **OPTIONS) as engine, serving(engine) as served:
+            yield served
+
+    def test_an_id_that_is_taken_costs_its_owner_nothing(self, served):
+        calls = start_generating(served, PROMPTS[:1], rid="mine")
+        served.engine.pause_generation("retract")
+        headers = {"x-halt-timeout-s": "0"}
+        response = served.http.post("/generate", json={**BODY, "rid": "mine"}, headers=headers)
+        assert response.status_code in (400, 503)
+        served.engine.continue_generation()
+        (reply,) = results(calls)
+        assert reply["meta_info"]["finish_reason"]["type"] == "length"
+
+    def test_a_reader_that_stops_does_not_keep_the_server_from_ending(self):
+        options = {"max_running_requests": 32, "batch_buckets": (32,)}
+        with make_engine(**options) as engine, serving(engine) as served:
+            body = {
+                "input_ids": [[5, place] for place in range(32)],
+                "sampling_params": {**GREEDY, "max_new_tokens": 200},
+                "return_logprob": True,
+                "top_logprobs_num": 100,
+                "stream": True,
+            }
+            content = json.dumps(body).encode()
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", served.server.port))
+                head = "POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+                head += "Content-Type: application/json\r\n"
+                client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+                with running():
+                    wait_for(lambda: engine.get_internal_state().counters.num_finished >= 32)
+                assert served.server._context.generation.num_open == 32
+                stop = start(lambda: served.server.stop(drain_timeout_s=0))
+                stop.result(LIMIT_S)
+            assert_idle(engine)
+
+    def test_an_index_that_names_files_elsewhere(self, tmp_path):
+        root = tmp_path / "root"
+        folder = root / "model"
+        folder.mkdir(parents=True)
+        for path in FOLDER.iterdir():
+            target = tmp_path if path.suffix == ".safetensors" else folder
+            (target / path.name).write_bytes(path.read_bytes())
+        names = load_file(tmp_path / "model.safetensors")
+        index = {"weight_map": dict.fromkeys(names, "../../model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with Engine(FOLDER, **OPTIONS) as engine, serving(engine, weights_root=root) as served:
+            response = served.post("/update_weights_from_disk", {"model_path": "model"})
+            assert response.status_code == 400
+            assert "not a file beside it" in response.json()["message"]
+            (folder / "model.safetensors.index.json").unlink()
+            (folder / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+            response = served.post("/update_weights_from_disk", {"model_path": "model"})
+            assert response.status_code == 400
+            assert engine.weight_version == 0
+
+    def test_pictures_on_other_sites(self, served):
+        for site in ("cross-site", "same-site"):
+            response = served.get("/flush_cache", headers={"sec-fetch-site": site})
+            assert response.status_code == 403
+        assert served.get("/health", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+
+    def test_many_wrong_ids_make_one_error(self, served):
+        body = {"input_ids": [-1] * 3000}
+        assert served.post("/generate", body).status_code == 400
+
+    def test_many_stop_strings(self, served):
+        body = {"input_ids": [5], "sampling_params": {"stop": ["a"] * 65}}
+        response = served.post("/generate", body)
+        assert "stop must hold at most 64 strings, got 65" in response.json()["error"]["message"]

@@ -10,6 +10,8 @@ from sgljax_engine.errors import InvalidRequestError
 _RESERVED_TEMPLATE_OPTIONS = frozenset(
     {
         "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
         "conversation",
         "max_length",
         "messages",
@@ -22,7 +24,8 @@ _RESERVED_TEMPLATE_OPTIONS = frozenset(
         "truncation",
     }
 )
-"""Arguments of Hugging Face's `apply_chat_template` that would change its return type."""
+"""Arguments of Hugging Face's `apply_chat_template` that would change its return type, or replace
+the template by a program of the client's."""
 
 _GEMMA_ROLES = ("user", "model")
 """The roles that the fallback template of Tunix's adapter renders; it drops all others."""

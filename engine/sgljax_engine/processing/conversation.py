@@ -8,6 +8,7 @@ an assistant message may carry its ids, and these are taken as they are. Host-on
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from sgljax_engine.processing.tokenizer import Tokenizer
 
 ID_FIELDS = ("token_ids", "prompt_token_ids")
 """Fields of an assistant message: the ids that were sampled, and those of their prompt."""
+
+MAX_TURNS = 256
+"""Messages with ids in a conversation: each of them has the template rendered once."""
 
 Message = Mapping[str, Any]
 
@@ -49,6 +53,10 @@ def conversation_ids(
     check_messages(messages)
     template = _Template(tokenizer, [_without_ids(each) for each in messages], template_options)
     places = [i for i, message in enumerate(messages) if _carries_ids(i, message)]
+    if len(places) > MAX_TURNS:
+        raise InvalidRequestError(
+            f"messages must have at most {MAX_TURNS} with token_ids, got {len(places)}"
+        )
     if not places:
         return template.ids(len(messages), add_generation_prompt)
     ids = template.ids(places[0], True)
@@ -71,10 +79,7 @@ class _Template:
         self._tokenizer = tokenizer
         self._messages = messages
         self._options = options
-        # Something that no message holds, and no template changes.
-        everything = repr(messages) + repr(options)
-        marks = (f"output{number}" for number in itertools.count())
-        self._mark = next(mark for mark in marks if mark not in everything)
+        self._mark = f"output{uuid.uuid4().hex}"  # no template changes it, and nothing holds it
 
     def ids(self, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of the first messages."""

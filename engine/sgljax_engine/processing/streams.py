@@ -165,3 +165,8 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
     async def aclose(self) -> None:
         """Aborts unfinished requests and ends the iteration. Idempotent."""
         self._end()
+
+    def interrupt(self) -> None:
+        """`aclose` for a callback of the event loop; also ends a wait for the next item."""
+        self._end()
+        self._events.put_nowait(_Event(-1, None))

@@ -6,10 +6,8 @@ One key opens the routes that generate and read, another those that control the 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+from collections.abc import Collection
 
-from fastapi import Header
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,35 +16,58 @@ from sgljax_engine.server.replies import HTTPError, error_response
 
 _HINT = 'send it as "Authorization: Bearer <key>"'
 
-Check = Callable[..., Awaitable[None]]
 
+class KeyCheck:
+    """ASGI middleware that lets only those who have a route's key pass, before it reads a body."""
 
-def require_key(key: str | None, name: str) -> Check:
-    """A dependency of routes that lets only those who have the key pass.
-
-    Args:
-        key: None lets everybody pass.
-        name: Of the key, for messages.
-    """
-
-    async def check(
-        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        admin_key: str | None,
+        admin_paths: Collection[str],
+        open_paths: Collection[str],
     ) -> None:
-        if key is None:
+        """Wraps an app.
+
+        Args:
+            app: Gets what is not refused.
+            api_key: Of all other paths, unknown ones included; None lets everybody pass.
+            admin_key: Of `admin_paths`; None lets everybody pass.
+            admin_paths: Routes that control the engine.
+            open_paths: Routes that need no key.
+        """
+        self._app = app
+        self._api = ("API key", api_key)
+        self._admin = ("admin key", admin_key)
+        self._admin_paths = frozenset(admin_paths)
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request."""
+        problem = self._problem(scope) if scope["type"] == "http" else None
+        if problem is None:
+            await self._app(scope, receive, send)
             return
-        scheme, _, given = (authorization or "").partition(" ")
+        headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}  # the body is not read
+        error = HTTPError(401, problem, kind="authentication_error", headers=headers)
+        await error_response(error)(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> str | None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in self._open_paths:
+            return None
+        name, key = self._admin if path in self._admin_paths else self._api
+        if key is None:
+            return None
+        authorization = Headers(scope=scope).get("authorization", "")
+        scheme, _, given = authorization.partition(" ")
         # In constant time, whatever was given.
         matches = hmac.compare_digest(given.strip().encode(), key.encode())
-        if scheme.lower() != "bearer" or not matches:
-            what = "is wrong" if authorization else "is missing"
-            raise HTTPError(
-                401,
-                f"the {name} {what}; {_HINT}",
-                kind="authentication_error",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    return check
+        if scheme.lower() == "bearer" and matches:
+            return None
+        return f"the {name} {'is wrong' if authorization else 'is missing'}; {_HINT}"
 
 
 class SameSite:
@@ -57,15 +78,15 @@ class SameSite:
     host that leads here ("DNS rebinding") is seen in the header `Host`.
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp, *, is_local: bool) -> None:
         """Wraps an app.
 
         Args:
             app: Gets what is not refused.
-            host: The address that the server listens on.
+            is_local: Refuse every `Host` but the loopback address.
         """
         self._app = app
-        self._is_local = is_loopback(host)
+        self._is_local = is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
@@ -76,11 +97,14 @@ class SameSite:
             await error_response(HTTPError(403, problem))(scope, receive, send)
 
     def _problem(self, headers: Headers) -> str | None:
-        host, origin = headers.get("host", ""), headers.get("origin")
+        host = headers.get("host", "").lower()
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
         if self._is_local and host and not is_loopback(_host_name(host)):
             return f"this server is for its own machine, and Host was {host!r}"
-        if origin is not None and origin.partition("://")[2] != host:
+        if origin is not None and origin.lower().partition("://")[2] != host:
             return f"requests of other sites are refused, and Origin was {origin!r}"
+        if site not in ("none", "same-origin"):  # pictures and links send no Origin
+            return f"requests of other sites are refused, and Sec-Fetch-Site was {site!r}"
         return None
 
 

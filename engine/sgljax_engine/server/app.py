@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, FastAPI
+from starlette.routing import Route
 
 from sgljax_engine import Engine
-from sgljax_engine.server.access import SameSite, require_key
+from sgljax_engine.server.access import KeyCheck, SameSite
 from sgljax_engine.server.body_limit import BodyLimit
 from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.context import ServerContext
@@ -25,7 +26,9 @@ from sgljax_engine.server.sglang.info import health_routes, info_routes
 from sgljax_engine.server.vllm import read_routes, sleep_routes
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
+def create_app(
+    engine: Engine, config: ServerConfig | None = None, *, is_local: bool = False
+) -> FastAPI:
     """An ASGI app that serves an engine: for `Server`, another server, or to mount in an app.
 
     The app does not own the engine: it neither starts nor ends it. When the app's lifespan ends,
@@ -35,6 +38,8 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     Args:
         engine: The engine; it may be used in process at the same time.
         config: Limits and keys; host and port are not used.
+        is_local: Without keys, refuse requests whose `Host` is not the loopback address: pages of
+            other sites could send them to a server on it.
 
     Raises:
         InvalidConfigError: as `ServerConfig`.
@@ -57,9 +62,6 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     )
     app.state.context = context
     add_error_handlers(app)
-    data = Depends(require_key(config.api_key, "API key"))
-    admin = Depends(require_key(config.admin_key, "admin key"))
-
     open_to_all = (health_routes(context), page_routes(context))
     for_data = (
         generate_routes(context),
@@ -70,10 +72,22 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
         chat_routes(context),
     )
     for_admin = (control_routes(context), sleep_routes(context))
-    for routers, keys in ((open_to_all, []), (for_data, [data]), (for_admin, [admin])):
-        for router in routers:
-            app.include_router(router, dependencies=keys, responses=ERROR_RESPONSES)
+    for router in (*open_to_all, *for_data, *for_admin):
+        app.include_router(router, responses=ERROR_RESPONSES)
     describe_errors(app)
+    # The last is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    app.add_middleware(SameSite, host=config.host)
+    app.add_middleware(
+        KeyCheck,
+        api_key=config.api_key,
+        admin_key=config.admin_key,
+        admin_paths=_paths(for_admin),
+        open_paths=_paths(open_to_all) | {"/openapi.json"},
+    )
+    has_keys = config.api_key is not None and config.admin_key is not None
+    app.add_middleware(SameSite, is_local=is_local and not has_keys)
     return app
+
+
+def _paths(routers: Sequence[APIRouter]) -> set[str]:
+    return {route.path for router in routers for route in router.routes if isinstance(route, Route)}

@@ -5,11 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from sgljax_engine import SamplingParams
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+class FirstErrorOnly(FailFast):
+    """Else 50,000 wrong ids make as many errors. Pydantic's has no hash: no union can hold it."""
+
+    def __hash__(self) -> int:
+        """All are equal."""
+        return hash(FailFast)
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FirstErrorOnly()]
+ListsOfTokenIds = Annotated[list[TokenIds], FirstErrorOnly()]
+Texts = Annotated[list[str], FirstErrorOnly()]
 
 
 class Body(BaseModel):
@@ -33,7 +44,7 @@ class SamplingFields(Body):
     allowed_token_ids: TokenIds | None = None
     bad_token_ids: TokenIds | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -20,6 +20,12 @@ HALT_HEADER = "x-halt-timeout-s"
 
 _MIN_CHECK_S = 0.05
 """Seconds between two looks at whether generation is halted, at least."""
+
+_LAST_ANSWERS_S = 5.0
+"""Seconds for the answers of aborted requests to reach their clients."""
+
+_SMALL_BYTES = 8192
+"""A body that is tokenized in much less time than a step takes."""
 
 _T = TypeVar("_T")
 
@@ -69,6 +75,7 @@ class Generation:
     Attributes:
         is_draining: Whether new requests are refused, since the server ends.
         num_open: Samples that are not finished.
+        hurry: Ends the wait of `drain`.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -82,7 +89,8 @@ class Generation:
         self._config = config
         self.is_draining = False
         self.num_open = 0
-        self._open: set[str] = set()
+        self.hurry = asyncio.Event()
+        self._open: dict[int, Job] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -94,10 +102,11 @@ class Generation:
             ClientGoneError: when the client is gone; its requests are aborted.
             EngineError: as `Engine.generate`.
         """
-        with self._admitted(job), self._halt_limit(request, job) as halt:
-            work = self._engine.async_generate(**job.arguments())
-            outputs = await _unless_gone(request, work)
-            halt.check()
+        limit_s = self._halt_timeout(request)
+        with self._admitted(job):
+            task = asyncio.ensure_future(self._engine.async_generate(**job.arguments()))
+            with self._halt_limit(limit_s, task.cancel) as halt:
+                outputs = await _unless_gone(request, task, halt)
             return outputs if isinstance(outputs, list) else [outputs]
 
     async def stream(self, request: Request, job: Job) -> PieceStream:
@@ -106,21 +115,33 @@ class Generation:
         What the engine refuses at once is raised by this call, and not while iterating. The caller
         closes the stream, which aborts what is left.
         """
+        limit_s = self._halt_timeout(request)
         with contextlib.ExitStack() as admitted:
             admitted.enter_context(self._admitted(job))
             pieces = await self._engine.async_generate(**job.arguments(), stream=True)
-            halt = admitted.enter_context(self._halt_limit(request, job))
+            halt = admitted.enter_context(self._halt_limit(limit_s, pieces.interrupt))
             return PieceStream(pieces, halt, admitted.pop_all())
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests; waits for those that are open, and aborts them at last."""
+        """Refuses new requests; waits for those that are open, and aborts them at last.
+
+        Those whose client takes no answer are still open when this returns.
+        """
         self.is_draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            await self._abort(list(self._open))
-            await self._idle.wait()
+        if await self._is_idle_within(timeout_s):
+            return
+        rids = [rid for job in self._open.values() for rid in job.rids]
+        with contextlib.suppress(EngineError):  # an engine that is shut down ends them itself
+            await asyncio.gather(*map(self._engine.async_abort_request, rids))
+        self.hurry.clear()
+        await self._is_idle_within(_LAST_ANSWERS_S)
+
+    async def _is_idle_within(self, timeout_s: float) -> bool:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, self.hurry)]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+        return self._idle.is_set()
 
     @contextlib.contextmanager
     def _admitted(self, job: Job) -> Iterator[None]:
@@ -132,29 +153,39 @@ class Generation:
         if self.num_open + count > limit:
             raise overloaded(f"{self.num_open} samples are unfinished, the limit is {limit}")
         self.num_open += count
-        self._open.update(job.rids)
+        self._open[id(job)] = job
         self._idle.clear()
         try:
             yield
         finally:
-            self._open.difference_update(job.rids)
+            del self._open[id(job)]
             self.num_open -= count
             if not self.num_open:
                 self._idle.set()
 
+    def _halt_timeout(self, request: Request) -> float:
+        given = request.headers.get(HALT_HEADER)
+        if given is None:
+            return self._config.halt_timeout_s
+        try:
+            value = float(given)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise HTTPError(
+                400,
+                f"{HALT_HEADER} must be a number of seconds >= 0, got {given!r}",
+                param=HALT_HEADER,
+            )
+        return value
+
     @contextlib.contextmanager
-    def _halt_limit(self, request: Request, job: Job) -> Iterator[_HaltLimit]:
-        limit_s = _halt_timeout(request, self._config.halt_timeout_s)
-        halt = _HaltLimit(self._engine, limit_s, lambda: self._abort(job.rids))
+    def _halt_limit(self, limit_s: float, end: Callable[[], Any]) -> Iterator[_HaltLimit]:
+        halt = _HaltLimit(self._engine, limit_s, end)
         try:
             yield halt
         finally:
             halt.cancel()
-
-    async def _abort(self, rids: Sequence[str]) -> None:
-        with contextlib.suppress(EngineError):  # an engine that is shut down ends them itself
-            for rid in rids:
-                await self._engine.async_abort_request(rid)
 
 
 class PieceStream(AsyncIterator[dict[str, Any]]):
@@ -174,9 +205,11 @@ class PieceStream(AsyncIterator[dict[str, Any]]):
 
     async def __anext__(self) -> dict[str, Any]:
         """Waits for the next piece; raises HTTPError when generation is halted too long."""
-        piece = await anext(self._pieces)
-        self._halt.check()
-        return piece
+        try:
+            return await anext(self._pieces)
+        except StopAsyncIteration:
+            self._halt.check()
+            raise
 
     async def aclose(self) -> None:
         """Aborts what is unfinished. Idempotent."""
@@ -185,33 +218,29 @@ class PieceStream(AsyncIterator[dict[str, Any]]):
 
 
 class _HaltLimit:
-    """Ends the requests of a call when generation was halted for too long while they waited."""
+    """Ends a call when generation was halted for too long while it waited."""
 
-    def __init__(self, engine: Engine, limit_s: float, abort: Any) -> None:
+    def __init__(self, engine: Engine, limit_s: float, end: Callable[[], Any]) -> None:
         self._engine = engine
         self._limit_s = limit_s
-        self._abort = abort
+        self._end = end
         self._started_s = time.perf_counter()
         self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[None] | None = None
         self._is_over = False
-        self._timer = self._loop.call_soon(self._look)
+        self._timer: asyncio.Handle = self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         halted_s = self._engine.get_progress().halted_s
-        if halted_s is None:
-            left_s = self._limit_s
-        else:
-            waited_s = min(halted_s, time.perf_counter() - self._started_s)
-            left_s = self._limit_s - waited_s
+        waited_s = min(halted_s or 0.0, time.perf_counter() - self._started_s)
+        left_s = self._limit_s - waited_s
         if left_s > 0 or halted_s is None:
             self._timer = self._loop.call_later(max(left_s, _MIN_CHECK_S), self._look)
             return
         self._is_over = True
-        self._task = self._loop.create_task(self._abort())
+        self._end()
 
     def check(self) -> None:
-        """Raises HTTPError when the requests were ended."""
+        """Raises HTTPError when it ended the call."""
         if self._is_over:
             raise overloaded(
                 f"generation was paused or asleep for {self._limit_s:g} s; wait longer with the "
@@ -223,14 +252,14 @@ class _HaltLimit:
         self._timer.cancel()
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result, or ClientGoneError; then the work is cancelled."""
-    task = asyncio.ensure_future(work)
+async def _unless_gone(request: Request, task: asyncio.Future[_T], halt: _HaltLimit) -> _T:
+    """The result, or ClientGoneError; then the task is cancelled."""
     gone = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
+        halt.check()
         return task.result()
     finally:
         task.cancel()
@@ -238,16 +267,12 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def _halt_timeout(request: Request, default_s: float) -> float:
-    given = request.headers.get(HALT_HEADER)
-    if given is None:
-        return default_s
-    try:
-        value = float(given)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise HTTPError(
-            400, f"{HALT_HEADER} must be a number of seconds >= 0, got {given!r}", param=HALT_HEADER
-        )
-    return value
+async def prepared(request: Request, make: Callable[[], _T]) -> _T:
+    """Calls a function that tokenizes; on another thread if the request is large.
+
+    Other clients of the event loop would have to wait for it.
+    """
+    size = request.headers.get("content-length", "")
+    if size.isdigit() and int(size) <= _SMALL_BYTES:
+        return make()
+    return await asyncio.to_thread(make)

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from sgljax_engine import (
     CompileForbiddenError,
@@ -26,6 +26,9 @@ VERSION_HEADER = "x-weight-version"
 """The weight version that sampled the last token of a reply; of a stream, that at its start."""
 
 RETRY_AFTER_S = 1
+
+_SEND_TIMEOUT_S = 60.0
+"""Seconds for a client to take what it was sent; one that reads nothing is taken for gone."""
 
 _CLIENT_GONE = 499
 """Nginx's status for a client that is gone; only a proxy would see it."""
@@ -295,7 +298,12 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
-        sending = asyncio.ensure_future(self.stream_response(send))
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_SEND_TIMEOUT_S):
+                await send(message)
+
+        sending = asyncio.ensure_future(self.stream_response(send_in_time))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)

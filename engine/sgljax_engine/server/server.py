@@ -10,10 +10,12 @@ from concurrent.futures import Future
 from types import TracebackType
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgljax_engine import Engine, EngineError, InvalidConfigError
 from sgljax_engine.server.app import create_app
-from sgljax_engine.server.config import ServerConfig
+from sgljax_engine.server.config import ServerConfig, is_loopback
+from sgljax_engine.server.replies import error_response, overloaded
 
 _BACKLOG = 2048
 _START_LIMIT_S = 60.0
@@ -38,7 +40,7 @@ class Server:
             EngineError: when the server did not start.
         """
         self._config = config or ServerConfig()
-        app = create_app(engine, self._config)
+        app = create_app(engine, self._config, is_local=is_loopback(self._config.host))
         self._context = app.state.context
         self._socket = _listen(self._config.host, self._config.port)
         self._port: int = self._socket.getsockname()[1]
@@ -48,7 +50,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                app,
+                _EndsPolitely(app),
                 log_config=None,  # the process's logging is its own
                 access_log=False,
                 backlog=_BACKLOG,
@@ -88,6 +90,9 @@ class Server:
         if loop is not None and self._thread.is_alive():
             if drain_timeout_s is not None:
                 self._drain_timeout_s = drain_timeout_s
+                if drain_timeout_s == 0:
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(self._context.generation.hurry.set)
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 loop.call_soon_threadsafe(self._stopping.set)
         if threading.current_thread() is not self._thread:
@@ -140,6 +145,28 @@ class Server:
         self._uvicorn.should_exit = True
         stopping.cancel()
         await serving
+
+
+class _EndsPolitely:
+    """ASGI middleware: what uvicorn cancels at the end gets status 503."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal is_started
+            is_started |= message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if is_started:
+                raise
+            await error_response(overloaded("the server has ended"))(scope, receive, send)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import Field, model_validator
 from starlette.responses import PlainTextResponse, Response
 
+from sgljax_engine import Engine
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import Body, TokenIds
+from sgljax_engine.server.generation import prepared
 from sgljax_engine.server.metrics import metrics_text
 from sgljax_engine.server.openai.messages import Message, Tool, template_messages
 from sgljax_engine.server.openai.template import template_options
@@ -74,16 +76,9 @@ def read_routes(context: ServerContext) -> APIRouter:
         return {"is_sleeping": engine.is_sleeping()}
 
     @router.post("/tokenize")
-    async def tokenize(body: Tokenize) -> dict[str, Any]:
+    async def tokenize(body: Tokenize, request: Request) -> dict[str, Any]:
         """Token ids of a prompt or a conversation."""
-        if body.prompt is not None:
-            tokens = engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
-        else:
-            tokens = engine.apply_chat_template(
-                template_messages(body.messages or []),
-                add_generation_prompt=body.add_generation_prompt,
-                template_options=template_options(body.chat_template_kwargs, body.tools),
-            )
+        tokens = await prepared(request, lambda: _tokens(engine, body))
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
 
     @router.post("/detokenize")
@@ -99,3 +94,13 @@ def read_routes(context: ServerContext) -> APIRouter:
         return Response(content, media_type=media_type)
 
     return router
+
+
+def _tokens(engine: Engine, body: Tokenize) -> list[int]:
+    if body.prompt is not None:
+        return engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
+    return engine.apply_chat_template(
+        template_messages(body.messages or []),
+        add_generation_prompt=body.add_generation_prompt,
+        template_options=template_options(body.chat_template_kwargs, body.tools),
+    )

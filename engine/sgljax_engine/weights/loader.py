@@ -45,6 +45,8 @@ def read_hf_folder(
     weight_map: dict[str, str] = index.get("weight_map") or {}
     tensors: dict[str, np.ndarray] = {}
     for file_name in sorted(set(weight_map.values())):
+        if Path(file_name).name != file_name:
+            raise WeightLoadError(f"{folder}: the index names {file_name!r}, not a file beside it")
         for name, tensor in _read_file(folder / file_name, on_read):
             if weight_map.get(name) != file_name:
                 raise WeightLoadError(f"{folder / file_name} holds {name!r}, the index says not")

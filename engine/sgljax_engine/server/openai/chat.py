@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from sgljax_engine import InvalidRequestError
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
 from sgljax_engine.server.openai import parts
 from sgljax_engine.server.openai.messages import template_messages
 from sgljax_engine.server.openai.parts import Output
@@ -29,7 +29,7 @@ def chat_routes(context: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        call = _Call(context, body, texts)
+        call = await prepared(request, lambda: _Call(context, body, texts))
         if body.stream:
             pieces = await generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, engine.weight_version)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from sgljax_engine import InvalidRequestError
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
 from sgljax_engine.server.openai import parts
 from sgljax_engine.server.openai.parts import Output
 from sgljax_engine.server.openai.schemas import CompletionRequest
@@ -29,7 +29,7 @@ def completion_routes(context: ServerContext) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
-        call = _Call(context, body, texts)
+        call = await prepared(request, lambda: _Call(context, body, texts))
         if body.stream:
             pieces = await generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, engine.weight_version)
@@ -142,7 +142,7 @@ class _Call:
             choice["text"] = text + written
         choice["logprobs"] = None
         if self._body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(output, progress, self._body.echo and is_first)
+            choice["logprobs"] = self._logprobs(output, progress, ids, self._body.echo and is_first)
         choice |= parts.finish_fields(output)
         choice |= parts.id_fields(self._body, output)
         if self._body.return_token_ids and is_first:
@@ -150,13 +150,16 @@ class _Call:
         return choice
 
     def _logprobs(
-        self, output: Output, progress: _Progress, with_prompt: bool
+        self, output: Output, progress: _Progress, prompt_ids: list[int], with_prompt: bool
     ) -> dict[str, list[Any]]:
         meta = output["meta_info"]
         entries, tops = list(meta["output_token_logprobs"]), self._tops(meta, "output")
-        if with_prompt:
+        if with_prompt and "input_token_logprobs" in meta:
             entries = meta["input_token_logprobs"] + entries
             tops = self._tops(meta, "input") + tops
+        elif with_prompt:  # aborted before its prompt was scored
+            entries = [(None, token, None) for token in prompt_ids] + entries
+            tops = [None] * len(prompt_ids) + tops
         offsets = []
         for _, token, _ in entries:
             offsets.append(progress.offset)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from sgljax_engine import MAX_TOP_LOGPROBS
-from sgljax_engine.server.fields import Body, SamplingFields, TokenIds
+from sgljax_engine.server.fields import (
+    Body,
+    FirstErrorOnly,
+    ListsOfTokenIds,
+    SamplingFields,
+    Texts,
+    TokenIds,
+)
 from sgljax_engine.server.openai.messages import Message, Tool
 
 
@@ -39,7 +46,7 @@ class OpenAIRequest(SamplingFields):
 class CompletionRequest(OpenAIRequest):
     """Body of `/v1/completions`."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Texts | ListsOfTokenIds
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -47,7 +54,7 @@ class CompletionRequest(OpenAIRequest):
 class ChatRequest(OpenAIRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FirstErrorOnly()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

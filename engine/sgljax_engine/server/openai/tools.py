@@ -57,6 +57,7 @@ class QwenParser:
         """Before the first text."""
         self.calls: list[Call] = []
         self._held = ""
+        self._is_after_call = False
 
     def feed(self, text: str) -> str:
         """See `ToolParser`."""
@@ -65,13 +66,14 @@ class QwenParser:
         while True:
             before, opened, after = self._held.partition(self._OPEN)
             ready = before if opened else before[: len(before) - held_back(before, self._OPEN)]
-            if self.calls and not ready.strip():  # a line break between two calls is no content
-                ready = ""
-                if not opened:
+            if self._is_after_call:  # a line break between two calls is no content
+                ready = ready.lstrip()
+                if not ready and not opened:
                     return content
+                self._is_after_call = not ready
             content += ready
             if not opened:
-                self._held = before[len(ready) :]
+                self._held = self._held[len(self._held) - held_back(self._held, self._OPEN) :]
                 return content
             inner, closed, rest = after.partition(self._CLOSE)
             if not closed:
@@ -82,12 +84,13 @@ class QwenParser:
                 content += opened + inner + closed
             else:
                 self.calls.append(call)
+            self._is_after_call = call is not None
             self._held = rest
 
     def end(self) -> str:
         """See `ToolParser`."""
         held, self._held = self._held, ""
-        return "" if self.calls and not held.strip() else held
+        return held.lstrip() if self._is_after_call else held
 
 
 class LlamaParser:

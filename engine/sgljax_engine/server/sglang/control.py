@@ -121,6 +121,10 @@ def _folder(root: Path | None, given: str) -> Path:
     try:
         folder = (root / given).resolve()
         is_there = folder.is_relative_to(root) and folder.is_dir()
+        # A link inside it leads nowhere else either.
+        is_there = is_there and all(
+            path.resolve().is_relative_to(root) for path in folder.iterdir()
+        )
     except (ValueError, OSError):  # no name of a file
         is_there = False
         folder = root

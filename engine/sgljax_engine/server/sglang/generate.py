@@ -11,7 +11,7 @@ from starlette.responses import Response
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import sampling_params
-from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
 from sgljax_engine.server.replies import DONE, EventStream, event, reply
 from sgljax_engine.server.sglang.schemas import GenerateReqInput, SGLangSampling
 
@@ -23,7 +23,7 @@ def generate_routes(context: ServerContext) -> APIRouter:
     @router.post("/generate")
     async def generate(body: GenerateReqInput, request: Request) -> Response:
         """Generates from text or token ids; see `Engine.generate`."""
-        job, is_single = _job(context, body)
+        job, is_single = await prepared(request, lambda: _job(context, body))
         texts = _TokenTexts(engine) if body.return_text_in_logprobs else None
         if body.stream:
             pieces = await generation.stream(request, job)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sgljax_engine.server.fields import Body, SamplingFields, TokenIds
+from sgljax_engine.server.fields import Body, ListsOfTokenIds, SamplingFields, Texts, TokenIds
 
 _OWN_NAMES = (("sampling_seed", "seed"), ("no_stop_trim", "include_stop_str_in_output"))
 
@@ -38,14 +38,14 @@ class SGLangSampling(SamplingFields):
 class GenerateReqInput(Body):
     """Body of `/generate`."""
 
-    text: str | list[str] | None = None
-    input_ids: TokenIds | list[TokenIds] | None = None
+    text: str | Texts | None = None
+    input_ids: TokenIds | ListsOfTokenIds | None = None
     sampling_params: SGLangSampling | list[SGLangSampling] | None = None
-    rid: str | list[str] | None = None
+    rid: str | Texts | None = None
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: TokenIds | list[TokenIds] | None = None
+    token_ids_logprob: TokenIds | ListsOfTokenIds | None = None
     return_text_in_logprobs: bool = False
     stream: bool = False
     stream_output: bool = Field(
