@@ -45,8 +45,8 @@ ALONE: dict[str, Any] = {
     "page_size": 16,
     "num_kv_tokens": 1024,
     "max_running_requests": 1,
-    "token_buckets": (256,),
-    "chunked_prefill_size": 256,
+    "token_buckets": (64,),
+    "chunked_prefill_size": 64,
     "decode_steps": 1,
 }
 
