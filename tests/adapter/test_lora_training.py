@@ -143,6 +143,7 @@ def test_without_a_reference_and_adapters_an_error_says_so():
     cluster.rollout.close()
 
 
+@pytest.mark.first
 @pytest.mark.slow
 def test_on_several_devices():
     """Trainer and rollout on one mesh of four devices, and on two of two."""

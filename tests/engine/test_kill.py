@@ -73,6 +73,7 @@ class Rollouts:
         self._process.communicate(timeout=LIMIT_S)
 
 
+@pytest.mark.first
 @pytest.mark.slow
 def test_rollouts_survive_kill_9(engine, expected, tmp_path):
     rollouts, chance = Rollouts(), random.Random(0)
