@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,16 +28,6 @@ FAST = (
 )
 """Those of the fast tier, one an architecture."""
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "page_size": 4,
-    "max_running_requests": 8,
-    "batch_buckets": (8,),
-    "chunked_prefill_size": 64,
-    "token_buckets": (64,),
-}
-"""One program of each kind."""
-
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 
 
@@ -49,7 +38,7 @@ FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 def model(request):
     folder = GOLDEN / request.param
     golden = np.load(folder / "golden.npz")
-    with Engine(folder, **OPTIONS) as engine:
+    with Engine(folder, dtype="float32", page_size=4, max_running_requests=8) as engine:
         yield engine, golden
 
 
@@ -88,7 +77,7 @@ def test_without_jit_compiled_kernels(name, monkeypatch):
     """What other processors and dtypes use: XLA's products, and rows copied out of pages."""
     monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
     golden = np.load(GOLDEN / name / "golden.npz")
-    with Engine(GOLDEN / name, **OPTIONS) as engine:
+    with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
         context = engine._loop._core.runner._static.context
         assert isinstance(context.projections, XlaProjections)
         assert_greedy(engine, golden)
@@ -117,7 +106,7 @@ def test_layouts(name, layout, monkeypatch):
     """That of TPUs and GPUs too, with biases, norms behind the layer, and two rotary embeddings."""
     monkeypatch.setattr(placement, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
-    with Engine(GOLDEN / name, **OPTIONS) as engine:
+    with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
         assert engine._loop._core.runner._static.context.layout is layout
         assert_greedy(engine, golden)
 
