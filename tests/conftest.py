@@ -32,6 +32,11 @@ def pytest_report_header():
     return f"tunix: {spec and spec.origin}{note}"
 
 
+def pytest_collection_modifyitems(items):
+    """Puts those first that are marked so, and leaves the rest in its order."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiles_quickly(request):
     """XLA optimises little, which nearly halves the tests' time, except where bits are compared.

@@ -19,9 +19,6 @@ LATENCY_MODES: tuple[PauseMode, ...] = ("retract", "in_place")
 WAIT_S = 120
 """Longer than anything here takes."""
 
-_SPEED_S = 4.0
-"""Of uninterrupted load, measured before pauses."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latencies:
@@ -151,14 +148,28 @@ def _measure_speed(load: Load, period_s: float) -> float:
 
 
 def measure_latencies(
-    load: Load, mode: PauseMode, count: int, max_dispatch_s: float, seed: int = 0
+    load: Load,
+    mode: PauseMode,
+    count: int,
+    max_dispatch_s: float,
+    speed_s: float,
+    seed: int = 0,
 ) -> Latencies:
-    """Pauses at random moments: after a time of up to two dispatches without a pause."""
+    """Pauses at random moments: after a time of up to two dispatches without a pause.
+
+    Args:
+        load: Of the engine that is paused.
+        mode: Of the pauses.
+        count: Of pauses.
+        max_dispatch_s: Of the engine.
+        speed_s: Seconds of uninterrupted load, measured before pauses.
+        seed: Of the moments.
+    """
     rng, engine = np.random.default_rng(seed), load.engine
     pauses_s: list[float] = []
     waited: list[int] = []
     load.wait_until_full()
-    tokens_per_s = _measure_speed(load, _SPEED_S)
+    tokens_per_s = _measure_speed(load, speed_s)
     with _timed_dispatches(engine) as durations:
         deadline = time.monotonic() + WAIT_S
         while len(durations) < 4 and time.monotonic() < deadline:

@@ -49,6 +49,7 @@ class Effort:
         num_rows: Requests that run.
         max_prompt, max_new: Their tokens.
         num_pauses: Of each mode.
+        speed_s: Seconds of uninterrupted load before them.
         period_s: Seconds of a pause whose CPU time is measured.
         num_cycles: Cycles of pauses and updates.
     """
@@ -57,14 +58,29 @@ class Effort:
     max_prompt: int
     max_new: int
     num_pauses: int
+    speed_s: float
     period_s: float
     num_cycles: int
 
 
 FULL = Effort(
-    num_rows=64, max_prompt=64, max_new=512, num_pauses=100, period_s=5.0, num_cycles=1000
+    num_rows=64,
+    max_prompt=64,
+    max_new=512,
+    num_pauses=100,
+    speed_s=4.0,
+    period_s=5.0,
+    num_cycles=1000,
 )
-QUICK = Effort(num_rows=8, max_prompt=16, max_new=256, num_pauses=3, period_s=0.2, num_cycles=10)
+QUICK = Effort(
+    num_rows=8,
+    max_prompt=16,
+    max_new=256,
+    num_pauses=3,
+    speed_s=0.5,
+    period_s=0.2,
+    num_cycles=10,
+)
 
 
 @contextlib.contextmanager
@@ -91,7 +107,7 @@ def measure_pauses(model: str, effort: Effort) -> list[Latencies]:
     for max_dispatch_s in MAX_DISPATCHES_S:
         with loaded_engine(model, effort, max_dispatch_s) as load:
             latencies += [
-                measure_latencies(load, mode, effort.num_pauses, max_dispatch_s)
+                measure_latencies(load, mode, effort.num_pauses, max_dispatch_s, effort.speed_s)
                 for mode in LATENCY_MODES
             ]
     return latencies

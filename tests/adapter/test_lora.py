@@ -22,6 +22,7 @@ from tests.adapter.helpers import (
     tokens_of,
 )
 from tests.adapter.test_weights import sync_guards
+from tests.tiers import pairwise
 from tunix_sgljax.lora import LoraMode
 
 FILTER = (nnx.LoRAParam,)
@@ -29,17 +30,15 @@ NUM_TOKENS = 24
 PROMPTS = ref.make_prompts(90, (7, 7, 7), seed=3)
 TOLERANCE = 1e-4
 
-FAST = ("gqa2_tied-all-merged",)
+FAST = ("gqa2_tied", "all", "merged")
 """The others are of the slow tier."""
 
 
 def cases():
-    for name in lora_models.MODELS:
-        for rules in lora_models.RULES:
-            for mode in get_args(LoraMode):
-                label = f"{name}-{rules}-{mode}"
-                marks = () if label in FAST else (pytest.mark.slow,)
-                yield pytest.param((name, rules, mode), id=label, marks=marks)
+    columns = list(lora_models.MODELS), list(lora_models.RULES), get_args(LoraMode)
+    for case in pairwise(*columns, first=[FAST]):
+        marks = () if case == FAST else (pytest.mark.slow,)
+        yield pytest.param(case, id="-".join(case), marks=marks)
 
 
 @pytest.fixture(scope="module", params=cases())

@@ -99,9 +99,7 @@ devices = np.array(jax.devices())
 shared = Mesh(devices.reshape(2, 2), ("fsdp", "tp"))
 trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
 sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
-for actor, rollout, mode in (
-    (shared, shared, "merged"), (trainer, sampler, "merged"), (trainer, sampler, "adapter")
-):
+for actor, rollout, mode in ((shared, shared, "merged"), (trainer, sampler, "adapter")):
     meshes = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.ROLLOUT: rollout}
     engine = functools.partial(lora.ENGINE, lora=mode)
     made = lora.lora_parts(meshes=meshes, rollout_engine=engine)
@@ -145,6 +143,7 @@ def test_without_a_reference_and_adapters_an_error_says_so():
     cluster.rollout.close()
 
 
+@pytest.mark.first
 @pytest.mark.slow
 def test_on_several_devices():
     """Trainer and rollout on one mesh of four devices, and on two of two."""

@@ -77,6 +77,7 @@ def test_a_peer_that_cannot_run_is_named(monkeypatch):
     assert peers.missing_reason("vanilla") is None
 
 
+@pytest.mark.first
 @pytest.mark.slow
 def test_comparison_end_to_end(tmp_path, capsys):
     arguments = ["--quick", "--peers", "vanilla", "--workloads", "rl_uniform", "single_stream"]

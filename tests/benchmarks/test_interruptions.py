@@ -7,6 +7,7 @@ import pytest
 from benchmarks.interruption import interruptions
 
 
+@pytest.mark.first
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 def test_pauses_and_cycles(tmp_path):

@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = ["decode_steps=1", "stream_interval=1", "token_buckets=[64]", "chunked_prefill_size=64"]
+OPTIONS = [
+    f"compilation_cache_dir={ROOT / '.jax_cache'}",
+    "decode_steps=1",
+    "stream_interval=1",
+    "token_buckets=[64]",
+    "chunked_prefill_size=64",
+]
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts `generate`, with no program in its cache; what goes on at the end is killed."""
+def start():
+    """Starts `generate`, held at a moment of `held_main`; what goes on at the end is killed."""
     started: list[subprocess.Popen] = []
 
-    def begin(*argv, cache=tmp_path, model=GOLDEN / "qwen3_gqa_tied"):
-        options = [f"compilation_cache_dir={cache}", *OPTIONS]
-        words = [word for option in options for word in ("--engine", option)]
-        command = [sys.executable, "-m", "tunix_sgljax.cli.main", "generate", *words]
-        command += ["--model", str(model), "--ignore-eos", *argv]
+    def begin(moment, *argv):
+        words = [word for option in OPTIONS for word in ("--engine", option)]
+        command = [sys.executable, "-m", "tests.cli.held_main", moment, "generate", *words]
+        command += ["--model", str(GOLDEN / "qwen3_gqa_tied"), "--ignore-eos", *argv]
         process = subprocess.Popen(
             [*command, "--max-new-tokens", "500"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "JAX_LOG_COMPILES": "1"},
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         started.append(process)
         return process
@@ -69,8 +72,8 @@ def wait_for(process, *texts):
 def test_while_compiling(start, tmp_path):
     output, source = tmp_path / "out.jsonl", tmp_path / "in.jsonl"
     source.write_text('{"input_ids": [7, 8]}\n{"input_ids": [5, 6]}\n')
-    process = start("--input", str(source), "--output", str(output))
-    wait_for(process, "loaded", "Compiling")
+    process = start("compiling", "--input", str(source), "--output", str(output))
+    wait_for(process, "loaded", "held")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LIMIT_S)
     assert_clean(process, out, err)
@@ -83,26 +86,9 @@ def test_while_compiling(start, tmp_path):
         assert row["completion_tokens"] == len(row["output_ids"]) < 100
 
 
-@pytest.fixture
-def slow_model(tmp_path):
-    """One that does the same, with layers so wide that it has not ended before Ctrl-C comes."""
-    folder, width = tmp_path / "slow", 1 << 16
-    shutil.copytree(GOLDEN / "qwen3_gqa_tied", folder)
-    config = json.loads((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    more = width - config["intermediate_size"]
-    for name, weight in weights.items():
-        if "mlp" in name:
-            padding = ((0, 0), (0, more)) if "down_proj" in name else ((0, more), (0, 0))
-            weights[name] = np.pad(weight, padding)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
-    return folder
-
-
-def test_while_decoding(start, slow_model):
-    process = start("the quick", cache=ROOT / ".jax_cache", model=slow_model)
-    wait_for(process, "loaded")
+def test_while_decoding(start):
+    process = start("decoding", "the quick")
+    wait_for(process, "loaded", "held")
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LIMIT_S)
@@ -112,8 +98,8 @@ def test_while_decoding(start, slow_model):
 
 
 def test_a_second_one_ends_at_once(start):
-    process = start("the quick")
-    wait_for(process, "loaded", "Compiling")
+    process = start("compiling-for-good", "the quick")
+    wait_for(process, "loaded", "held")
     process.send_signal(signal.SIGINT)
     wait_for(process, "stopping")
     process.send_signal(signal.SIGINT)

@@ -127,6 +127,10 @@ def test_a_recipe_runs_on_eight_devices(folder):
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "PYTHONPATH": os.pathsep.join(paths),
+        # As `tests.conftest` has it.
+        "JAX_COMPILATION_CACHE_DIR": str(offline.ROOT / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     run = subprocess.run(
         [*script, *arguments],

@@ -39,8 +39,8 @@ COLLECTIVE = re.compile(r"= (.+?) (all-gather|all-reduce|all-to-all|collective-p
 
 
 def tiny(num_kv_heads: int) -> ModelConfig:
-    """TINY, which has 4 query heads."""
-    return dataclasses.replace(TINY, num_kv_heads=num_kv_heads)
+    """One layer of TINY, which has 4 query heads."""
+    return dataclasses.replace(TINY, num_layers=1, num_kv_heads=num_kv_heads)
 
 
 def mesh_of(*shape: int, axes: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:

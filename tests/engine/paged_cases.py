@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,20 +13,19 @@ import pytest
 
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
+from tests.tiers import pairwise
 
 
 def spread(*columns: Sequence[Any]) -> list[Any]:
-    """All combinations of the columns' values, of which the fast tier has each value at least once.
+    """Combinations of each two values of two columns; the fast tier has each value at least once.
 
     The fast ones step through all columns together.
     """
-    fast = [tuple(row % len(column) for column in columns) for row in range(max(map(len, columns)))]
+    rows = range(max(map(len, columns)))
+    fast = [tuple(column[row % len(column)] for column in columns) for row in rows]
     return [
-        pytest.param(
-            *(column[i] for column, i in zip(columns, indices, strict=True)),
-            marks=() if indices in fast else (pytest.mark.slow,),
-        )
-        for indices in itertools.product(*(range(len(column)) for column in columns))
+        pytest.param(*row, marks=() if row in fast else (pytest.mark.slow,))
+        for row in pairwise(*columns, first=fast)
     ]
 
 

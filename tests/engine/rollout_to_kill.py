@@ -23,5 +23,7 @@ OPTIONS: dict[str, Any] = {
     "page_size": 4,
     "max_running_requests": 8,
     "batch_buckets": (8,),
+    "chunked_prefill_size": 64,
+    "token_buckets": (64,),
     "decode_steps": 1,
 }

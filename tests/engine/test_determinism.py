@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
+import os
+import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +41,14 @@ REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
 """They need fewer programs."""
 
-ALONE = {"page_size": 16, "num_kv_tokens": 1024, "max_running_requests": 1, "decode_steps": 1}
+ALONE: dict[str, Any] = {
+    "page_size": 16,
+    "num_kv_tokens": 1024,
+    "max_running_requests": 1,
+    "token_buckets": (64,),
+    "chunked_prefill_size": 64,
+    "decode_steps": 1,
+}
 
 
 class Geometry(NamedTuple):
@@ -104,11 +114,20 @@ PORTABLE = pytest.mark.parametrize("backend", ["portable"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def alone(backend):
-    """Each request by itself, one token a dispatch."""
-    del backend
-    with make_engine(ALONE) as engine:
-        return run(engine, REQUESTS, Way({}))
+def alone(backend, tmp_path_factory):
+    """Each request by itself, one token a dispatch; by the first process of a run that asks."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes
+    with open(folder / f"alone_{backend}", "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if known := file.read():
+            return pickle.loads(known)
+        with make_engine(ALONE) as engine:
+            found = run(engine, REQUESTS, Way({}))
+        file.write(pickle.dumps(found))
+        return found
 
 
 def assert_same(found: list[Bits], expected: list[Bits]):
@@ -120,11 +139,17 @@ def assert_same(found: list[Bits], expected: list[Bits]):
     [*ways("native", NUM_WAYS, num_fast=1), *ways("portable", NUM_PORTABLE_WAYS, num_fast=0)],
     indirect=["backend"],
 )
-def test_no_bit_differs(alone, index):
-    """Of 200 requests, however they are batched, chunked, cached, retracted and interrupted."""
-    way = WAYS[index]
+def test_no_bit_differs(backend, alone, index):
+    """Of requests, however they are batched, chunked, cached, retracted and interrupted."""
+    way, asked = WAYS[index], REQUESTS
+    if backend == "portable" and index % len(GEOMETRIES):
+        # Changed logits are no matter of the backend: one geometry has them.
+        asked = [each for each in REQUESTS if not each.params.changes_logits]
+        assert way.order is not None
+        way = way._replace(order=[i for i in way.order if i < len(asked)])
     with make_engine(way.options) as engine:
-        assert_same(run(engine, REQUESTS, way), alone)
+        expected = [alone[REQUESTS.index(each)] for each in asked]
+        assert_same(run(engine, asked, way), expected)
         if isinstance(way.interrupt, Interrupter):
             assert len(way.interrupt.counts) >= 3, "of the ways to interrupt"
 
@@ -146,7 +171,7 @@ def test_small_pools_retract_and_read_pages():
     optimistic = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
     for way, has_contiguous_kv in ((WAYS[0], True), (WAYS[1], False)):
         with make_engine({**way.options, **optimistic}) as engine:
-            run(engine, REQUESTS[:40], Way({}))
+            run(engine, PLAIN, Way({}))
             state = engine.get_internal_state()
             assert bool(engine._loop._core.runner.kv_memory.contiguous_kv) == has_contiguous_kv
             assert bool(state.counters.num_retractions) != has_contiguous_kv

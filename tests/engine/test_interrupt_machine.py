@@ -313,4 +313,4 @@ def machine(num_examples: int) -> type[unittest.TestCase]:
 
 
 TestInterruptMachine = machine(num_examples=20)
-TestInterruptMachineForLong = pytest.mark.slow(machine(num_examples=200))
+TestInterruptMachineForLong = pytest.mark.first(pytest.mark.slow(machine(num_examples=120)))

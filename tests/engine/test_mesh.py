@@ -17,7 +17,9 @@ from tests.threads import LIMIT_S
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 SCRIPT = """
+import dataclasses
 import sys
+import tests.conftest
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
@@ -30,6 +32,7 @@ GOLDEN = sys.argv[1]
 devices = np.asarray(jax.devices())
 assert len(devices) == 8
 prompts = random_prompts(9, 1, 40)
+ONE = dataclasses.replace(TINY, num_layers=1)  # compiled in half the time
 # One program of each kind.
 few = {"batch_buckets": (16,), "max_running_requests": 16,
        "token_buckets": (256,), "chunked_prefill_size": 256}
@@ -68,7 +71,7 @@ def sleep_and_wake(engine, memory):
 
 saved_pages._CHUNK_BYTES = 8192
 
-with Engine(model_config=TINY, weights=spread_weights(), page_size=4, **few) as single:
+with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) as single:
     expected = outputs(single)
     scored = single.score(prompts[:3])
 
@@ -77,18 +80,18 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4, **few) as 
         # The trainer's arrays: sharded over the same devices, or on another part of them.
         sharded = {
             name: jax.device_put(w, NamedSharding(mesh, P("fsdp" if w.shape[0] % 8 == 0 else None)))
-            for name, w in spread_weights().items()
+            for name, w in spread_weights(ONE).items()
         }
         short = {"page_size": 4, "decode_steps": 4, **few}  # so that updates meet running requests
-        with Engine(model_config=TINY, weights=sharded, mesh=mesh, **short) as engine:
+        with Engine(model_config=ONE, weights=sharded, mesh=mesh, **short) as engine:
             assert outputs(engine) == expected, shape
             for a, b in zip(engine.score(prompts[:3]), scored):
                 np.testing.assert_allclose(a, b, atol=1e-4)
             layer = engine._loop._core.runner.kv_memory.kv[0].k
             assert len(layer.sharding.device_set) == 8
             shard = layer.addressable_shards[0].data.shape
-            assert shard[1] == TINY.num_kv_heads // shape[1], shard
-            elsewhere = jax.device_put(spread_weights(seed=1), devices[3])
+            assert shard[1] == ONE.num_kv_heads // shape[1], shard
+            elsewhere = jax.device_put(spread_weights(ONE, seed=1), devices[3])
             engine.update_weights(elsewhere)
             assert outputs(engine) != expected
             if shape == (8, 1):
@@ -110,7 +113,7 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4, **few) as 
             engine.update_weights(sharded, donate=True, verify=True)
             # One value that is not finite, on one device, of weights here and elsewhere.
             for source in (sharded, elsewhere):
-                for name in ("model.norm.weight", "model.layers.1.mlp.down_proj.weight"):
+                for name in ("model.norm.weight", "model.layers.0.mlp.down_proj.weight"):
                     weight = source[name].at[(-1,) * source[name].ndim].set(np.nan)
                     bad = source | {name: jax.device_put(weight, source[name].sharding)}
                     for donate in (False, True):
@@ -128,19 +131,19 @@ with Engine(model_config=TINY, weights=spread_weights(), page_size=4, **few) as 
                 assert outputs(engine) == expected
 
     explicit = jax.make_mesh((4, 2), ("fsdp", "tp"))
-    with Engine(model_config=TINY, weights=spread_weights(), mesh=explicit, **few) as engine:
+    with Engine(model_config=ONE, weights=spread_weights(ONE), mesh=explicit, **few) as engine:
         assert outputs(engine) == expected, "a mesh with explicit axes"
         # Each weight on a device of its own.
         scattered = {
             name: jax.device_put(w, devices[i % 8])
-            for i, (name, w) in enumerate(spread_weights().items())
+            for i, (name, w) in enumerate(spread_weights(ONE).items())
         }
         engine.update_weights(scattered)
         assert outputs(engine) == expected
 
     second = Mesh(devices[4:5].reshape(1, 1), ("fsdp", "tp"))
-    source = jax.device_put(spread_weights(), devices[0])
-    with Engine(model_config=TINY, weights=source, mesh=second, **few) as engine:
+    source = jax.device_put(spread_weights(ONE), devices[0])
+    with Engine(model_config=ONE, weights=source, mesh=second, **few) as engine:
         assert outputs(engine) == expected
         assert engine._loop._core.runner.kv_memory.kv[0].k.devices() == {devices[4]}
 
@@ -162,7 +165,7 @@ alone = {"page_size": 16, "max_running_requests": 1, "decode_steps": 3, "token_b
          "chunked_prefill_size": 64}
 for options in ({"page_size": 4, **few}, alone):
     fixed = {"mesh": mesh, "enable_deterministic_sampling": True}
-    with Engine(model_config=TINY, weights=spread_weights(), **fixed, **options) as engine:
+    with Engine(model_config=ONE, weights=spread_weights(ONE), **fixed, **options) as engine:
         made = engine.generate_requests(prompts, seeded)
         logprobs = [np.asarray(o.scaled_logprobs, np.float32) for o in made]
         bits.append([(o.output_ids, row.tobytes()) for o, row in zip(made, logprobs)])
@@ -172,7 +175,7 @@ for options in ({"page_size": 4, **few}, alone):
 assert bits[0] == bits[1], "deterministic sampling on a mesh"
 
 try:
-    Engine(model_config=TINY, mesh=Mesh(devices.reshape(1, 8), ("fsdp", "tp")))
+    Engine(model_config=ONE, mesh=Mesh(devices.reshape(1, 8), ("fsdp", "tp")))
 except InvalidConfigError as error:
     assert "num_heads must be a multiple of the mesh's 'tp' size (8), got 4" in str(error)
 else:

@@ -257,6 +257,9 @@ class TestEngine:
             attention_backend=backend,
             linear_backend="xla",
             max_running_requests=8,
+            batch_buckets=(8,),
+            token_buckets=(256,),
+            chunked_prefill_size=256,
             page_size=4,
         ) as engine:
             outputs = engine.generate_requests(prompts, params)

@@ -210,7 +210,10 @@ def test_lora_trains_pairs_alone(tmp_path, monkeypatch):
         return cluster
 
     monkeypatch.setattr(grpo_addition, "make_cluster", watched)
-    arguments = ["--lora", "4", "--steps", "2", "--output-dir", str(tmp_path)]
+    changes = ["training.batch_size=2", "engine.options.max_running_requests=16"]
+    (tmp_path / "config.yaml").write_text(to_yaml(load_config(LORA_CONFIG, changes)))
+    arguments = ["--config", str(tmp_path / "config.yaml"), "--lora", "4", "--steps", "2"]
+    arguments += ["--output-dir", str(tmp_path)]
     assert grpo_addition.main(arguments) == 0
     content = json.loads((tmp_path / "records.json").read_text())
     assert content["settings"]["lora"]["rank"] == 4

@@ -156,6 +156,7 @@ def test_sleep_wake(execute):
     assert printed(run["restore"]).startswith("6 requests finished; of their 1200 tokens")
 
 
+@pytest.mark.first
 def test_grpo(execute):
     notebook = execute("grpo")
     check_pictures(notebook, "grpo")

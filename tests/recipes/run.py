@@ -76,8 +76,6 @@ def run_recipe(recipe: Recipe, folder: Path) -> str:
             if isinstance(rollout, SglJaxRollout):
                 rollout.close()
         clusters.clear()
-        jax.clear_caches()  # programs of one recipe are of no use to most others
-        gc.collect()
     return "runs"
 
 
@@ -286,7 +284,10 @@ def main(numbers: list[int]) -> int:
     """Runs the recipes with these numbers."""
     by_number = {recipe.number: recipe for recipe in RECIPES}
     with tempfile.TemporaryDirectory() as folder:
-        for number in numbers:
+        for place, number in enumerate(numbers):
+            if place:
+                jax.clear_caches()  # programs of one recipe are of no use to most others
+                gc.collect()
             outcome = run_recipe(by_number[number], Path(folder))
             sys.stdout.write(json.dumps({"number": number, "outcome": outcome}) + "\n")
             sys.stdout.flush()

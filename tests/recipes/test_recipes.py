@@ -22,6 +22,7 @@ def assert_as_on_page(numbers):
     assert found == {number: said[number] for number in numbers}
 
 
+@pytest.mark.first
 @pytest.mark.slow
 def test_some_recipes():
     assert_as_on_page(QUICK)
