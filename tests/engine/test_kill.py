@@ -19,7 +19,7 @@ from tests.engine.models import TINY, spread_weights
 from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, OPTIONS, PARAMS, PROMPTS, RIDS
 from tests.threads import LIMIT_S
 
-NUM_KILLS = 12
+NUM_KILLS = 20
 ROOT = Path(__file__).parents[2]
 
 
@@ -75,7 +75,7 @@ class Rollouts:
 
 @pytest.mark.first
 @pytest.mark.slow
-def test_rollouts_survive_kill_9(engine, expected, tmp_path):
+def test_twenty_rollouts_survive_kill_9(engine, expected, tmp_path):
     rollouts, chance = Rollouts(), random.Random(0)
     for number in range(NUM_KILLS):
         folder = tmp_path / str(number)

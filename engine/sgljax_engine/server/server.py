@@ -145,6 +145,11 @@ class Server:
         self._uvicorn.should_exit = True
         stopping.cancel()
         await serving
+        # A client that reads nothing leaves what it was sent in the buffer of an open connection.
+        for connection in list(self._uvicorn.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await asyncio.sleep(0)  # lets the event loop close them
 
 
 class _EndsPolitely:
