@@ -417,20 +417,26 @@ class Engine:
         tokenizer = self._need_tokenizer("tokenize needs")
         return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_rendered(text)
 
-    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool | None = True) -> str:
         """Text of token ids.
 
         Args:
             ids: Token ids of the vocabulary.
-            skip_special_tokens: Leave special tokens out.
+            skip_special_tokens: Leave special tokens out; None keeps them if the tokenizer has
+                that option.
 
         Raises:
             InvalidRequestError: when the engine has no tokenizer, for an id outside the vocabulary,
                 and for an option that the tokenizer lacks.
         """
         tokenizer = self._need_tokenizer("detokenize needs")
-        options = DecodeOptions(skip_special_tokens=skip_special_tokens)
-        tokenizer.check_decode_options(options)
+        options = DecodeOptions(skip_special_tokens=bool(skip_special_tokens))
+        try:
+            tokenizer.check_decode_options(options)
+        except InvalidRequestError:
+            if skip_special_tokens is not None:
+                raise
+            options = DecodeOptions()
         checked = self._requests.check_ids(ids) if len(ids) else []
         return tokenizer.decode(checked, options)
 

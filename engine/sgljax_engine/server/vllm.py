@@ -89,7 +89,7 @@ def read_routes(context: ServerContext) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: Detokenize) -> dict[str, str]:
         """Text of token ids, special tokens included."""
-        return {"prompt": engine.detokenize(body.tokens, skip_special_tokens=False)}
+        return {"prompt": engine.detokenize(body.tokens, skip_special_tokens=None)}
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

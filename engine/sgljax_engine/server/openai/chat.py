@@ -58,7 +58,7 @@ class _Call:
             ),
         )
         # The end of the prompt says whether the template lets the model think from the start.
-        end = engine.detokenize(self._prompt_ids[-16:], skip_special_tokens=False)
+        end = engine.detokenize(self._prompt_ids[-16:], skip_special_tokens=None)
         self._starts_inside = end.rstrip().endswith(OPEN)
         self._thinks = body.separate_reasoning and CLOSE in (engine.chat_template or "")
         given = (body.max_tokens, body.max_completion_tokens)

@@ -138,7 +138,7 @@ class _Call:
         is_first, progress.is_started = not progress.is_started, True
         if self._body.echo and is_first:
             if text is None:
-                text = self._engine.detokenize(ids, skip_special_tokens=False)
+                text = self._engine.detokenize(ids, skip_special_tokens=None)
             choice["text"] = text + written
         choice["logprobs"] = None
         if self._body.logprobs is not None:

@@ -27,7 +27,7 @@ class TokenTexts:
     def __getitem__(self, token: int) -> str:
         """The text of a token; U+FFFD where it is a part of a character."""
         if token not in self._texts:
-            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=False)
+            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=None)
         return self._texts[token]
 
 

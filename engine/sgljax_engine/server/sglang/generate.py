@@ -152,5 +152,5 @@ class _TokenTexts:
             return [self._entry(each) for each in entry]
         logprob, token, _ = entry
         if token not in self._texts:
-            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=False)
+            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=None)
         return (logprob, token, self._texts[token])
