@@ -1,11 +1,13 @@
-"""What the agentic examples share: sections of their config files, and how to read them."""
+"""What the agentic examples share: sections of their config files, a chat template, training."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import optax
 from omegaconf import OmegaConf
 from tunix.rl.rl_cluster import RLTrainingConfig
@@ -40,6 +42,28 @@ def read_settings(path: Path, kind: type[_T]) -> _T:
     )
     assert isinstance(settings, kind)
     return settings
+
+
+class PlainParser:
+    """A chat template without a template: a prompt is what the user asked."""
+
+    def parse(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        is_first_msg: bool = False,
+    ) -> str:
+        """Returns the contents of the messages."""
+        del add_generation_prompt, is_first_msg
+        # Tunix hands the question over as an array of one string.
+        return "".join(np.asarray(message["content"]).item() for message in messages)
+
+    def update_assistant_end_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
+        """Returns sampled tokens with what the template puts behind them: nothing.
+
+        Releases of Tunix after 0.1.7 ask for it.
+        """
+        return tokens, 0
 
 
 def training_config(grpo: GrpoSettings, steps: int) -> RLTrainingConfig:

@@ -15,9 +15,8 @@ CalculatorTool, and the agent is its ToolAgent with a parser for calls as short 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import grain
 import numpy as np
@@ -28,71 +27,11 @@ from tunix.rl.agentic.parser.tool_parser.tool_parser_base import ToolParser
 from tunix.rl.agentic.tools.base_tool import BaseTool, ToolCall
 from tunix.rl.agentic.tools.calculator_tool import CalculatorTool
 
-from addition_task import Tokenizer as CharTokenizer
 from addition_task import batches_of
+from calculator import END_OF_TURN, MAX_TURNS, NUM_OPERATIONS, Calculation, Call, Tokenizer
 
-MAX_PROMPT_LENGTH = 16
-MAX_RESPONSE_LENGTH = 80
-NUM_OPERATIONS = 2
-MAX_TURNS = NUM_OPERATIONS + 1
 LOWEST, HIGHEST = 10, 99  # of all numbers, results included
-END_OF_TURN = "|"
 TOOLS: dict[str, type[BaseTool]] = {"calculator": CalculatorTool}
-
-_PROMPT = re.compile(r"Q: (\d+(?:[+-]\d+)+)= A:")
-_CALL = re.compile(r"<calc>(-?\d{1,9})([+-])(\d{1,9})</calc>")
-
-
-class Tokenizer(CharTokenizer):
-    """One token a character. The end of a turn is a character too, the last of the vocabulary.
-
-    So the text of a conversation encodes to the very tokens that were sampled, end tokens
-    included: the next turn's prompt continues what the prefix cache holds.
-    """
-
-    def eos_id(self) -> int:
-        """Returns the id that ends a turn."""
-        (end,) = self.encode(END_OF_TURN)
-        return end
-
-
-class Calculation(NamedTuple):
-    """Numbers to add to the first one; those below 0 are subtracted."""
-
-    first: int
-    others: tuple[int, ...]
-
-    @property
-    def prompt(self) -> str:
-        """What the policy is asked."""
-        return f"Q: {self.first}{''.join(f'{number:+}' for number in self.others)}= A:"
-
-    @property
-    def answer(self) -> str:
-        """The result, in digits."""
-        return str(self.first + sum(self.others))
-
-    @property
-    def calls(self) -> list[tuple[str, str]]:
-        """Each call of the calculator that leads to the answer, with what it returns."""
-        calls, total = [], self.first
-        for number in self.others:
-            calls.append((f"<calc>{total}{number:+}</calc>", str(total + number)))
-            total += number
-        return calls
-
-    @classmethod
-    def parse(cls, prompt: str) -> Calculation:
-        """Returns the problem that `prompt` asks.
-
-        Raises:
-            ValueError: It is not a prompt of this task.
-        """
-        match = _PROMPT.fullmatch(prompt)
-        if match is None:
-            raise ValueError(f"not a prompt of the calculator task: {prompt!r}")
-        first, *others = (int(number) for number in re.findall(r"[+-]?\d+", match[1]))
-        return cls(first, tuple(others))
 
 
 def sample_problem(rng: np.random.Generator) -> Calculation:
@@ -121,11 +60,8 @@ class CallParser(ToolParser):
 
     def parse(self, model_response: str) -> list[ToolCall]:
         """Returns the turn's call; none if the turn is anything else, hence an answer."""
-        match = _CALL.fullmatch(model_response)
-        if match is None:
-            return []
-        arguments = {"a": int(match[1]), "b": int(match[3]), "op": match[2]}
-        return [ToolCall(name="calculator", arguments=arguments)]
+        call = Call.find(model_response)
+        return [] if call is None else [ToolCall(name="calculator", arguments=call._asdict())]
 
     def get_tool_prompt(
         self, tools: list[BaseTool], *, schema_style: Literal["openai", "mcp", "gemini"] = "openai"

@@ -18,7 +18,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tunix.rl.rl_cluster import ClusterConfig, RLCluster, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import Tokenizer, load_checkpoint
-from agentic_parts import GrpoSettings, read_settings, training_config
+from agentic_parts import GrpoSettings, PlainParser, read_settings, training_config
 from async_steps import AsyncStep, StepClock, summarize
 from multiples_task import model_config, problem_batches
 from tunix_sgljax import AgenticGrpoLearner, SglJaxRollout
@@ -81,28 +81,6 @@ class Settings:
 def load_settings(path: Path) -> Settings:
     """Returns the settings in a YAML file; see `read_settings`."""
     return read_settings(path, Settings)
-
-
-class PlainParser:
-    """A chat template without a template: a prompt is what the user asked."""
-
-    def parse(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = False,
-        is_first_msg: bool = False,
-    ) -> str:
-        """Returns the contents of the messages."""
-        del add_generation_prompt, is_first_msg
-        # Tunix hands the question over as an array of one string.
-        return "".join(np.asarray(message["content"]).item() for message in messages)
-
-    def update_assistant_end_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
-        """Returns sampled tokens with what the template puts behind them: nothing.
-
-        Releases of Tunix after 0.1.7 ask for it.
-        """
-        return tokens, 0
 
 
 class GradedEnvironment(TaskEnvironment):

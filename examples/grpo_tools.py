@@ -32,14 +32,11 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from addition_task import load_checkpoint
 from agentic_parts import GrpoSettings, read_settings, training_config
+from calculator import MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH, MAX_TURNS, Tokenizer
 from calculator_task import (
-    MAX_PROMPT_LENGTH,
-    MAX_RESPONSE_LENGTH,
-    MAX_TURNS,
     CalculatorAgent,
     CalculatorEnvironment,
     ChatParser,
-    Tokenizer,
     model_config,
     problem_batches,
 )

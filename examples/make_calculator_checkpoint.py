@@ -17,16 +17,18 @@ import numpy as np
 from tunix.models.qwen3 import model as qwen3
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from calculator_task import (
+from calculator import (
     END_OF_TURN,
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
     MAX_TURNS,
     Calculation,
+    Tokenizer,
+)
+from calculator_task import (
     CalculatorAgent,
     CalculatorEnvironment,
     ChatParser,
-    Tokenizer,
     model_config,
     sample_problem,
 )

@@ -15,17 +15,16 @@ import calculator_task
 import grpo_tools
 import make_calculator_checkpoint
 import tools_report
-from calculator_task import (
+from calculator import (
     END_OF_TURN,
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
     MAX_TURNS,
     Calculation,
-    CalculatorAgent,
-    CalculatorEnvironment,
-    ChatParser,
+    Call,
     Tokenizer,
 )
+from calculator_task import CalculatorAgent, CalculatorEnvironment, ChatParser
 
 CONFIG = grpo_tools.ROOT / "configs/grpo_tools.yaml"
 CHECKPOINT = grpo_tools.ROOT / "examples/data/calculator_sft.safetensors"
@@ -61,6 +60,13 @@ def test_all_numbers_have_two_digits():
     assert min(numbers) >= 10
     assert max(numbers) <= 99
     assert {number > 0 for problem in problems for number in problem.others} == {True, False}
+
+
+def test_results_of_calls():
+    for call, result in PROBLEM.calls:
+        found = Call.find(call)
+        assert found is not None
+        assert found.result == result
 
 
 @pytest.mark.parametrize(
