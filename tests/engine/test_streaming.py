@@ -57,7 +57,7 @@ def pace(engine: Engine) -> Engine:
     Steps of a tiny model take less than a thread waits for a core: readers would have no time.
     """
     core = engine._loop._core
-    outputs = core.outputs
+    outputs: Any = core.outputs
     step, put, take = core.step, outputs._queue.put, outputs._take
     # The detokenizer waits in the call of the method as it was: its first return is not counted.
     changed, counts = threading.Condition(), {"put": 0, "taken": 1}
