@@ -49,7 +49,8 @@ def lose_the_agent():
 
 
 def test_config():
-    assert load_settings(CONFIG) == Settings(off_policy_steps=1)
+    grpo = GrpoSettings(learning_rate=3e-4)
+    assert load_settings(CONFIG) == Settings(off_policy_steps=1, grpo=grpo)
 
 
 @pytest.mark.parametrize(
