@@ -243,15 +243,14 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}"
             )
-        longest = max((len(text) for text in stop if isinstance(text, str)), default=0)
-        if longest > MAX_STOP_STRING_LEN:
-            raise InvalidRequestError(
-                f"stop must hold strings of at most {MAX_STOP_STRING_LEN} characters, got one of "
-                f"{longest}"
-            )
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}")
+            if len(text) > MAX_STOP_STRING_LEN:
+                raise InvalidRequestError(
+                    f"stop must hold strings of at most {MAX_STOP_STRING_LEN} characters, got one "
+                    f"of {len(text)}"
+                )
         return {"stop": stop}
 
     @property

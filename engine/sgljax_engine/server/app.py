@@ -13,7 +13,7 @@ from sgljax_engine import Engine
 from sgljax_engine.server.access import KeyCheck, SameSite
 from sgljax_engine.server.body_limit import BodyLimit
 from sgljax_engine.server.config import ServerConfig
-from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.generation import Generation
 from sgljax_engine.server.openai.chat import chat_routes
 from sgljax_engine.server.openai.completions import completion_routes
@@ -45,7 +45,7 @@ def create_app(
         InvalidConfigError: as `ServerConfig`.
     """
     config = config or ServerConfig()
-    context = ServerContext(engine, config, Generation(engine, config))
+    context = ServerContext(engine, config, Generation(engine, config), TokenTexts(engine))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -9,6 +9,21 @@ from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.generation import Generation
 
 
+class TokenTexts:
+    """Text of single tokens, kept by id."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Knows none."""
+        self._engine = engine
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token: int) -> str:
+        """The text of a token; U+FFFD where it is a part of a character."""
+        if token not in self._texts:
+            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=None)
+        return self._texts[token]
+
+
 @dataclasses.dataclass
 class ServerContext:
     """One engine that is served.
@@ -17,10 +32,12 @@ class ServerContext:
         engine: Answers.
         config: Limits and names.
         generation: The open requests.
+        token_texts: Text of the engine's tokens.
         version_labels: Labels that clients gave to weight versions.
     """
 
     engine: Engine
     config: ServerConfig
     generation: Generation
+    token_texts: TokenTexts
     version_labels: dict[int, str] = dataclasses.field(default_factory=dict)

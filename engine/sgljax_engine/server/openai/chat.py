@@ -18,18 +18,17 @@ from sgljax_engine.server.openai.reasoning import CLOSE, OPEN, ReasoningSplitter
 from sgljax_engine.server.openai.schemas import ChatRequest
 from sgljax_engine.server.openai.template import template_options
 from sgljax_engine.server.openai.tools import Call, ToolFormat, find_format
-from sgljax_engine.server.replies import DONE, EventStream, event, reply
+from sgljax_engine.server.replies import EventStream, event, reply
 
 
 def chat_routes(context: ServerContext) -> APIRouter:
     """The route."""
     router, engine, generation = APIRouter(), context.engine, context.generation
-    texts = parts.TokenTexts(engine)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        call = await prepared(request, lambda: _Call(context, body, texts))
+        call = await prepared(request, lambda: _Call(context, body))
         if body.stream:
             pieces = await generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, engine.weight_version)
@@ -42,10 +41,10 @@ def chat_routes(context: ServerContext) -> APIRouter:
 class _Call:
     """A request, and how its outputs are written."""
 
-    def __init__(self, context: ServerContext, body: ChatRequest, texts: parts.TokenTexts) -> None:
+    def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         engine = context.engine
         self._body = body
-        self._texts = texts
+        self._texts = context.token_texts
         self._model = body.model or context.config.model_name
         self._id = parts.reply_id("chatcmpl")
         uses_tools = bool(body.tools) and body.tool_choice != "none"
@@ -120,7 +119,6 @@ class _Call:
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
         """The reply as a stream of chunks."""
         head = parts.head("chat.completion.chunk", self._id, self._model)
-        options = self._body.stream_options
         readers = [self._reader() for _ in range(self._num_samples)]
         for index in range(self._num_samples):
             delta = {"role": "assistant", "content": ""}
@@ -131,11 +129,8 @@ class _Call:
             index = piece["index"]
             last[index] = piece
             yield event({**head, "choices": [self._chunk(index, piece, readers[index])]})
-        if options is not None and options.include_usage:
-            ordered = [last[index] for index in sorted(last)]
-            counts = parts.usage(ordered, self._num_samples)
-            yield event({**head, "choices": [], "usage": counts})
-        yield DONE
+        for each in parts.last_events(self._body, head, last, self._num_samples):
+            yield each
 
     def _chunk(self, index: int, piece: Output, reader: _Reader) -> dict[str, Any]:
         num_calls = len(reader.calls)

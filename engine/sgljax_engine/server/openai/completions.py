@@ -15,7 +15,7 @@ from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
 from sgljax_engine.server.openai import parts
 from sgljax_engine.server.openai.parts import Output
 from sgljax_engine.server.openai.schemas import CompletionRequest
-from sgljax_engine.server.replies import DONE, EventStream, event, reply
+from sgljax_engine.server.replies import EventStream, event, reply
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -24,12 +24,11 @@ _DEFAULT_MAX_TOKENS = 16
 def completion_routes(context: ServerContext) -> APIRouter:
     """The route."""
     router, engine, generation = APIRouter(), context.engine, context.generation
-    texts = parts.TokenTexts(engine)
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
-        call = await prepared(request, lambda: _Call(context, body, texts))
+        call = await prepared(request, lambda: _Call(context, body))
         if body.stream:
             pieces = await generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, engine.weight_version)
@@ -51,11 +50,9 @@ class _Progress:
 class _Call:
     """A request, and how its outputs are written."""
 
-    def __init__(
-        self, context: ServerContext, body: CompletionRequest, texts: parts.TokenTexts
-    ) -> None:
+    def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
         self._body = body
-        self._texts = texts
+        self._texts = context.token_texts
         self._engine = context.engine
         self._model = body.model or context.config.model_name
         self._id = parts.reply_id("cmpl")
@@ -107,18 +104,14 @@ class _Call:
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
         """The reply as a stream of chunks."""
         head = parts.head("text_completion", self._id, self._model)
-        options = self._body.stream_options
         progress = [_Progress() for _ in range(self.job.num_samples)]
         last: dict[int, Output] = {}
         async for piece in pieces:
             index = piece["index"]
             last[index] = shown = self._shown(piece)
             yield event({**head, "choices": [self._choice(index, shown, progress[index])]})
-        if options is not None and options.include_usage:
-            ordered = [last[index] for index in sorted(last)]
-            counts = parts.usage(ordered, self._num_samples)
-            yield event({**head, "choices": [], "usage": counts})
-        yield DONE
+        for each in parts.last_events(self._body, head, last, self._num_samples):
+            yield each
 
     def _shown(self, output: Output) -> Output:
         """The output, without the token that is only generated since something must be."""

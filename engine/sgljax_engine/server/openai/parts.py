@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import sampling_params
 from sgljax_engine.server.openai.schemas import OpenAIRequest
+from sgljax_engine.server.replies import DONE, event
 
 Output = Mapping[str, Any]
 """An output, or a piece of one, as of `RequestOutput.to_dict`."""
-
-
-class TokenTexts:
-    """Text of single tokens, kept by id."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Knows none."""
-        self._engine = engine
-        self._texts: dict[int, str] = {}
-
-    def __getitem__(self, token: int) -> str:
-        """The text of a token; U+FFFD where it is a part of a character."""
-        if token not in self._texts:
-            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=None)
-        return self._texts[token]
 
 
 def head(kind: str, rid: str, model: str) -> dict[str, Any]:
@@ -53,6 +39,23 @@ def usage(outputs: Iterable[Output], num_samples: int) -> dict[str, Any]:
         "total_tokens": prompts + completion,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompts)},
     }
+
+
+def last_events(
+    body: OpenAIRequest, head: Mapping[str, Any], last: Mapping[int, Output], num_samples: int
+) -> Iterator[str]:
+    """The end of a stream: usage, if it was asked for, and the end mark.
+
+    Args:
+        body: The request.
+        head: The first fields of a chunk.
+        last: The last piece of each output, by its place.
+        num_samples: Of each prompt.
+    """
+    if body.stream_options is not None and body.stream_options.include_usage:
+        ordered = [last[index] for index in sorted(last)]
+        yield event({**head, "choices": [], "usage": usage(ordered, num_samples)})
+    yield DONE
 
 
 def finish_fields(output: Output) -> dict[str, Any]:

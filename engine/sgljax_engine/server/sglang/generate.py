@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
-from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.fields import sampling_params
 from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
 from sgljax_engine.server.replies import DONE, EventStream, event, reply
@@ -24,7 +24,7 @@ def generate_routes(context: ServerContext) -> APIRouter:
     async def generate(body: GenerateReqInput, request: Request) -> Response:
         """Generates from text or token ids; see `Engine.generate`."""
         job, is_single = await prepared(request, lambda: _job(context, body))
-        texts = _TokenTexts(engine) if body.return_text_in_logprobs else None
+        texts = context.token_texts if body.return_text_in_logprobs else None
         if body.stream:
             pieces = await generation.stream(request, job)
             events = _events(pieces, texts, is_cumulative=not body.stream_output)
@@ -32,7 +32,7 @@ def generate_routes(context: ServerContext) -> APIRouter:
         outputs = await generation.run(request, job)
         for output in outputs:
             if texts is not None:
-                texts.add_to(output)
+                _add_texts(texts, output)
         version = outputs[-1]["meta_info"]["weight_version"]
         answer = outputs[0] if is_single else outputs
         return reply(answer, engine.weight_version if version is None else version)
@@ -58,10 +58,6 @@ def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
         raise InvalidRequestError("there must be at least one prompt, got []")
     params = _params(engine, body.sampling_params, len(prompts))
     rids = [body.rid] if isinstance(body.rid, str) else body.rid
-    if rids is not None and len(rids) != len(prompts):
-        raise InvalidRequestError(
-            f"rid must have one id for each of the {len(prompts)} prompts, got {len(rids)}"
-        )
     job = Job(
         input_ids=prompts,
         sampling_params=params,
@@ -99,12 +95,12 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
 
 
 async def _events(
-    pieces: PieceStream, texts: _TokenTexts | None, *, is_cumulative: bool
+    pieces: PieceStream, texts: TokenTexts | None, *, is_cumulative: bool
 ) -> AsyncIterator[str]:
     so_far: dict[int, dict[str, Any]] = {}
     async for piece in pieces:
         if texts is not None:
-            texts.add_to(piece)
+            _add_texts(texts, piece)
         if is_cumulative:
             before = so_far.get(piece["index"])
             piece = so_far[piece["index"]] = piece if before is None else _joined(before, piece)
@@ -131,26 +127,18 @@ def _joined(before: Mapping[str, Any], piece: Mapping[str, Any]) -> dict[str, An
     }
 
 
-class _TokenTexts:
-    """Puts the text of each token into the log-probs, where SGLang has it."""
+def _add_texts(texts: TokenTexts, output: dict[str, Any]) -> None:
+    """Puts the text of each token into an output's log-probs, where SGLang has it."""
+    meta = output["meta_info"]
+    for name, entries in meta.items():
+        if name.endswith("_logprobs"):
+            meta[name] = [_with_text(texts, entry) for entry in entries]
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._texts: dict[int, str] = {}
 
-    def add_to(self, output: dict[str, Any]) -> None:
-        """Replaces the log-prob lists of an output."""
-        meta = output["meta_info"]
-        for name, entries in meta.items():
-            if name.endswith(("_logprobs",)) and entries is not None:
-                meta[name] = [self._entry(entry) for entry in entries]
-
-    def _entry(self, entry: Any) -> Any:
-        if entry is None:
-            return None
-        if isinstance(entry, list):  # of the most likely tokens at a position
-            return [self._entry(each) for each in entry]
-        logprob, token, _ = entry
-        if token not in self._texts:
-            self._texts[token] = self._engine.detokenize([token], skip_special_tokens=None)
-        return (logprob, token, self._texts[token])
+def _with_text(texts: TokenTexts, entry: Any) -> Any:
+    if entry is None:
+        return None
+    if isinstance(entry, list):  # of the most likely tokens at a position
+        return [_with_text(texts, each) for each in entry]
+    logprob, token, _ = entry
+    return (logprob, token, texts[token])
