@@ -183,6 +183,7 @@ def test_a_hidden_page_asks_for_nothing(browser, server):
     )
     browser.wait_for("numCalls > 1")
     browser.evaluate("Object.defineProperty(document, 'hidden', {value: true, writable: true})")
+    browser.wait_for("!isPolling")  # a call under way would time out
     browser.skip(60)
     browser.wait_for(says("state", "Idle"))
     count = browser.evaluate("numCalls")
