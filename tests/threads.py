@@ -114,7 +114,7 @@ def is_gated(engine: Engine) -> bool:
 def take_steps(engine: Engine, count: int = 1) -> None:
     """Has a gated engine take steps, as far as there is something to do."""
     assert is_gated(engine)
-    core = engine._loop._core
+    core = engine._group.loops[0]._core
     _set_steps(engine, count)
     # Answered between two steps, or when none can be taken.
     while engine._client.ask(functools.partial(cmd.Run, lambda: core.can_step)):
@@ -145,9 +145,9 @@ def first_piece(stream: Iterator[_T]) -> _T:
 
 
 def _set_steps(engine: Engine, count: int | None) -> None:
-    core = engine._loop._core
+    core = engine._group.loops[0]._core
     with contextlib.suppress(EngineShutdownError):
-        engine._loop.submit(cmd.Run(lambda: setattr(core, "steps_left", count), Future()))
+        engine._group.submit(cmd.Run(lambda: setattr(core, "steps_left", count), Future()))
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def held(engine: Engine) -> Iterator[None]:
         reached.set()
         let_go.wait(LIMIT_S)
 
-    engine._loop.submit(cmd.Run(wait, Future()))
+    engine._group.submit(cmd.Run(wait, Future()))
     assert reached.wait(LIMIT_S)
     try:
         yield

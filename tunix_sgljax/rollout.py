@@ -184,7 +184,7 @@ class SglJaxRollout(BaseRollout):
             InvalidConfigError: for a field that the rollout refuses, or that asks for a different
                 engine than the one already built.
         """
-        self._field_checker.check(rollout_config, self._mesh)
+        self._field_checker.check(rollout_config)
         asked_mode = engine_options.asked_logprobs_mode(rollout_config)
         self._logprobs_mode = self._given_logprobs_mode or asked_mode or "trainer_logprobs"
         self._rollout_config = rollout_config
@@ -321,7 +321,7 @@ class SglJaxRollout(BaseRollout):
         """
         if kwargs:
             raise InvalidRequestError(f"SglJaxRollout.generate takes no option {sorted(kwargs)}")
-        self._field_checker.check(rollout_config, self._mesh)
+        self._field_checker.check(rollout_config)
         self._check_same_engine(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:

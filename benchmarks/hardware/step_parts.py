@@ -83,7 +83,7 @@ class Dispatch(NamedTuple):
 
 def capture(engine: Engine, workload: Workload) -> Dispatch:
     """Runs the workload twice and keeps a dispatch of the second run, one with most rows."""
-    runner = engine._loop._core.runner
+    runner = engine._group.loops[0]._core.runner
     kept: list[tuple[Any, ...]] = []
     original = runner.programs.run
 

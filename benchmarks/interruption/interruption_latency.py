@@ -123,7 +123,7 @@ class Load:
 @contextlib.contextmanager
 def _timed_dispatches(engine: Engine) -> Iterator[list[float]]:
     """Collects the seconds of every dispatch, host work included."""
-    core: Any = engine._loop._core
+    core: Any = engine._group.loops[0]._core
     real, durations = core.step, []
 
     def step() -> None:

@@ -152,7 +152,7 @@ def live_bytes() -> int:
 @contextlib.contextmanager
 def peak_of_swaps(rollout: SglJaxRollout, peak: list[int]) -> Iterator[None]:
     """Appends the live bytes as new weights take the place of the old ones, which still live."""
-    runner = rollout.engine._loop._core.runner
+    runner = rollout.engine._group.loops[0]._core.runner
     swap = runner.swap_weights
 
     def watched(weights: Any) -> None:

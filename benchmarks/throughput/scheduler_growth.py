@@ -38,7 +38,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
-from sgljax_engine.runner.placement import place
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.programs import DecodeOutput, ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.shapes import BatchShapes
@@ -136,7 +136,7 @@ class Host:
         model = dataclasses.replace(
             SMALL, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, context_length=2**20
         )
-        placement = place(model, None, "float32")
+        placement = place(model, None, "float32").whole
         num_pages = -(-num_tokens // PAGE)
         self._pool = PagePool(PageAllocator(num_pages), PAGE)
         config = SchedulerConfig(

@@ -20,7 +20,9 @@ from sgljax_engine.checks import require
 from sgljax_engine.config import LORA_TARGETS, TOKEN_BLOCK, EngineConfig, LoraConfig
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.loop import EngineLoop
+from sgljax_engine.core.group import BuiltGroup, EngineGroup
+from sgljax_engine.core.request_groups import RequestGroups
+from sgljax_engine.core.router import Router
 from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.layers.projections import pick_projections
@@ -29,6 +31,8 @@ from sgljax_engine.models.registry import get_model, load_model_config
 from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, ParamSpec
 from sgljax_engine.models.weight_rules import hf_rules, logical_rules
 from sgljax_engine.observability.progress import ProgressListener, reporting
+from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.processing.input_processor import Limits
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.batch import (
@@ -37,8 +41,7 @@ from sgljax_engine.runner.batch import (
     prefill_pass,
     prefill_sizes,
 )
-from sgljax_engine.runner.memory_plan import plan_memory
-from sgljax_engine.runner.placement import Placement, place
+from sgljax_engine.runner.memory_plan import MemoryPlan, fit_parallel, plan_memory
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.shapes import BatchShapes
@@ -249,32 +252,16 @@ def pick_weights(
     return folder_weights(model, folder, progress)
 
 
-class BuiltCore(NamedTuple):
-    """An engine without threads, and what its threads need.
-
-    Attributes:
-        core: Fresh.
-        weight_maker: Makes the weights of updates.
-        served: What the first weights were made of.
-        slots: Room for adapters; None without.
-        limits: Of requests.
-    """
-
-    core: EngineCore
-    weight_maker: sync.WeightMaker
-    served: ServedSource
-    slots: AdapterSlots | None
-    limits: Limits
-
-
-def start_on_clean_thread(build: Callable[[], BuiltCore]) -> tuple[EngineLoop, Limits]:
+def start_on_clean_thread(
+    build: Callable[[], tuple[BuiltGroup, Limits]],
+) -> tuple[EngineGroup, Limits]:
     """Builds and starts on a thread of its own, free of the caller's thread-local JAX contexts.
 
     A mesh or a transfer guard that the caller has set (as Tunix does while it syncs weights)
     would otherwise apply to the engine's own arrays.
     """
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(lambda: _start(build()))
+        future = pool.submit(lambda: _start(*build()))
         try:
             return future.result()
         except BaseException:  # an interrupt: what gets built all the same must not live on
@@ -282,23 +269,16 @@ def start_on_clean_thread(build: Callable[[], BuiltCore]) -> tuple[EngineLoop, L
             raise
 
 
-def _start(built: BuiltCore) -> tuple[EngineLoop, Limits]:
-    loop = EngineLoop(
-        built.core,
-        weight_maker=built.weight_maker,
-        served=built.served,
-        slots=built.slots,
-        name=f"sgljax-engine-{next(_names)}",
-    )
-    return loop, built.limits
+def _start(built: BuiltGroup, limits: Limits) -> tuple[EngineGroup, Limits]:
+    return EngineGroup(built, f"sgljax-engine-{next(_names)}"), limits
 
 
-def _stop_if_started(future: Future[tuple[EngineLoop, Limits]]) -> None:
+def _stop_if_started(future: Future[tuple[EngineGroup, Limits]]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result()[0].request_stop()
 
 
-def build_core(
+def build_group(
     *,
     model: ModelConfig,
     config: EngineConfig,
@@ -308,73 +288,142 @@ def build_core(
     tokenizer: Tokenizer | None,
     mesh: jax.sharding.Mesh | None,
     progress: ProgressListener | None,
-) -> BuiltCore:
+) -> tuple[BuiltGroup, Limits]:
     """Checks the configuration, takes memory, transforms the weights."""
-    max_model_len = pick_max_model_len(model, config)
+    pick_max_model_len(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
-    placement = place(model, mesh, dtype)
-    page_size = config.cache.page_size
-    definition = get_model(model.architecture)
-    specs = definition.param_specs(model)
-    targets = placement.weight_targets(specs)
-    slots = adapter_slots(config.lora, specs, placement)
-    maker = sync.WeightMaker(targets)
-    with reporting(progress, "place weights", len(targets), "tensor") as advance:
+    parallel = fit_parallel(model, config, mesh, dtype)
+    placement = place(model, mesh, dtype, parallel)
+    count = len(placement.engines)
+    config = config.per_engine(count)
+    specs = get_model(model.architecture).param_specs(model)
+    maker = sync.WeightMaker(placement.whole.weight_targets(specs))
+    slots = [adapter_slots(config.lora, specs, each) for each in placement.engines]
+    served = ServedSource()
+    with reporting(progress, "place weights", len(maker.targets), "tensor") as advance:
         plan, arrays = maker.plan(
             weights.arrays, weights.rules, check_finite=config.runtime.check_finite
         )
-        weights_made = sync.apply(plan, arrays)
-        served = ServedSource()
+        made = placement.split(sync.apply(plan, arrays))
         served.remember(plan, arrays)
         del arrays
-        if slots is not None:
-            weights_made |= first_adapters(adapters, slots, targets)
-        advance(len(targets))
+        for each, room in zip(made, slots, strict=True):
+            if room is not None:
+                each |= first_adapters(adapters, room, maker.targets)
+        advance(len(maker.targets))
+    page_size = config.cache.page_size
+    router = Router(count, page_size, config.scheduler.max_running_requests)
+    groups = RequestGroups(router.finished)
+    cores = []
+    parts: _CoreParts | None = None
+    for index, (engine, own) in enumerate(zip(placement.engines, made, strict=True)):
+        parts = parts or _core_parts(model, config, engine, own, count)
+        cores.append(
+            _build_core(
+                config, parts, engine, own, slots[index], adapters, tokenizer, groups, index
+            )
+        )
+    assert parts is not None
+    built = BuiltGroup(
+        cores=cores,
+        groups=groups,
+        router=router,
+        weight_maker=maker,
+        split=placement.split,
+        served=served,
+        slots=None if slots[0] is None else [room for room in slots if room is not None],
+    )
+    return built, Limits(parts.max_model_len, parts.num_pages * page_size)
+
+
+class _CoreParts(NamedTuple):
+    """What the engines of a group have in common.
+
+    Attributes:
+        static: What programs are compiled for.
+        memory: Of one engine.
+        max_model_len: Tokens of the longest sequence.
+        num_pages: Pages of one engine.
+        shapes: Sizes of the batches.
+    """
+
+    static: ProgramContext
+    memory: MemoryPlan
+    max_model_len: int
+    num_pages: int
+    shapes: BatchShapes
+
+
+def _core_parts(
+    model: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    weights: Mapping[str, jax.Array],
+    num_engines: int,
+) -> _CoreParts:
+    max_model_len, page_size = pick_max_model_len(model, config), config.cache.page_size
     attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
-    static = _program_context(config, definition, model, placement, weights_made, attention)
-    weights_bytes = placement.held_bytes(weights_made.values())
+    definition = get_model(model.architecture)
+    static = _program_context(config, definition, model, placement, weights, attention)
     memory = plan_memory(
         model,
         config,
         placement,
         max_model_len,
-        weights_bytes,
+        placement.held_bytes(weights.values()),
         contiguous_kv=attention.contiguous_kv,
+        num_engines=num_engines,
     )
-    num_pages = memory.report.kv_tokens // page_size
-
     batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
+    table_width = -(-max_model_len // page_size)
+    shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
+    num_pages = memory.report.kv_tokens // page_size
+    return _CoreParts(static, memory, max_model_len, num_pages, shapes)
+
+
+def _build_core(
+    config: EngineConfig,
+    parts: _CoreParts,
+    placement: Placement,
+    weights: Mapping[str, jax.Array],
+    slots: AdapterSlots | None,
+    adapters: Mapping[str, WeightSource],
+    tokenizer: Tokenizer | None,
+    groups: RequestGroups,
+    place: int,
+) -> EngineCore:
     runner = ModelRunner(
-        static=static,
+        static=parts.static,
         placement=placement,
-        weights=weights_made,
-        num_pages=num_pages,
-        shapes=BatchShapes(
-            batch_buckets, token_buckets, TOKEN_BLOCK, table_width=-(-max_model_len // page_size)
-        ),
-        contiguous_shapes=memory.contiguous_shapes,
+        weights=weights,
+        num_pages=parts.num_pages,
+        shapes=parts.shapes,
+        contiguous_shapes=parts.memory.contiguous_shapes,
         slots=slots,
     )
     pool = PagePool(
-        PageAllocator(num_pages), page_size, is_sharing=not config.cache.disable_radix_cache
+        PageAllocator(parts.num_pages),
+        config.cache.page_size,
+        is_sharing=not config.cache.disable_radix_cache,
     )
     scheduler = Scheduler(
         config.scheduler,
         pool,
         token_block=TOKEN_BLOCK,
         max_prefill_tokens=config.max_prefill_tokens,
-        prefill_sizes=prefill_sizes(token_buckets, static.prefill_pass),
+        prefill_sizes=prefill_sizes(parts.shapes.token_buckets, parts.static.prefill_pass),
     )
-    core = EngineCore(
+    return EngineCore(
         scheduler=scheduler,
         pool=pool,
         runner=runner,
         warmup=Warmup(runner, forbid_compile=config.runtime.forbid_compile),
         adapters=AdapterRegistry(config.lora.max_loras, tuple(adapters)),
-        memory=memory.report,
+        memory=parts.memory.report,
         tokenizer=tokenizer,
+        groups=groups,
+        place=place,
     )
-    return BuiltCore(core, maker, served, slots, Limits(max_model_len, num_pages * page_size))
 
 
 def _program_context(

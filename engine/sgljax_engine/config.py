@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from sgljax_engine.checks import check_count, is_int, require
 from sgljax_engine.errors import InvalidConfigError, unknown_name_message
@@ -268,14 +268,56 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the devices of a mesh are shared out: tensor and data parallelism.
+
+    The mesh is cut into `data_parallel_size` submeshes of `tp_size` devices. Each has an engine of
+    its own, with a copy of the weights and a KV pool; requests are distributed among them.
+
+    Attributes:
+        tp_size: Devices that share one copy of the weights. None takes the size of the mesh's
+            tensor axis, or all that `data_parallel_size` leaves. "auto" takes the smallest number
+            whose share of the weights, and of the KV cache of one sequence of `max_model_len`
+            tokens, fits the free memory of a device.
+        data_parallel_size: Number of engines. None takes all devices that `tp_size` leaves.
+        tensor_axes: Names that a mesh's tensor axis may have; the first one found counts. All other
+            axes are data axes.
+    """
+
+    tp_size: int | Literal["auto"] | None = None
+    data_parallel_size: int | None = None
+    tensor_axes: tuple[str, ...] = ("tp", "model", "tensor")
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        if isinstance(self.tp_size, str):
+            require(self.tp_size == "auto", "tp_size", self.tp_size, "'auto', None or a count")
+        elif self.tp_size is not None:
+            check_count("tp_size", self.tp_size)
+        if self.data_parallel_size is not None:
+            check_count("data_parallel_size", self.data_parallel_size)
+        axes = self.tensor_axes
+        require(
+            isinstance(axes, (list, tuple)) and all(isinstance(name, str) for name in axes),
+            "tensor_axes",
+            axes,
+            "a list of names",
+        )
+        object.__setattr__(self, "tensor_axes", tuple(dict.fromkeys(axes)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All options of an engine; its model, weights, tokenizer and mesh are given apart.
+
+    Counts of requests and KV tokens are those of all engines together, if there are several.
 
     Attributes:
         cache: The KV pool and the prefix cache.
         scheduler: Batches, chunks and the length of dispatches.
         runtime: Dtype, buckets, compilation, attention, determinism and seeds.
         lora: Adapters.
+        parallel: Tensor and data parallelism.
         max_model_len: Maximum number of prompt plus output tokens of one sequence; None takes the
             model's context length.
     """
@@ -284,6 +326,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     lora: LoraConfig = LoraConfig()
+    parallel: ParallelConfig = ParallelConfig()
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -306,6 +349,34 @@ class EngineConfig:
     def max_prefill_tokens(self) -> int:
         """`chunked_prefill_size`, rounded up to whole token blocks."""
         return -(-self.scheduler.chunked_prefill_size // TOKEN_BLOCK) * TOKEN_BLOCK
+
+    def per_engine(self, num_engines: int) -> EngineConfig:
+        """The part of one engine of a group: counts that the engines share are divided.
+
+        Raises:
+            InvalidConfigError: when a pool would be too small for a sequence of `max_model_len`,
+                though all pools together are not.
+        """
+        if num_engines == 1:
+            return self
+        scheduler, cache, runtime = self.scheduler, self.cache, self.runtime
+        num_rows = -(-scheduler.max_running_requests // num_engines)
+        scheduler = dataclasses.replace(scheduler, max_running_requests=num_rows)
+        total, longest = cache.num_kv_tokens, self.max_model_len
+        if total is not None:
+            part = total // num_engines
+            if longest is not None and part < longest <= total:
+                raise InvalidConfigError(
+                    f"num_kv_tokens {total} gives each of {num_engines} engines a pool of {part} "
+                    f"tokens, and a sequence of max_model_len {longest} must fit one of them; at "
+                    f"least {longest * num_engines}, or a smaller data_parallel_size"
+                )
+            cache = dataclasses.replace(cache, num_kv_tokens=max(part, cache.page_size))
+        if runtime.batch_buckets is not None:
+            below = [size for size in runtime.batch_buckets if size < num_rows]
+            first = next(size for size in runtime.batch_buckets if size >= num_rows)
+            runtime = dataclasses.replace(runtime, batch_buckets=(*below, first))
+        return dataclasses.replace(self, scheduler=scheduler, cache=cache, runtime=runtime)
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -343,6 +414,7 @@ class EngineConfig:
             scheduler=SchedulerConfig(**groups["scheduler"]),
             runtime=RuntimeConfig(**groups["runtime"]),
             lora=LoraConfig(**groups["lora"]),
+            parallel=ParallelConfig(**groups["parallel"]),
             **top,
         )
 
@@ -352,6 +424,7 @@ _GROUPS: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "runtime": RuntimeConfig,
     "lora": LoraConfig,
+    "parallel": ParallelConfig,
 }
 
 _OPTION_GROUPS: dict[str, str] = {

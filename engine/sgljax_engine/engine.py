@@ -1,7 +1,7 @@
-"""The engine's public API: thread-safe, blocking and asyncio calls over one engine thread.
+"""The engine's public API: thread-safe, blocking and asyncio calls over the engine threads.
 
 The file is long because the facade has a method for every call. Each method only checks its
-arguments and sends a command to the engine thread.
+arguments and sends a command to the engine threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapter_loading import AdapterJob, CompareJob
-from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint, restoration
+from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint
 from sgljax_engine.core.client import EngineClient
 from sgljax_engine.core.staging import DiscardJob, PublishJob, StagedWeights, StageJob
 from sgljax_engine.core.weight_updates import UpdateJob, WeightSource
@@ -75,9 +75,13 @@ class Engine:
     """An inference engine inside this process.
 
     Any thread may call any method, also concurrently; the engine batches the requests of all
-    callers together. Creating an engine takes device memory and starts two threads, the first
-    weight update a third, the first checkpoint a fourth; `shutdown`, leaving the `with` block, or
-    dropping the last reference releases all of it.
+    callers together. On a mesh with data axes it is a group: one engine for each submesh, with
+    threads, KV pool and prefix cache of its own. Requests are routed to the engine that holds their
+    prefix, or to the one with the fewest; every other call concerns all engines, together.
+
+    Creating an engine takes device memory and starts two threads for each submesh, the first weight
+    update one more, the first checkpoint another; `shutdown`, leaving the `with` block, or dropping
+    the last reference releases all of it.
     """
 
     def __init__(
@@ -107,8 +111,10 @@ class Engine:
             load_format: "auto" or "safetensors" reads the folder, "dummy" creates random weights.
             adapters: Adapters to start with, by name: a pytree with the LoRA pairs, and its rules;
                 see `load_adapter`. They take the first slots. At most `max_loras`.
-            mesh: Devices to run on, sharded over the mesh axis "tp"; None, or an empty mesh, takes
-                JAX's first device.
+            mesh: Devices to run on. Its tensor axis ("tp", "model" or "tensor") shards the weights;
+                along all other axes there is an engine for each place. `tp_size` and
+                `data_parallel_size` share out the devices otherwise. None, or an empty mesh, takes
+                JAX's first device, or as many as those two say.
             config: All options as one object.
             progress: Called with the progress of loading and warm-up, on the threads that do the
                 work.
@@ -141,7 +147,7 @@ class Engine:
         elif model_path is not None:
             tokenizer = load_tokenizer(model_path)
         build = functools.partial(
-            builder.build_core,
+            builder.build_group,
             model=model_config,
             config=config,
             dtype=builder.pick_dtype(config, model_path),
@@ -156,14 +162,14 @@ class Engine:
         self._progress = progress
         self._tokenizer = tokenizer
         self._servers: list[Server] = []
-        self._loop, limits = builder.start_on_clean_thread(build)
+        self._group, limits = builder.start_on_clean_thread(build)
         try:
-            self._client = EngineClient(self._loop)
+            self._client = EngineClient(self._group)
             self._requests = RequestFactory(
                 model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
             )
         except BaseException:  # a user's tokenizer, or an interrupt
-            self._loop.request_stop()
+            self._group.request_stop()
             raise
 
     # ------------------------------------------------------------------ facts
@@ -186,7 +192,7 @@ class Engine:
     @property
     def weight_version(self) -> int:
         """Version of the serving weights: 0 at first, incremented by every update."""
-        return self._loop.weight_version
+        return self._group.weight_version
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters from the model's generation_config.json.
@@ -212,11 +218,11 @@ class Engine:
     @property
     def is_running(self) -> bool:
         """Whether the engine takes calls; False after `shutdown`, or when its thread has failed."""
-        return self._loop.is_running
+        return self._group.is_running
 
     def get_progress(self) -> EngineProgress:
         """Queue sizes and totals; does not wait for the engine or slow it down."""
-        return self._loop.progress
+        return self._group.progress
 
     def start_recording(self, max_events: int = MAX_EVENTS) -> None:
         """Starts recording what the engine's threads do and when; see `stop_recording`.
@@ -230,7 +236,7 @@ class Engine:
         Raises:
             InvalidRequestError: unless `max_events` is a positive int.
         """
-        self._loop.recorder.start(max_events)
+        self._group.start_recording(max_events)
 
     def stop_recording(self) -> Recording:
         """Stops recording and returns the recording, which is empty if none was started.
@@ -238,7 +244,7 @@ class Engine:
         Times are readings of `time.perf_counter`. Unfinished events are left out, except for a
         pause or a sleep, which ends with the recording.
         """
-        return self._loop.recorder.stop()
+        return self._group.stop_recording()
 
     def check_integrity(self) -> None:
         """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
@@ -678,11 +684,11 @@ class Engine:
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache sleep. Does not wait for the engine."""
-        return self._loop.is_sleeping
+        return self._group.is_sleeping
 
     async def async_is_sleeping(self) -> bool:
         """`is_sleeping` for asyncio."""
-        return self._loop.is_sleeping
+        return self._group.is_sleeping
 
     # ------------------------------------------------------------------ weights
 
@@ -1094,8 +1100,7 @@ class Engine:
             return {}
         checkpoint = load_checkpoint(folder, self._model)
         answers = {rid: Answer(Future()) for rid in checkpoint.scheduler_state.requests}
-        wanted = restoration(checkpoint, self._requests, answers)
-        self._client.ask(functools.partial(cmd.Restore, wanted))
+        self._group.restore(checkpoint, self._requests, answers)
         return {rid: answer.future for rid, answer in answers.items()}
 
     async def async_restore_checkpoint(
@@ -1147,7 +1152,7 @@ class Engine:
         """
         while self._servers:
             self._servers.pop().stop(drain_timeout_s=0.0)
-        self._loop.stop()
+        self._group.stop()
 
     def __enter__(self) -> Engine:
         """Returns the engine."""

@@ -58,6 +58,8 @@ _RENAMED = (
     ("block_size", "vLLM", "page_size", ""),
     ("context_length", "SGLang", "max_model_len", ""),
     ("data_type", "Tunix", "dtype", ""),
+    ("dp", "SGLang", "data_parallel_size", ""),
+    ("dp_size", "SGLang", "data_parallel_size", ""),
     ("gpu_memory_utilization", "vLLM", "mem_fraction_static", "of the memory beside the weights"),
     ("hbm_utilization", "Tunix", "mem_fraction_static", "of the memory beside the weights"),
     ("kv_cache_size", "Tunix", "max_model_len", ""),
@@ -70,14 +72,16 @@ _RENAMED = (
     ("precompile_bs_paddings", "SGLang", "batch_buckets", ""),
     ("precompile_token_paddings", "SGLang", "token_buckets", ""),
     ("seed", "vLLM", "random_seed", ""),
+    ("tensor_parallel_size", "vLLM", "tp_size", ""),
+    ("tp", "SGLang", "tp_size", ""),
 )
 """Name, engine, the option here and how it differs."""
 
 _WITHOUT_COUNTERPART = (
     (
-        "the rollout's or engine's `mesh` decides on which devices it runs, sharded over 'tp'",
-        "tensor_parallel_size tp_size tp data_parallel_size dp_size dp pipeline_parallel_size "
-        "pp_size expert_parallel_size ep_size enable_expert_parallel enable_dp_attention "
+        "the rollout's or engine's `mesh` decides on which devices it runs; `tp_size` and "
+        "`data_parallel_size` share them out",
+        "pipeline_parallel_size pp_size expert_parallel_size ep_size enable_expert_parallel enable_dp_attention "
         "device device_indexes nnodes node_rank dist_init_addr dist_timeout "
         "distributed_executor_backend disable_custom_all_reduce all2all_backend moe_backend "
         "enable_single_process",

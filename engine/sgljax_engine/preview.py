@@ -20,8 +20,8 @@ from sgljax_engine.layers.projections import pick_projections
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
-from sgljax_engine.runner.memory_plan import free_bytes, plan_memory
-from sgljax_engine.runner.placement import place
+from sgljax_engine.placement.submeshes import place
+from sgljax_engine.runner.memory_plan import fit_parallel, free_bytes, plan_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,12 @@ class EnginePreview:
         why_not_native: Why a CPU does not use JIT-compiled CPU kernels; None if it does.
         max_model_len: Maximum number of prompt plus output tokens of one request.
         num_parameters: Number of parameters in the weights.
-        weights_bytes: Bytes of the weights, in that dtype.
-        free_bytes: Free bytes of memory, before the weights; None when the devices do not say.
-        memory: Memory that the KV cache would take; None if it would not fit.
+        num_engines: Engines that would share out the devices: the data-parallel size.
+        tp_size: Devices of each engine.
+        weights_bytes: Bytes of the weights of one engine, in that dtype.
+        free_bytes: Free bytes of memory for one engine, before the weights; None when the devices
+            do not say.
+        memory: Memory that one engine's KV cache would take; None if it would not fit.
         problem: Why it would not fit; None if it would.
         compilation_cache: Folder of compiled programs; None if they are not kept.
     """
@@ -56,6 +59,8 @@ class EnginePreview:
     why_not_native: str | None
     max_model_len: int
     num_parameters: int
+    num_engines: int
+    tp_size: int
     weights_bytes: int
     free_bytes: int | None
     memory: MemoryReport | None
@@ -84,13 +89,15 @@ def preview_engine(
     """
     config = config or EngineConfig()
     dtype = pick_dtype(config, folder)
-    placement = place(model, mesh, dtype)
+    group = place(model, mesh, dtype, fit_parallel(model, config, mesh, dtype))
+    num_engines = len(group.engines)
+    config, placement = config.per_engine(num_engines), group.engines[0]
     specs = get_model(model.architecture).param_specs(model)
     num_parameters = sum(math.prod(spec.shape) for spec in specs.values())
     targets = placement.weight_targets(specs).values()
     weights_bytes = placement.held_bytes(target.stored for target in targets)
     max_model_len = pick_max_model_len(model, config)
-    free = free_bytes(placement)
+    free = free_bytes(placement, num_engines)
     attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
     plan, problem = None, None
@@ -105,6 +112,7 @@ def preview_engine(
                 max_model_len,
                 weights_bytes,
                 contiguous_kv=attention.contiguous_kv,
+                num_engines=num_engines,
                 are_loaded=False,
             )
         except InvalidConfigError as error:
@@ -126,6 +134,8 @@ def preview_engine(
         why_not_native=linear.why_not_native or attention.why_not_native,
         max_model_len=max_model_len,
         num_parameters=num_parameters,
+        num_engines=num_engines,
+        tp_size=placement.mesh.size,
         weights_bytes=weights_bytes,
         free_bytes=free,
         memory=None if plan is None else plan.report,

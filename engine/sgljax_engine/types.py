@@ -110,7 +110,8 @@ class Request:
     than `kv_len` has to be prefilled (for the first time, or again after a retraction).
 
     `group` is the caller's id of the prompt, and `rid` the id of one of its n samples; `call` is
-    the same for all requests that were submitted together. `arrival_s` and `first_token_s` are
+    the same for all requests that were submitted together. `engine` is the index of the engine
+    that has it, in a group of several. `arrival_s` and `first_token_s` are
     readings of `time.perf_counter`: when the caller submitted it, and at the end of the dispatch
     that produced its first token. `token_versions` holds the weight version that sampled each
     output token. `lora` names the request's adapter, None for the base model alone; `adapter` is
@@ -131,6 +132,7 @@ class Request:
     adapter: int = NO_ADAPTER
     group: str = ""
     call: int = 0
+    engine: int = 0
     prompt_key: int = 0
     arrival: int = 0
     arrival_s: float = 0.0

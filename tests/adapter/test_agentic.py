@@ -52,7 +52,7 @@ class InterruptedRollout(SnapshotRollout):
         super().__init__(**arguments)
         self._updating = threading.Event()
         self._paused = Future()
-        self._core = self.engine._loop._core
+        self._core = self.engine._group.loops[0]._core
         self._step, self._core.step = self._core.step, self._step_and_pause
 
     def generate(self, prompts, rollout_config, **kwargs):
@@ -80,7 +80,7 @@ class InterruptedRollout(SnapshotRollout):
         is_due = self._updating.is_set() and self._core.counters.num_decode_rows >= self._pause_at
         if is_due and not self._paused.done():
             pause = PauseGenerationReqInput(mode="in_place")
-            self.engine._loop.submit(cmd.Pause(pause, self._paused))
+            self.engine._group.submit(cmd.Pause(pause, self._paused))
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def dtypes_of(arrays):
 def test_the_engine_computes_as_the_trainer_does(model):
     rollout = rollout_of(model)
     assert rollout.dtype == "bfloat16"
-    runner = rollout.engine._loop._core.runner
+    runner = rollout.engine._group.loops[0]._core.runner
     assert dtypes_of(runner.kv_memory.kv) == {"bfloat16"}
     for _ in range(2):
         norms = {name: weight for name, weight in runner.weights.items() if "norm" in name}

@@ -225,7 +225,7 @@ def test_fields_reach_the_engine(make_rollout):
 def test_data_type_is_that_of_the_engine(make_rollout):
     """None is the actor's. Weights of norms are float32 in any case."""
     for data_type, expected in ((None, "float32"), (jnp.float32, "float32"), ("bfloat16",) * 2):
-        runner = make_rollout(config={"data_type": data_type}).engine._loop._core.runner
+        runner = make_rollout(config={"data_type": data_type}).engine._group.loops[0]._core.runner
         norms = {name for name in runner.weights if "norm" in name}
         others = [weight for name, weight in runner.weights.items() if name not in norms]
         assert {array.dtype.name for array in jax.tree.leaves((others, runner.kv_memory.kv))} == {

@@ -177,7 +177,7 @@ def test_pairs_are_never_merged_into_merged_weights(serving):
 
 def test_weights_without_pairs_are_not_made_again(serving):
     """What serves on is the very array that served before; with an adapter, all of the base."""
-    runner = serving.rollout.engine._loop._core.runner
+    runner = serving.rollout.engine._group.loops[0]._core.runner
     before = dict(runner.weights)
     serving.rollout.update_params(lora_models.draw(serving.model, 2), FILTER)
     changed = {name for name, weight in runner.weights.items() if weight is not before[name]}

@@ -40,7 +40,7 @@ cluster = RLCluster(**made.arguments)
 assert cluster.rollout.mesh is sampler
 GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
 parts.check_trained(cluster)
-weight = cluster.rollout.engine._loop._core.runner.weights["model.layers.0.mlp.up_proj.weight"]
+weight = cluster.rollout.engine._group.loops[0]._core.runner.weights["model.layers.0.mlp.up_proj.weight"]
 assert weight.devices() == set(devices[2:])
 assert weight.addressable_shards[0].data.size * 2 == weight.size
 cluster.rollout.close()
@@ -129,7 +129,7 @@ for params in map(params_of, (other, model)):
         assert each.find_differing_weights(params) == []
     assert rollout.engine.get_weights_checksum() == single.engine.get_weights_checksum()
     assert tokens_of(rollout, prompts) == tokens_of(single, prompts)
-pages = rollout.engine._loop._core.runner.kv_memory.kv[0].k
+pages = rollout.engine._group.loops[0]._core.runner.kv_memory.kv[0].k
 assert {shard.data.shape for shard in pages.addressable_shards} == {pages.shape}
 rollout.close()
 single.close()

@@ -51,7 +51,7 @@ def report_of(rollout, model, prompts=PROMPTS, batch_size=None, **changes):
 def spoilt(make_rollout):
     """A rollout of its own, with bad token ids so that no pad id is sampled, and its runner."""
     rollout = make_rollout(decode_steps=1, sampling_params={"bad_token_ids": [ref.PAD_ID]})
-    return rollout, rollout.engine._loop._core.runner
+    return rollout, rollout.engine._group.loops[0]._core.runner
 
 
 def request_of(requests):

@@ -306,7 +306,7 @@ def pointers(arrays):
 
 
 def engine_weights(rollout):
-    weights = rollout.engine._loop._core.runner.weights
+    weights = rollout.engine._group.loops[0]._core.runner.weights
     assert len(weights) >= 10
     return weights
 
@@ -375,7 +375,7 @@ def test_old_weights_are_let_go(serving, other_model):
 def test_close_frees_the_memory(model):
     rollout = new_rollout(model)
     tokens_of(rollout, PROMPTS)
-    runner = rollout.engine._loop._core.runner
+    runner = rollout.engine._group.loops[0]._core.runner
     arrays = [weakref.ref(a) for a in jax.tree.leaves((runner.weights, runner.kv_memory.kv))]
     del runner
     rollout.close()

@@ -216,14 +216,14 @@ def _(_: Parts):
 def _(_: Parts):
     with new_engine() as engine:
         # What a device that lost an array does: the program cannot run.
-        next(iter(engine._loop._core.runner.weights.values())).delete()
+        next(iter(engine._group.loops[0]._core.runner.weights.values())).delete()
         engine.generate(input_ids=[1])
 
 
 @produces("failed_offload")
 def _(_: Parts):
     with new_engine() as engine:
-        next(iter(engine._loop._core.runner.weights.values())).delete()
+        next(iter(engine._group.loops[0]._core.runner.weights.values())).delete()
         engine.sleep()
 
 

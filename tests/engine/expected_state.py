@@ -78,7 +78,7 @@ class ExpectedState:
     def send(self, command: Callable[[Future[Any]], cmd.Command]) -> Future[Any]:
         """Asks, without waiting; in the order of the calls."""
         future: Future[Any] = Future()
-        self.engine._loop.submit(command(future))
+        self.engine._group.submit(command(future))
         return future
 
     def state(self) -> EngineState:

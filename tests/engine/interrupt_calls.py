@@ -217,5 +217,5 @@ class Caller:
             return TaskCall(loop=self._async.loop, task=task, future=future, **facts)
         requests, _ = engine._make_requests(None, params, [prompt], LogprobArgs(), False, [rid])
         futures = [CountingFuture() for _ in requests]
-        engine._loop.submit(cmd.AddRequests(requests, [Answer(future) for future in futures]))
+        engine._group.submit(cmd.AddRequests(requests, [Answer(future) for future in futures]))
         return PlainCall(engine=engine, requests=requests, futures=futures, **facts)

@@ -25,7 +25,7 @@ def tell(*words: object) -> None:
 
 def linger(engine: Engine) -> None:
     """Once only the long requests are left, a step takes its time: a killer may come late."""
-    core = engine._loop._core
+    core = engine._group.loops[0]._core
     step = core.step
 
     def step_late() -> None:

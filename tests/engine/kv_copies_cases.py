@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine import Engine, InvalidConfigError, ModelConfig, SamplingParams
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.runner import saved_pages
-from sgljax_engine.runner.placement import place
 from tests.engine.interrupts import LONG, results, start_all, tokens_of, update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 
@@ -51,7 +51,7 @@ def mesh_of(*shape: int, axes: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:
 
 def runner_of(engine: Engine) -> Any:
     """The engine's runner."""
-    return engine._loop._core.runner
+    return engine._group.loops[0]._core.runner
 
 
 def shard_bytes(arrays: Any, device: Any) -> int:
@@ -217,7 +217,7 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
         freed = engine.sleep(2, preserve_state=True)
         assert freed == report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
         # Copies on several devices are kept once.
-        weights = engine._loop._core.sleep_manager._kept.weights
+        weights = engine._group.loops[0]._core.sleep_manager._kept.weights
         assert weights is not None
         assert sum(w.nbytes for w in weights.values()) == 4 * sum(
             int(np.prod(w.shape)) for w in weights.values()
@@ -245,40 +245,44 @@ def check_checkpoint(source: Engine, target: Engine, folder: str, whole: list[li
 
 def placement() -> None:
     """What divides is placed, what does not is refused with its name, and no mesh is a mesh."""
-    single = place(TINY, None, "float32")
+    single = place(TINY, None, "float32").whole
     empty = Mesh(np.empty((), object), ())
-    assert place(TINY, empty, "float32") == single
+    assert place(TINY, empty, "float32").whole == single
     assert single.mesh.size == 1
     assert single.num_tensor_shards == single.num_kv_copies == 1
-    only = place(TINY, Mesh(np.asarray(jax.devices()[5]), ()), "float32")
+    only = place(TINY, Mesh(np.asarray(jax.devices()[5]), ()), "float32").whole
     assert only.mesh.devices.flat[0] == jax.devices()[5]
     for axes, shape in ((("tp", "fsdp"), (4, 2)), (("fsdp", "tp"), (2, 4)), (("tp",), (8,))):
         mesh = mesh_of(*shape, axes=axes)
         heads = dict(zip(axes, shape, strict=True))["tp"]
         model = dataclasses.replace(TINY, num_heads=8)
-        made = place(model, mesh, "float32")
+        made = place(model, mesh, "float32").whole
         assert made.num_tensor_shards == heads
         assert made.num_kv_copies == heads // model.num_kv_heads
         assert list(made.mesh.devices.flat) == list(mesh.devices.flat)
-        assert place(dataclasses.replace(model, num_kv_heads=8), mesh, "float32").mesh == mesh
+        group = place(dataclasses.replace(model, num_kv_heads=8), mesh, "float32")
+        assert len(group.engines) == 8 // heads
+        rows = np.moveaxis(mesh.devices, axes.index("tp"), -1).reshape(-1, heads)
+        for engine, row in zip(group.engines, rows, strict=True):
+            assert engine.mesh.devices.tolist() == row.tolist()
     bad = [
-        (tiny(1), 8, r"num_heads must be a multiple of the mesh's 'tp' size \(8\), got 4"),
+        (tiny(1), 8, r"num_heads must be a multiple of the size of the tensor axis \(8\), got 4"),
         (
             dataclasses.replace(
                 TINY, num_heads=12, num_kv_heads=4, intermediate_size=66, vocab_size=132
             ),
             6,
-            r"num_kv_heads must be a multiple of the mesh's 'tp' size \(6\) or divide it, got 4",
+            r"num_kv_heads must be a multiple of the size of the tensor axis \(6\) or divide it, got 4",
         ),
         (
             dataclasses.replace(tiny(1), intermediate_size=66),
             4,
-            r"intermediate_size must be a multiple of the mesh's 'tp' size \(4\), got 66",
+            r"intermediate_size must be a multiple of the size of the tensor axis \(4\), got 66",
         ),
         (
             dataclasses.replace(tiny(1), vocab_size=130),
             4,
-            r"vocab_size must be a multiple of the mesh's 'tp' size \(4\), got 130",
+            r"vocab_size must be a multiple of the size of the tensor axis \(4\), got 130",
         ),
     ]
     for model, size, message in bad:

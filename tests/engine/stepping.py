@@ -37,7 +37,7 @@ class SteppedEngine:
 
     def __init__(self, **options: Any) -> None:
         """Builds a tiny model's core; options are those of `Engine`."""
-        built = builder.build_core(
+        built, limits = builder.build_group(
             model=TINY,
             config=EngineConfig.from_options(options),
             dtype="float32",
@@ -47,10 +47,10 @@ class SteppedEngine:
             mesh=None,
             progress=None,
         )
-        self.core = built.core
+        (self.core,) = built.cores
         self._weight_maker = built.weight_maker
         self.core.outputs.connect(_no_text, thread_name=None)
-        self._factory = RequestFactory(TINY, built.limits, None, SeedSource(0))
+        self._factory = RequestFactory(TINY, limits, None, SeedSource(0))
 
     def ask(self, make: Callable[[Future[Any]], cmd.Command]) -> Future[Any]:
         """Does a command; its future may have to wait for steps."""
@@ -91,4 +91,4 @@ class SteppedEngine:
         given: dict[str, Any] = {"mode": "retract", "flush_cache": False} | options
         plan, arrays = self._weight_maker.plan(weights, hf_rules(TINY))
         made = sync.apply(plan, arrays)
-        return self.ask(lambda future: cmd.SwapWeights(lambda _: made, future=future, **given))
+        return self.ask(lambda future: cmd.SwapWeights(lambda _: [made], future=future, **given))

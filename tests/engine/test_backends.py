@@ -21,7 +21,8 @@ from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.projections import CpuProjections, pick_projections
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.runner.placement import Placement, place
+from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.weights import sync
 from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
 from tests.engine.native_cases import needs_machine_code
@@ -30,7 +31,7 @@ COMPARES_BITS = True  # see conftest
 
 
 def placement(**changes: Any) -> Placement:
-    return place(TINY, None, "float32")._replace(**changes)
+    return place(TINY, None, "float32").whole._replace(**changes)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def no_machine_code(monkeypatch):
 
 
 def runs_natively(engine: Engine) -> bool:
-    static = engine._loop._core.runner._static
+    static = engine._group.loops[0]._core.runner._static
     is_native = isinstance(static.context.projections, CpuProjections)
     assert is_native == (static.decode_attention is not None)
     return is_native

@@ -76,7 +76,7 @@ def expected(engine):
 
 def recorded(engine):
     """Collects `num_ready` of all decode dispatches."""
-    programs = engine._loop._core.runner.programs
+    programs = engine._group.loops[0]._core.runner.programs
     found, original = [], programs.run
 
     def run(call, state):

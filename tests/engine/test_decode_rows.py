@@ -131,7 +131,7 @@ def test_each_request_gets_the_results_of_its_row():
 def test_a_dispatch_ends_when_the_rows_left_fit_a_smaller_program(lengths, dispatches):
     found = []
     with make_engine(batch_buckets=(2, 4), max_running_requests=4, decode_steps=8) as engine:
-        runner = engine._loop._core.runner
+        runner = engine._group.loops[0]._core.runner
         decode = runner.decode
 
         def spied(output):

@@ -173,7 +173,10 @@ def test_small_pools_retract_and_read_pages():
         with make_engine({**way.options, **optimistic}) as engine:
             run(engine, PLAIN, Way({}))
             state = engine.get_internal_state()
-            assert bool(engine._loop._core.runner.kv_memory.contiguous_kv) == has_contiguous_kv
+            assert (
+                bool(engine._group.loops[0]._core.runner.kv_memory.contiguous_kv)
+                == has_contiguous_kv
+            )
             assert bool(state.counters.num_retractions) != has_contiguous_kv
 
 
@@ -187,7 +190,7 @@ def test_a_head_dim_that_rows_do_not_take():
     way = WAYS[2]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
     with make_engine(ALONE, model) as engine:
         expected = run(engine, PLAIN, Way({}))
-        assert engine._loop._core.runner.kv_memory.contiguous_kv == ()
+        assert engine._group.loops[0]._core.runner.kv_memory.contiguous_kv == ()
     with make_engine(way.options, model) as engine:
         assert_same(run(engine, PLAIN, way), expected)
 

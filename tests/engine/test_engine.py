@@ -515,7 +515,7 @@ class TestAsync:
 
 class TestFailure:
     def test_failing_step_fails_its_requests_only(self, engine, one_at_a_time, monkeypatch):
-        runner = engine._loop._core.runner
+        runner = engine._group.loops[0]._core.runner
         real = runner.decode
 
         def broken(output):
@@ -535,7 +535,7 @@ class TestFailure:
 
     def test_waiting_requests_survive_a_failing_step(self, one_at_a_time, monkeypatch):
         with make_engine(max_running_requests=1) as small:
-            runner = small._loop._core.runner
+            runner = small._group.loops[0]._core.runner
             real, calls = runner.decode, []
 
             def flaky(output):
@@ -616,7 +616,7 @@ class TestLife:
         other = make_engine()
         other.generate(input_ids=[1, 2], sampling_params=GREEDY)
         alive = weakref.ref(other)
-        loop_thread = other._loop._thread
+        loop_thread = other._group.loops[0]._thread
         del other
         gc.collect()
         assert alive() is None

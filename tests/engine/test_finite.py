@@ -193,7 +193,7 @@ class TestPlan:
         with pytest.raises(WeightSyncError, match=r"1 of 1 .*: 'w'"):
             apply(plan, source)
         with pytest.raises(WeightSyncError, match=r"1 of 1 .*: 'w'"):
-            apply_donating(plan, source, old)
+            apply_donating(plan, source, [old])
         assert not old["w"].is_deleted()
         plan = self.plan(source, "bfloat16", is_transposed=is_transposed)
         assert np.isfinite(apply(plan, source)["w"].astype(np.float32)).all()
@@ -202,7 +202,7 @@ class TestPlan:
         source = {"w": jnp.full((2, 3), jnp.nan)}
         plan = self.plan(source, "float32", check_finite=False)
         assert np.isnan(apply(plan, source)["w"]).all()
-        assert np.isnan(apply_donating(plan, source, {})["w"]).all()
+        assert np.isnan(apply_donating(plan, source, [{}])["w"]).all()
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_flags(self, dtype):

@@ -78,7 +78,7 @@ def test_without_jit_compiled_kernels(name, monkeypatch):
     monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
     golden = np.load(GOLDEN / name / "golden.npz")
     with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
-        context = engine._loop._core.runner._static.context
+        context = engine._group.loops[0]._core.runner._static.context
         assert isinstance(context.projections, XlaProjections)
         assert_greedy(engine, golden)
 
@@ -107,7 +107,7 @@ def test_layouts(name, layout, monkeypatch):
     monkeypatch.setattr(placement, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
     with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
-        assert engine._loop._core.runner._static.context.layout is layout
+        assert engine._group.loops[0]._core.runner._static.context.layout is layout
         assert_greedy(engine, golden)
 
 

@@ -27,7 +27,7 @@ with Engine(model_config=TINY, weights=spread_weights()) as engine:
     again = engine.generate_requests(random_prompts(3, 1, 30), params)
     assert [o.output_ids for o in outs] == [o.output_ids for o in again]
     engine.score([[1, 2, 3]])
-    assert all(w.dtype == np.float32 for w in engine._loop._core.runner.weights.values())
+    assert all(w.dtype == np.float32 for w in engine._group.loops[0]._core.runner.weights.values())
 assert handlers == {{s: signal.getsignal(s) for s in handlers}}
 assert before == {{name: getattr(jax.config, name) for name in before}}
 print([o.output_ids for o in outs])
@@ -62,7 +62,7 @@ stream = lambda: engine.generate(None, {{"max_new_tokens": 200}}, [1], stream=Tr
 
 # A collection that ends a stream, and then one that ends the engine of this loop, both while a
 # thread submits something else to it.
-loop, thread = engine._loop, engine._loop._thread
+group, thread = engine._group, engine._group.loops[0]._thread
 is_alive = thread.is_alive
 def collecting():
     thread.is_alive = is_alive
@@ -82,7 +82,7 @@ engine.cycle = engine
 del engine, stream
 thread.is_alive = collecting
 future = Future()
-loop.submit(commands.GetState(future))
+group.submit(commands.GetState(future))
 assert type(future.exception(60)).__name__ == "EngineShutdownError"
 
 engine = Engine(model_config=TINY, weights=spread_weights())

@@ -20,7 +20,7 @@ from sgljax_engine import (
     logical_rules,
 )
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.runner.placement import place
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.loader import read_hf_folder
 from tests.engine.models import TINY, ForeignTensor, logical_weights, spread_weights
@@ -167,7 +167,7 @@ class TestBadSources:
 
 def test_an_update_by_these_names_copies_once():
     """Two transposes, the rules' and the engine's own, are none."""
-    targets = place(TINY, None, "float32").weight_targets(
+    targets = place(TINY, None, "float32").whole.weight_targets(
         get_model(TINY.architecture).param_specs(TINY)
     )
     if not targets[WIDE].is_transposed:

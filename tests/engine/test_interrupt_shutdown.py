@@ -68,7 +68,7 @@ def bring_about(engine: Engine, situation: str) -> list[Future[Any]]:
         elif verb == "updating":
             update = start(functools.partial(engine.update_weights, WEIGHTS[1], mode=mode))
             if mode == "wait":
-                scheduler = engine._loop._core.scheduler
+                scheduler = engine._group.loops[0]._core.scheduler
                 wait_for(lambda: update.done() or not scheduler.admits_new)  # noqa: B023
             asked.append(update)
     return asked

@@ -27,7 +27,7 @@ def engine():
 def test_time_to_first_token_begins_with_the_call(engine):
     with held(engine):
         answer = start(lambda: engine.generate(None, GREEDY, [1, 2, 3]))
-        wait_for(lambda: not engine._loop._commands.empty())
+        wait_for(lambda: not engine._group.loops[0]._commands.empty())
         time.sleep(WAIT_S)
     meta = answer.result()["meta_info"]
     assert WAIT_S <= meta["time_to_first_token"] < meta["e2e_latency"]
@@ -45,11 +45,11 @@ def test_time_to_first_token_is_that_of_one_dispatch(engine):
 def test_time_to_first_token_of_a_request_without_tokens(engine):
     with held(engine):
         answer = start(lambda: engine.generate_requests([[6]], SamplingParams())[0])
-        while engine._loop._commands.empty():
+        while engine._group.loops[0]._commands.empty():
             time.sleep(0.001)
-        add = engine._loop._commands.get()
-        engine._loop.submit(add)
-        engine._loop.submit(cmd.AbandonRequests(add.requests, Future()))
+        add = engine._group.loops[0]._commands.get()
+        engine._group.submit(add)
+        engine._group.submit(cmd.AbandonRequests(add.requests, Future()))
     output = answer.result()
     assert output.output_ids == []
     assert output.time_to_first_token_s is None
@@ -64,7 +64,7 @@ def test_a_time_that_nothing_fits_leaves_the_smallest_prefills_and_one_step(engi
         model_config=TINY, weights=spread_weights(), max_dispatch_s=1e-9, **OPTIONS
     ) as hurried:
         hurried.warmup()
-        core = hurried._loop._core
+        core = hurried._group.loops[0]._core
         schedule, seen = core.scheduler.schedule, []
         monkeypatch.setattr(core.scheduler, "schedule", lambda: seen.append(schedule()) or seen[-1])
         hurried.generate(None, GREEDY, first)

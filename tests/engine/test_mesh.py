@@ -42,19 +42,19 @@ def outputs(engine):
     return [o.output_ids for o in engine.generate_requests(prompts, params)]
 
 def shardings(engine):
-    core = engine._loop._core.runner
+    core = engine._group.loops[0]._core.runner
     kv = core.kv_memory.kv, core.kv_memory.contiguous_kv
     return jax.tree.map(lambda x: x.sharding, (core.weights, kv))
 
 def sleep_and_wake(engine, memory):
     # With requests in flight, which must not notice; in chunks of a few pages.
     whole = [o.output_ids for o in engine.generate_requests(prompts[:4], long)]
-    core = engine._loop._core.runner
+    core = engine._group.loops[0]._core.runner
     core._host_memory = core.kv_memory._host_memory = memory
     before = shardings(engine)
     calls = start_all(engine, prompts[:4], long)
     freed = engine.sleep(2, preserve_state=True)
-    kept = engine._loop._core.sleep_manager._kept
+    kept = engine._group.loops[0]._core.sleep_manager._kept
     assert len(kept.pages.chunks) > 1
     if memory == "numpy":  # a replicated array is kept once
         assert {len(c.parts) for c in kept.weights.values()} <= {1, 2}
@@ -87,7 +87,7 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
             assert outputs(engine) == expected, shape
             for a, b in zip(engine.score(prompts[:3]), scored):
                 np.testing.assert_allclose(a, b, atol=1e-4)
-            layer = engine._loop._core.runner.kv_memory.kv[0].k
+            layer = engine._group.loops[0]._core.runner.kv_memory.kv[0].k
             assert len(layer.sharding.device_set) == 8
             shard = layer.addressable_shards[0].data.shape
             assert shard[1] == ONE.num_kv_heads // shape[1], shard
@@ -145,7 +145,7 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
     source = jax.device_put(spread_weights(ONE), devices[0])
     with Engine(model_config=ONE, weights=source, mesh=second, **few) as engine:
         assert outputs(engine) == expected
-        assert engine._loop._core.runner.kv_memory.kv[0].k.devices() == {devices[4]}
+        assert engine._group.loops[0]._core.runner.kv_memory.kv[0].k.devices() == {devices[4]}
 
 # Biases, a window, soft caps, tied and untied heads: as transformers computes them.
 mesh = Mesh(devices.reshape(4, 2), ("fsdp", "tp"))

@@ -60,7 +60,7 @@ def test_requests_go_on_after_a_second_sleep(tag, preserve_again):
 def test_shutdown_lets_go_of_what_sleep_kept():
     engine = make_engine()
     engine.sleep()
-    sleep_manager = engine._loop._core.sleep_manager
+    sleep_manager = engine._group.loops[0]._core.sleep_manager
     assert sleep_manager.host_bytes > 0
     engine.shutdown()
     assert sleep_manager.host_bytes == 0

@@ -232,7 +232,7 @@ class TestLife:
         with make_engine() as engine:
             expected = [out.output_ids for out in engine.generate_requests(PROMPTS, LONG)]
             calls = start_all(engine, PROMPTS)
-            core = engine._loop._core
+            core = engine._group.loops[0]._core
 
             def fail(**_):
                 for x in jax.tree.leaves(core.runner.kv_memory.kv):
@@ -248,7 +248,7 @@ class TestLife:
     def test_prefill_does_not_run_ahead_of_a_pause(self, monkeypatch):
         """However long a prompt, at most one chunk of it is on the device between two steps."""
         with make_engine(chunked_prefill_size=16) as engine:
-            core, ready = engine._loop._core, []
+            core, ready = engine._group.loops[0]._core, []
             real = core.step
 
             def step():
@@ -265,8 +265,8 @@ class TestLife:
         calls = start_all(engine, PROMPTS)
         with held(engine):
             pause = start(lambda: engine.pause_generation(mode="wait"))
-            wait_for(lambda: not engine._loop._commands.empty())
-            engine._loop.request_stop()
+            wait_for(lambda: not engine._group.loops[0]._commands.empty())
+            engine._group.request_stop()
         with pytest.raises(EngineShutdownError):
             pause.result(LIMIT_S)
         for call in calls:

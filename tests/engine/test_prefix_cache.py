@@ -299,7 +299,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("program", ["prefill", "copy_pages", "decode"])
     def test_failed_step_leaves_nothing_to_match(self, engine, reference, monkeypatch, program):
-        prompt, runner = make_prompt(100), engine._loop._core.runner
+        prompt, runner = make_prompt(100), engine._group.loops[0]._core.runner
         with monkeypatch.context() as patch:
 
             def broken(*_):
@@ -363,7 +363,7 @@ class TestPressure:
 
 
 def count_evictions(engine: Engine) -> list[int]:
-    cache = engine._loop._core.pool._cache
+    cache = engine._group.loops[0]._core.pool._cache
     evict, pages, lock = cache._evict, [], threading.Lock()
 
     def counting() -> None:

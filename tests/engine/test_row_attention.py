@@ -297,7 +297,7 @@ class TestEngine:
             Engine(attention_backend="xla_rows", **arguments)
         with Engine(**arguments) as engine:
             assert engine.get_internal_state().memory.contiguous_kv_bytes == 0
-            assert engine._loop._core.runner.kv_memory.contiguous_kv == ()
+            assert engine._group.loops[0]._core.runner.kv_memory.contiguous_kv == ()
 
     def test_rows_are_allocated_once(self):
         """Every dispatch hands the same memory back."""
@@ -309,7 +309,7 @@ class TestEngine:
             max_running_requests=8,
             decode_steps=1,
         ) as engine:
-            runner = engine._loop._core.runner
+            runner = engine._group.loops[0]._core.runner
 
             def pointers():
                 return sorted(

@@ -118,7 +118,7 @@ class TestPreservedState:
             call = start(lambda: engine.generate_requests([prompt], SHORT)[0])
             wait_until(engine, lambda s: s.waiting_queue_size == 1)
             before = engine.get_internal_state().counters.num_prefill_tokens
-            core = engine._loop._core
+            core = engine._group.loops[0]._core
             real, steps = core.step, []
 
             def step():
@@ -161,13 +161,13 @@ class TestPreservedState:
         """As on accelerators; CPU devices have memory of that kind, too."""
         with make_engine() as engine:
             whole = tokens_of(engine.generate_requests(PROMPTS, LONG))
-            runner = engine._loop._core.runner
+            runner = engine._group.loops[0]._core.runner
             for part in (runner, runner.kv_memory):
                 monkeypatch.setattr(part, "_host_memory", "pinned_host")
             calls = start_all(engine, PROMPTS)
             for cycle in range(3):
                 engine.sleep(preserve_state=preserve_state)
-                kept = engine._loop._core.sleep_manager._kept
+                kept = engine._group.loops[0]._core.sleep_manager._kept
                 assert kept.weights is not None
                 for name in kept.weights:
                     pinned = kept.weights[name].pinned
@@ -175,7 +175,7 @@ class TestPreservedState:
                     assert pinned.sharding.memory_kind == "pinned_host"
                 del kept
                 engine.wake_up()
-                for weight in engine._loop._core.runner.weights.values():
+                for weight in engine._group.loops[0]._core.runner.weights.values():
                     assert weight.sharding.memory_kind == "device"
                 if cycle < 2:
                     num = engine.get_internal_state().counters.num_output_tokens

@@ -32,7 +32,7 @@ def shared():
     """Pages move in chunks of four."""
     with small_copies(), make_engine(attention_backend="xla_rows") as engine:
         engine.warmup()
-        assert engine._loop._core.runner.kv_memory.pages_per_copy == 4
+        assert engine._group.loops[0]._core.runner.kv_memory.pages_per_copy == 4
         yield engine
 
 
@@ -152,7 +152,7 @@ class TestSleep:
         calls = start_all(engine, PROMPTS)
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.pause_generation("in_place")
-        programs = engine._loop._core.runner.programs
+        programs = engine._group.loops[0]._core.runner.programs
         plant(programs, "run", 3, RuntimeError("planted fault"))
         before = look(engine)
         with pytest.raises(OffloadError, match="planted fault"):
@@ -187,7 +187,7 @@ class TestWakeUp:
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.sleep(2, preserve_state=True)
         before = look(engine)
-        owner = engine._loop._core.runner.programs if name == "run" else None
+        owner = engine._group.loops[0]._core.runner.programs if name == "run" else None
         count = plant(owner, name, k, error("planted fault"))
         # The weights are one load, and the first one.
         if tags != ["weights"] or (name, k) == ("to_device", 1):
@@ -238,7 +238,7 @@ class TestWakeUp:
         prefilled = engine.get_internal_state().counters.num_prefill_tokens
         engine.sleep(preserve_state=True)
         before = look(engine)
-        core, count = engine._loop._core, []
+        core, count = engine._group.loops[0]._core, []
         real = core.runner.programs.run
 
         def run(call, state):

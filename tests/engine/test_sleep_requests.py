@@ -255,7 +255,7 @@ class TestPauses:
         calls = start_all(engine, PROMPTS)
         pause = begin(
             lambda: engine.pause_generation("wait"),
-            lambda: engine._loop._core.pauses.mode == "wait",
+            lambda: engine._group.loops[0]._core.pauses.mode == "wait",
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):
@@ -290,7 +290,7 @@ class TestPauses:
         version = engine.weight_version
         update = begin(
             lambda: engine.update_weights(NEW, mode="wait"),
-            lambda: engine._loop._core.pauses.waiting_swap is not None,
+            lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None,
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):
@@ -382,7 +382,7 @@ class TestOtherCommands:
 
 def host_arrays(engine):
     """Weak references to all memory that an engine sleeps with."""
-    kept = engine._loop._core.sleep_manager._kept
+    kept = engine._group.loops[0]._core.sleep_manager._kept
     assert kept.weights
     assert kept.pages.chunks
     copies = [
@@ -402,7 +402,7 @@ class TestTheEnd:
         copies = host_arrays(engine)
         assert all(ref() is not None for ref in copies)
         if is_dropped:
-            thread = engine._loop._thread
+            thread = engine._group.loops[0]._thread
             # Callers hold the engine while they wait.
             assert engine.abort_request(abort_all=True) == 4
             results(calls)
@@ -427,8 +427,8 @@ class TestTheEnd:
         engine = make_engine()
         with held(engine):
             asked = [start(call) for call in (engine.sleep, engine.wake_up)]
-            wait_for(lambda: engine._loop._commands.qsize() == 2)
-            engine._loop.request_stop()
+            wait_for(lambda: engine._group.loops[0]._commands.qsize() == 2)
+            engine._group.request_stop()
         for future in asked:  # before the end or not at all
             with contextlib.suppress(EngineShutdownError):
                 assert future.result(LIMIT_S) >= 0

@@ -164,7 +164,7 @@ class TestBuckets:
         for per_pass, num_buckets in ((None, 3), (64, 2)):
             monkeypatch.setattr(builder, "prefill_pass", lambda _, size=per_pass: size)
             with make_engine(**options) as engine:
-                assert len(engine._loop._core.runner.shapes.token_buckets) == num_buckets
+                assert len(engine._group.loops[0]._core.runner.shapes.token_buckets) == num_buckets
                 params = {"temperature": 0, "max_new_tokens": 12}
                 outs = engine.generate(None, params, prompts, return_logprob=True)
                 assert engine.get_internal_state().counters.num_cached_tokens > 7 * 56

@@ -149,7 +149,7 @@ class TestModes:
     def test_wait(self, engine, reference, old_outputs):
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
         late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
         wait_for(lambda: engine.get_internal_state().waiting_queue_size == 1)
         version = update.result(LIMIT_S)
@@ -207,7 +207,7 @@ class TestInPause:
         """Or whoever pauses and updates would wait for it in vain, behind it in the queue."""
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
         engine.pause_generation(mode)
         with pytest.raises(EngineStateError, match="keeps them from finishing"):
             update.result(LIMIT_S)
@@ -219,7 +219,7 @@ class TestInPause:
         calls = start_all(engine, PROMPTS)
         version = engine.weight_version
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
         engine.pause_generation("abort")
         assert update.result(LIMIT_S) == version + 1
         assert len(results(calls)) == 4
@@ -263,7 +263,7 @@ class TestOrder:
         calls = start_all(engine, PROMPTS[:1])
         version = engine.weight_version
         first = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
         second = start(lambda: engine.update_weights(OLD, mode="abort"))
         assert first.result(LIMIT_S) == version + 1
         assert second.result(LIMIT_S) == version + 2
@@ -312,7 +312,7 @@ class TestOrder:
     def test_dropping_the_engine_ends_its_threads(self):
         engine = make_engine()
         engine.update_weights(NEW)
-        threads = engine._loop._thread, engine._loop._updates.thread
+        threads = engine._group.loops[0]._thread, engine._group._updates.thread
         assert all(thread.is_alive() for thread in threads)
         del engine
         gc.collect()
@@ -324,12 +324,12 @@ class TestOrder:
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._loop._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
         engine.shutdown()
         for call in (update, *calls):
             with pytest.raises(EngineShutdownError):
                 call.result(LIMIT_S)
-        assert not engine._loop._updates.thread.is_alive()
+        assert not engine._group._updates.thread.is_alive()
         with pytest.raises(EngineShutdownError):
             engine.update_weights(NEW)
 
@@ -425,7 +425,7 @@ class TestMemory:
 
 class TestDonation:
     def test_gives_the_same_weights(self, engine, reference):
-        runner = engine._loop._core.runner
+        runner = engine._group.loops[0]._core.runner
         calls = start_all(engine, PROMPTS)
         old = dict(runner.weights)
         version = update_in_flight(engine, NEW, donate=True, verify=True)
@@ -438,7 +438,7 @@ class TestDonation:
     def test_takes_the_memory_of_one_model(self, engine, monkeypatch):
         """At no moment are there more weights than those of the model and one more."""
         sizes, real = [], sync._store_one
-        largest = max(w.nbytes for w in engine._loop._core.runner.weights.values())
+        largest = max(w.nbytes for w in engine._group.loops[0]._core.runner.weights.values())
         source = {name: jnp.asarray(w) for name, w in NEW.items()}
         base = live_bytes()
 

@@ -641,7 +641,7 @@ class TestHFFolder:
 
     def test_dtype_comes_from_the_checkpoint(self):
         with Engine(GOLDEN / "qwen3_bf16_tied") as engine:
-            weights = engine._loop._core.runner.weights
+            weights = engine._group.loops[0]._core.runner.weights
             assert weights["model.embed_tokens.weight"].dtype == jnp.bfloat16
             assert weights["model.norm.weight"].dtype == jnp.float32
             params = {"max_new_tokens": 3}

@@ -15,8 +15,8 @@ from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner import widths
-from sgljax_engine.runner.placement import place
 from sgljax_engine.runner.widths import CANDIDATES, agreeing_widths
 from sgljax_engine.weights import sync
 from sgljax_engine.xla_options import compiler_options
@@ -45,7 +45,7 @@ class Model(NamedTuple):
 
 
 def make_model(config: ModelConfig = TINY, dtype: str = "float32") -> Model:
-    definition, placement = get_model(config.architecture), place(config, None, dtype)
+    definition, placement = get_model(config.architecture), place(config, None, dtype).whole
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(config)))
     weights = maker.make(logical_weights(config), logical_rules(config))
     return Model(definition, ModelContext(config, placement.layout), weights, placement.platform)
@@ -143,5 +143,5 @@ class TestConfig:
     def test_is_off_by_default(self):
         """And then nothing goes in tiles."""
         with Engine(model_config=TINY, weights=spread_weights()) as engine:
-            static = engine._loop._core.runner._static
+            static = engine._group.loops[0]._core.runner._static
             assert static.context.tile_widths == ()

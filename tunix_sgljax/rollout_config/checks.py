@@ -1,14 +1,12 @@
-"""Fields of RolloutConfig that contradict the mesh, and those that have no meaning here."""
+"""Fields of RolloutConfig with wrong values, and those that have no meaning here."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 from typing import Any
 
-import jax
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError
@@ -18,14 +16,12 @@ from tunix_sgljax.rollout_config.vllm_sampling import ask_sampling
 
 logger = logging.getLogger(__name__)
 
-_TP_AXIS = "tp"
 
-
-def check_fields(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> dict[str, str]:
+def check_fields(config: RolloutConfig) -> dict[str, str]:
     """Settings of a config that change nothing here, as "field=value", and why.
 
     Raises:
-        InvalidConfigError: for a wrong value, or one that contradicts the mesh.
+        InvalidConfigError: for a wrong value.
     """
     unused: dict[str, tuple[Any, str]] = {}
     for field in dataclasses.fields(config):
@@ -39,37 +35,16 @@ def check_fields(config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> dict[
     asked_logprobs_mode(config)
     lora_scaling(config)
     max_lora_rank(config)
-    unused |= _check_mesh_sizes(config, mesh)
+    _check_expert_parallel_size(config)
     return {f"{name}={value!r}": reason for name, (value, reason) in unused.items()}
 
 
-def _check_mesh_sizes(
-    config: RolloutConfig, mesh: jax.sharding.Mesh | None
-) -> dict[str, tuple[Any, str]]:
-    """Refuses sizes other than the mesh's; returns one over which the rollout is replicated."""
-    sizes = {} if mesh is None else dict(mesh.shape)
-    num_shards = sizes.pop(_TP_AXIS, 1)
-    num_replicas = math.prod(sizes.values())
-    if config.tensor_parallel_size not in (-1, num_shards):
-        raise InvalidConfigError(
-            f"RolloutConfig.tensor_parallel_size must be -1 or the rollout mesh's '{_TP_AXIS}' "
-            f"size ({num_shards}), got {config.tensor_parallel_size}"
-        )
+def _check_expert_parallel_size(config: RolloutConfig) -> None:
     if config.expert_parallel_size not in (-1, 1):
         raise InvalidConfigError(
             "RolloutConfig.expert_parallel_size must be 1: mixtures of experts are not supported "
             f"yet; got {config.expert_parallel_size}"
         )
-    asked = config.data_parallel_size
-    if asked not in (-1, 1, num_replicas):
-        raise InvalidConfigError(
-            "RolloutConfig.data_parallel_size must be -1, 1 or the product of the rollout mesh's "
-            f"axes other than '{_TP_AXIS}' ({num_replicas}), got {asked}"
-        )
-    if asked in (-1, 1):
-        return {}
-    reason = f"the rollout is replicated over the mesh's axes other than '{_TP_AXIS}' for now"
-    return {"data_parallel_size": (asked, reason)}
 
 
 class FieldChecker:
@@ -85,13 +60,13 @@ class FieldChecker:
         self._named: set[str] = set()
         self._lock = threading.Lock()
 
-    def check(self, config: RolloutConfig, mesh: jax.sharding.Mesh | None) -> None:
+    def check(self, config: RolloutConfig) -> None:
         """Logs one warning for all such fields that no earlier config had.
 
         Raises:
             InvalidConfigError: for a wrong value; if strict, also for a field without a meaning.
         """
-        unused = check_fields(config, mesh)
+        unused = check_fields(config)
         if self._is_strict and unused:
             field, reason = next(iter(unused.items()))
             raise InvalidConfigError(

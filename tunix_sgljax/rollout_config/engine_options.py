@@ -119,7 +119,7 @@ def check_same_engine(
     """
     current = {
         field.name: getattr(group, field.name)
-        for group in (running, running.cache, running.scheduler, running.runtime)
+        for group in (running, running.cache, running.scheduler, running.runtime, running.parallel)
         for field in dataclasses.fields(group)
     }
     asked = ask_options(config)

@@ -118,13 +118,18 @@ MODEL_FIELDS = _table(
         "bounds a sequence if no context length is set: the larger of this value and "
         "`max_prompt_length` + `max_tokens_to_generate`",
     ),
-    ("tensor_parallel_size", "checked", None, "-1 or the 'tp' size of the rollout mesh"),
+    (
+        "tensor_parallel_size",
+        "mapped",
+        "tp_size",
+        "-1 takes the size of the mesh's tensor axis, or all devices that `data_parallel_size` "
+        "leaves",
+    ),
     (
         "data_parallel_size",
-        "checked",
-        None,
-        "-1, 1 or the product of the mesh's other axes, over which the rollout is replicated for "
-        "now, as a warning says",
+        "mapped",
+        "data_parallel_size",
+        "-1 takes all devices that `tensor_parallel_size` leaves",
     ),
     ("expert_parallel_size", "checked", None, "1 or -1; no mixture of experts yet"),
 )

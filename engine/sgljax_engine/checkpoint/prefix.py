@@ -122,6 +122,32 @@ class PrefixCheckpoint:
                         f"got {array.dtype} {list(array.shape)}"
                     )
 
+    def of_sequences(self, sequences: Sequence[Sequence[int]]) -> PrefixCheckpoint | None:
+        """The pages that these token sequences begin with; None if there are none."""
+        children = {node: index for index, node in enumerate(self.nodes)}
+        kept: set[int] = set()
+        for tokens in sequences:
+            place, start = -1, 0
+            while start + self.page_size <= len(tokens):
+                page = tuple(tokens[start : start + self.page_size])
+                found = children.get((place, page))
+                if found is None:
+                    break
+                kept.add(found)
+                place, start = found, start + self.page_size
+        return self._taken(sorted(kept))
+
+    def _taken(self, kept: Sequence[int]) -> PrefixCheckpoint | None:
+        """Some of the nodes, parents before their children."""
+        if not kept:
+            return None
+        places = {-1: -1} | {index: place for place, index in enumerate(kept)}
+        return dataclasses.replace(
+            self,
+            nodes=[(places[self.nodes[index][0]], self.nodes[index][1]) for index in kept],
+            pages=[LayerPages(k[list(kept)], v[list(kept)]) for k, v in self.pages],
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON but for the arrays: `parents` [N], `tokens` [N, page_size], `pages` as they are."""
         return to_dict(self, "prefix_cache")
@@ -130,3 +156,34 @@ class PrefixCheckpoint:
     def from_dict(cls, given: object) -> PrefixCheckpoint:
         """The inverse of `to_dict`. Raises CheckpointError."""
         return from_dict(cls, given, "prefix_cache")
+
+
+def merge_prefixes(parts: Sequence[PrefixCheckpoint]) -> PrefixCheckpoint | None:
+    """The prefixes of several caches of one geometry, each once; None of none.
+
+    Copies all pages if there are several caches.
+    """
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    found: dict[tuple[int, tuple[int, ...]], int] = {}
+    rows: list[list[int]] = []
+    for part in parts:
+        places, own = {-1: -1}, []
+        for index, (parent, tokens) in enumerate(part.nodes):
+            node = (places[parent], tokens)
+            if node not in found:
+                found[node] = len(found)
+                own.append(index)
+            places[index] = found[node]
+        rows.append(own)
+    layers = [
+        LayerPages(*(np.concatenate(each) for each in zip(*taken, strict=True)))
+        for taken in zip(
+            *(
+                [(k[own], v[own]) for k, v in part.pages]
+                for part, own in zip(parts, rows, strict=True)
+            ),
+            strict=True,
+        )
+    ]
+    return dataclasses.replace(parts[0], nodes=list(found), pages=layers)

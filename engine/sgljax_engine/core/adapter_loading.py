@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.core.weight_updates import Engines, WeightSource
 from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.weights import sync
@@ -49,23 +49,20 @@ class AdapterLoader:
 
     def __init__(
         self,
-        slots: AdapterSlots | None,
+        slots: Sequence[AdapterSlots] | None,
         targets: Mapping[str, TargetSpec],
-        submit: Callable[[cmd.Command], None],
-        check_open: Callable[[], None],
+        engines: Engines,
     ) -> None:
         """Loads nothing yet.
 
         Args:
-            slots: The room that the engine has; None without.
+            slots: The room that each engine has; None without.
             targets: All parameters of the model.
-            submit: Queues a command for the engine thread.
-            check_open: Raises once the engine is shut down.
+            engines: Those that will serve.
         """
         self._slots = slots
         self._targets = dict(targets)
-        self._submit = submit
-        self._check_open = check_open
+        self._engines = engines
 
     def load(self, job: AdapterJob) -> int:
         """Has an adapter loaded; returns the version of the weights with it.
@@ -74,27 +71,33 @@ class AdapterLoader:
             EngineStateError: for an engine without adapters.
         """
         build = self._prepare(job, check_finite=job.check_finite)
-        future: Future[int] = Future()
-        self._submit(cmd.SwapAdapter(job.name, build, job.mode, job.flush_cache, future))
-        return future.result()
+        make = functools.partial(cmd.SwapAdapter, job.name, build, job.mode, job.flush_cache)
+        return self._engines.swap(make, job.mode)
 
     def compare(self, job: CompareJob) -> list[str]:
         """Names of projections whose adapter is not what the source makes of it."""
         build = self._prepare(job, check_finite=False)
-        future: Future[list[str]] = Future()
-        self._submit(cmd.CompareAdapter(job.name, build, future))
-        return future.result()
+        return self._engines.do(functools.partial(cmd.CompareAdapter, job.name, build))
 
-    def _prepare(
-        self, job: AdapterJob | CompareJob, *, check_finite: bool
-    ) -> Callable[[sync.Weights, int], sync.Weights]:
-        self._check_open()
+    def _prepare(self, job: AdapterJob | CompareJob, *, check_finite: bool) -> cmd.BuildAdapter:
+        self._engines.check_open()
         if self._slots is None:
             raise EngineStateError(
                 f"adapter {job.name!r} finds no slot: the engine was made with max_loras=0"
             )
         source = job.load()
-        plan, arrays = plan_adapter(source.arrays, source.rules, self._slots, self._targets)
+        planned = [
+            plan_adapter(source.arrays, source.rules, slots, self._targets) for slots in self._slots
+        ]
         del source
+        arrays = planned[0][1]
         sync.await_source(arrays)
-        return functools.partial(plan.build, arrays, check_finite=check_finite)
+        plans = [plan for plan, _ in planned]
+
+        def build(servings: Sequence[cmd.Weights], slot: int) -> list[cmd.Weights]:
+            return [
+                plan.build(arrays, serving, slot, check_finite=check_finite)
+                for plan, serving in zip(plans, servings, strict=True)
+            ]
+
+        return build

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.snapshot import (
     CopiedPages,
     PrefixSnapshot,
@@ -46,7 +47,7 @@ def _mark_requests(core: EngineCore) -> list[RequestMark]:
     unfinished = core.scheduler.requests()
     return [
         *(_mark(request, None) for request in unfinished),
-        *(_mark(request, error) for request, error in core.groups.finished()),
+        *(_mark(request, error) for request, error in core.groups.finished(core.place)),
     ]
 
 
@@ -83,22 +84,45 @@ def copy_pages(core: EngineCore, stamps: Sequence[PageStamp]) -> CopiedPages:
     return CopiedPages(count, [] if contents is None else pages, contents)
 
 
-def restore(core: EngineCore, restoration: Restoration) -> None:
-    """Takes all requests in, behind those that are there; or none.
+def check_restore(core: EngineCore, restoration: Restoration) -> bool:
+    """Whether the checkpoint's weights serve.
 
     Raises:
         EngineStateError: when requests are refused.
-        CheckpointError: when an id is in use; see `RequestGroups.taken_names`.
     """
-    taken = core.groups.taken_names(each.request for each in restoration.requests)
+    core.check_takes_requests()
+    digest = core.serving.digest.digest()
+    return digest is not None and digest == restoration.weights_digest
+
+
+def register(groups: RequestGroups, parts: Sequence[Restoration]) -> None:
+    """Adds the calls of all engines' requests.
+
+    Raises:
+        CheckpointError: when an id is in use; nothing was added.
+    """
+    calls: dict[int, list[Request]] = {}
+    errors: dict[str, str] = {}
+    for each in (each for part in parts for each in part.requests):
+        calls.setdefault(each.call, []).append(each.request)
+        if each.error is not None:
+            errors[each.request.rid] = each.error
+    taken = groups.add(list(calls.values()), errors)
     if taken:
         raise CheckpointError(
             f"the checkpoint has ids of requests that are not all answered: {taken[:10]}; "
             "nothing was restored"
         )
-    core.check_takes_requests()
-    digest = core.serving.digest.digest()
-    is_same = digest is not None and digest == restoration.weights_digest
+
+
+def restore(core: EngineCore, restoration: Restoration, *, is_same: bool) -> None:
+    """Takes all requests in, behind those that are there.
+
+    Args:
+        core: The engine.
+        restoration: Its requests, which are registered.
+        is_same: From `check_restore`.
+    """
     if not is_same:
         logger.warning(
             "the checkpoint's weights (version %d) are not known to be the engine's; its requests "
@@ -109,12 +133,12 @@ def restore(core: EngineCore, restoration: Restoration) -> None:
     core.serving.raise_version(restoration.weight_version + (not is_same))
     if is_same and restoration.prefix_cache is not None:
         _load_prefixes(core, restoration.prefix_cache)
+    if was_idle:
+        core.scheduler.policy.new_token_ratio = restoration.new_token_ratio
     for each in restoration.requests:
         if not is_same and not each.request.output_ids:  # scored when it starts
             each.request.prompt_logprobs = None
-    if was_idle:
-        core.scheduler.policy.new_token_ratio = restoration.new_token_ratio
-    _take_in(core, restoration.requests)
+        _take_in(core, each)
 
 
 def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
@@ -146,28 +170,18 @@ def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
         logger.warning("%d of %d KV pages were loaded", len(pages), len(prefix.nodes))
 
 
-def _take_in(core: EngineCore, restored: list[RestoredRequest]) -> None:
-    calls: dict[int, list[RestoredRequest]] = {}
-    for each in restored:
-        try:
-            if each.is_unfinished:
-                core.check_can_serve(each.request)
-        except (CompileForbiddenError, InvalidRequestError) as error:
-            # A new one: the raised one holds this frame, and with it all pages.
-            reject(each.answer.future, type(error)(str(error)))
-        else:
-            calls.setdefault(each.call, []).append(each)
-    for call in calls.values():
-        errors = {each.request.rid: each.error for each in call if each.error is not None}
-        core.groups.add([each.request for each in call], errors)
-    accepted = {each.request.rid for call in calls.values() for each in call}
-    for each in restored:  # not call by call: the order of the queues counts
-        request = each.request
-        if request.rid not in accepted:
-            continue
-        if each.is_unfinished:
-            request.num_retractions += each.had_pages
-            core.take_in(request, each.answer)
-        else:
-            error = None if each.error is None else EngineStepError(each.error)
-            core.outputs.answer_finished(request, each.answer, error)
+def _take_in(core: EngineCore, each: RestoredRequest) -> None:
+    request = each.request
+    if not each.is_unfinished:
+        error = None if each.error is None else EngineStepError(each.error)
+        core.outputs.answer_finished(request, each.answer, error)
+        return
+    try:
+        core.check_can_serve(request)
+    except (CompileForbiddenError, InvalidRequestError) as error:
+        core.groups.withdraw(request)
+        # A new one: the raised one holds this frame, and with it all pages.
+        reject(each.answer.future, type(error)(str(error)))
+        return
+    request.num_retractions += each.had_pages
+    core.take_in(request, each.answer)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
-from sgljax_engine.checkpoint.prefix import PrefixCheckpoint
+from sgljax_engine.checkpoint.prefix import PrefixCheckpoint, merge_prefixes
 from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.snapshot import (
-    CopiedPages,
     PrefixSnapshot,
     Restoration,
     RestoredRequest,
@@ -29,9 +29,11 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.runner.saved_pages import SavedPages
-from sgljax_engine.types import RequestStatus
+from sgljax_engine.types import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _MAX_VERSION = 2**31 - 1
 """Versions of tokens are kept as C ints."""
@@ -49,35 +51,50 @@ class SaveJob(NamedTuple):
     future: Future[SaveReport]
 
 
+class AskedEngines(Protocol):
+    """The engines of a group, as the thread that writes checkpoints sees them."""
+
+    def ask(self, make: Callable[[Future[_T]], cmd.Command], place: int | None = None) -> _T:
+        """Has all engines, or one, do a command, and waits for the answer."""
+        ...
+
+
 class CheckpointWriter:
     """Writes checkpoints, on the thread of a `Worker`."""
 
-    def __init__(self, model: ModelConfig, submit: Callable[[cmd.Command], None]) -> None:
+    def __init__(self, model: ModelConfig, engines: AskedEngines) -> None:
         """Writes nothing yet.
 
         Args:
-            model: The engine's, which a checkpoint names.
-            submit: Queues a command for the engine thread.
+            model: The engines', which a checkpoint names.
+            engines: Those whose requests are written.
         """
         self._model = model
-        self._submit = submit
+        self._engines = engines
         self._manager: tuple[tuple[Path, str | None], CheckpointManager] | None = None
 
     def save(self, job: SaveJob) -> SaveReport:
         """Has a snapshot taken, and writes what changed since the last one in the same folder."""
-        future: Future[Snapshot] = Future()
-        self._submit(cmd.TakeSnapshot(job.include_kv, future))
-        checkpoint = self._checkpoint(future.result())
+        snapshots = self._engines.ask(functools.partial(cmd.TakeSnapshot, job.include_kv))
+        checkpoint = self._checkpoint(snapshots)
+        del snapshots
         key = (job.path.absolute(), job.compression)
         if self._manager is None or self._manager[0] != key:
             self._manager = (key, CheckpointManager(key[0], compression=job.compression))
         return self._manager[1].save(checkpoint)
 
-    def _checkpoint(self, snapshot: Snapshot) -> EngineCheckpoint:
-        digest = snapshot.weights.digest()  # first: until then it holds the weights
-        prefix = None if snapshot.prefix is None else self._copy_prefix(snapshot.prefix)
+    def _checkpoint(self, snapshots: Sequence[Snapshot]) -> EngineCheckpoint:
+        first = snapshots[0]
+        digest = first.weights.digest()  # before all else: until then it holds the weights
+        copied = [
+            self._copy_prefix(place, snapshot.prefix)
+            for place, snapshot in enumerate(snapshots)
+            if snapshot.prefix is not None
+        ]
+        prefix = merge_prefixes([each for each in copied if each is not None])
         now_s = time.perf_counter()
-        requests = [mark.checkpoint(now_s) for mark in snapshot.marks]
+        marks = [mark for snapshot in snapshots for mark in snapshot.marks]
+        requests = [mark.checkpoint(now_s) for mark in marks]
         rids = {
             status: [request.rid for request in requests if request.status is status]
             for status in RequestStatus
@@ -88,26 +105,25 @@ class CheckpointWriter:
                 running_queue=rids[RequestStatus.RUNNING],
                 waiting_queue=rids[RequestStatus.WAITING],
                 finished_req_ids=rids[RequestStatus.FINISHED],
-                new_token_ratio=snapshot.new_token_ratio,
+                new_token_ratio=first.new_token_ratio,
                 prefix_cache=prefix,
             ),
             metadata={
                 "model": _plain(self._model),
-                "weight_version": snapshot.weight_version,
+                "weight_version": first.weight_version,
                 "weights_digest": digest,
             },
             timestamp=time.time(),
         )
 
-    def _copy_prefix(self, prefix: PrefixSnapshot) -> PrefixCheckpoint | None:
-        """Has its pages copied a few at a time, between the engine's dispatches."""
+    def _copy_prefix(self, place: int, prefix: PrefixSnapshot) -> PrefixCheckpoint | None:
+        """Has an engine's pages copied a few at a time, between its dispatches."""
         copied: set[int] = set()
         chunks: list[tuple[np.ndarray, Any]] = []
         done = 0
         while done < len(prefix.stamps):
-            future: Future[CopiedPages] = Future()
-            self._submit(cmd.CopyPages(prefix.stamps[done:], future))
-            part = future.result()
+            make = functools.partial(cmd.CopyPages, prefix.stamps[done:])
+            part = self._engines.ask(make, place)
             done += part.num_done
             copied.update(part.pages)
             chunks += part.contents.chunks if part.contents is not None else ()
@@ -157,17 +173,23 @@ def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
     return checkpoint
 
 
-def restoration(
-    checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
-) -> Restoration:
-    """What an engine has to do to go on from a checkpoint. Any thread.
+def restorations(
+    checkpoint: EngineCheckpoint,
+    requests: RequestFactory,
+    answers: Mapping[str, Answer],
+    route: Callable[[Sequence[Request]], Sequence[int]],
+    num_engines: int,
+) -> list[Restoration]:
+    """What each engine has to do to go on from a checkpoint. Any thread.
 
-    A request that this engine would refuse is answered with the refusal, and left out.
+    A request that these engines would refuse is answered with the refusal, and left out.
 
     Args:
         checkpoint: From `load_checkpoint`.
         requests: Makes the requests.
         answers: One for each request, by its id.
+        route: Chooses an engine for each unfinished request.
+        num_engines: Number of engines.
     """
     state, now_s = checkpoint.scheduler_state, time.perf_counter()
     restored: list[RestoredRequest] = []
@@ -183,10 +205,29 @@ def restoration(
             continue
         had_pages = saved.status is RequestStatus.RUNNING
         restored.append(RestoredRequest(request, answers[rid], saved.call, had_pages, saved.error))
-    return Restoration(
-        requests=restored,
-        new_token_ratio=state.new_token_ratio,
-        weight_version=checkpoint.metadata["weight_version"],
-        weights_digest=checkpoint.metadata.get("weights_digest"),
-        prefix_cache=state.prefix_cache,
-    )
+    unfinished = [each.request for each in restored if each.is_unfinished]
+    for request, place in zip(unfinished, route(unfinished), strict=True):
+        request.engine = place
+    parts: list[list[RestoredRequest]] = [[] for _ in range(num_engines)]
+    for each in restored:
+        parts[each.request.engine].append(each)
+    return [
+        Restoration(
+            requests=part,
+            new_token_ratio=state.new_token_ratio,
+            weight_version=checkpoint.metadata["weight_version"],
+            weights_digest=checkpoint.metadata.get("weights_digest"),
+            prefix_cache=_own_prefixes(state.prefix_cache, part, num_engines),
+        )
+        for part in parts
+    ]
+
+
+def _own_prefixes(
+    prefix: PrefixCheckpoint | None, part: Sequence[RestoredRequest], num_engines: int
+) -> PrefixCheckpoint | None:
+    """The pages that an engine's requests begin with; all of them for a single engine."""
+    if prefix is None or num_engines == 1:
+        return prefix
+    wanted = [each.request.prompt_ids + each.request.output_ids for each in part]
+    return prefix.of_sequences(wanted)

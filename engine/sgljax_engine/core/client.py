@@ -1,4 +1,4 @@
-"""The callers' side of the engine thread: hands over commands and requests, and waits.
+"""The callers' side of the engine threads: hands over commands and requests, and waits.
 
 Any thread. No object here keeps an answer: an error refers to the frames that it passed, and one
 that a frame refers to would keep all of them, and what their callers hold, until a collection.
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_writer import SaveJob
-from sgljax_engine.core.loop import EngineLoop
+from sgljax_engine.core.group import EngineGroup
 from sgljax_engine.core.staging import WeightJob
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput
@@ -26,25 +26,25 @@ from sgljax_engine.types import Request
 _T = TypeVar("_T")
 
 Asked = cmd.Command | WeightJob | SaveJob
-"""What `EngineLoop.submit` takes; its future gets the answer."""
+"""What `EngineGroup.submit` takes; its future gets the answer."""
 
 
 class EngineClient:
-    """Submits to one engine thread. Whoever stops waiting for requests aborts them.
+    """Submits to a group of engines. Whoever stops waiting for requests aborts them.
 
-    The thread ends when its client is gone: when the engine is, and all streams that it opened.
+    Their threads end when its client is gone: when the engine is, and all streams that it opened.
     """
 
-    def __init__(self, loop: EngineLoop) -> None:
-        """Talks to a loop that runs."""
-        self._loop = loop
-        finalizer = weakref.finalize(self, loop.request_stop)
-        finalizer.atexit = False  # the loop stops itself at exit
+    def __init__(self, group: EngineGroup) -> None:
+        """Talks to a group that runs."""
+        self._group = group
+        finalizer = weakref.finalize(self, group.request_stop)
+        finalizer.atexit = False  # the group stops itself at exit
 
     def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """Has the engine thread or a worker do something, and waits for its answer."""
         future: Future[_T] = Future()
-        self._loop.submit(make(future))
+        self._group.submit(make(future))
         try:
             return future.result()
         finally:
@@ -53,7 +53,7 @@ class EngineClient:
     async def async_ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """`ask` for asyncio. Cancelling the task does not take back what was asked."""
         future: Future[_T] = Future()
-        self._loop.submit(make(future))
+        self._group.submit(make(future))
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -96,11 +96,11 @@ class EngineClient:
     def abandon(self, requests: list[Request]) -> None:
         """Aborts requests that nobody waits for; does not wait for it."""
         with contextlib.suppress(EngineShutdownError):
-            self._loop.submit(cmd.AbandonRequests(requests, Future()))
+            self._group.submit(cmd.AbandonRequests(requests, Future()))
 
     def _submit(
         self, requests: list[Request], answers: list[Answer] | None = None
     ) -> list[Future[RequestOutput]]:
         answers = answers or [Answer(Future()) for _ in requests]
-        self._loop.submit(cmd.AddRequests(requests, answers))
+        self._group.submit(cmd.AddRequests(requests, answers))
         return [answer.future for answer in answers]

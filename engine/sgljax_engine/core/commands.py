@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -31,8 +31,8 @@ from sgljax_engine.types import FinishReason, PageStamp, Request
 from sgljax_engine.weights.rules import WeightRule
 
 Weights = dict[str, jax.Array]
-BuildWeights = Callable[[Weights], Mapping[str, jax.Array]]
-"""Makes the new weights; gets the serving ones, which it may take apart."""
+BuildWeights = Callable[[Sequence[Weights]], Sequence[Mapping[str, jax.Array]]]
+"""Makes the new weights of each engine; gets the serving ones, which it may take apart."""
 
 
 class Command:
@@ -65,6 +65,10 @@ class Question(Command):
         """Answers it with an error."""
         reject(self.future, make_error())
 
+    def for_future(self, future: Future[Any]) -> Self:
+        """The same question for another caller."""
+        return dataclasses.replace(self, future=future)  # type: ignore[type-var]
+
 
 def answer(command: Question, act: Callable[[], Any]) -> None:
     """Hands a result to the command's caller, or the error: they asked for it.
@@ -88,15 +92,26 @@ def answer(command: Question, act: Callable[[], Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AddRequests(Command):
-    """Queue requests together; `answers[i]` gets the output of `requests[i]`."""
+    """Queue requests together; `answers[i]` gets the output of `requests[i]`.
+
+    Attributes:
+        requests, answers: In the caller's order.
+        are_known: Whether `RequestGroups` has them already, as part of a larger call.
+    """
 
     requests: list[Request]
     answers: list[Answer]
+    are_known: bool = False
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
         """Answers each request with an error of its own."""
         for answer in self.answers:
             reject(answer.future, make_error())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TakeOver(AddRequests):
+    """Queue requests that another engine of the group had accepted, and not started."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -198,17 +213,38 @@ class SwapWeights(Question):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Drain(Question):
+    """Let started requests finish and start no others until a swap, or `EndDrain`.
+
+    This is how the engines of a group wait for a swap with mode "wait".
+    """
+
+    future: Future[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EndDrain(Question):
+    """Start requests again after a `Drain` that no swap follows."""
+
+    future: Future[None]
+
+
+BuildAdapter = Callable[[Sequence[Weights], int], Sequence[Weights]]
+"""(A and B by name that serve in each engine, slot) -> the same with an adapter in its slot."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SwapAdapter(Question):
     """Serve an adapter, a new one or in the place of one with its name.
 
     Attributes:
         name: Of the adapter.
-        build: (serving A and B by name, slot) -> the same with the adapter in its slot.
+        build: Puts it into its slot.
         mode, flush_cache, future: As of `SwapWeights`.
     """
 
     name: str
-    build: Callable[[Weights, int], Weights]
+    build: BuildAdapter
     mode: PauseMode
     flush_cache: bool
     future: Future[int]
@@ -222,7 +258,7 @@ class CompareAdapter(Question):
     """
 
     name: str
-    build: Callable[[Weights, int], Weights]
+    build: BuildAdapter
     future: Future[list[str]]
 
 
@@ -236,7 +272,7 @@ class UnloadAdapter(Question):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Run(Question):
-    """Call a function between two dispatches; answers with its result."""
+    """Call a function once, while no engine dispatches; answers with its result."""
 
     function: Callable[[], Any]
     future: Future[Any]
@@ -260,10 +296,10 @@ class CompareWeights(Question):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakeSnapshot(Question):
-    """Note what belongs into a checkpoint, KV pages too if they belong there."""
+    """Note what belongs into a checkpoint, KV pages too if they belong there; for each engine."""
 
     include_kv: bool
-    future: Future[Snapshot]
+    future: Future[list[Snapshot]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -278,9 +314,14 @@ class CopyPages(Question):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Restore(Question):
-    """Take in the requests of a checkpoint; all or none."""
+    """Take in the requests of a checkpoint; all or none.
 
-    restoration: Restoration
+    Attributes:
+        parts: What each engine takes.
+        future: Future of the answer.
+    """
+
+    parts: Sequence[Restoration]
     future: Future[None]
 
 

@@ -7,9 +7,10 @@ a command, `EngineCore.step` takes a step. `core.interruptions` has pauses and u
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.pause import PauseState
 from sgljax_engine.core.request_groups import RequestGroups
@@ -37,6 +38,16 @@ from sgljax_engine.types import FinishReason, Request, RequestStatus, SchedulerO
 logger = logging.getLogger(__name__)
 
 
+def refuse_ids(answers: Iterable[Answer], taken: Sequence[str]) -> None:
+    """Refuses requests of a call that has ids of others.
+
+    An error each: raised on two threads, one would mix up their frames.
+    """
+    for answer in answers:
+        message = f"rid {taken[0]!r} is the id of another request"
+        reject(answer.future, InvalidRequestError(message))
+
+
 class EngineCore:
     """Scheduler, runner and output processor, and what joins them. For one thread.
 
@@ -45,6 +56,7 @@ class EngineCore:
             parts. Any thread may read `sleep_manager.asleep` and `serving.version`.
         counters: Totals, kept by `stats`.
         recorder: Notes what is done. Any thread may start and stop it.
+        place: Index of the engine in its group.
         steps_left: How many steps may still be taken; None for no limit. For tests.
     """
 
@@ -58,6 +70,8 @@ class EngineCore:
         memory: MemoryReport,
         tokenizer: Tokenizer | None,
         adapters: AdapterRegistry,
+        groups: RequestGroups,
+        place: int,
     ) -> None:
         """Starts idle. `outputs.connect` comes before the first request.
 
@@ -69,6 +83,8 @@ class EngineCore:
             memory: What weights and pages take.
             tokenizer: For output text.
             adapters: Those that the weights hold.
+            groups: Calls of which the engine has requests; those of all engines of its group.
+            place: Index of the engine in its group.
         """
         self.scheduler = scheduler
         self.pool = pool
@@ -78,7 +94,8 @@ class EngineCore:
         self.stats = Stats(scheduler, pool, self.recorder)
         self.counters = self.stats.counters
         self.outputs = OutputProcessor(tokenizer, self.recorder, self._finished)
-        self.groups = RequestGroups()
+        self.groups = groups
+        self.place = place
         self.sleep_manager = SleepManager(runner, pool, self.counters)
         self.serving = ServingWeights(runner, self.sleep_manager, adapters)
         self.pauses = PauseState()
@@ -145,24 +162,22 @@ class EngineCore:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def add(self, requests: list[Request], answers: list[Answer]) -> None:
+    def add(self, command: cmd.AddRequests) -> None:
         """Queues requests together: all of them, unless an id is taken or there are no weights."""
-        taken = self.groups.taken_names(requests)
-        if not taken and len({request.rid for request in requests}) < len(requests):
-            taken = [requests[0].group]  # an id that looks like one of another prompt's samples
-        accepted: list[Request] = []
+        requests, answers = command.requests, command.answers
+        taken = [] if command.are_known else self.groups.add([requests])
+        if taken:
+            refuse_ids(answers, taken)
+            return
         for request, answer in zip(requests, answers, strict=True):
             try:
-                if taken:  # an error each: raised on two threads, one would mix up their frames
-                    raise InvalidRequestError(f"rid {taken[0]!r} is the id of another request")
                 self.check_takes_requests()
                 self.check_can_serve(request)
             except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
+                self.groups.withdraw(request)
                 reject(answer.future, error)
                 continue
-            accepted.append(request)
             self.take_in(request, answer)
-        self.groups.add(accepted)
 
     def check_can_serve(self, request: Request) -> None:
         """Finds the request's adapter slot.
@@ -179,6 +194,12 @@ class EngineCore:
         self.outputs.add(request, answer)
         self.scheduler.add(request)
         self.counters.num_requests += 1
+
+    def hand_over(self, count: int) -> tuple[list[Request], list[Answer]]:
+        """Lets go of the last requests that have not started, for another engine to take in."""
+        requests = self.scheduler.waiting.take_newest(count)
+        self.counters.num_requests -= len(requests)
+        return requests, [self.outputs.hand_over(request) for request in requests]
 
     def find(self, name: str) -> list[Request]:
         """The unfinished requests of an id: of one request, or of a prompt's samples."""

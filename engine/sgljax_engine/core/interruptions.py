@@ -5,12 +5,16 @@ Engine thread only. docs/interruptions.md has the modes.
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+
+import jax
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.meeting import Meeting, Steps
+from sgljax_engine.core.serving import make_weights
 from sgljax_engine.errors import EngineStateError, WeightsLostError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.processing.futures import resolve
@@ -42,11 +46,14 @@ def resume(core: EngineCore) -> None:
 
 
 def swap(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-    """Swaps weights or an adapter, now or, with mode "wait", when `settle` finds it can."""
+    """Swaps weights or an adapter, now or, with mode "wait", when `settle` finds it can.
+
+    For a single engine; those of a group `drain` first.
+    """
     try:
         # Without weights no request ever finishes, so there is nothing to wait for.
         if command.mode != "wait" or not core.serving.are_held:
-            cmd.answer(command, functools.partial(_swap_now, core, command))
+            _swap_alone(core, command)
             return
         core.pauses.waiting_swap = command
     finally:
@@ -54,28 +61,95 @@ def swap(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
     refuse_if_held(core)
 
 
-def _swap_now(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> int:
-    """Serves other weights from the next dispatch on; returns their version.
+def _swap_alone(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
+    try:
+        Meeting(command, SWAP, 1).attend(0, core)
+    finally:
+        del command  # see `commands.answer`
 
-    Whatever fails leaves weights and requests as they were, but for a donating update.
-    """
+
+def drain(core: EngineCore, command: cmd.Drain) -> None:
+    """Answers when no started request is left; no other starts until a swap or `end_drain`."""
+    try:
+        if core.serving.are_held:
+            core.pauses.waiting_swap = command
+        else:
+            _drained(core, command)
+    finally:
+        del command  # see `commands.answer`
+    refuse_if_held(core)
+
+
+def _drained(core: EngineCore, command: cmd.Drain) -> None:
+    core.pauses.is_drained = True
+    resolve(command.future, None)
+
+
+def end_drain(core: EngineCore) -> None:
+    """Starts requests again."""
+    if isinstance(core.pauses.waiting_swap, cmd.Drain):
+        core.pauses.take_swap()
+    core.pauses.is_drained = False
+    _set_admission(core)
+
+
+def _check_swap(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> float:
+    """When the swap began."""
     num_running = len(core.scheduler.running)
     if command.flush_cache and command.mode == "in_place" and num_running:
         raise EngineStateError(
             f"flush_cache=True with mode='in_place': {num_running} running request(s) would "
             "go on with keys and values of the old weights"
         )
-    started_s = time.perf_counter()
-    try:
-        core.serving.swap(command)
-    except WeightsLostError as error:
-        core.fail_all(EngineStateError(str(error)))
-        raise
+    core.serving.check_swap(command)
+    return time.perf_counter()
+
+
+def _make_weights(
+    command: cmd.SwapWeights | cmd.SwapAdapter,
+    cores: Sequence[EngineCore],
+    started: Sequence[float],
+) -> list[tuple[float, Mapping[str, jax.Array]]]:
+    """Makes the new weights of all engines; whatever fails leaves the old ones in all of them.
+
+    Raises:
+        WeightsLostError: when a donating update failed half-way: there are no weights.
+    """
+    made = make_weights(command, [core.serving for core in cores])
+    return list(zip(started, made, strict=True))
+
+
+def _serve_weights(
+    core: EngineCore,
+    command: cmd.SwapWeights | cmd.SwapAdapter,
+    made: tuple[float, Mapping[str, jax.Array]],
+) -> int:
+    """Serves other weights from the next dispatch on; returns their version."""
+    started_s, weights = made
+    core.serving.swap(command, weights)
     if not core.sleep_manager.asleep:
         core.recorder.end("asleep")
     _forget_computed(core, command)
     core.stats.swapped(started_s, core.serving.version, command.mode)
+    end_drain(core)
     return core.serving.version
+
+
+def _keep_weights(
+    core: EngineCore,
+    command: cmd.SwapWeights | cmd.SwapAdapter,
+    started_s: float,
+    error: BaseException,
+) -> None:
+    """A swap failed: the old weights serve on, unless a donating update lost them."""
+    del command, started_s
+    if isinstance(error, WeightsLostError):
+        core.serving.were_lost(str(error))
+        core.fail_all(EngineStateError(str(error)))
+    end_drain(core)
+
+
+SWAP = Steps(_check_swap, _make_weights, _serve_weights, _keep_weights)
 
 
 def _forget_computed(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
@@ -104,11 +178,13 @@ def settle(core: EngineCore) -> None:
         return
     core.outputs.flush()
     waiting_swap = core.pauses.take_swap()
-    if waiting_swap is not None:
-        try:
-            cmd.answer(waiting_swap, functools.partial(_swap_now, core, waiting_swap))
-        finally:
-            del waiting_swap  # see `commands.answer`
+    try:
+        if isinstance(waiting_swap, cmd.Drain):
+            _drained(core, waiting_swap)
+        elif waiting_swap is not None:
+            _swap_alone(core, waiting_swap)
+    finally:
+        del waiting_swap  # see `commands.answer`
     futures = core.pauses.take_pauses()
     if futures:
         core.runner.kv_memory.wait()
@@ -146,4 +222,4 @@ def apply_pause_mode(core: EngineCore, mode: PauseMode, adapter: int | None = No
 
 
 def _set_admission(core: EngineCore) -> None:
-    core.scheduler.admits_new = core.pauses.mode is None and core.pauses.waiting_swap is None
+    core.scheduler.admits_new = not core.pauses.holds_new_requests

@@ -1,4 +1,4 @@
-"""The engine thread: the one place where anything changes.
+"""The engine thread: the one place where anything of an engine changes.
 
 It takes commands only between two dispatches and blocks on the command queue when there is
 nothing to run, or generation is paused. It knows nothing of the `Engine` object that feeds it, so
@@ -7,70 +7,59 @@ that dropping the last reference to an engine can end its thread.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.adapter_loading import AdapterLoader
-from sgljax_engine.core.background import Worker
-from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.handlers import handle
 from sgljax_engine.core.interruptions import settle
-from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
-from sgljax_engine.core.weight_updates import WeightUpdater
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.observability.progress import EngineProgress
 from sgljax_engine.observability.trace import ENGINE_TRACK, Recorder
+from sgljax_engine.processing.futures import Answer
 from sgljax_engine.types import FinishReason, Request
-from sgljax_engine.weights.adapters import AdapterSlots
-from sgljax_engine.weights.served import ServedSource
-from sgljax_engine.weights.sync import WeightMaker
 
 logger = logging.getLogger(__name__)
 
+SHUT_DOWN = "the engine was shut down"
+
 
 class EngineLoop:
-    """Commands and jobs in, answers out.
+    """Commands in, answers out.
 
-    Only `submit`, `request_stop`, `stop`, `weight_version`, `is_sleeping`, `is_running`,
-    `progress` and `recorder` may be used from other threads.
+    Only the methods and properties that are not the thread's may be used from other threads.
     """
 
     def __init__(
         self,
         core: EngineCore,
         *,
-        weight_maker: WeightMaker,
-        served: ServedSource,
-        slots: AdapterSlots | None,
         name: str,
+        share: Callable[[EngineLoop], None] | None,
+        on_failed: Callable[[str], None],
+        on_closed: Callable[[], None],
     ) -> None:
-        """Starts the thread.
+        """Prepares the thread, which `start` starts.
 
         Args:
             core: Fresh; from now on the thread's alone.
-            weight_maker: Makes the weights of updates.
-            served: What the first weights were made of.
-            slots: Room for adapters.
             name: Of the threads.
+            share: Called on the thread before a step while requests wait: it may hand some of them
+                over to another engine.
+            on_failed: Called on the thread, with the reason, when a bug ends it.
+            on_closed: Called last on the thread.
         """
         self._core = core
+        self._share = share
+        self._on_failed = on_failed
+        self._on_closed = on_closed
         core.outputs.connect(self._end_answered, f"{name}-detokenizer")
-        updater = WeightUpdater(weight_maker, served, self.submit, self._check_open, self.recorder)
-        loader = AdapterLoader(slots, weight_maker.targets, self.submit, self._check_open)
-        self._stager = Stager(weight_maker, served, self.submit, self._check_open)
-        self._updates = Worker(
-            functools.partial(do_weight_job, updater, loader, self._stager), f"{name}-updates"
-        )
-        writer = CheckpointWriter(core.runner.model_config, self.submit)
-        self._saves = Worker(writer.save, f"{name}-checkpoints")
         self._is_step_due = False
         self._halted_since_s: float | None = None
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
@@ -78,10 +67,11 @@ class EngineLoop:
         # submit on the same thread.
         self._submit_lock = threading.RLock()
         self._is_closed = False
-        self._close_reason = "the engine was shut down"
+        self._close_reason = SHUT_DOWN
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # A daemon thread must not touch the device while the interpreter is torn down.
-        atexit.register(self.stop)
+
+    def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     # ------------------------------------------------------------------ any thread
@@ -107,6 +97,11 @@ class EngineLoop:
         return not self._is_closed and self._thread.is_alive()
 
     @property
+    def threads(self) -> tuple[threading.Thread | None, ...]:
+        """The engine's own threads."""
+        return self._thread, self._core.outputs.thread
+
+    @property
     def progress(self) -> EngineProgress:
         """Reads what the engine thread writes, without waiting for it."""
         core, since_s = self._core, self._halted_since_s
@@ -121,42 +116,32 @@ class EngineLoop:
             halted_s=None if since_s is None else time.perf_counter() - since_s,
         )
 
-    def submit(self, command: cmd.Command | WeightJob | SaveJob) -> None:
-        """Queues a command for the engine thread, or a job for one of the workers.
-
-        Jobs that concern weights are done in their order, and so are checkpoints.
+    def submit(self, command: cmd.Command) -> None:
+        """Queues a command for the engine thread.
 
         Raises:
             EngineShutdownError: when nobody would answer it.
         """
         with self._submit_lock:
-            self._check_open()
-            if isinstance(command, cmd.Command):
-                self._commands.put(command)
-            elif isinstance(command, SaveJob):
-                self._saves.put(command)
-            else:
-                self._updates.put(command)
+            self.check_open()
+            self._commands.put(command)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises EngineShutdownError when `submit` takes nothing."""
         if not self.is_running:
             raise EngineShutdownError(self._close_reason)
 
-    def request_stop(self) -> None:
+    def request_stop(self, reason: str = SHUT_DOWN) -> None:
         """Lets the thread fail what is unfinished and end, without waiting. Idempotent."""
         with self._submit_lock:
             if not self._is_closed:
+                self._close_reason = reason
                 self._is_closed = True
                 self._commands.put(cmd.Shutdown())
 
-    def stop(self) -> None:
-        """`request_stop`, then waits for the threads to end."""
-        self.request_stop()
-        # A finalizer may call this on any thread; on these it would wait for itself.
-        workers = (self._updates.thread, self._saves.thread)
-        own = (self._thread, self._core.outputs.thread, *workers)
-        if threading.current_thread() not in own:
-            self._thread.join()
+    def join(self) -> None:
+        """Waits for the threads to end."""
+        self._thread.join()
 
     def _end_answered(self, request: Request, reason: FinishReason) -> None:
         with contextlib.suppress(EngineShutdownError):
@@ -164,14 +149,29 @@ class EngineLoop:
 
     # ------------------------------------------------------------------ the thread
 
+    @property
+    def num_movable(self) -> int:
+        """Requests that another engine may take: they have not started, and no command waits."""
+        core = self._core
+        if not self._commands.empty() or core.pauses.holds_new_requests:
+            return 0
+        return core.scheduler.waiting.num_new
+
+    def hand_over(self, count: int) -> tuple[list[Request], list[Answer]]:
+        """See `EngineCore.hand_over`."""
+        return self._core.hand_over(count)
+
     def _run(self) -> None:
         try:
             while self._take_commands():
+                if self._share is not None and self._core.scheduler.waiting.num_new:
+                    self._share(self)
                 if self._core.can_step:
                     self._core.step()
         except BaseException as error:  # a bug: never leave a caller waiting
             logger.exception("the engine thread failed")
             self._close_reason = f"the engine thread failed: {error!r}"
+            self._on_failed(self._close_reason)
         self._close()
 
     def _take_commands(self) -> bool:
@@ -228,10 +228,7 @@ class EngineLoop:
         self._core.close(self._closed_error)
         while not self._commands.empty():
             self._commands.get().refuse(self._closed_error)
-        self._updates.stop()
-        self._stager.release()
-        self._saves.stop()
-        atexit.unregister(self.stop)
+        self._on_closed()
 
     def _closed_error(self) -> EngineShutdownError:
         return EngineShutdownError(self._close_reason)

@@ -20,13 +20,15 @@ class PauseState:
 
     Attributes:
         mode: Of the pause; None while generation goes on.
-        waiting_swap: The update that waits; None without.
+        waiting_swap: The update, or the drain, that waits; None without.
+        is_drained: Whether a drain is over, and its swap has not come yet.
     """
 
     def __init__(self) -> None:
         """Generation goes on."""
         self.mode: PauseMode | None = None
-        self.waiting_swap: cmd.SwapWeights | cmd.SwapAdapter | None = None
+        self.waiting_swap: cmd.SwapWeights | cmd.SwapAdapter | cmd.Drain | None = None
+        self.is_drained = False
         self._waiting_pauses: list[Future[None]] = []
 
     @property
@@ -38,7 +40,12 @@ class PauseState:
         """A pause is answered when no started request is left."""
         self._waiting_pauses.append(pause)
 
-    def take_swap(self) -> cmd.SwapWeights | cmd.SwapAdapter | None:
+    @property
+    def holds_new_requests(self) -> bool:
+        """Whether requests that have not started wait for a call."""
+        return self.mode is not None or self.waiting_swap is not None or self.is_drained
+
+    def take_swap(self) -> cmd.SwapWeights | cmd.SwapAdapter | cmd.Drain | None:
         """The update that waits, which does not wait any more."""
         swap, self.waiting_swap = self.waiting_swap, None
         return swap

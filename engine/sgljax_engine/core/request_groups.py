@@ -1,4 +1,6 @@
-"""Which requests were submitted together. Engine thread only; no JAX.
+"""Which requests were submitted together. Any thread; no JAX.
+
+The engines of a group share one such object, since the requests of a call may go to several.
 
 A caller who submits several requests gets no output before all of them are finished. So a
 checkpoint holds finished requests too, until the last request of their group is finished.
@@ -7,8 +9,9 @@ checkpoint holds finished requests too, until the last request of their group is
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sgljax_engine.types import Request, RequestStatus
 
@@ -23,49 +26,93 @@ class _Group:
 class RequestGroups:
     """Groups of requests that are not all answered."""
 
-    def __init__(self) -> None:
-        """Starts without groups."""
+    def __init__(self, on_finished: Callable[[Request], None] = lambda request: None) -> None:
+        """Starts without groups.
+
+        Args:
+            on_finished: Called for each request that is finished, or withdrawn.
+        """
+        self._on_finished = on_finished
+        # Reentrant: a garbage collection may end a stream, and so submit on the same thread.
+        self._lock = threading.RLock()
         self._groups: dict[int, _Group] = {}
         self._names: Counter[str] = Counter()
         self._num_groups = 0
 
-    def taken_names(self, requests: Iterable[Request]) -> list[str]:
-        """Ids of these requests, and of their prompts, that others here have; each once."""
-        names = dict.fromkeys(name for request in requests for name in (request.group, request.rid))
-        return [name for name in names if name in self._names]
+    def add(
+        self, calls: Sequence[Sequence[Request]], errors: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Adds the requests of several calls: all of them, or none.
 
-    def add(self, requests: Iterable[Request], errors: dict[str, str] | None = None) -> None:
-        """Adds the requests of one call. Some may be finished already, with errors by id."""
+        Args:
+            calls: Some of their requests may be finished already.
+            errors: What finished requests failed with, by id.
+
+        Returns:
+            Ids of these requests, and of their prompts, that others have, each once; nothing was
+            added if there are any.
+        """
+        with self._lock:
+            taken = self._taken_names(request for call in calls for request in call)
+            for call in () if taken else calls:
+                self._add(list(call), errors or {})
+            return taken
+
+    def _taken_names(self, requests: Iterable[Request]) -> list[str]:
         known = list(requests)
-        unfinished = [r for r in known if r.status is not RequestStatus.FINISHED]
+        names = dict.fromkeys(name for request in known for name in (request.group, request.rid))
+        taken = [name for name in names if name in self._names]
+        if not taken and len({request.rid for request in known}) < len(known):
+            taken = [known[0].group]  # an id that looks like one of another prompt's samples
+        return taken
+
+    def _add(self, requests: list[Request], errors: Mapping[str, str]) -> None:
+        unfinished = [r for r in requests if r.status is not RequestStatus.FINISHED]
         if not unfinished:
             return
-        for request in known:
+        for request in requests:
             request.call = self._num_groups
-        self._names.update(name for r in known for name in {r.rid, r.group})
-        self._groups[self._num_groups] = _Group(known, len(unfinished), errors or {})
+        self._names.update(name for r in requests for name in {r.rid, r.group})
+        own = {r.rid: errors[r.rid] for r in requests if r.rid in errors}
+        self._groups[self._num_groups] = _Group(requests, len(unfinished), own)
         self._num_groups += 1
+
+    def withdraw(self, request: Request) -> None:
+        """Forgets a request that was refused after it was added."""
+        with self._lock:
+            group = self._groups[request.call]
+            group.requests = [each for each in group.requests if each is not request]
+            self._names -= Counter({request.rid, request.group})
+            self._one_less(request.call)
+        self._on_finished(request)
 
     def finish(self, request: Request, error: Exception | None) -> None:
         """Notes that a request is finished, and the error that its caller gets, if any.
 
         A request that the output processor failed has its error in the finish reason.
         """
-        group = self._groups[request.call]
+        with self._lock:
+            group = self._groups[request.call]
+            if error is not None:
+                group.errors[request.rid] = str(error)
+            elif request.finish is not None and request.finish.type == "error":
+                group.errors[request.rid] = request.finish.message
+            self._one_less(request.call)
+        self._on_finished(request)
+
+    def _one_less(self, call: int) -> None:
+        group = self._groups[call]
         group.num_unfinished -= 1
-        if error is not None:
-            group.errors[request.rid] = str(error)
-        elif request.finish is not None and request.finish.type == "error":
-            group.errors[request.rid] = request.finish.message
         if not group.num_unfinished:
-            del self._groups[request.call]
+            del self._groups[call]
             self._names -= Counter(name for r in group.requests for name in {r.rid, r.group})
 
-    def finished(self) -> list[tuple[Request, str | None]]:
-        """The finished requests of unfinished calls, and what they failed with."""
-        return [
-            (request, group.errors.get(request.rid))
-            for group in self._groups.values()
-            for request in group.requests
-            if request.status is RequestStatus.FINISHED
-        ]
+    def finished(self, engine: int) -> list[tuple[Request, str | None]]:
+        """An engine's finished requests of unfinished calls, and what they failed with."""
+        with self._lock:
+            return [
+                (request, group.errors.get(request.rid))
+                for group in self._groups.values()
+                for request in group.requests
+                if request.status is RequestStatus.FINISHED and request.engine == engine
+            ]

@@ -5,7 +5,7 @@ Engine thread only, but for what says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -62,59 +62,68 @@ class ServingWeights:
 
     # ------------------------------------------------------------------ updates
 
-    def swap(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-        """Serves other weights, or another adapter, from the next dispatch on.
+    def check_swap(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
+        """Raises EngineStateError when an adapter has no weights to be beside, or no slot."""
+        if isinstance(command, cmd.SwapAdapter):
+            if not self.are_held:
+                raise EngineStateError(
+                    "the engine has no weights to load an adapter beside: update_weights first"
+                )
+            self.adapters.reserve(command.name)
 
-        Whatever fails leaves the weights as they were. Weights that sleep are awake afterwards.
+    def swap(
+        self, command: cmd.SwapWeights | cmd.SwapAdapter, made: Mapping[str, jax.Array]
+    ) -> None:
+        """Serves what `make_weights` made, from the next dispatch on.
 
-        Raises:
-            WeightsLostError: when a donating update failed half-way: there are no weights.
+        Weights that sleep are awake afterwards.
         """
-        try:
-            if isinstance(command, cmd.SwapAdapter):
-                self._swap_adapter(command)
-            else:
-                self._runner.swap_weights(self._with_adapters(command.build(self._runner.weights)))
-        except WeightsLostError as error:
-            if self._sleep_manager.keeps_weights:  # on the host, where nothing was taken apart
-                raise WeightSyncError(str(error)) from error
-            self.problem = str(error)
-            self._runner.swap_weights({})
-            self.adapters.clear()
-            raise
+        self._runner.swap_weights(made)
+        if isinstance(command, cmd.SwapAdapter):
+            self.adapters.add(command.name, self.adapters.reserve(command.name))
         self._sleep_manager.weights_came()
         self._runner.weight_version += 1
         self._digest = None
         self.problem = None
 
-    def _swap_adapter(self, command: cmd.SwapAdapter) -> None:
-        """Puts an adapter into its slot; weights that sleep on the host are woken for it."""
-        if not self.are_held:
-            raise EngineStateError(
-                "the engine has no weights to load an adapter beside: update_weights first"
-            )
-        slot = self.adapters.reserve(command.name)
-        made = command.build(self._serving_slots(), slot)
-        if not self._runner.weights:
-            self._sleep_manager.wake_up(["weights"])
-        self._runner.swap_weights(self._runner.weights | made)
-        self.adapters.add(command.name, slot)
+    def were_lost(self, problem: str) -> None:
+        """A donating update failed half-way."""
+        self.problem = problem
+        self._runner.swap_weights({})
+        self._digest = None
+        self.adapters.clear()
 
-    def _with_adapters(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    @property
+    def on_device(self) -> dict[str, jax.Array]:
+        """The weights on the devices, none while they sleep."""
+        return self._runner.weights
+
+    @property
+    def sleep_on_host(self) -> bool:
+        """Whether the weights sleep, and are kept."""
+        return self._sleep_manager.keeps_weights
+
+    def with_adapters(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """New weights with the adapters that serve, wherever those are."""
-        return dict(weights) | (self._serving_slots() or self._runner.empty_slots())
+        return dict(weights) | (self.slots or self._runner.empty_slots())
 
-    def _serving_slots(self) -> dict[str, jax.Array]:
+    def with_slots(self, slots: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The weights that serve, on the devices, with other adapters.
+
+        Raises:
+            OffloadError: when the devices have no memory for weights that sleep.
+        """
+        return (self._runner.weights or self._sleep_manager.load_weights()) | dict(slots)
+
+    @property
+    def slots(self) -> dict[str, jax.Array]:
         """The adapters' A and B on the devices, where weights that sleep have them on the host."""
         asleep = self._sleep_manager.kept_weights
         return slots_of(self._runner.weights) or to_device(slots_of(asleep))
 
-    def differing_adapter(
-        self, name: str, build: Callable[[cmd.Weights, int], cmd.Weights]
-    ) -> list[str]:
-        """Names of projections whose A or B is not what `build` makes for an adapter's slot."""
+    def differing_adapter(self, made: Mapping[str, jax.Array]) -> list[str]:
+        """Names of projections whose A or B is not what was made for an adapter's slot."""
         serving = slots_of(self._runner.weights)
-        made = build(serving, self.adapters.find(name))
         differing = [each for each, x in made.items() if not bool((x == serving[each]).all())]
         return sorted({each.rsplit(".", 1)[0] for each in differing})
 
@@ -150,3 +159,24 @@ class ServingWeights:
             if self._digest is not None and self._digest[0] == self.version:
                 self._digest = (version, self._digest[1])
             self._runner.weight_version = version
+
+
+def make_weights(
+    command: cmd.SwapWeights | cmd.SwapAdapter, serving: Sequence[ServingWeights]
+) -> list[dict[str, jax.Array]]:
+    """The weights of each engine of a group after a swap. Changes none of those that serve.
+
+    Raises:
+        WeightsLostError: when a donating update failed half-way; it took the serving weights apart.
+    """
+    if isinstance(command, cmd.SwapAdapter):
+        slot = serving[0].adapters.reserve(command.name)
+        slots = command.build([each.slots for each in serving], slot)
+        return [each.with_slots(new) for each, new in zip(serving, slots, strict=True)]
+    try:
+        made = command.build([each.on_device for each in serving])
+        return [each.with_adapters(new) for each, new in zip(serving, made, strict=True)]
+    except WeightsLostError as error:
+        if serving[0].sleep_on_host:  # where nothing was taken apart
+            raise WeightSyncError(str(error)) from error
+        raise

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.errors import OffloadError, forget_locals
 from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
 from sgljax_engine.observability.metrics import EngineCounters
-from sgljax_engine.runner.host_arrays import HostArray, num_bytes
+from sgljax_engine.runner.host_arrays import HostArray, num_bytes, to_device
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.saved_pages import SavedPages
 
@@ -113,8 +115,22 @@ class SleepManager:
         self.refuses_requests = refuses_requests
         return freed
 
-    def wake_up(self, tags: Sequence[SleepTag]) -> int:
+    def load_weights(self) -> dict[str, jax.Array]:
+        """The kept weights on the devices; the copies stay.
+
+        Raises:
+            OffloadError: when that fails.
+        """
+        try:
+            return to_device(dict(self.kept_weights))
+        except Exception as error:
+            forget_locals(error)
+            raise _waking_failed(["weights"], error) from error
+
+    def prepare_wake_up(self, tags: Sequence[SleepTag]) -> int:
         """Takes the memory of all these tags again, or of none; returns its bytes.
+
+        `wake_up` or `undo_wake_up` must follow.
 
         Raises:
             OffloadError: when that fails. Everything sleeps on and can be woken later.
@@ -131,16 +147,22 @@ class SleepManager:
                 if kept.pages is not None:
                     self._kv_memory.load_pages(kept.pages, self._pool.used_pages)
         except Exception as error:
-            if "weights" in tags:
-                runner.swap_weights({})
+            self.undo_wake_up(tags)
             forget_locals(error)
-            raise OffloadError(
-                f"taking back the memory of {list(tags)} failed: {error!r}; the engine sleeps on, "
-                "and nothing that it kept is lost"
-            ) from error
-        self._woke(tags)
+            raise _waking_failed(tags, error) from error
         self._counters.wake_s += time.perf_counter() - started_s
         return taken
+
+    def undo_wake_up(self, tags: Sequence[SleepTag]) -> None:
+        """Gives back what `prepare_wake_up` took."""
+        if "weights" in tags:
+            self._runner.swap_weights({})
+        if "kv_cache" in tags:
+            self._kv_memory.release()
+
+    def wake_up(self, tags: Sequence[SleepTag]) -> None:
+        """Drops the copies of what `prepare_wake_up` took back."""
+        self._woke(tags)
 
     def weights_came(self) -> None:
         """Other weights were put on the device, so kept ones are dropped."""
@@ -157,6 +179,13 @@ class SleepManager:
         )
         self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
         self.refuses_requests &= bool(self.asleep)
+
+
+def _waking_failed(tags: Sequence[SleepTag], error: Exception) -> OffloadError:
+    return OffloadError(
+        f"taking back the memory of {list(tags)} failed: {error!r}; the engine sleeps on, "
+        "and nothing that it kept is lost"
+    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ import jax
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapter_loading import AdapterJob, AdapterLoader, CompareJob
-from sgljax_engine.core.weight_updates import UpdateJob, WeightSource, WeightUpdater
+from sgljax_engine.core.weight_updates import Engines, UpdateJob, WeightSource, WeightUpdater
 from sgljax_engine.errors import EngineStateError, InvalidRequestError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.weights import sync
@@ -35,11 +35,11 @@ class StagedWeights:
     shut down. `sleep` does not move them. Any thread may read the properties.
     """
 
-    def __init__(self, owner: object, weights: dict[str, jax.Array]) -> None:
-        """Takes weights that nobody else holds; `Stager` alone makes such objects."""
+    def __init__(self, owner: object, weights: list[dict[str, jax.Array]]) -> None:
+        """Takes weights of each engine that nobody else holds; `Stager` alone does this."""
         self._owner = owner
         self._weights = weights
-        self._num_bytes = sum(weight.nbytes for weight in weights.values())
+        self._num_bytes = sum(weight.nbytes for each in weights for weight in each.values())
         self._state: StagedState = "staged"
         self._version: int | None = None
 
@@ -69,14 +69,14 @@ class StagedWeights:
         """Whether they were made for this owner."""
         return self._owner is owner
 
-    def build(self, old: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Hands them to the engine thread. They stay here too, in case the swap fails."""
-        del old
+    def build(self, olds: Sequence[cmd.Weights]) -> list[dict[str, jax.Array]]:
+        """Hands them to the engine threads. They stay here too, in case the swap fails."""
+        del olds
         return self._weights
 
     def published(self, version: int) -> None:
         """They serve: from now on only the engine holds them."""
-        self._version, self._weights = version, {}
+        self._version, self._weights = version, []
         self._state = "published"
 
     def discard(self) -> bool:
@@ -84,9 +84,10 @@ class StagedWeights:
         if self._state != "staged":
             return False
         self._state = "discarded"
-        for weight in self._weights.values():
-            weight.delete()
-        self._weights = {}
+        for weights in self._weights:
+            for weight in weights.values():
+                weight.delete()
+        self._weights = []
         return True
 
 
@@ -145,27 +146,24 @@ class Stager:
         self,
         maker: WeightMaker,
         served: ServedSource,
-        submit: Callable[[cmd.Command], None],
-        check_open: Callable[[], None],
+        engines: Engines,
     ) -> None:
         """Has staged nothing yet.
 
         Args:
             maker: Plans; the weight_updater's, which is used on the same thread.
             served: The weight_updater's too; published weights are of no source that it knows.
-            submit: Queues a command for the engine thread.
-            check_open: Raises once the engine is shut down.
+            engines: Those that will serve.
         """
         self._maker = maker
         self._served = served
-        self._submit = submit
-        self._check_open = check_open
+        self._engines = engines
         self._owner = object()  # not this object: staged weights must not keep the engine
         self._staged: weakref.WeakSet[StagedWeights] = weakref.WeakSet()
 
     def stage(self, job: StageJob) -> StagedWeights:
         """Makes weights beside those that serve."""
-        self._check_open()
+        self._engines.check_open()
         source = job.load()
         plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=job.check_finite)
         del source
@@ -173,12 +171,11 @@ class Stager:
         make = functools.partial(sync.apply, plan, arrays, verify=job.verify)
         del arrays
         if plan.is_on_one_device:
-            staged = StagedWeights(self._owner, make())
+            made = make()
         else:
-            # Programs over several devices are the engine thread's: see `WeightUpdater`.
-            future: Future[dict[str, jax.Array]] = Future()
-            self._submit(cmd.Run(make, future))
-            staged = StagedWeights(self._owner, future.result())
+            # Programs over several devices are the engine threads': see `WeightUpdater`.
+            made = self._engines.do(functools.partial(cmd.Run, make))
+        staged = StagedWeights(self._owner, self._engines.split(made))
         self._staged.add(staged)
         return staged
 
@@ -190,11 +187,10 @@ class Stager:
             return staged.weight_version
         if staged.state == "discarded":
             raise EngineStateError("these staged weights were discarded; stage_weights makes new")
-        self._check_open()
+        self._engines.check_open()
         self._served.forget()
-        future: Future[int] = Future()
-        self._submit(cmd.SwapWeights(staged.build, job.mode, job.flush_cache, future))
-        version = future.result()
+        make = functools.partial(cmd.SwapWeights, staged.build, job.mode, job.flush_cache)
+        version = self._engines.swap(make, job.mode)
         staged.published(version)
         return version
 

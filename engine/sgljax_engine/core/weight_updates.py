@@ -1,14 +1,15 @@
-"""Weight updates: a worker makes new weights, and the engine thread swaps them in between steps.
+"""Weight updates: a worker makes new weights, and the engine threads swap them in between steps.
 
 A `Worker` does updates one after another, in the order of their calls.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 
@@ -20,12 +21,42 @@ from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import SyncPlan, WeightMaker
 
+_T = TypeVar("_T")
+
 
 class WeightSource(NamedTuple):
     """Named arrays and the rules that map them onto the engine's parameters."""
 
     arrays: Any
     rules: Sequence[WeightRule]
+
+
+Split = Callable[[Mapping[str, jax.Array]], list[dict[str, jax.Array]]]
+"""Gives each engine its part of weights that were made for all; copies nothing."""
+
+_Make = Callable[[Sequence[cmd.Weights]], dict[str, jax.Array]]
+"""Makes the weights of all engines in one; gets those that serve."""
+
+
+class Engines(Protocol):
+    """The engines of a group, as the threads of its workers see them."""
+
+    @property
+    def split(self) -> Split:
+        """See `Split`."""
+        ...
+
+    def check_open(self) -> None:
+        """Raises EngineShutdownError once they are shut down."""
+        ...
+
+    def do(self, make: Callable[[Future[_T]], cmd.Question]) -> _T:
+        """Has them do a command together, and waits for its answer."""
+        ...
+
+    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
+        """Has them swap weights or an adapter together; returns the new version."""
+        ...
 
 
 class UpdateJob(NamedTuple):
@@ -57,8 +88,7 @@ class WeightUpdater:
         self,
         maker: WeightMaker,
         served: ServedSource,
-        submit: Callable[[cmd.Command], None],
-        check_open: Callable[[], None],
+        engines: Engines,
         recorder: Recorder,
     ) -> None:
         """Does nothing yet.
@@ -66,36 +96,35 @@ class WeightUpdater:
         Args:
             maker: Plans; from now on used by this object alone.
             served: What the weights that serve were made of.
-            submit: Queues a command for the engine thread.
-            check_open: Raises once the engine is shut down.
+            engines: Those that serve them.
             recorder: Notes what is done.
         """
         self._maker = maker
         self._served = served
-        self._submit = submit
-        self._check_open = check_open
+        self._engines = engines
         self._recorder = recorder
         self._compiled: tuple[SyncPlan, Any] | None = None
 
     def update(self, job: UpdateJob) -> int:
         """Makes the new weights and has them swapped in; returns their version."""
-        self._check_open()
+        self._engines.check_open()
         began = time.perf_counter()
         source = job.load()
         plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=job.check_finite)
         del source
         # The checksums of `verify` are those of all weights.
         changed = plan if job.verify else self._served.changed(plan, arrays)
-        build = _whole(plan, changed, arrays, self._prepare(changed, arrays, job))
-        future: Future[int] = Future()
-        self._submit(cmd.SwapWeights(build, job.mode, job.flush_cache, future))
-        del build
+        split = self._engines.split
+        build = _whole(plan, changed, arrays, split, self._prepare(changed, arrays, job))
+        make = functools.partial(cmd.SwapWeights, build, job.mode, job.flush_cache)
         submitted = time.perf_counter()
         try:
-            version = future.result()
+            version = self._engines.swap(make, job.mode)
         except BaseException:
             self._served.forget()
             raise
+        finally:
+            del build, make
         self._served.remember(plan, arrays)
         del arrays
         if self._recorder.is_on:
@@ -104,14 +133,13 @@ class WeightUpdater:
             self._recorder.slice(UPDATES_TRACK, "wait for the swap", submitted, ended, args)
         return version
 
-    def _prepare(
-        self, plan: SyncPlan, arrays: Mapping[str, Any], job: UpdateJob
-    ) -> cmd.BuildWeights:
+    def _prepare(self, plan: SyncPlan, arrays: Mapping[str, Any], job: UpdateJob) -> _Make:
         """Makes the weights on the worker's thread, or leaves that to the engine thread.
 
-        The engine thread must do it in two cases. A donating update takes old weights apart. And
-        weights that are spread over devices need one order of programs: two threads may queue
-        theirs in different orders on different devices, and these then wait for one another.
+        The engine thread must do it in two cases, while those of a group all wait. A donating
+        update takes old weights apart. And weights that are spread over devices need one order of
+        programs: two threads may queue theirs in different orders on different devices, and these
+        then wait for one another.
 
         The engine thread also does it when engine and source share a CPU, because two programs at
         once hold each other up there. The first update of a kind is made by the worker even so,
@@ -119,10 +147,10 @@ class WeightUpdater:
         """
         sync.await_source(arrays)
         if job.donate:
-            return lambda old: sync.apply_donating(plan, arrays, old, verify=job.verify)
+            return lambda olds: sync.apply_donating(plan, arrays, olds, verify=job.verify)
         kind = self._kind_on_shared_cores(plan, arrays, job)
         if not plan.is_on_one_device or (kind is not None and kind == self._compiled):
-            return lambda old: sync.apply(plan, arrays, verify=job.verify)
+            return lambda olds: sync.apply(plan, arrays, verify=job.verify)
         made = _PreparedWeights(sync.apply(plan, arrays, verify=job.verify))
         self._compiled = kind
         return made.take
@@ -141,20 +169,23 @@ class WeightUpdater:
 
 
 def _whole(
-    plan: SyncPlan, changed: SyncPlan, arrays: Mapping[str, Any], build: cmd.BuildWeights
+    plan: SyncPlan,
+    changed: SyncPlan,
+    arrays: Mapping[str, Any],
+    split: Split,
+    make: _Make,
 ) -> cmd.BuildWeights:
-    """`build`, which makes what is changed, together with the weights that serve on."""
+    """What `make` makes of what is changed, with the weights that serve on, for each engine."""
     kept = plan.names - changed.names
-    if not kept:
-        return build
 
-    def build_whole(old: cmd.Weights) -> dict[str, jax.Array]:
-        if not kept <= old.keys():  # they sleep, or were lost
-            return sync.apply(plan, arrays)
-        rest = {name: old[name] for name in kept}
-        return rest | dict(build(old))
+    def build(olds: Sequence[cmd.Weights]) -> list[dict[str, jax.Array]]:
+        if kept and not all(kept <= old.keys() for old in olds):  # they sleep, or were lost
+            return split(sync.apply(plan, arrays))
+        rests = [{name: old[name] for name in kept} for old in olds]
+        made = split(make(olds))
+        return [rest | new for rest, new in zip(rests, made, strict=True)]
 
-    return build_whole
+    return build
 
 
 class _PreparedWeights:
@@ -163,7 +194,7 @@ class _PreparedWeights:
     def __init__(self, weights: dict[str, jax.Array]) -> None:
         self._weights = weights
 
-    def take(self, old: cmd.Weights) -> dict[str, jax.Array]:
-        del old
+    def take(self, olds: Sequence[cmd.Weights]) -> dict[str, jax.Array]:
+        del olds
         weights, self._weights = self._weights, {}
         return weights

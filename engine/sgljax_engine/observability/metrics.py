@@ -19,8 +19,9 @@ class EngineCounters:
         num_page_copies: Shared pages that were copied so that a request could extend them.
         num_output_tokens: Tokens generated. num_dispatches: Scheduler steps that ran something on
             the device.
-        used_kv_tokens: Tokens of the pages in use, summed over dispatches: divided by
-            `num_dispatches` and `EngineState.total_kv_tokens` it is the mean use of the KV cache.
+        used_kv_tokens: Tokens of the pages in use, summed over dispatches, times the number of
+            engines: divided by `num_dispatches` and `EngineState.total_kv_tokens` it is the mean
+            use of the KV cache.
         num_decode_rows: Rows of all decode dispatches together.
         max_decode_batch: Rows of the largest decode dispatch.
         num_retractions: Times a running request lost its pages.
@@ -70,8 +71,8 @@ class EngineCounters:
 class MemoryReport:
     """Memory that an engine took when it started, and why.
 
-    Bytes are totals over all devices along the mesh axis "tp", copies included: norms are on each
-    device, and kv heads on several if "tp" is larger than their number.
+    Bytes are totals over all devices, copies included: norms are on each device, kv heads on
+    several if there are more devices than heads, and each engine of a group has all weights.
 
     Attributes:
         weights_bytes: Bytes of the weights; doubled while an update makes new ones.
@@ -82,8 +83,10 @@ class MemoryReport:
         page_size: Tokens in a page.
         rule: The rule that set `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
             "max_running_requests x max_model_len" if that fits.
-        free_bytes: Memory that was free once the weights were loaded, on all devices that share a
-            weight, or on the host for CPUs; None when the devices do not say.
+        free_bytes: Memory that was free once the weights were loaded, on all devices, or on the
+            host for CPUs; None when the devices do not say.
+        num_engines: Engines that share the devices: the data-parallel size.
+        tp_size: Devices of each engine.
     """
 
     weights_bytes: int
@@ -93,6 +96,8 @@ class MemoryReport:
     page_size: int
     rule: str
     free_bytes: int | None
+    num_engines: int = 1
+    tp_size: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +133,8 @@ class EngineState:
         compile_s: Seconds spent compiling them.
         memory: Memory that the engine took at its start.
         counters: Totals.
+        engines: The states of the engines of a group, each taken between two of its dispatches;
+            empty for a single engine.
     """
 
     running_batch_size: int
@@ -152,6 +159,7 @@ class EngineState:
     compile_s: float
     memory: MemoryReport
     counters: EngineCounters
+    engines: tuple[EngineState, ...] = ()
 
     @property
     def tree_cache_size(self) -> int:

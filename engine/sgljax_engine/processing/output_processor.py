@@ -128,6 +128,10 @@ class OutputProcessor:
         """Takes a new request and where its output goes."""
         self._records[request.rid] = _Record(request, answer)
 
+    def hand_over(self, request: Request) -> Answer:
+        """Lets go of a request that has not started; another engine answers it."""
+        return self._records.pop(request.rid).answer
+
     def find(self, rid: str) -> Request | None:
         """The unfinished request with an id, if there is one."""
         record = self._records.get(rid)

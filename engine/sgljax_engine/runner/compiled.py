@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
+from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner import programs, scoring
-from sgljax_engine.runner.placement import Placement
 from sgljax_engine.xla_options import Options, compiler_options
 
 logger = logging.getLogger(__name__)

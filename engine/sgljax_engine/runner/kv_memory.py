@@ -12,10 +12,10 @@ import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
 from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
+from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
 from sgljax_engine.runner.host_arrays import HostMemory, host_memory, to_device, to_host
-from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -13,11 +14,13 @@ import jax
 from sgljax_engine.attention.base import ContiguousKV
 from sgljax_engine.cache.contiguous_kv import LANES, ContiguousShapes, contiguous_shapes
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
-from sgljax_engine.config import EngineConfig
+from sgljax_engine.config import EngineConfig, ParallelConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
-from sgljax_engine.runner.placement import Placement
+from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.placement.submeshes import check_divides, place
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +40,19 @@ def plan_memory(
     weights_bytes: int,
     *,
     contiguous_kv: ContiguousKV,
+    num_engines: int = 1,
     are_loaded: bool = True,
 ) -> MemoryPlan:
-    """Chooses the size of the KV cache.
+    """Chooses the size of one engine's KV cache.
 
     Args:
         model: The engine's model.
-        config: The user's configuration.
+        config: The engine's configuration, see `EngineConfig.per_engine`.
         placement: The engine's placement.
         max_model_len: Maximum number of tokens of a sequence.
         weights_bytes: Bytes of the weights.
         contiguous_kv: As in `attention.registry.AttentionBackend`.
+        num_engines: Engines of the group, which share the memory of a host.
         are_loaded: Whether the weights are loaded, so that free memory excludes them already.
 
     Raises:
@@ -58,7 +63,7 @@ def plan_memory(
     per_page = cache.page_size * kv_bytes_per_token(
         model.num_layers, num_heads, model.head_dim, placement.dtype
     )
-    free = free_bytes(placement)
+    free = free_bytes(placement, num_engines)
     if free is not None and not are_loaded:
         free = max(free - weights_bytes, 0)
     fitting = None if free is None else free // per_page
@@ -99,6 +104,7 @@ def plan_memory(
         page_size=cache.page_size,
         rule=rule,
         free_bytes=free,
+        tp_size=placement.mesh.size,
     )
     logger.info(
         "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says; "
@@ -159,10 +165,10 @@ def _round_down(count: int) -> int:
     return count >> shift << shift
 
 
-def free_bytes(placement: Placement) -> int | None:
-    """Free memory of all devices that share a weight; None when they do not say.
+def free_bytes(placement: Placement, num_engines: int = 1) -> int | None:
+    """Free memory of all devices of an engine; None when they do not say.
 
-    CPU devices share the memory of the host.
+    CPU devices share the memory of the host, and so do the engines of a group on them.
     """
     if placement.platform != "cpu":
         try:
@@ -175,5 +181,84 @@ def free_bytes(placement: Placement) -> int | None:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # unlike sysconf's free pages, it counts reclaimable caches
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(fields["MemAvailable"].split()[0]) * 1024 // num_engines
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_engines
+
+
+def fit_parallel(
+    model: ModelConfig, config: EngineConfig, mesh: jax.sharding.Mesh | None, dtype: str
+) -> ParallelConfig:
+    """Replaces "auto", and sizes that cannot fit the devices' memory, by those that fit.
+
+    An engine fits if its weights, and the KV cache of one sequence of `max_model_len` within
+    `mem_fraction_static` of what they leave, fit the free memory of its devices.
+
+    Args:
+        model: The model to place.
+        config: Has the sizes that were asked for.
+        mesh: The caller's mesh.
+        dtype: Dtype of weights and KV cache.
+
+    Raises:
+        InvalidConfigError: for "auto" on devices that do not report their memory, and when nothing
+            fits.
+    """
+    asked = config.parallel
+    is_auto = asked.tp_size == "auto"
+    if is_auto and asked.data_parallel_size is not None:
+        return dataclasses.replace(asked, tp_size=None)
+    if mesh is None or mesh.empty or (asked.tp_size is not None and not is_auto):
+        return dataclasses.replace(asked, tp_size=None) if is_auto else asked
+    if asked.data_parallel_size is not None:
+        return asked
+    first = 1 if is_auto else place(model, mesh, dtype, asked).engines[0].mesh.size
+    tried: list[str] = []
+    for tp_size in range(first, mesh.size + 1):
+        if mesh.size % tp_size:
+            continue
+        try:
+            check_divides(model, tp_size)
+        except InvalidConfigError as error:
+            tried.append(f"tp_size {tp_size}: {error}")
+            continue
+        sized = dataclasses.replace(asked, tp_size=tp_size)
+        needed, free = _needed_and_free(model, config, mesh, dtype, sized)
+        if free is None:
+            if is_auto:
+                raise InvalidConfigError(
+                    "tp_size 'auto' needs devices that report their memory; give a number"
+                )
+            return asked
+        if needed <= free:
+            if is_auto or tp_size != first:
+                logger.warning(
+                    "the %d devices are taken for %d engine(s) of tp_size %d: weights and a "
+                    "sequence take %d of %d free bytes of an engine's devices",
+                    *(mesh.size, mesh.size // tp_size, tp_size, needed, free),
+                )
+            return sized if is_auto or tp_size != first else asked
+        tried.append(f"tp_size {tp_size} needs {needed} of {free} free bytes")
+    if is_auto:
+        raise InvalidConfigError(
+            f"tp_size 'auto' finds no size that fits {mesh.size} devices: {'; '.join(tried)}"
+        )
+    return asked  # `plan_memory` says what does not fit
+
+
+def _needed_and_free(
+    model: ModelConfig,
+    config: EngineConfig,
+    mesh: jax.sharding.Mesh,
+    dtype: str,
+    parallel: ParallelConfig,
+) -> tuple[int, int | None]:
+    """Bytes that an engine needs at least, and those that are free on its devices."""
+    group = place(model, mesh, dtype, parallel)
+    engine = group.engines[0]
+    targets = engine.weight_targets(get_model(model.architecture).param_specs(model))
+    weights = engine.held_bytes(target.stored for target in targets.values())
+    num_heads = model.num_kv_heads * engine.num_kv_copies
+    per_token = kv_bytes_per_token(model.num_layers, num_heads, model.head_dim, engine.dtype)
+    tokens = config.max_model_len or model.context_length
+    kv = math.ceil(tokens * per_token / config.cache.mem_fraction_static)
+    return weights + kv, free_bytes(engine, len(group.engines))

@@ -14,6 +14,7 @@ import numpy as np
 from sgljax_engine.cache.contiguous_kv import ContiguousShapes
 from sgljax_engine.errors import EngineError, EngineStepError, forget_locals
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
     build_copies,
@@ -25,7 +26,6 @@ from sgljax_engine.runner.batch import (
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall
 from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.kv_memory import KVMemory
-from sgljax_engine.runner.placement import Placement
 from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
@@ -42,6 +43,18 @@ class WaitingQueue:
     def oldest(self) -> Request:
         """The request to start next; the queue must not be empty."""
         return self._returned[0] if self._returned else next(iter(self._new.values()))
+
+    @property
+    def num_new(self) -> int:
+        """Number of requests in the queue that have never run here."""
+        return len(self._new)
+
+    def take_newest(self, count: int) -> list[Request]:
+        """Removes the last requests that have never run here; oldest first."""
+        taken = list(itertools.islice(reversed(self._new.values()), count))[::-1]
+        for request in taken:
+            self.remove(request)
+        return taken
 
     def append(self, request: Request) -> None:
         """Adds a request that has never run here at the end."""

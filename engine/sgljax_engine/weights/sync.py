@@ -487,14 +487,15 @@ def apply(plan: SyncPlan, source: Mapping[str, Any], *, verify: bool = False) ->
 
 
 def apply_donating(
-    plan: SyncPlan, source: Mapping[str, Any], old: Weights, *, verify: bool = False
+    plan: SyncPlan, source: Mapping[str, Any], olds: Sequence[Weights], *, verify: bool = False
 ) -> Weights:
     """`apply` in the memory of about one model: frees each old weight before it makes the new one.
 
     Args:
         plan: From `plan_sync`.
         source: Arrays by name, of exactly the plan's `source_spec`.
-        old: The weights in use. This call empties the mapping; do not use them again.
+        olds: The weights in use, of each engine. This call empties the mappings; do not use them
+            again.
         verify: Compare checksums of the result and of the source.
 
     Raises:
@@ -508,8 +509,9 @@ def apply_donating(
         made: Weights = {}
         for step in plan.steps:
             target = plan.targets[step.target]
-            if step.target in old:  # absent after a failed update
-                old.pop(step.target).delete()
+            for old in olds:
+                if step.target in old:  # absent after a failed update
+                    old.pop(step.target).delete()
             with _near(target):
                 one = _store_one(plan, step.operands(source), step)
             made[step.target] = jax.block_until_ready(jax.device_put(one, target.sharding))

@@ -1,7 +1,8 @@
-"""Placement of arrays: devices, shardings and physical layout.
+"""Shardings and physical layout of an engine's arrays.
 
-Tensor parallelism shards attention heads, MLP columns and the vocabulary over the mesh axis "tp"
-(the name that Tunix's meshes use); all other axes replicate. XLA inserts the collectives.
+Tensor parallelism shards attention heads, MLP columns and the vocabulary over the mesh axis "tp";
+XLA inserts the collectives. All other axes replicate: they are there only in the mesh of a whole
+group of engines, each of which has a submesh without them; see `submeshes`.
 
 Where "tp" is larger than the number of kv heads, it is split in two: kv heads are sharded over the
 first part, one per device, and copied over the second; everything else is sharded over both. The
@@ -14,15 +15,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.basic import Layout, default_layout
+from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.target import Target
-from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.spec import KV_HEADS_AXIS, ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
 
@@ -39,10 +36,11 @@ alone undoes the gain of computing in the trainer's dtype (docs/mismatch.md).
 
 
 class Placement(NamedTuple):
-    """Devices, dtype and layout of an engine.
+    """Devices, dtype and layout of an engine, or of a group of engines.
 
     Attributes:
-        mesh: The engine's mesh, with a split "tp" axis where kv heads are copied.
+        mesh: The devices of an engine, or of a group, with a split "tp" axis where kv heads are
+            copied.
         dtype: Dtype of weights except norms, of activations and of the KV cache.
         layout: Layout of activations and projection weights.
     """
@@ -122,48 +120,3 @@ class Placement(NamedTuple):
         if axis is None:
             return None
         return self._kv_axis if axis == KV_HEADS_AXIS else self._tensor_axes
-
-
-def place(model: ModelConfig, mesh: Mesh | None, dtype: str) -> Placement:
-    """Chooses placement on a mesh, or on JAX's first device.
-
-    Args:
-        model: The model to place.
-        mesh: The caller's mesh. None, or a mesh of no devices, means JAX's first device.
-        dtype: Dtype of weights, activations and KV cache.
-
-    Raises:
-        InvalidConfigError: when heads, MLP or vocabulary do not divide over the "tp" axis, or the
-            number of kv heads neither is a multiple of its size nor divides it.
-    """
-    if mesh is None or mesh.empty:
-        mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR_AXIS,))
-    num_shards = mesh.shape.get(TENSOR_AXIS, 1)
-    for name in ("num_heads", "intermediate_size", "vocab_size"):
-        size = getattr(model, name)
-        if size % num_shards:
-            raise InvalidConfigError(
-                f"{name} must be a multiple of the mesh's {TENSOR_AXIS!r} size ({num_shards}), "
-                f"got {size}"
-            )
-    num_kv_heads = model.num_kv_heads
-    if num_kv_heads % num_shards and num_shards % num_kv_heads:
-        raise InvalidConfigError(
-            f"num_kv_heads must be a multiple of the mesh's {TENSOR_AXIS!r} size ({num_shards}) or "
-            f"divide it, got {num_kv_heads}"
-        )
-    layout = default_layout(mesh.devices.flat[0].platform)
-    return Placement(_engine_mesh(mesh, num_kv_heads), jnp.dtype(dtype), layout)
-
-
-def _engine_mesh(mesh: Mesh, num_kv_heads: int) -> Mesh:
-    """A mesh of the same devices in the same order, with automatic axes and room for kv heads.
-
-    Programs leave collectives to XLA.
-    """
-    sizes: dict[str, int] = {}
-    for axis, size in mesh.shape.items():
-        sizes[axis] = size
-        if axis == TENSOR_AXIS and size > num_kv_heads:
-            sizes |= {TENSOR_AXIS: num_kv_heads, COPIES_AXIS: size // num_kv_heads}
-    return Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))

@@ -1,0 +1,318 @@
+"""A group of engines behind one face: routes requests, and has all engines do what concerns all.
+
+Each engine has a thread, a scheduler, pages and a prefix cache of its own. A group of one engine
+passes everything on as it comes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from sgljax_engine.checkpoint.structures import EngineCheckpoint
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.adapter_loading import AdapterLoader
+from sgljax_engine.core.background import Worker
+from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob, restorations
+from sgljax_engine.core.engine_core import EngineCore, refuse_ids
+from sgljax_engine.core.fan_out import COMBINED, Gathered, split_score
+from sgljax_engine.core.handlers import Attend
+from sgljax_engine.core.loop import SHUT_DOWN, EngineLoop
+from sgljax_engine.core.meeting import Meeting
+from sgljax_engine.core.request_groups import RequestGroups
+from sgljax_engine.core.router import Router
+from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
+from sgljax_engine.core.steps import STEPS
+from sgljax_engine.core.weight_updates import Split, WeightUpdater
+from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.observability.combined import combine_progress, combine_recordings
+from sgljax_engine.observability.progress import EngineProgress
+from sgljax_engine.observability.trace import MAX_EVENTS, Recording
+from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.input_processor import RequestFactory
+from sgljax_engine.types import Request
+from sgljax_engine.weights.adapters import AdapterSlots
+from sgljax_engine.weights.served import ServedSource
+from sgljax_engine.weights.sync import WeightMaker
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltGroup:
+    """Engines without threads, and what their threads need.
+
+    Attributes:
+        cores: Fresh, one for each submesh.
+        groups: The calls that all of them share.
+        router: Chooses among them.
+        weight_maker: Makes the weights of updates, for all engines at once.
+        split: Gives each engine its part of these.
+        served: What the first weights were made of.
+        slots: Room for adapters in each engine; None without.
+    """
+
+    cores: Sequence[EngineCore]
+    groups: RequestGroups
+    router: Router
+    weight_maker: WeightMaker
+    split: Split
+    served: ServedSource
+    slots: Sequence[AdapterSlots] | None
+
+
+class EngineGroup:
+    """Takes commands and jobs from any thread.
+
+    Attributes:
+        loops: The engines' threads.
+    """
+
+    def __init__(self, built: BuiltGroup, name: str) -> None:
+        """Starts the threads.
+
+        Args:
+            built: Fresh; its cores are the threads' alone from now on.
+            name: Of the threads.
+        """
+        # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
+        # submit on the same thread. Held while a command goes to all engines, so that all of them
+        # take commands in one order.
+        self._lock = threading.RLock()
+        self._groups = built.groups
+        self._router = built.router
+        self.split = built.split
+        count = len(built.cores)
+        names = [name] if count == 1 else [f"{name}-{place}" for place in range(count)]
+        self.loops = [
+            EngineLoop(
+                core,
+                name=each,
+                share=self._share if count > 1 else None,
+                on_failed=self._failed,
+                on_closed=self._closed,
+            )
+            for core, each in zip(built.cores, names, strict=True)
+        ]
+        self._num_open = count
+        recorder = built.cores[0].recorder
+        updater = WeightUpdater(built.weight_maker, built.served, self, recorder)
+        loader = AdapterLoader(built.slots, built.weight_maker.targets, self)
+        self._stager = Stager(built.weight_maker, built.served, self)
+        self._updates = Worker(
+            functools.partial(do_weight_job, updater, loader, self._stager), f"{name}-updates"
+        )
+        writer = CheckpointWriter(built.cores[0].runner.model_config, self)
+        self._saves = Worker(writer.save, f"{name}-checkpoints")
+        # A daemon thread must not touch the device while the interpreter is torn down.
+        atexit.register(self.stop)
+        for loop in self.loops:
+            loop.start()
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that serve."""
+        return self.loops[0].weight_version
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache sleep."""
+        return self.loops[0].is_sleeping
+
+    @property
+    def is_running(self) -> bool:
+        """Whether `submit` takes anything."""
+        return all(loop.is_running for loop in self.loops)
+
+    @property
+    def progress(self) -> EngineProgress:
+        """Reads what the engine threads write, without waiting for them."""
+        return combine_progress([loop.progress for loop in self.loops])
+
+    def start_recording(self, max_events: int = MAX_EVENTS) -> None:
+        """Starts recording on all engines."""
+        for loop in self.loops:
+            loop.recorder.start(max_events)
+
+    def stop_recording(self) -> Recording:
+        """Stops recording; the events of all engines."""
+        return combine_recordings([loop.recorder.stop() for loop in self.loops])
+
+    # ------------------------------------------------------------------ commands
+
+    def submit(self, command: cmd.Command | WeightJob | SaveJob) -> None:
+        """Queues a command for the engines, or a job for one of the workers.
+
+        Jobs that concern weights are done in their order, and so are checkpoints.
+
+        Raises:
+            EngineShutdownError: when nobody would answer it.
+        """
+        with self._lock:
+            self.check_open()
+            if isinstance(command, SaveJob):
+                self._saves.put(command)
+            elif not isinstance(command, cmd.Command):
+                self._updates.put(command)
+            elif len(self.loops) == 1:
+                self.loops[0].submit(command)
+            else:
+                self._distribute(command)
+
+    def check_open(self) -> None:
+        """Raises EngineShutdownError once an engine is shut down."""
+        for loop in self.loops:
+            loop.check_open()
+
+    def ask(self, make: Callable[[Future[_T]], cmd.Command], place: int | None = None) -> _T:
+        """Has all engines, or one, do a command, and waits for the answer."""
+        future: Future[_T] = Future()
+        if place is None:
+            self.submit(make(future))
+        else:
+            self.loops[place].submit(make(future))
+        try:
+            return future.result()
+        finally:
+            del future, make
+
+    def do(self, make: Callable[[Future[_T]], cmd.Question]) -> _T:
+        """Has all engines do a command, and waits for the answer."""
+        return self.ask(make)
+
+    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
+        """Has all engines swap weights or an adapter; returns the new version."""
+        if len(self.loops) == 1 or mode != "wait":
+            return self.ask(make)
+        try:
+            self.ask(cmd.Drain)
+        except BaseException:
+            self.ask(cmd.EndDrain)
+            raise
+        return self.ask(make)
+
+    def restore(
+        self, checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
+    ) -> None:
+        """Has the engines take in the requests of a checkpoint; all, or none.
+
+        Raises:
+            CheckpointError: when an id is in use.
+            EngineStateError: when requests are refused.
+        """
+        routed: list[Request] = []
+
+        def route(unfinished: Sequence[Request]) -> Sequence[int]:
+            routed.extend(unfinished)
+            return self._router.route(unfinished)
+
+        count = len(self.loops)
+        parts = restorations(checkpoint, requests, answers, route, count)
+        try:
+            self.ask(functools.partial(cmd.Restore, parts))
+        except BaseException:
+            for request in routed:
+                self._router.finished(request)
+            raise
+
+    def _distribute(self, command: cmd.Command) -> None:
+        if isinstance(command, cmd.AddRequests):
+            self._add(command)
+        elif isinstance(command, cmd.AbandonRequests):
+            self._abandon(command)
+        elif isinstance(command, cmd.Score):
+            self._gather(command, split_score(command, len(self.loops)))
+        elif type(command) in STEPS:
+            assert isinstance(command, cmd.Question)
+            meeting = Meeting(command, STEPS[type(command)], len(self.loops))
+            for place, loop in enumerate(self.loops):
+                loop.submit(Attend(meeting, place))
+        else:
+            assert isinstance(command, cmd.Question), type(command)
+            self._gather(command, [command] * len(self.loops))
+
+    def _gather(self, command: cmd.Question, parts: Sequence[cmd.Question]) -> None:
+        """Has each engine do its part; the caller gets all answers as one, or the first error."""
+        gathered = Gathered(command.future, COMBINED[type(command)], len(parts))
+        for place, (loop, part) in enumerate(zip(self.loops, parts, strict=True)):
+            loop.submit(part.for_future(gathered.future(place)))
+
+    def _add(self, command: cmd.AddRequests) -> None:
+        taken = self._groups.add([command.requests])
+        if taken:
+            refuse_ids(command.answers, taken)
+            return
+        places = self._router.route(command.requests)
+        parts = [cmd.AddRequests([], [], are_known=True) for _ in self.loops]
+        for request, answer, place in zip(command.requests, command.answers, places, strict=True):
+            request.engine = place
+            parts[place].requests.append(request)
+            parts[place].answers.append(answer)
+        for loop, part in zip(self.loops, parts, strict=True):
+            if part.requests:
+                loop.submit(part)
+
+    def _abandon(self, command: cmd.AbandonRequests) -> None:
+        parts: list[list[Request]] = [[] for _ in self.loops]
+        for request in command.requests:
+            parts[request.engine].append(request)
+        self._gather(command, [dataclasses.replace(command, requests=part) for part in parts])
+
+    def _share(self, loop: EngineLoop) -> None:
+        """Hands requests that wait in an engine over to one with free rows; on that thread.
+
+        They move only while the engine has no commands left. So a command that went to all engines
+        has found them in this one, or will find them in the other.
+        """
+        source = self.loops.index(loop)
+        if not self._router.has_free_rows:
+            return
+        with self._lock:
+            move = self._router.pick_move(source, loop.num_movable)
+            if move is None:
+                return
+            target, count = move
+            requests, answers = loop.hand_over(count)
+            for request in requests:
+                self._router.moved(request, target)
+                request.engine = target
+            self.loops[target].submit(cmd.TakeOver(requests, answers))
+
+    # ------------------------------------------------------------------ the end
+
+    def request_stop(self) -> None:
+        """Lets the threads fail what is unfinished and end, without waiting. Idempotent."""
+        self._failed(SHUT_DOWN)
+
+    def _failed(self, reason: str) -> None:
+        with self._lock:
+            for loop in self.loops:
+                loop.request_stop(reason)
+
+    def stop(self) -> None:
+        """`request_stop`, then waits for the threads to end."""
+        self.request_stop()
+        # A finalizer may call this on any thread; on these it would wait for itself.
+        own = {self._updates.thread, self._saves.thread}
+        own.update(thread for loop in self.loops for thread in loop.threads if thread is not None)
+        if threading.current_thread() not in own:
+            for loop in self.loops:
+                loop.join()
+
+    def _closed(self) -> None:
+        """An engine answers nobody any more; on its thread. The last one ends the workers."""
+        with self._lock:
+            self._num_open -= 1
+            is_last = not self._num_open
+        if is_last:
+            self._updates.stop()
+            self._stager.release()
+            self._saves.stop()
+            atexit.unregister(self.stop)

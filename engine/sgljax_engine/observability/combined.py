@@ -1,0 +1,140 @@
+"""The engines of a group seen as one. Host only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
+from sgljax_engine.observability.progress import EngineProgress
+from sgljax_engine.observability.trace import RecordedEvent, RecordedSample, Recording
+
+_LARGEST = {
+    "max_decode_batch",
+    "num_pauses",
+    "pause_s",
+    "num_weight_updates",
+    "update_s",
+    "num_sleeps",
+    "sleep_s",
+    "wake_s",
+}
+"""Counters of what the engines do together, or that are no sums; all others are added up."""
+
+
+def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
+    """The totals of all engines."""
+    values = {}
+    for field in dataclasses.fields(EngineCounters):
+        each = [getattr(one, field.name) for one in counters]
+        values[field.name] = max(each) if field.name in _LARGEST else sum(each)
+    values["used_kv_tokens"] *= len(counters)  # a dispatch sees one pool of several
+    return EngineCounters(**values)
+
+
+def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
+    """What all engines take."""
+    first = reports[0]
+    free = [report.free_bytes for report in reports]
+    return dataclasses.replace(
+        first,
+        weights_bytes=sum(report.weights_bytes for report in reports),
+        kv_bytes=sum(report.kv_bytes for report in reports),
+        contiguous_kv_bytes=sum(report.contiguous_kv_bytes for report in reports),
+        kv_tokens=sum(report.kv_tokens for report in reports),
+        free_bytes=None if None in free else sum(each for each in free if each is not None),
+        num_engines=len(reports),
+    )
+
+
+def combine_states(states: Sequence[EngineState]) -> EngineState:
+    """The state of the group; `EngineState.engines` has those of its engines."""
+    first = states[0]
+    if len(states) == 1:
+        return first
+    return EngineState(
+        running_batch_size=sum(state.running_batch_size for state in states),
+        waiting_queue_size=sum(state.waiting_queue_size for state in states),
+        num_prefilling=sum(state.num_prefilling for state in states),
+        running_rids=tuple(rid for state in states for rid in state.running_rids),
+        waiting_rids=tuple(rid for state in states for rid in state.waiting_rids),
+        pause_mode=first.pause_mode,
+        asleep=first.asleep,
+        host_bytes=sum(state.host_bytes for state in states),
+        has_weights=first.has_weights,
+        available_kv_tokens=sum(state.available_kv_tokens for state in states),
+        cached_kv_tokens=sum(state.cached_kv_tokens for state in states),
+        total_kv_tokens=sum(state.total_kv_tokens for state in states),
+        is_kv_allocated=any(state.is_kv_allocated for state in states),
+        weight_version=first.weight_version,
+        adapters=first.adapters,
+        new_token_ratio=max(state.new_token_ratio for state in states),
+        init_new_token_ratio=first.init_new_token_ratio,
+        forward_ct_decode=sum(state.forward_ct_decode for state in states),
+        num_compiles=sum(state.num_compiles for state in states),
+        compile_s=sum(state.compile_s for state in states),
+        memory=combine_memory([state.memory for state in states]),
+        counters=combine_counters([state.counters for state in states]),
+        engines=tuple(states),
+    )
+
+
+def combine_progress(progresses: Sequence[EngineProgress]) -> EngineProgress:
+    """The progress of the group."""
+    if len(progresses) == 1:
+        return progresses[0]
+    halts = [progress.halted_s for progress in progresses if progress.halted_s is not None]
+    totals = {
+        field.name: sum(getattr(progress, field.name) for progress in progresses)
+        for field in dataclasses.fields(EngineProgress)
+        if field.name.startswith("num_")
+    }
+    return EngineProgress(
+        **totals,
+        weight_version=progresses[0].weight_version,
+        halted_s=max(halts, default=None),
+    )
+
+
+def combine_recordings(recordings: Sequence[Recording]) -> Recording:
+    """One recording: the tracks of all engines but the first get its index into their names."""
+    if len(recordings) == 1:
+        return recordings[0]
+    events = [
+        _of_engine(event, place)
+        for place, recording in enumerate(recordings)
+        for event in recording.events
+    ]
+    return Recording(
+        min(recording.begin_s for recording in recordings),
+        max(recording.end_s for recording in recordings),
+        sorted(events, key=lambda event: event.end_s),
+        _sum_samples([recording.samples for recording in recordings]),
+        sum(recording.num_dropped for recording in recordings),
+    )
+
+
+def _of_engine(event: RecordedEvent, place: int) -> RecordedEvent:
+    return event if place == 0 else event._replace(track=f"{event.track} {place}")
+
+
+def _sum_samples(samples: Sequence[Sequence[RecordedSample]]) -> list[RecordedSample]:
+    """Samples of the whole group: the latest of each engine, whenever one has a new one."""
+    merged = sorted(
+        ((sample, place) for place, each in enumerate(samples) for sample in each),
+        key=lambda pair: pair[0].time_s,
+    )
+    latest: dict[int, RecordedSample] = {}
+    sums: list[RecordedSample] = []
+    for sample, place in merged:
+        latest[place] = sample
+        known = list(latest.values())
+        sums.append(
+            sample._replace(
+                num_running=sum(each.num_running for each in known),
+                num_waiting=sum(each.num_waiting for each in known),
+                free_kv_tokens=sum(each.free_kv_tokens for each in known),
+                num_output_tokens=sum(each.num_output_tokens for each in known),
+            )
+        )
+    return sums

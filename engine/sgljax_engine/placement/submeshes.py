@@ -1,0 +1,167 @@
+"""The cut of a mesh into submeshes, one for each engine of a group.
+
+A mesh has one tensor axis, over which a copy of the weights is sharded, and data axes. An engine
+gets the devices that differ only in their place on the tensor axis. `tp_size` and
+`data_parallel_size` share out the same devices otherwise, in the mesh's order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from sgljax_engine.config import ParallelConfig
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.basic import default_layout
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.placement.shardings import COPIES_AXIS, TENSOR_AXIS, Placement
+
+logger = logging.getLogger(__name__)
+
+DATA_AXIS = "data"
+"""Name of the data axis of a mesh that was shared out by sizes."""
+
+
+class GroupPlacement(NamedTuple):
+    """The devices of a group of engines.
+
+    Attributes:
+        whole: All devices, with data axes that replicate. Weights are made on them together.
+        engines: The devices of each engine, without data axes. One engine has `whole`.
+    """
+
+    whole: Placement
+    engines: tuple[Placement, ...]
+
+    def split(self, arrays: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
+        """The arrays of each engine, from arrays on `whole`. Copies nothing.
+
+        Args:
+            arrays: Placed by `NamedSharding`s on the mesh of `whole`, replicated over data axes.
+        """
+        if len(self.engines) == 1:
+            return [dict(arrays)]
+        parts: list[dict[str, jax.Array]] = [{} for _ in self.engines]
+        for name, array in arrays.items():
+            on_device = {shard.device: shard.data for shard in array.addressable_shards}
+            assert isinstance(array.sharding, NamedSharding)
+            for part, engine in zip(parts, self.engines, strict=True):
+                sharding = NamedSharding(engine.mesh, array.sharding.spec)
+                pieces = [on_device[device] for device in engine.mesh.devices.flat]
+                part[name] = jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
+        return parts
+
+
+def place(
+    model: ModelConfig, mesh: Mesh | None, dtype: str, parallel: ParallelConfig | None = None
+) -> GroupPlacement:
+    """Chooses the devices of each engine.
+
+    Args:
+        model: The model to place.
+        mesh: The caller's mesh. None, or a mesh of no devices, means JAX's first device, or its
+            first `tp_size * data_parallel_size` devices.
+        dtype: Dtype of weights, activations and KV cache.
+        parallel: How to share the devices out. "auto" must have been replaced by a number.
+
+    Raises:
+        InvalidConfigError: when the sizes do not share out the devices; when heads, MLP or
+            vocabulary do not divide over the tensor axis, or the number of kv heads neither is a
+            multiple of its size nor divides it.
+    """
+    parallel = parallel or ParallelConfig()
+    devices, tensor_dim = _device_array(mesh, parallel)
+    tp_size = devices.shape[tensor_dim]
+    check_divides(model, tp_size)
+    sizes, names = list(devices.shape), [f"{DATA_AXIS}{dim}" for dim in range(devices.ndim)]
+    names[tensor_dim] = TENSOR_AXIS
+    kv_heads = model.num_kv_heads
+    if tp_size > kv_heads:
+        sizes[tensor_dim : tensor_dim + 1] = kv_heads, tp_size // kv_heads
+        names[tensor_dim : tensor_dim + 1] = TENSOR_AXIS, COPIES_AXIS
+    layout = default_layout(devices.flat[0].platform)
+
+    def placement(part: np.ndarray, part_sizes: list[int], part_names: list[str]) -> Placement:
+        return Placement(Mesh(part.reshape(part_sizes), part_names), jnp.dtype(dtype), layout)
+
+    tensor_names = [name for name in names if not name.startswith(DATA_AXIS)]
+    tensor_sizes = [sizes[names.index(name)] for name in tensor_names]
+    rows = np.moveaxis(devices, tensor_dim, -1).reshape(-1, tp_size)
+    engines = tuple(placement(row, tensor_sizes, tensor_names) for row in rows)
+    if len(engines) == 1:
+        return GroupPlacement(engines[0], engines)
+    return GroupPlacement(placement(devices, sizes, names), engines)
+
+
+def check_divides(model: ModelConfig, tp_size: int) -> None:
+    """Raises InvalidConfigError unless a model can be sharded over so many devices."""
+    for name in ("num_heads", "intermediate_size", "vocab_size"):
+        size = getattr(model, name)
+        if size % tp_size:
+            raise InvalidConfigError(
+                f"{name} must be a multiple of the size of the tensor axis ({tp_size}), got {size}"
+            )
+    num_kv_heads = model.num_kv_heads
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        raise InvalidConfigError(
+            f"num_kv_heads must be a multiple of the size of the tensor axis ({tp_size}) or divide "
+            f"it, got {num_kv_heads}"
+        )
+
+
+def _device_array(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarray, int]:
+    """The devices in an array with a dimension for each axis, and the tensor dimension.
+
+    Their flat order is the mesh's, so that one program takes arrays of both.
+    """
+    tp_size, num_engines = parallel.tp_size, parallel.data_parallel_size
+    assert tp_size != "auto"
+    if mesh is None or mesh.empty:
+        count = (tp_size or 1) * (num_engines or 1)
+        known = jax.devices()
+        if count > len(known):
+            raise InvalidConfigError(
+                f"tp_size {tp_size or 1} x data_parallel_size {num_engines or 1} needs {count} "
+                f"devices; JAX has {len(known)}"
+            )
+        return np.asarray(known[:count]).reshape(num_engines or 1, tp_size or 1), 1
+    tensor_dim = _tensor_dim(mesh, parallel.tensor_axes)
+    by_name = 1 if tensor_dim is None else mesh.devices.shape[tensor_dim]
+    if tp_size is None and num_engines is None:
+        tp_size = by_name
+    if tp_size is None:
+        assert num_engines is not None
+        tp_size = mesh.size // num_engines
+    if num_engines is None:
+        num_engines = mesh.size // tp_size
+    if tp_size * num_engines != mesh.size:
+        raise InvalidConfigError(
+            f"tp_size {tp_size} x data_parallel_size {num_engines} must be the {mesh.size} devices "
+            f"of the mesh {dict(mesh.shape)}"
+        )
+    if tensor_dim is not None and tp_size == by_name:
+        return mesh.devices, tensor_dim
+    if tensor_dim is None:
+        logger.info(
+            "the mesh %s has none of the tensor axes %s: it is taken for %d engine(s) of %d "
+            "device(s)",
+            dict(mesh.shape),
+            list(parallel.tensor_axes),
+            num_engines,
+            tp_size,
+        )
+    return mesh.devices.reshape(num_engines, tp_size), 1
+
+
+def _tensor_dim(mesh: Mesh, tensor_axes: tuple[str, ...]) -> int | None:
+    """The dimension of the first tensor axis that a mesh has; None without."""
+    for name in tensor_axes:
+        if name in mesh.axis_names:
+            return mesh.axis_names.index(name)
+    return None
