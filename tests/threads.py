@@ -114,10 +114,11 @@ def is_gated(engine: Engine) -> bool:
 def take_steps(engine: Engine, count: int = 1) -> None:
     """Has a gated engine take steps, as far as there is something to do."""
     assert is_gated(engine)
-    core = engine._group.loops[0]._core
+    cores = [loop._core for loop in engine._group.loops]
     _set_steps(engine, count)
     # Answered between two steps, or when none can be taken.
-    while engine._client.ask(functools.partial(cmd.Run, lambda: core.can_step)):
+    can_step = functools.partial(cmd.Run, lambda: any(core.can_step for core in cores))
+    while engine._client.ask(can_step):
         pass
     _set_steps(engine, 0)
 
@@ -145,9 +146,12 @@ def first_piece(stream: Iterator[_T]) -> _T:
 
 
 def _set_steps(engine: Engine, count: int | None) -> None:
-    core = engine._group.loops[0]._core
+    def set_all() -> None:
+        for loop in engine._group.loops:
+            loop._core.steps_left = count
+
     with contextlib.suppress(EngineShutdownError):
-        engine._group.submit(cmd.Run(lambda: setattr(core, "steps_left", count), Future()))
+        engine._group.submit(cmd.Run(set_all, Future()))
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from sgljax_engine import (
     derive_seed,
     flatten_named,
     load_model_config,
+    preview_engine,
 )
 from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
@@ -211,6 +212,8 @@ class SglJaxRollout(BaseRollout):
             self._engine_config.lora, self._explicit_options, max_lora_rank(rollout_config)
         )
         self._engine_config = dataclasses.replace(self._engine_config, lora=slots)
+        # Refuses now what the first call would: sizes that do not share out the mesh, for example.
+        preview_engine(self._model_config, mesh=self._mesh, config=self._engine_config)
 
     # ------------------------------------------------------------------ facts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +33,7 @@ from sgljax_engine.models.spec import ModelContext, ModelDefinition, ParamKind, 
 from sgljax_engine.models.weight_rules import hf_rules, logical_rules
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.placement.submeshes import place
+from sgljax_engine.placement.submeshes import describe, place
 from sgljax_engine.processing.input_processor import Limits
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.batch import (
@@ -72,6 +73,8 @@ _JAX_MIN_COMPILE_S, _MIN_COMPILE_S = 1.0, 0.1
 """Seconds of compilation from which on a program is worth a file: JAX's default, and ours.
 
 Most of an engine's programs compile in less than JAX's."""
+
+logger = logging.getLogger(__name__)
 
 _names = itertools.count()
 
@@ -294,6 +297,7 @@ def build_group(
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
     placement = place(model, mesh, dtype, parallel)
+    logger.info(describe(placement, mesh, parallel))
     count = len(placement.engines)
     config = config.per_engine(count)
     specs = get_model(model.architecture).param_specs(model)

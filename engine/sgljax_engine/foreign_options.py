@@ -81,7 +81,8 @@ _WITHOUT_COUNTERPART = (
     (
         "the rollout's or engine's `mesh` decides on which devices it runs; `tp_size` and "
         "`data_parallel_size` share them out",
-        "pipeline_parallel_size pp_size expert_parallel_size ep_size enable_expert_parallel enable_dp_attention "
+        "pipeline_parallel_size pp_size expert_parallel_size ep_size enable_expert_parallel "
+        "enable_dp_attention "
         "device device_indexes nnodes node_rank dist_init_addr dist_timeout "
         "distributed_executor_backend disable_custom_all_reduce all2all_backend moe_backend "
         "enable_single_process",

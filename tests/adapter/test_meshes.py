@@ -40,7 +40,8 @@ cluster = RLCluster(**made.arguments)
 assert cluster.rollout.mesh is sampler
 GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
 parts.check_trained(cluster)
-weight = cluster.rollout.engine._group.loops[0]._core.runner.weights["model.layers.0.mlp.up_proj.weight"]
+core = cluster.rollout.engine._group.loops[0]._core
+weight = core.runner.weights["model.layers.0.mlp.up_proj.weight"]
 assert weight.devices() == set(devices[2:])
 assert weight.addressable_shards[0].data.size * 2 == weight.size
 cluster.rollout.close()

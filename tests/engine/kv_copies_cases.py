@@ -272,7 +272,8 @@ def placement() -> None:
                 TINY, num_heads=12, num_kv_heads=4, intermediate_size=66, vocab_size=132
             ),
             6,
-            r"num_kv_heads must be a multiple of the size of the tensor axis \(6\) or divide it, got 4",
+            r"num_kv_heads must be a multiple of the size of the tensor axis \(6\) or divide it, "
+            "got 4",
         ),
         (
             dataclasses.replace(tiny(1), intermediate_size=66),

@@ -44,6 +44,7 @@ FRESH = frozenset(
         "prompt_key",
         # The engine that it is submitted to gives them.
         "call",
+        "engine",
         "arrival",
         "arrival_s",
         # They are of a request that runs.

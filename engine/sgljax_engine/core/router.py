@@ -30,3 +30,5 @@ class Router:
     def finished(self, request: Request) -> None:
         with self._lock:
             self._loads[request.engine] -= 1
+
+    has_free_rows = False

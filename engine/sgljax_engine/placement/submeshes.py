@@ -7,7 +7,6 @@ gets the devices that differ only in their place on the tensor axis. `tp_size` a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -21,8 +20,6 @@ from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import default_layout
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import COPIES_AXIS, TENSOR_AXIS, Placement
-
-logger = logging.getLogger(__name__)
 
 DATA_AXIS = "data"
 """Name of the data axis of a mesh that was shared out by sizes."""
@@ -141,21 +138,13 @@ def _device_array(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarr
     if num_engines is None:
         num_engines = mesh.size // tp_size
     if tp_size * num_engines != mesh.size:
+        asked = {"tp_size": parallel.tp_size, "data_parallel_size": parallel.data_parallel_size}
+        given = " and ".join(f"{name} {size}" for name, size in asked.items() if size is not None)
         raise InvalidConfigError(
-            f"tp_size {tp_size} x data_parallel_size {num_engines} must be the {mesh.size} devices "
-            f"of the mesh {dict(mesh.shape)}"
+            f"{given} must share out the {mesh.size} devices of the mesh {dict(mesh.shape)}"
         )
     if tensor_dim is not None and tp_size == by_name:
         return mesh.devices, tensor_dim
-    if tensor_dim is None:
-        logger.info(
-            "the mesh %s has none of the tensor axes %s: it is taken for %d engine(s) of %d "
-            "device(s)",
-            dict(mesh.shape),
-            list(parallel.tensor_axes),
-            num_engines,
-            tp_size,
-        )
     return mesh.devices.reshape(num_engines, tp_size), 1
 
 
@@ -165,3 +154,16 @@ def _tensor_dim(mesh: Mesh, tensor_axes: tuple[str, ...]) -> int | None:
         if name in mesh.axis_names:
             return mesh.axis_names.index(name)
     return None
+
+
+def describe(group: GroupPlacement, mesh: Mesh | None, parallel: ParallelConfig) -> str:
+    """Says, for a log, how the devices are shared out, and what a mesh was taken for."""
+    tp_size, count = group.engines[0].mesh.size, len(group.engines)
+    cut = f"{count} engine(s) of {tp_size} device(s)"
+    if mesh is None or mesh.empty:
+        return cut
+    shape = dict(mesh.shape)
+    if _tensor_dim(mesh, parallel.tensor_axes) is None:
+        names = list(parallel.tensor_axes)
+        return f"the mesh {shape} has none of the tensor axes {names}: it is taken for {cut}"
+    return f"the mesh {shape} is cut into {cut}"

@@ -230,12 +230,6 @@ def fit_parallel(
                 )
             return asked
         if needed <= free:
-            if is_auto or tp_size != first:
-                logger.warning(
-                    "the %d devices are taken for %d engine(s) of tp_size %d: weights and a "
-                    "sequence take %d of %d free bytes of an engine's devices",
-                    *(mesh.size, mesh.size // tp_size, tp_size, needed, free),
-                )
             return sized if is_auto or tp_size != first else asked
         tried.append(f"tp_size {tp_size} needs {needed} of {free} free bytes")
     if is_auto:

@@ -1,0 +1,385 @@
+"""A group of engines on eight host devices: `python -m tests.engine.group_cases CASE`.
+
+Each case runs in a process of its own, since JAX fixes the number of devices at start; see
+test_group.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sgljax_engine import (
+    Engine,
+    EngineConfig,
+    InvalidConfigError,
+    InvalidRequestError,
+    OffloadError,
+    SamplingParams,
+    WeightSyncError,
+    preview_engine,
+)
+from sgljax_engine.core.engine_core import EngineCore
+from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
+
+ONE = dataclasses.replace(TINY, num_layers=1)
+PROMPTS = random_prompts(9, 1, 40)
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
+FEW: dict[str, Any] = {
+    "batch_buckets": (16,),
+    "max_running_requests": 16,
+    "token_buckets": (256,),
+    "chunked_prefill_size": 256,
+    "page_size": 8,
+    "num_kv_tokens": 4096,
+    "max_model_len": 256,
+}
+"""One program of each kind."""
+
+
+def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...], **options: Any) -> Mesh:
+    return Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), axes, **options)
+
+
+def make(mesh: Mesh | None, model: Any = ONE, **options: Any) -> Engine:
+    weights = spread_weights(model)
+    return Engine(model_config=model, weights=weights, mesh=mesh, **{**FEW, **options})
+
+
+def outputs(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.output_ids for output in engine.generate_requests(PROMPTS, params)]
+
+
+def cores(engine: Engine) -> list[EngineCore]:
+    return [loop._core for loop in engine._group.loops]
+
+
+def wait_until_waiting(engine: Engine, count: int) -> None:
+    wait_for(lambda: engine.get_progress().num_waiting == count)
+
+
+def check_idle(engine: Engine) -> None:
+    """All pages of all pools are free after a flush."""
+    engine.check_integrity()
+    assert engine.flush_cache().success
+    state = engine.get_internal_state()
+    assert state.available_kv_tokens == state.total_kv_tokens
+    assert state.running_batch_size == state.waiting_queue_size == 0
+    versions = {each.weight_version for each in state.engines}
+    assert versions <= {state.weight_version}
+
+
+# ------------------------------------------------------------------ the cut
+
+
+def kv_bytes_by_device(engine: Engine) -> dict[Any, int]:
+    held: dict[Any, int] = {}
+    for core in cores(engine):
+        for leaf in jax.tree.leaves(core.runner.kv_memory.kv):
+            for shard in leaf.addressable_shards:
+                held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
+
+
+def meshes() -> None:
+    """Whatever the mesh, each device has its part of the KV cache, and tokens are the same."""
+    with make(None) as one:
+        want = one.generate_requests(PROMPTS, GREEDY)
+        (whole,) = kv_bytes_by_device(one).values()
+    explicit = {"axis_types": (AxisType.Explicit, AxisType.Explicit)}
+    for shape, axes, options in (
+        ((4, 2), ("fsdp", "tp"), {}),
+        ((8, 1), ("fsdp", "tp"), {}),
+        ((2, 2), ("data", "model"), {}),
+        ((2, 2), ("tp", "fsdp"), explicit),
+        ((4,), ("x",), {}),
+    ):
+        mesh = mesh_of(shape, axes, **options)
+        with make(mesh) as engine:
+            got = engine.generate_requests(PROMPTS, GREEDY)
+            assert [o.output_ids for o in got] == [o.output_ids for o in want], axes
+            for mine, ours in zip(want, got, strict=True):
+                np.testing.assert_allclose(mine.logprobs, ours.logprobs, atol=1e-5)
+            held = kv_bytes_by_device(engine)
+            assert set(held) == set(mesh.devices.flat)
+            assert max(held.values()) <= 1.05 * whole / mesh.size
+            check_idle(engine)
+
+
+def sizes() -> None:
+    """`tp_size` and `data_parallel_size` share out the same devices otherwise."""
+    mesh = mesh_of((8, 1), ("fsdp", "tp"))
+    for options, count, size in (
+        ({"tp_size": 2}, 4, 2),
+        ({"data_parallel_size": 2}, 2, 4),
+        ({"tp_size": 4, "data_parallel_size": 2}, 2, 4),
+        ({"tp_size": "auto"}, 8, 1),
+        ({"tensor_axes": ["fsdp"], "tp_size": 4}, 2, 4),
+    ):
+        seen = preview_engine(ONE, mesh=mesh, config=EngineConfig.from_options(FEW | options))
+        assert (seen.num_engines, seen.tp_size) == (count, size), options
+    with make(None, tp_size=2, data_parallel_size=2) as engine:
+        found = [core.runner.kv_memory.kv[0].k.devices() for core in cores(engine)]
+        assert found == [set(jax.devices()[:2]), set(jax.devices()[2:4])]
+        memory = engine.get_internal_state().memory
+        assert (memory.num_engines, memory.tp_size) == (2, 2)
+    for options, message in (
+        ({"tp_size": 3}, "tp_size 3 must share out the 8 devices of the mesh"),
+        ({"tp_size": 2, "data_parallel_size": 2}, "tp_size 2 and data_parallel_size 2 must share"),
+        ({"tp_size": "most"}, "tp_size must be 'auto', None or a count, got 'most'"),
+        ({"num_kv_tokens": 1024}, "gives each of 8 engines a pool of 128 tokens"),
+    ):
+        with pytest.raises(InvalidConfigError, match=message):
+            make(mesh, **options)
+
+
+def auto() -> None:
+    """ "auto" takes the smallest size that fits the devices' memory."""
+    plan = importlib.import_module("sgljax_engine.runner.memory_plan")
+    mesh = mesh_of((4, 1), ("fsdp", "tp"))
+    config = EngineConfig.from_options(FEW | {"tp_size": "auto"})
+    cut = functools.partial(plan.fit_parallel, ONE, mesh=mesh, dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def give(num_bytes: int | None) -> None:
+            def free_bytes(placement: Any, num_engines: int = 1) -> int | None:
+                return None if num_bytes is None else num_bytes * placement.mesh.size
+
+            patch.setattr(plan, "free_bytes", free_bytes)
+
+        for num_bytes, size in ((500_000, 1), (300_000, 2), (200_000, 4)):
+            give(num_bytes)
+            assert cut(config=config).tp_size == size
+            # Without "auto" the mesh's own size serves as long as it fits.
+            plain = cut(config=EngineConfig.from_options(FEW))
+            assert plain.tp_size == (None if size == 1 else size)
+        give(100_000)
+        with pytest.raises(
+            InvalidConfigError, match="finds no size that fits 4 devices: tp_size 1 needs"
+        ):
+            cut(config=config)
+        give(None)
+        with pytest.raises(InvalidConfigError, match="needs devices that report their memory"):
+            cut(config=config)
+
+
+# ------------------------------------------------------------------ requests
+
+
+def routing() -> None:
+    """Each prompt is prefilled once in all, and engines get about as many tokens."""
+    prompts = random_prompts(8, 60, 100, seed=4)
+    params = SamplingParams(temperature=1.0, max_new_tokens=8, ignore_eos=True, n=16)
+    with make(
+        mesh_of((4, 1), ("fsdp", "tp")),
+        max_running_requests=128,
+        batch_buckets=(32, 128),
+        num_kv_tokens=32768,
+    ) as engine:
+        engine.generate_requests(prompts, params)
+        state = engine.get_internal_state()
+        # The last token of a prompt is an input of each sample's first decode step.
+        assert state.counters.num_prefill_tokens <= sum(map(len, prompts))
+        assert [each.counters.num_output_tokens for each in state.engines] == [2 * 16 * 8] * 4
+        assert engine.get_progress().num_output_tokens == state.counters.num_output_tokens
+        check_idle(engine)
+
+
+def moves() -> None:
+    """Requests that wait move to engines with free rows, and nothing is lost."""
+    with make(
+        mesh_of((2, 1), ("fsdp", "tp")),
+        max_running_requests=4,
+        batch_buckets=(2, 4),
+        num_kv_tokens=4096,
+    ) as engine:
+        # One engine gets the long ones, whose prompt it knows; the other is done soon.
+        long, short = [5] * 40, [6] * 40
+        params = [SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)] * 12
+        params += [SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)] * 12
+        got = engine.generate_requests([long] * 12 + [short] * 12, params)
+        assert [len(o.output_ids) for o in got] == [200] * 12 + [4] * 12
+        assert len({tuple(o.output_ids) for o in got}) == 2
+        first, second = engine.get_internal_state().engines
+        assert first.counters.num_finished + second.counters.num_finished == 24
+        tokens = sorted(each.counters.num_output_tokens for each in (first, second))
+        assert tokens[0] > 0.7 * tokens[1], tokens
+        check_idle(engine)
+
+
+def ids() -> None:
+    """An id is taken in the whole group, until its whole call is answered."""
+    with make(mesh_of((2, 1), ("fsdp", "tp"))) as engine:
+        engine.pause_generation()
+        call = start(lambda: engine.generate(input_ids=[[1], [2]], rid=["a", "b"]))
+        wait_until_waiting(engine, 2)
+        for rid in ("a", "b"):
+            with pytest.raises(InvalidRequestError, match=f"rid '{rid}' is the id of another"):
+                engine.generate(input_ids=[3], rid=rid)
+        assert engine.abort_request("b") == 1
+        with pytest.raises(InvalidRequestError):
+            engine.generate(input_ids=[3], rid="b")  # its call is not answered yet
+        assert engine.abort_request("a") == 1
+        assert [out["meta_info"]["finish_reason"]["type"] for out in call.result(LIMIT_S)] == [
+            "abort",
+            "abort",
+        ]
+        engine.continue_generation()
+        assert engine.generate(input_ids=[3], rid="b")["output_ids"]
+        check_idle(engine)
+
+
+# ------------------------------------------------------------------ all or nothing
+
+
+def _fault(engine: Engine, place: int, owner: Callable[[EngineCore], Any], name: str) -> Any:
+    """Lets a method of one engine fail once."""
+    target = owner(cores(engine)[place])
+    real = getattr(target, name)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        setattr(target, name, real)
+        raise RuntimeError("planted")
+
+    setattr(target, name, fail)
+
+
+def faults() -> None:
+    """A failure on one submesh at any stage leaves all engines with the old weights, awake."""
+    old, new = spread_weights(ONE), spread_weights(ONE, seed=5)
+    serving: Callable[[EngineCore], Any] = lambda core: core.serving  # noqa: E731
+    runner: Callable[[EngineCore], Any] = lambda core: core.runner  # noqa: E731
+    manager: Callable[[EngineCore], Any] = lambda core: core.sleep_manager  # noqa: E731
+    kv: Callable[[EngineCore], Any] = lambda core: core.runner.kv_memory  # noqa: E731
+    with make(mesh_of((4, 1), ("fsdp", "tp"))) as engine:
+        want = outputs(engine)
+        sums = engine.get_weights_checksum()
+
+        def serves_old(version: int = 0) -> None:
+            assert not engine.is_sleeping()
+            assert {core.serving.version for core in cores(engine)} == {version}
+            assert engine.get_weights_checksum() == sums
+            assert outputs(engine) == want
+            check_idle(engine)
+
+        for place in (0, 3):
+            for owner, name in ((serving, "check_swap"), (serving, "with_adapters")):
+                _fault(engine, place, owner, name)
+                with pytest.raises(RuntimeError, match="planted"):
+                    engine.update_weights(new)
+                serves_old()
+            staged = engine.stage_weights(new)
+            _fault(engine, place, serving, "check_swap")
+            with pytest.raises(RuntimeError, match="planted"):
+                engine.publish_weights(staged)
+            assert staged.state == "staged"
+            serves_old()
+            assert engine.discard_weights(staged)
+            for owner, name in ((runner, "weights_to_host"), (kv, "save_pages")):
+                outputs(engine)
+                _fault(engine, place, owner, name)
+                with pytest.raises(OffloadError):
+                    engine.sleep(1, preserve_state=True)
+                serves_old()
+            for owner, name in ((runner, "weights_from_host"), (kv, "take")):
+                engine.sleep(1)
+                _fault(engine, place, owner, name)
+                with pytest.raises(OffloadError):
+                    engine.wake_up()
+                assert all(core.sleep_manager.asleep for core in cores(engine))
+                assert all(core.sleep_manager.keeps_weights for core in cores(engine))
+                engine.wake_up()
+                serves_old()
+        bad = dict(new) | {name: np.full_like(x, np.nan) for name, x in list(new.items())[:1]}
+        for call in (engine.update_weights, engine.stage_weights):
+            with pytest.raises(WeightSyncError):
+                call(bad)
+        serves_old()
+        del manager, old
+        staged = engine.stage_weights(new)
+        assert engine.publish_weights(staged) == 1
+        assert engine.publish_weights(staged) == 1
+        assert outputs(engine) != want
+        for mode in ("retract", "in_place", "wait", "abort"):
+            engine.update_weights(spread_weights(ONE), mode=mode)
+        serves_old(5)
+        engine.update_weights(spread_weights(ONE), donate=True)
+        serves_old(6)
+
+
+def trainers_weights() -> None:
+    """Weights come from a trainer's mesh of the same devices, with another sharding."""
+    mesh = mesh_of((4, 2), ("fsdp", "tp"))
+    new = {
+        name: jax.device_put(x, NamedSharding(mesh, P("fsdp") if x.ndim == 2 else P()))
+        for name, x in spread_weights(ONE, seed=5).items()
+        if x.shape[0] % 4 == 0
+    }
+    rest = {k: v for k, v in spread_weights(ONE, seed=5).items() if k not in new}
+    new |= {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in rest.items()}
+    with make(None) as one, make(mesh) as engine:
+        one.update_weights(spread_weights(ONE, seed=5))
+        engine.update_weights(new, verify=True)
+        assert outputs(engine) == outputs(one)
+        assert engine.get_weights_checksum() == one.get_weights_checksum()
+        assert engine.find_differing_weights(new) == []
+
+
+def scores() -> None:
+    with make(None) as one, make(mesh_of((4, 1), ("fsdp", "tp"))) as engine:
+        for sequences in (PROMPTS, PROMPTS[:1], PROMPTS[:2]):
+            for a, b in zip(one.score(sequences), engine.score(sequences), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+        assert engine.warmup() > 0
+        assert engine.warmup() == 0
+
+
+def checkpoints(folder: str) -> None:
+    """Requests of a group continue in groups of other sizes, with their KV pages."""
+    params = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+    meshes = [None, mesh_of((2, 1), ("fsdp", "tp")), mesh_of((4, 1), ("fsdp", "tp"))]
+    engines = [make(mesh, decode_steps=4) for mesh in meshes]
+    want = sorted(tuple(o.output_ids) for o in engines[0].generate_requests(PROMPTS, params))
+    for source, target in ((1, 2), (2, 0), (0, 1)):
+        saved, restored = engines[source], engines[target]
+        saved.flush_cache()
+        restored.flush_cache()
+        gate_steps(saved)
+        call = start(functools.partial(saved.generate_requests, PROMPTS, params))
+        wait_until_waiting(saved, len(PROMPTS))
+        take_steps(saved, 4)
+        saved.pause_generation("in_place")
+        path = f"{folder}/{source}"
+        report = saved.save_checkpoint(path, include_kv=True)
+        assert report
+        before = restored.get_internal_state().counters.num_prefill_tokens
+        futures = restored.restore_checkpoint(path)
+        got = sorted(tuple(f.result(LIMIT_S).output_ids) for f in futures.values())
+        assert got == want
+        # What no whole page holds is prefilled again.
+        after = restored.get_internal_state().counters.num_prefill_tokens
+        assert after - before < len(PROMPTS) * FEW["page_size"]
+        saved.continue_generation()
+        call.result(LIMIT_S)
+        check_idle(restored)
+    for engine in engines:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    importlib.import_module("tests.conftest")  # sets the compilation cache
+    logging.getLogger("sgljax_engine").setLevel(logging.ERROR)
+    assert len(jax.devices()) == 8
+    globals()[sys.argv[1]](*sys.argv[2:])

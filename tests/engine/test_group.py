@@ -1,0 +1,45 @@
+"""A group of engines, one for each submesh.
+
+Runs in processes of its own with eight host devices, since JAX fixes their number at start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.threads import LIMIT_S
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "sizes",
+        "auto",
+        "routing",
+        "moves",
+        "ids",
+        "faults",
+        "trainers_weights",
+        "scores",
+        "checkpoints",
+        pytest.param("meshes", marks=pytest.mark.slow),
+    ],
+)
+def test_on_eight_devices(case, tmp_path):
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    arguments = [str(tmp_path)] if case == "checkpoints" else []
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.engine.group_cases", case, *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
