@@ -231,6 +231,8 @@ def test_exported_names():
         "flatten_named",
         "hf_rules",
         "load_model_config",
+        "local_submesh",
+        "localize",
         "logical_rules",
         "model_config_from_hf",
         "preview_engine",
