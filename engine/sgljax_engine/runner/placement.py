@@ -125,11 +125,12 @@ class Placement(NamedTuple):
 
 
 def place(model: ModelConfig, mesh: Mesh | None, dtype: str) -> Placement:
-    """Chooses placement on a mesh, or on JAX's first device.
+    """Chooses placement on a mesh, or on this process's first device.
 
     Args:
         model: The model to place.
-        mesh: The caller's mesh. None, or a mesh of no devices, means JAX's first device.
+        mesh: The caller's mesh. None, or a mesh of no devices, means this process's first
+            device.
         dtype: Dtype of weights, activations and KV cache.
 
     Raises:
@@ -137,7 +138,7 @@ def place(model: ModelConfig, mesh: Mesh | None, dtype: str) -> Placement:
             number of kv heads neither is a multiple of its size nor divides it.
     """
     if mesh is None or mesh.empty:
-        mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR_AXIS,))
+        mesh = Mesh(np.asarray(jax.local_devices()[:1]), (TENSOR_AXIS,))
     num_shards = mesh.shape.get(TENSOR_AXIS, 1)
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         size = getattr(model, name)
