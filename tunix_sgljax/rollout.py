@@ -30,6 +30,7 @@ from sgljax_engine import (
     derive_seed,
     flatten_named,
     load_model_config,
+    local_submesh,
 )
 from tunix_sgljax import mappings, padding, sampling
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
@@ -97,7 +98,10 @@ class SglJaxRollout(BaseRollout):
         Args:
             rollout_actor: The policy being trained (a Tunix NNX model).
             tokenizer: A Tunix TokenizerAdapter or anything it wraps.
-            mesh: Devices to run on; None, or an empty mesh, takes JAX's first device.
+            mesh: Devices to run on; None, or an empty mesh, takes the process's first device. If it
+                spans processes, each samples its own prompts on the devices that it can address.
+                Then the first use of the engine and each `update_params` are collectives; see
+                `sgljax_engine.localize`.
             rollout_config: The training RolloutConfig.
             model_config: The model's shape, if the actor's `.config` does not give it.
             sampling_params: Sampling fields that RolloutConfig does not have, for every call, such
@@ -135,7 +139,8 @@ class SglJaxRollout(BaseRollout):
 
         Raises:
             InvalidConfigError: for an unknown option, a wrong value or fields that contradict the
-                mesh; with `strict_config` also for a RolloutConfig field without a meaning here.
+                mesh; for a mesh whose "tp" axis spans processes; with `strict_config` also for a
+                RolloutConfig field without a meaning here.
             UnsupportedModelError: for a model that the engine does not implement.
         """
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
@@ -143,6 +148,7 @@ class SglJaxRollout(BaseRollout):
         padding.check_pad_id(self.pad_id(), self.eos_id())
         # Tunix passes an empty mesh when it runs without one.
         self._mesh = None if mesh is None or mesh.empty else mesh
+        self._local_mesh = None if self._mesh is None else local_submesh(self._mesh)
         self._actor: nnx.Module | None = rollout_actor
         self._given_model_config = model_config
         self._extra_params = sampling.check_extra_params(sampling_params or {})
@@ -153,6 +159,7 @@ class SglJaxRollout(BaseRollout):
             self._match = TrainerMatch(
                 pad_id=self.pad_id(), eos_id=self.eos_id(), batch_size=match_batch_size
             )
+            self._match.refuse_processes(rollout_actor)
         self._lora_mode: LoraMode = check_lora_mode(lora)
         self._lora_scaling = check_scaling("lora_scaling", lora_scaling)
         sampling.check_weight_update_mode(weight_update_mode)
@@ -676,7 +683,7 @@ class SglJaxRollout(BaseRollout):
             weight_rules=first.weight_rules,
             adapters=first.adapters,
             tokenizer=self._tokenizer,
-            mesh=self._mesh,
+            mesh=self._local_mesh,
             config=dataclasses.replace(self._engine_config, runtime=runtime),
             progress=self._observers.progress,
         )
