@@ -231,6 +231,7 @@ def test_exported_names():
         "flatten_named",
         "hf_rules",
         "load_model_config",
+        "localize",
         "logical_rules",
         "model_config_from_hf",
         "preview_engine",

@@ -12,6 +12,7 @@ from sgljax_engine import (
     LoraConfig,
     WeightRule,
     WeightSyncError,
+    localize,
 )
 from tunix_sgljax.lora import LoraActor, LoraMode, LoraReport, is_lora_name
 from tunix_sgljax.mappings import WeightMapper
@@ -86,8 +87,11 @@ class PolicyWeights:
         return dataclasses.replace(asked, max_loras=max(asked.max_loras, 1))
 
     def source(self, params: Any) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
-        """Parameters by name and the rules that map them, as for `Engine.update_weights`."""
-        named = self._mapper.named_source(params)
+        """Parameters by name and the rules that map them, as for `Engine.update_weights`.
+
+        A collective for parameters that span processes; see `localize`.
+        """
+        named = localize(self._mapper.named_source(params))
         return named, self._mapper.rules_for(named)
 
     def first(self, params: Any) -> FirstWeights:
@@ -105,7 +109,7 @@ class PolicyWeights:
         if self.adapter is None:
             version = engine.update_weights(*self.source(params), mode=mode)
         else:
-            named = self._mapper.named_source(params, with_base=False)
+            named = localize(self._mapper.named_source(params, with_base=False))
             if self._lora is not None and self._lora.brings_base:
                 raise WeightSyncError(
                     "lora='adapter' keeps the actor's frozen base, but parameters with another "

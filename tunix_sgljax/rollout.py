@@ -98,7 +98,10 @@ class SglJaxRollout(BaseRollout):
         Args:
             rollout_actor: The policy being trained (a Tunix NNX model).
             tokenizer: A Tunix TokenizerAdapter or anything it wraps.
-            mesh: Devices to run on; None, or an empty mesh, takes JAX's first device.
+            mesh: Devices to run on; None, or an empty mesh, takes the process's first device. If it
+                spans processes, each samples its own prompts on the devices that it can address.
+                Then the first use of the engine and each `update_params` are collectives; see
+                `sgljax_engine.localize`.
             rollout_config: The training RolloutConfig.
             model_config: The model's shape, if the actor's `.config` does not give it.
             sampling_params: Sampling fields that RolloutConfig does not have, for every call, such
@@ -136,7 +139,8 @@ class SglJaxRollout(BaseRollout):
 
         Raises:
             InvalidConfigError: for an unknown option, a wrong value or fields that contradict the
-                mesh; with `strict_config` also for a RolloutConfig field without a meaning here.
+                mesh; for a mesh whose tensor axis spans processes; with `strict_config` also for a
+                RolloutConfig field without a meaning here.
             UnsupportedModelError: for a model that the engine does not implement.
         """
         is_adapter = isinstance(tokenizer, TokenizerAdapter)
@@ -154,6 +158,7 @@ class SglJaxRollout(BaseRollout):
             self._match = TrainerMatch(
                 pad_id=self.pad_id(), eos_id=self.eos_id(), batch_size=match_batch_size
             )
+            self._match.refuse_processes(rollout_actor)
         self._lora_mode: LoraMode = check_lora_mode(lora)
         self._lora_scaling = check_scaling("lora_scaling", lora_scaling)
         sampling.check_weight_update_mode(weight_update_mode)

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
     from sgljax_engine.models.weight_rules import hf_rules, logical_rules
     from sgljax_engine.preview import EnginePreview, preview_engine
+    from sgljax_engine.weights.controllers import localize
     from sgljax_engine.weights.hf_files import (
         HfTensor,
         read_hf_tensors,
@@ -82,6 +83,7 @@ _LAZY = {
     "flatten_named": "sgljax_engine.weights.rules",
     "hf_rules": "sgljax_engine.models.weight_rules",
     "load_model_config": "sgljax_engine.models.registry",
+    "localize": "sgljax_engine.weights.controllers",
     "logical_rules": "sgljax_engine.models.weight_rules",
     "model_config_from_hf": "sgljax_engine.models.registry",
     "preview_engine": "sgljax_engine.preview",
@@ -147,6 +149,7 @@ __all__ = [
     "flatten_named",
     "hf_rules",
     "load_model_config",
+    "localize",
     "logical_rules",
     "model_config_from_hf",
     "preview_engine",

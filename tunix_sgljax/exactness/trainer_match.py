@@ -189,6 +189,20 @@ class TrainerMatch:
             "would keep their device memory"
         )
 
+    def refuse_processes(self, actor: nnx.Module) -> None:
+        """Raises InvalidConfigError for an actor whose arrays span processes."""
+        if all(
+            x.is_fully_addressable
+            for x in jax.tree.leaves(nnx.state(actor))
+            if isinstance(x, jax.Array)
+        ):
+            return
+        raise InvalidConfigError(
+            "logprobs_mode='trainer_match' cannot be used with an actor that spans processes: "
+            "scoring with the trainer's arrays is a collective, but each process samples prompts "
+            "of its own, when it likes"
+        )
+
     def release(self) -> None:
         """Drops all arrays."""
         with self._lock:

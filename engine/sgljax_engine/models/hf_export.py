@@ -32,7 +32,7 @@ def to_hf_tensors(
     Raises:
         WeightSyncError: names every parameter that is missing, unused or of the wrong shape.
     """
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     specs = get_model(model.architecture).param_specs(model)
     targets = {
         name: TargetSpec(

@@ -20,6 +20,7 @@ from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import default_layout
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import COPIES_AXIS, TENSOR_AXIS, Placement
+from sgljax_engine.weights.controllers import local_submesh
 
 DATA_AXIS = "data"
 """Name of the data axis of a mesh that was shared out by sizes."""
@@ -62,13 +63,15 @@ def place(
 
     Args:
         model: The model to place.
-        mesh: The caller's mesh. None, or a mesh of no devices, means JAX's first device, or its
-            first `tp_size * data_parallel_size` devices.
+        mesh: The caller's mesh. None, or a mesh of no devices, means this process's first device, or
+            its first `tp_size * data_parallel_size` devices. Of a mesh that spans processes, the
+            devices of this process.
         dtype: Dtype of weights, activations and KV cache.
         parallel: How to share the devices out. "auto" must have been replaced by a number.
 
     Raises:
-        InvalidConfigError: when the sizes do not share out the devices; when heads, MLP or
+        InvalidConfigError: when the sizes do not share out the devices; when the tensor axis spans
+            processes; when heads, MLP or
             vocabulary do not divide over the tensor axis, or the number of kv heads neither is a
             multiple of its size nor divides it.
     """
@@ -121,14 +124,17 @@ def _device_array(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarr
     assert tp_size != "auto"
     if mesh is None or mesh.empty:
         count = (tp_size or 1) * (num_engines or 1)
-        known = jax.devices()
+        known = jax.local_devices()
         if count > len(known):
             raise InvalidConfigError(
                 f"tp_size {tp_size or 1} x data_parallel_size {num_engines or 1} needs {count} "
-                f"devices; JAX has {len(known)}"
+                f"devices; this process has {len(known)}"
             )
         return np.asarray(known[:count]).reshape(num_engines or 1, tp_size or 1), 1
     tensor_dim = _tensor_dim(mesh, parallel.tensor_axes)
+    mesh = local_submesh(
+        mesh, tensor_axis=None if tensor_dim is None else mesh.axis_names[tensor_dim]
+    )
     by_name = 1 if tensor_dim is None else mesh.devices.shape[tensor_dim]
     if tp_size is None and num_engines is None:
         tp_size = by_name
