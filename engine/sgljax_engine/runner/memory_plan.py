@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-
 from sgljax_engine.attention.base import ContiguousKV
 from sgljax_engine.cache.contiguous_kv import LANES, ContiguousShapes, contiguous_shapes
 from sgljax_engine.cache.kv_pages import kv_bytes_per_token
@@ -162,14 +160,14 @@ def _round_down(count: int) -> int:
 def free_bytes(placement: Placement) -> int | None:
     """Free memory of all devices that share a weight; None when they do not say.
 
-    CPU devices share the memory of the host.
+    CPU devices of this process share the memory of the host.
     """
-    if placement.platform != "cpu":
+    if not placement.is_own_cpu:
         try:
             stats = placement.mesh.devices.flat[0].memory_stats()
-        except jax.errors.JaxRuntimeError:  # not implemented on this platform
+        except RuntimeError:  # JAX's own, or NotImplementedError: not on this platform
             stats = None
-        if not stats or "bytes_limit" not in stats:
+        if not stats or not {"bytes_limit", "bytes_in_use"} <= stats.keys():
             return None
         return (stats["bytes_limit"] - stats["bytes_in_use"]) * placement.num_tensor_shards
     meminfo = Path("/proc/meminfo")

@@ -24,6 +24,7 @@ from sgljax_engine.errors import WeightsLostError, WeightSyncError
 from sgljax_engine.kernels.cpu.copy import copy
 from sgljax_engine.kernels.cpu.ffi import unavailable
 from sgljax_engine.kernels.cpu.transpose import transpose
+from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.weights.checksum import checksum, to_hex
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.lora import LoraTerm, lora_terms, merge
@@ -158,9 +159,9 @@ class SyncPlan(NamedTuple):
         return len(_target_devices(self.program.shardings) or ()) == 1
 
     @property
-    def is_on_cpus(self) -> bool:
-        """Whether the engine's devices are CPUs."""
-        return _platform(self.program.shardings) == "cpu"
+    def is_on_own_cpus(self) -> bool:
+        """Whether the engine's devices are CPUs of this process."""
+        return _is_on_own_cpus(self.program.shardings)
 
 
 def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
@@ -421,10 +422,10 @@ def _build_program(
         }
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    platform = _platform(shardings)
-    options = transposition_options(platform)
+    is_own = _is_on_own_cpus(shardings)
+    options = transposition_options(is_own)
     is_on_one_device = len(_target_devices(shardings) or ()) == 1
-    is_native = platform == "cpu" and is_on_one_device and unavailable() is None
+    is_native = is_own and is_on_one_device and unavailable() is None
     at_target = functools.partial(run, is_native=is_native)
     return Program(
         jax.jit(at_target, out_shardings=(shardings, None), compiler_options=options),
@@ -524,7 +525,7 @@ def apply_donating(
 
 def _store_one(plan: SyncPlan, sources: Sources, step: Step) -> jax.Array:
     is_native = plan.program.is_native and all(
-        not isinstance(x, jax.Array) or all(device.platform == "cpu" for device in x.devices())
+        not isinstance(x, jax.Array) or all(map(is_own_cpu, x.devices()))
         for x in sources
     )
     return plan.program.one(sources, step, plan.targets[step.target], is_native)[0]
@@ -679,8 +680,8 @@ def _target_devices(shardings: Mapping[str, jax.sharding.Sharding]) -> tuple[Any
     return devices
 
 
-def _platform(shardings: Mapping[str, jax.sharding.Sharding]) -> str:
-    return _first_device(next(iter(shardings.values()))).platform
+def _is_on_own_cpus(shardings: Mapping[str, jax.sharding.Sharding]) -> bool:
+    return all(map(is_own_cpu, next(iter(shardings.values())).device_set))
 
 
 def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
