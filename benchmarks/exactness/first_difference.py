@@ -197,7 +197,7 @@ def engine_pieces(model: Qwen3, hidden_size: int, lengths: np.ndarray) -> list[P
     layer = "model.layers.0."
 
     def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(function, compiler_options=compiler_options("cpu"))
+        return jax.jit(function, compiler_options=compiler_options(True))
 
     def norm(name: str) -> Callable[..., Any]:
         def run(weight: jax.Array, x: jax.Array) -> jax.Array:

@@ -36,6 +36,7 @@ from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.contiguous_kv import LayerContiguousKV
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.projections import CpuProjections
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
@@ -202,7 +203,7 @@ def decode_run(
     run = jax.jit(
         functools.partial(programs.decode, static=static),
         donate_argnums=(1, 2),
-        compiler_options=compiler_options(jax.devices()[0].platform),
+        compiler_options=compiler_options(is_own_cpu(jax.devices()[0])),
     )
     with mock.patch.multiple(programs, **(parts or {"sample": programs.sample})):
         compiled = run.lower(runner.weights, *state, *dispatch.args).compile()
@@ -258,7 +259,7 @@ def projections_run(
 
         return lax.fori_loop(0, dispatch.num_steps, body, (start, base))[0]
 
-    run = jax.jit(steps, compiler_options=compiler_options(jax.devices()[0].platform))
+    run = jax.jit(steps, compiler_options=compiler_options(is_own_cpu(jax.devices()[0])))
     return lambda: run(weights, jnp.zeros(())).block_until_ready()
 
 

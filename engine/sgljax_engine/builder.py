@@ -446,7 +446,7 @@ def _program_context(
         lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
     )
     if runtime.enable_deterministic_sampling:
-        widths = agreeing_widths(definition, context, weights, placement.platform)
+        widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
         context = context._replace(tile_widths=widths)
     return ProgramContext(
         model=definition,

@@ -1,4 +1,7 @@
-"""XLA's compiler options for the engine's programs, by JAX platform."""
+"""XLA's compiler options for the engine's programs.
+
+Only those for CPUs of this process: another process may have an XLA that does not know them.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,27 @@ import jax
 Options = dict[str, str | bool]
 
 
-def compiler_options(platform: str) -> Options | None:
+def compiler_options(is_own_cpu: bool) -> Options | None:
     """Compiler options for programs of the model.
 
     On CPUs XLA uses half the width of AVX-512 by default; CPUs without AVX-512 ignore the option.
     """
-    return _known(platform, "xla_cpu_prefer_vector_width", "512")
+    return _known(is_own_cpu, "xla_cpu_prefer_vector_width", "512")
 
 
-def transposition_options(platform: str) -> Options | None:
+def transposition_options(is_own_cpu: bool) -> Options | None:
     """Compiler options for programs that mostly copy and transpose.
 
     On CPUs XLA's fusion emitters transpose through small tiles on the stack; the loops emitted
     without them take a quarter less time. Other programs are much faster with the emitters.
     """
-    return _known(platform, "xla_cpu_use_fusion_emitters", False)
+    return _known(is_own_cpu, "xla_cpu_use_fusion_emitters", False)
 
 
 @functools.cache
-def _known(platform: str, name: str, value: str | bool) -> Options | None:
+def _known(is_own_cpu: bool, name: str, value: str | bool) -> Options | None:
     """The option, for CPUs whose XLA has it: XLA refuses options that it does not know."""
-    if platform != "cpu":
+    if not is_own_cpu:
         return None
     options: Options = {name: value}
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tunix.models.qwen2 import model as qwen2
 
-from sgljax_engine.runner import placement
+from sgljax_engine.placement import shardings as placement
 from tests import tunix_families as families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import new_rollout, params_of, rollout_config, text_of

@@ -58,6 +58,14 @@ def with_versions(**changes):
     return dataclasses.replace(SOUND, versions=present)
 
 
+PROXY = {"JAX_PLATFORMS": "proxy"}
+BEHIND_PROXY = dataclasses.replace(
+    with_versions(pathwaysutils="0.1.13"),
+    devices=(Device(platform="tpu", kind="TPU v5", runtime="proxy/pathways"),),
+    variables=PROXY,
+)
+
+
 @pytest.fixture(scope="module")
 def preview():
     config = json.loads((MODEL / "config.json").read_text())
@@ -111,6 +119,39 @@ CASES: list[tuple[Callable[[Facts], Iterator[Finding]], Facts, str, str, str]] =
         "problem",
         "JAX does not start",
         "unset JAX_PLATFORMS (it is 'tpu')",
+    ),
+    (
+        checks.check_pathways,
+        dataclasses.replace(SOUND, jax_problem="ValueError: x", variables=PROXY),
+        "problem",
+        "pathwaysutils, which makes its proxy known to JAX, is not installed",
+        "must call pathwaysutils.initialize() before anything touches JAX",
+    ),
+    (
+        checks.check_pathways,
+        dataclasses.replace(BEHIND_PROXY, jax_problem="RuntimeError: no answer", devices=()),
+        "problem",
+        "Pathways' proxy gives no devices: RuntimeError: no answer",
+        "JAX_BACKEND_TARGET is not set",
+    ),
+    (
+        checks.check_pathways,
+        dataclasses.replace(
+            BEHIND_PROXY,
+            jax_problem="RuntimeError: no answer",
+            devices=(),
+            variables={**PROXY, "JAX_BACKEND_TARGET": "grpc://x:1"},
+        ),
+        "problem",
+        "no answer",
+        "JAX_BACKEND_TARGET is 'grpc://x:1'",
+    ),
+    (
+        checks.check_pathways,
+        BEHIND_PROXY,
+        "note",
+        "the devices do not say how much memory is free",
+        "set num_kv_tokens",
     ),
     (
         checks.check_accelerator_is_used,
@@ -285,6 +326,16 @@ def test_checks_of_what_an_engine_would_use(preview):
     assert (
         list(checks.check_model(dataclasses.replace(facts, preview=small, is_example=True))) == []
     )
+
+
+def test_pathways_is_known_by_its_runtime_or_by_what_is_asked_for():
+    assert not SOUND.is_pathways
+    assert dataclasses.replace(BEHIND_PROXY, variables={}).is_pathways
+    assert dataclasses.replace(SOUND, variables={"JAX_PLATFORMS": "proxy,cpu"}).is_pathways
+    limit = Device(platform="tpu", kind="TPU v5", runtime="pathways", bytes_limit=1)
+    assert list(checks.check_pathways(dataclasses.replace(BEHIND_PROXY, devices=(limit,)))) == []
+    not_started = dataclasses.replace(BEHIND_PROXY, jax_problem="x", devices=())
+    assert list(checks.check_jax_starts(not_started)) == []  # `check_pathways` says it
 
 
 def test_findings_put_problems_first():

@@ -14,7 +14,7 @@ from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.projections import XlaProjections
 from sgljax_engine.models.registry import MODELS
-from sgljax_engine.runner import placement
+from sgljax_engine.placement import shardings as placement
 from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -38,7 +38,7 @@ BLOCK = 16
 
 def jitted(backend):
     """Compiled as an engine compiles it."""
-    options = compiler_options(jax.default_backend())
+    options = compiler_options(jax.default_backend() == "cpu")
     return jax.jit(backend, static_argnums=3, compiler_options=options)
 
 

@@ -170,7 +170,7 @@ class TestPreservedState:
                 kept = engine._group.loops[0]._core.sleep_manager._kept
                 assert kept.weights is not None
                 for name in kept.weights:
-                    pinned = kept.weights[name].pinned
+                    pinned = kept.weights[name].beside
                     assert pinned is not None
                     assert pinned.sharding.memory_kind == "pinned_host"
                 del kept

@@ -39,7 +39,7 @@ def make_engine(**options: Any) -> Engine:
 @pytest.fixture(autouse=True)
 def options_are_known():
     """Which of XLA's options there are is found out once a process, by compiling something."""
-    compiler_options("cpu")
+    compiler_options(True)
 
 
 class TestWarmup:

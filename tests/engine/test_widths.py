@@ -41,14 +41,14 @@ class Model(NamedTuple):
     definition: ModelDefinition
     context: ModelContext
     weights: dict[str, jax.Array]
-    platform: str
+    is_own_cpu: bool
 
 
 def make_model(config: ModelConfig = TINY, dtype: str = "float32") -> Model:
     definition, placement = get_model(config.architecture), place(config, None, dtype).whole
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(config)))
     weights = maker.make(logical_weights(config), logical_rules(config))
-    return Model(definition, ModelContext(config, placement.layout), weights, placement.platform)
+    return Model(definition, ModelContext(config, placement.layout), weights, placement.is_own_cpu)
 
 
 def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
             weights, context, ids, positions, attend, None, tokens, None
         )[0]
 
-    options = compiler_options(model.platform)
+    options = compiler_options(model.is_own_cpu)
     out = jax.jit(run, compiler_options=options)(model.weights, ids)
     return np.asarray(out, np.float32).view(np.uint32)
 

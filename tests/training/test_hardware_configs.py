@@ -83,3 +83,140 @@ def test_shapes_meshes_and_memory(tmp_path):
         assert policy_bytes < total_bytes < 0.9 * DEVICE_BYTES[name]
     (refused,) = [line for line in lines if isinstance(line, str)]
     assert "cannot split layers.0.attn.k_proj.w of shape (1024, 8, 128)" in refused
+
+
+ENGINE_SCRIPT = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+import flax.nnx as nnx
+from sgljax_engine import EngineConfig
+from sgljax_engine.attention.registry import pick_attention
+from sgljax_engine.builder import _buckets, _program_context
+from sgljax_engine.config import TOKEN_BLOCK
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.layers.basic import Layout
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.preview import preview_engine
+from sgljax_engine.runner import kv_memory, placement as placements
+from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.shapes import BatchShapes
+from sgljax_engine.runner.warmup import Warmup
+from sgljax_engine.weights import sync
+from tunix_sgljax.mappings import WeightMapper, find_mapping
+from tunix_sgljax.model_config import to_model_config
+from tunix_sgljax.training import load_config
+from tunix_sgljax.training.checks import engine_options
+from tunix_sgljax.training.loop import make_meshes
+from tunix_sgljax.training.models import find_model
+
+root, rows = Path(sys.argv[1]), sys.argv[2]
+tokenizer = root / "tests/golden/qwen3_gqa_tied"
+given = ["model.path=null", f"tokenizer.path={tokenizer}", "tokenizer.pad_token=null"]
+given += [f"task.dataset={rows}"]
+config = load_config(root / "configs/qwen3_8b_pathways.yaml", given)
+trainer, mesh = make_meshes(config)
+assert not set(trainer.devices.flat) & set(mesh.devices.flat)
+spec = find_model(config.model)
+max_len = config.rollout.max_prompt_length + config.rollout.max_tokens_to_generate
+model = to_model_config(spec.config, context_length=max_len)
+options = engine_options(config) | {"dtype": config.model.dtype, "max_model_len": max_len}
+engine = EngineConfig.from_options(options)
+
+# The simulated devices become TPUs of other hosts, whose free memory nobody knows.
+Placement = placements.Placement
+Placement.platform = property(lambda self: "tpu")
+Placement.is_own_cpu = property(lambda self: False)
+placements.default_layout = lambda platform: Layout.TOKENS_FIRST
+preview = preview_engine(model, mesh=mesh, config=engine)
+assert (preview.platform, preview.prefill_attention, preview.linear) == ("tpu", "xla", "xla")
+assert preview.free_bytes is preview.problem is None
+
+placement = placements.place(model, mesh, config.model.dtype)
+definition = get_model(model.architecture)
+targets = placement.weight_targets(definition.param_specs(model))
+weights = {name: target.stored for name, target in targets.items()}
+
+# The trainer's weights, sharded as Tunix does, onto the engine's devices.
+params = nnx.state(spec.abstract(), nnx.Param)
+shardings = nnx.to_flat_state(nnx.get_named_sharding(params, trainer))
+state = {
+    ".".join(map(str, path)): jax.ShapeDtypeStruct(
+        param.shape, config.model.dtype, sharding=sharding.get_value()
+    )
+    for (path, param), (_, sharding) in zip(nnx.to_flat_state(params), shardings)
+}
+mapper = WeightMapper(find_mapping(None, spec.abstract()), model.architecture)
+plan, arrays = sync.WeightMaker(targets).plan(state, mapper.rules_for(state))
+run = plan.program.at_source(tuple(trainer.devices.flat))
+assert run is not None, "shards of the trainer's devices cannot be those of the engine's"
+made, flags = run.trace([step.arrays(arrays) for step in plan.steps]).out_info
+for name, weight in made.items():
+    assert (weight.shape, weight.dtype) == (weights[name].shape, weights[name].dtype)
+    there = weight.sharding.devices_indices_map(weight.shape)
+    here = weights[name].sharding.devices_indices_map(weight.shape)
+    assert list(there.values()) == list(here.values()), name
+
+# All programs, lowered for weights and pages that are shapes alone.
+def allocate(*, num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype, sharding):
+    page = jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype,
+                                sharding=sharding)
+    return tuple(LayerKV(page, page) for _ in range(num_layers))
+
+kv_memory.allocate_kv_pages = allocate
+attention = pick_attention(engine.runtime.attention_backend, placement.target, model.head_dim)
+static = _program_context(engine, definition, model, placement, weights, attention)
+batches, tokens = _buckets(engine, placement.platform, static.prefill_pass)
+runner = ModelRunner(
+    static=static, placement=placement, weights=weights,
+    num_pages=preview.memory.kv_tokens // engine.cache.page_size,
+    shapes=BatchShapes(batches, tokens, TOKEN_BLOCK,
+                       table_width=-(-max_len // engine.cache.page_size)),
+    contiguous_shapes=None,
+)
+memory, lowered = runner.kv_memory, []
+for call in Warmup(runner, forbid_compile=False)._calls(True, False):
+    runner.programs._lower(call, memory.state(weights))
+    lowered.append(call.name)
+ids = np.zeros(2, np.int32)
+runner.programs._lower(ProgramCall("read_pages", (ids,)), memory.state({}))
+print(json.dumps({
+    "weights": preview.weights_bytes / mesh.size,
+    "kv": preview.memory.kv_bytes / mesh.size,
+    "kv_tokens": preview.memory.kv_tokens,
+    "rule": preview.memory.rule,
+    "programs": sorted(set(lowered)),
+    "num_programs": len(lowered),
+    "num_arrays": len(jax.live_arrays()),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_engine_of_the_pathways_config_in_shapes(tmp_path):
+    """Mesh, memory of a device, weight sync from the trainer's slice, and every program."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n')
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=16",
+        "JAX_PLATFORMS": "cpu",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", ENGINE_SCRIPT, str(ROOT), str(rows)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    expected = 2 * PARAMETERS["qwen3_8b_pathways"] / 8
+    assert expected <= found["weights"] < 1.03 * expected
+    # 128 requests of 1,024 tokens: 36 layers, k and v, 8 heads of 128 bfloat16 numbers.
+    assert found["rule"] == "max_running_requests x max_model_len"
+    assert found["kv_tokens"] == 128 * 1024
+    assert found["kv"] == 128 * 1024 * 36 * 2 * 8 * 128 * 2 / 8
+    assert found["weights"] + found["kv"] < 0.5 * DEVICE_BYTES["qwen3_8b_pathways"]
+    assert found["programs"] == ["copy_pages", "decode", "prefill", "score"]
+    assert found["num_arrays"] < 10, "nothing but constants was allocated"

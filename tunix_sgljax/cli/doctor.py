@@ -73,7 +73,27 @@ def describe(facts: Facts) -> list[str]:
             f"  compilation cache: {cache.path} ({cache.num_files} files, "
             f"{cache.num_bytes / 1e6:.1f} MB{'' if cache.is_writable else ', not writable'})"
         )
-    return lines + _describe_preview(facts)
+    return lines + _describe_pathways(facts) + _describe_preview(facts)
+
+
+def _describe_pathways(facts: Facts) -> list[str]:
+    if not facts.is_pathways:
+        return []
+    target = facts.variables.get("JAX_BACKEND_TARGET", "not set")
+    runtimes = sorted({device.runtime for device in facts.devices}) or ["none"]
+    return [
+        "",
+        "Pathways: this one process controls the devices of all hosts",
+        f"  proxy (JAX_BACKEND_TARGET): {target}; runtime: {', '.join(runtimes)}",
+        "  pathwaysutils.initialize() comes before anything touches JAX; this command has called "
+        "it,",
+        "  as the others of tunix-sgljax do, and a program of your own must",
+        "  works with a stand-in for remote devices, on CPUs: generate, score, weight updates from",
+        "  other devices, pause, sleep in the memory of the devices' hosts",
+        "  not there: JIT-compiled CPU kernels; JAX's compilation cache, which pathwaysutils turns "
+        "off",
+        "  not tried: Pathways itself, and TPUs behind it",
+    ]
 
 
 def _describe_preview(facts: Facts) -> list[str]:

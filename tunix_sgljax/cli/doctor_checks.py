@@ -66,12 +66,42 @@ def check_jaxlib(facts: Facts) -> Iterator[Finding]:
 
 def check_jax_starts(facts: Facts) -> Iterator[Finding]:
     """JAX can be imported and finds a device."""
-    if facts.jax_problem is not None:
+    if facts.jax_problem is not None and not facts.is_pathways:
         wanted = facts.variables.get("JAX_PLATFORMS")
         fix = "see https://docs.jax.dev/en/latest/installation.html"
         if wanted is not None:
             fix = f"unset JAX_PLATFORMS (it is {wanted!r}), or install JAX for that platform"
         yield Finding("problem", f"JAX does not start: {facts.jax_problem}", fix)
+
+
+def check_pathways(facts: Facts) -> Iterator[Finding]:
+    """What Pathways needs is there, and what the user of it must know."""
+    if not facts.is_pathways:
+        return
+    if "pathwaysutils" not in facts.versions:
+        yield Finding(
+            "problem",
+            "JAX_PLATFORMS asks for Pathways, and pathwaysutils, which makes its proxy known to "
+            "JAX, is not installed",
+            "pip install pathwaysutils; a program of your own must call pathwaysutils.initialize() "
+            "before anything touches JAX (commands of tunix-sgljax call it)",
+        )
+    elif facts.jax_problem is not None:
+        target = facts.variables.get("JAX_BACKEND_TARGET")
+        is_named = "is not set" if target is None else f"is {target!r}"
+        yield Finding(
+            "problem",
+            f"Pathways' proxy gives no devices: {facts.jax_problem}",
+            f"JAX_BACKEND_TARGET {is_named}; it must name the proxy, as in grpc://127.0.0.1:29000",
+        )
+    elif all(device.bytes_limit is None for device in facts.devices):
+        yield Finding(
+            "note",
+            "the devices do not say how much memory is free, so the KV cache gets "
+            "max_running_requests x max_model_len tokens whether they fit or not",
+            "set num_kv_tokens, or max_running_requests and max_model_len, to what fits; "
+            "mem_fraction_static has no effect",
+        )
 
 
 def check_accelerator_is_used(facts: Facts) -> Iterator[Finding]:
@@ -239,6 +269,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_requirements,
     check_jaxlib,
     check_jax_starts,
+    check_pathways,
     check_accelerator_is_used,
     check_variables,
     check_cache,

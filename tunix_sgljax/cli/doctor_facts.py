@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 
 from tunix_sgljax.bench.environment import num_cores
+from tunix_sgljax.cli import pathways
 
 if TYPE_CHECKING:
     from sgljax_engine import EngineConfig, EnginePreview
@@ -36,6 +37,7 @@ PACKAGES = (
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "libtpu",
+    "pathwaysutils",
     "torch",
 )
 """Packages shown if installed."""
@@ -46,6 +48,7 @@ _TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0
 
 VARIABLES = (
     "JAX_PLATFORMS",
+    "JAX_BACKEND_TARGET",
     "XLA_FLAGS",
     "LIBTPU_INIT_ARGS",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
@@ -65,10 +68,14 @@ VARIABLES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """A JAX device; memory in bytes, None if unknown."""
+    """A JAX device; memory in bytes, None if unknown.
+
+    `runtime` is the name that JAX's client for it gives its runtime.
+    """
 
     platform: str
     kind: str
+    runtime: str = ""
     bytes_limit: int | None = None
     bytes_in_use: int | None = None
 
@@ -156,6 +163,17 @@ class Facts:
     is_example: bool = True
     model: Model | None = None
 
+    @property
+    def is_pathways(self) -> bool:
+        """Whether JAX reaches devices through Pathways' proxy, or is asked to."""
+        wanted = self.variables.get("JAX_PLATFORMS", "").split(",")
+        runtimes = {device.runtime for device in self.devices}
+        return pathways.PLATFORM in wanted or any(map(_is_pathways, runtimes))
+
+
+def _is_pathways(runtime: str) -> bool:
+    return runtime.startswith("proxy") or "pathways" in runtime
+
 
 def gather(folder: Path | None, config: EngineConfig) -> Facts:
     """Gathers facts about this machine, and a model's folder if given."""
@@ -213,6 +231,7 @@ def installed_versions(requirements: Sequence[str]) -> dict[str, str]:
 
 def find_devices() -> tuple[tuple[Device, ...], int]:
     """JAX's devices, and the number of processes that share them."""
+    pathways.initialize()
     import jax
 
     return tuple(map(_describe, jax.devices())), jax.process_count()
@@ -226,6 +245,7 @@ def _describe(device: Any) -> Device:
     return Device(
         platform=device.platform,
         kind=device.device_kind,
+        runtime=str(getattr(device.client, "runtime_type", "")),
         bytes_limit=stats.get("bytes_limit"),
         bytes_in_use=stats.get("bytes_in_use"),
     )

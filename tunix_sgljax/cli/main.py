@@ -13,6 +13,7 @@ import sys
 import traceback
 from typing import Protocol, cast
 
+from tunix_sgljax.cli import pathways
 from tunix_sgljax.cli.interrupt import EXIT_INTERRUPTED, Interrupts
 from tunix_sgljax.cli.output import say
 
@@ -109,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     with Interrupts(stays=is_process):
         try:
             args = make_parser(argv).parse_args(argv)
+            if args.command != "doctor":  # which reports what is wrong with it
+                pathways.initialize()
             return find_command(args.command).run(args)
         except SystemExit as exit_:  # argparse: help and version, or a message and code 2
             return exit_.code if isinstance(exit_.code, int) else EXIT_FAILURE

@@ -162,7 +162,7 @@ class WeightUpdater:
 
         Also None for an update that waits for requests to finish: its source is read at once.
         """
-        if not plan.is_on_cpus or job.verify or job.mode == "wait":
+        if not plan.is_on_own_cpus or job.verify or job.mode == "wait":
             return None
         placement = sync.placement(plan, arrays)
         return None if placement is None else (plan, placement)

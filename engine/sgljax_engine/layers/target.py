@@ -13,6 +13,7 @@ class Target(NamedTuple):
 
     Attributes:
         platform: JAX's name for the kind of device.
+        is_own_cpu: Whether it is a CPU of this process, see `layers.devices`.
         num_devices: Number of devices in the mesh.
         num_tensor_shards: Number of devices that share one weight.
         dtype: Name of the dtype of weights and activations.
@@ -20,6 +21,7 @@ class Target(NamedTuple):
     """
 
     platform: str
+    is_own_cpu: bool
     num_devices: int
     num_tensor_shards: int
     dtype: str
@@ -29,6 +31,8 @@ class Target(NamedTuple):
         """Why the JIT-compiled CPU kernels cannot be used; None if they can."""
         if self.platform != "cpu":
             return f"it is for CPUs, the engine's devices are of kind {self.platform!r}"
+        if not self.is_own_cpu:
+            return "it is for a CPU of this process, the engine's is reached through a proxy"
         if self.num_devices > 1:
             return f"it is for one device, the engine has {self.num_devices}"
         if self.dtype != "float32":

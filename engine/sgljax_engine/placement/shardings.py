@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.target import Target
 from sgljax_engine.models.spec import KV_HEADS_AXIS, ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
@@ -70,6 +71,11 @@ class Placement(NamedTuple):
         return self.mesh.devices.flat[0].platform
 
     @property
+    def is_own_cpu(self) -> bool:
+        """Whether all devices are CPUs of this process, see `layers.devices`."""
+        return all(map(is_own_cpu, self.mesh.devices.flat))
+
+    @property
     def num_tensor_shards(self) -> int:
         """Number of devices that share one weight."""
         return math.prod(self.mesh.shape.get(axis, 1) for axis in (TENSOR_AXIS, COPIES_AXIS))
@@ -78,7 +84,12 @@ class Placement(NamedTuple):
     def target(self) -> Target:
         """The target for which kernels are picked."""
         return Target(
-            self.platform, self.mesh.size, self.num_tensor_shards, self.dtype.name, self.layout
+            self.platform,
+            self.is_own_cpu,
+            self.mesh.size,
+            self.num_tensor_shards,
+            self.dtype.name,
+            self.layout,
         )
 
     @property

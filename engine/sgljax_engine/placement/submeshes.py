@@ -63,8 +63,8 @@ def place(
 
     Args:
         model: The model to place.
-        mesh: The caller's mesh. None, or a mesh of no devices, means this process's first device, or
-            its first `tp_size * data_parallel_size` devices. Of a mesh that spans processes, the
+        mesh: The caller's mesh. None, or a mesh of no devices, means this process's first device,
+            or its first `tp_size * data_parallel_size` devices. Of a mesh that spans processes, the
             devices of this process.
         dtype: Dtype of weights, activations and KV cache.
         parallel: How to share the devices out. "auto" must have been replaced by a number.

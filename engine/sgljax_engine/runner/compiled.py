@@ -152,7 +152,7 @@ class ProgramCache:
             state: The state that they will use.
             on_compiled: Called for each program, on the thread that compiled it.
         """
-        options = compiler_options(self._placement.platform)
+        options = compiler_options(self._placement.is_own_cpu)
         new = {key: call for call in calls if (key := call.key) not in self._programs}
         started = time.perf_counter()
         num_threads = min(max(len(new), 1), os.cpu_count() or 1, _MAX_COMPILE_THREADS)

@@ -1,7 +1,8 @@
 """Copies of device arrays in host memory, for the time an engine gives up device memory.
 
-They use pinned memory where the devices have it, since it moves fastest; else numpy arrays. CPU
-devices compute in host memory anyway, so they also use numpy arrays.
+They stay with the devices where those have memory of their hosts: pinned, since it moves fastest,
+else unpinned. With one controller of many hosts (Pathways) nothing then goes through it.
+Devices without, and CPUs of this process, whose memory is the host's anyway, use numpy arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-HostMemory = Literal["pinned_host", "numpy"]
+from sgljax_engine.layers.devices import is_own_cpu
+
+HostMemory = Literal["pinned_host", "unpinned_host", "numpy"]
+"""JAX's kinds of memory beside a device, and numpy arrays in this process."""
 
 _T = TypeVar("_T")
 _ALIGNMENT = 64
@@ -24,45 +28,49 @@ class HostArray(NamedTuple):
 
     Attributes:
         shape, sharding: Shape and sharding of the array on the devices.
-        pinned: The array in pinned memory, or None.
+        beside: The array in host memory of its devices, or None.
         parts: Otherwise each distinct shard, by the slices of the array that it holds.
     """
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
-    pinned: jax.Array | None
+    beside: jax.Array | None
     parts: Mapping[tuple[Any, ...], np.ndarray]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the array, counting each part once."""
-        if self.pinned is not None:
-            return self.pinned.nbytes
+        if self.beside is not None:
+            return self.beside.nbytes
         return sum(part.nbytes for part in self.parts.values())
 
 
 def host_memory(device: Any) -> HostMemory:
     """The kind of host memory for arrays of a `jax.Device` and others like it."""
-    if device.platform == "cpu":
+    if is_own_cpu(device):
         return "numpy"
     kinds = {memory.kind for memory in device.addressable_memories()}
-    return "pinned_host" if "pinned_host" in kinds else "numpy"
+    kinds.discard(device.default_memory().kind)
+    if "pinned_host" in kinds:
+        return "pinned_host"
+    return "unpinned_host" if "unpinned_host" in kinds else "numpy"
 
 
 def to_host(tree: Any, memory: HostMemory) -> Any:
-    """Copies a pytree of this process's arrays; each leaf becomes a `HostArray`.
+    """Copies a pytree of arrays that this process can address; each leaf becomes a `HostArray`.
 
     Waits for all of it.
     """
-    if memory == "pinned_host":
+    if memory != "numpy":
         arrays, structure = jax.tree.flatten(tree)
         shardings = [array.sharding.with_memory_kind(memory) for array in arrays]
-        pinned = jax.block_until_ready(jax.device_put(arrays, shardings))
+        copies = jax.block_until_ready(jax.device_put(arrays, shardings))
         return structure.unflatten(
-            HostArray(a.shape, a.sharding, p, {}) for a, p in zip(arrays, pinned, strict=True)
+            HostArray(a.shape, a.sharding, x, {}) for a, x in zip(arrays, copies, strict=True)
         )
     for array in jax.tree.leaves(tree):
-        array.copy_to_host_async()
+        for shard in _distinct_shards(array):
+            shard.data.copy_to_host_async()
     return jax.tree.map(_to_numpy, tree)
 
 
@@ -83,8 +91,8 @@ def from_numpy(array: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
 
 def to_numpy(host: HostArray) -> np.ndarray:
     """The whole array, possibly a view of the copy."""
-    if host.pinned is not None:
-        return np.asarray(host.pinned)
+    if host.beside is not None:
+        return np.asarray(host.beside)
     whole = host.parts.get(_whole(host.shape))
     if whole is not None:
         return whole
@@ -101,8 +109,8 @@ def num_bytes(tree: Any) -> int:
 
 
 def _to_device(host: HostArray) -> jax.Array:
-    if host.pinned is not None:
-        return jax.device_put(host.pinned, host.sharding)
+    if host.beside is not None:
+        return jax.device_put(host.beside, host.sharding)
     return jax.make_array_from_callback(
         host.shape, host.sharding, lambda index: _slice(host, index or ())
     )
@@ -110,18 +118,21 @@ def _to_device(host: HostArray) -> jax.Array:
 
 def _to_numpy(array: jax.Array) -> HostArray:
     parts: dict[tuple[Any, ...], np.ndarray] = {}
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            assert shard.index is not None
-            parts[_key(shard.index, array.shape)] = _part(shard.data)
+    for shard in _distinct_shards(array):
+        assert shard.index is not None
+        parts[_key(shard.index, array.shape)] = _part(shard.data)
     return HostArray(array.shape, array.sharding, None, parts)
+
+
+def _distinct_shards(array: jax.Array) -> list[Any]:
+    return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
 def _part(data: jax.Array) -> np.ndarray:
     part = np.asarray(data)
     (device,) = data.devices()
-    # On a CPU this may be no copy, and would keep the array alive.
-    return _aligned_copy(part) if device.platform == "cpu" else part
+    # On a CPU of this process this may be no copy, and would keep the array alive.
+    return _aligned_copy(part) if is_own_cpu(device) else part
 
 
 def _slice(host: HostArray, index: tuple[slice, ...]) -> np.ndarray:

@@ -168,14 +168,14 @@ def _round_down(count: int) -> int:
 def free_bytes(placement: Placement, num_engines: int = 1) -> int | None:
     """Free memory of all devices of an engine; None when they do not say.
 
-    CPU devices share the memory of the host, and so do the engines of a group on them.
+    CPU devices of this process share the memory of the host, and so do engines of a group there.
     """
-    if placement.platform != "cpu":
+    if not placement.is_own_cpu:
         try:
             stats = placement.mesh.devices.flat[0].memory_stats()
-        except jax.errors.JaxRuntimeError:  # not implemented on this platform
+        except RuntimeError:  # JAX's own, or NotImplementedError: not on this platform
             stats = None
-        if not stats or "bytes_limit" not in stats:
+        if not stats or not {"bytes_limit", "bytes_in_use"} <= stats.keys():
             return None
         return (stats["bytes_limit"] - stats["bytes_in_use"]) * placement.num_tensor_shards
     meminfo = Path("/proc/meminfo")

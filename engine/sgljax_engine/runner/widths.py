@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.errors import InvalidConfigError
@@ -35,7 +36,10 @@ _ONE_LAYER = "model.layers.0."
 
 
 def agreeing_widths(
-    model: ModelDefinition, context: ModelContext, weights: Mapping[str, jax.Array], platform: str
+    model: ModelDefinition,
+    context: ModelContext,
+    weights: Mapping[str, jax.Array],
+    is_own_cpu: bool,
 ) -> tuple[int, ...]:
     """The candidates that round like `SMALL_BATCH`, itself included, ascending. Any thread.
 
@@ -43,7 +47,7 @@ def agreeing_widths(
         model: The architecture.
         context: The model's context; `tile_widths` is ignored.
         weights: Physical weights.
-        platform: JAX's name for the kind of device.
+        is_own_cpu: Whether the devices are CPUs of this process.
 
     Raises:
         InvalidConfigError: when a token's bits depend on its place even within one width.
@@ -59,28 +63,33 @@ def agreeing_widths(
     order = rng.permutation(_NUM_TOKENS)
 
     # One function for both orders of a width, so that each width is compiled once.
-    run = jax.jit(_one_layer, static_argnums=(0, 1), compiler_options=compiler_options(platform))
+    run = jax.jit(_one_layer, static_argnums=(0, 1), compiler_options=compiler_options(is_own_cpu))
 
-    def logits(width: int, order: np.ndarray) -> np.ndarray:
+    def logits(width: int, order: np.ndarray) -> jax.Array:
         tiled = context._replace(tile_widths=(width,))
-        args = (used, ids[order], positions[order], np.int32(_NUM_TOKENS))
-        out = np.empty((_NUM_TOKENS, context.config.vocab_size), np.float32)
-        out[order] = jax.device_get(run(model, tiled, *args))
-        return out.view(np.uint32)
+        return run(model, tiled, used, ids[order], positions[order], np.int32(_NUM_TOKENS))
 
     expected = logits(SMALL_BATCH, np.arange(_NUM_TOKENS))
-    if not np.array_equal(logits(SMALL_BATCH, order), expected):
+
+    def agrees(width: int) -> bool:
+        # Compared on the devices: logits of a large vocabulary are much to fetch.
+        return bool(_has_bits_of(logits(width, order), expected, order))
+
+    if not agrees(SMALL_BATCH):
         raise InvalidConfigError(
             "enable_deterministic_sampling cannot be kept here: on this device the bits of a token "
             "depend on its place in the batch"
         )
-    agreeing = tuple(
-        width
-        for width in CANDIDATES
-        if width == SMALL_BATCH or np.array_equal(logits(width, order), expected)
-    )
+    agreeing = tuple(width for width in CANDIDATES if width == SMALL_BATCH or agrees(width))
     logger.info("tokens have the same bits in tiles of %s, of %s tried", agreeing, CANDIDATES)
     return agreeing
+
+
+@jax.jit
+def _has_bits_of(found: jax.Array, expected: jax.Array, order: jax.Array) -> jax.Array:
+    """Whether row i of float32 logits has the bits of the expected row `order[i]`, for all i."""
+    found, expected = (lax.bitcast_convert_type(x, jnp.uint32) for x in (found, expected))
+    return (found == expected[order]).all()
 
 
 def _one_layer(

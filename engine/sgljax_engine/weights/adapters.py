@@ -20,6 +20,7 @@ from jax import lax
 from sgljax_engine.errors import WeightSyncError
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.lora import ArraySpec, LoraTerm, lora_term
+from sgljax_engine.weights.moves import move
 from sgljax_engine.weights.rules import LoraRule, Match, Rule, WeightRule, flatten_named, match
 from sgljax_engine.weights.sync import TargetSpec, Weights, source_spec
 
@@ -121,7 +122,12 @@ def _beside(pairs: list[tuple[Any, Any]], serving: jax.Array) -> list[tuple[Any,
     everywhere = jax.sharding.NamedSharding(
         serving.sharding.mesh, jax.sharding.PartitionSpec(), memory_kind=kind
     )
-    return jax.device_put(pairs, everywhere)
+
+    def spread(x: Any) -> Any:
+        is_spread = isinstance(x, jax.Array) and len(x.devices()) > 1
+        return move(x, everywhere) if is_spread else x
+
+    return jax.device_put(jax.tree.map(spread, pairs), everywhere)
 
 
 def slots_of(weights: Mapping[str, Any]) -> dict[str, Any]:

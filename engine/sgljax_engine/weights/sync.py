@@ -24,9 +24,11 @@ from sgljax_engine.errors import WeightsLostError, WeightSyncError
 from sgljax_engine.kernels.cpu.copy import copy
 from sgljax_engine.kernels.cpu.ffi import unavailable
 from sgljax_engine.kernels.cpu.transpose import transpose
+from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.weights.checksum import checksum, to_hex
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.lora import LoraTerm, lora_terms, merge
+from sgljax_engine.weights.moves import device_order, move, same_shards
 from sgljax_engine.weights.rules import (
     Hook,
     LoraRule,
@@ -42,6 +44,9 @@ Weights = dict[str, jax.Array]
 
 Sources = tuple[Any, ...]
 """Source arrays that one step reads."""
+
+Devices = tuple[Any, ...]
+"""Devices in the order in which a program sees them."""
 
 PreparedWeights = tuple[Weights, jax.Array | None]
 """Weights, and whether each is finite, in the order of the steps; None without that check."""
@@ -113,7 +118,8 @@ class Program(NamedTuple):
 
     Attributes:
         at_target: For sources on the engine's devices; its results are placed as `shardings`.
-        at_source: For sources elsewhere; its results must be moved.
+        at_source: For sources elsewhere: from their devices to a program whose results must be
+            moved, which takes no fetching; None if they cut up no array as the engine does.
         one: `at_target` for one parameter, with its own flag. Takes its arrays, step, target, and
             whether to use JIT-compiled CPU kernels; compiled once for each.
         checksums: Checksums of the results, in logical shapes. One program computes all: many small
@@ -123,7 +129,7 @@ class Program(NamedTuple):
     """
 
     at_target: Callable[[list[Sources]], PreparedWeights]
-    at_source: Callable[[list[Sources]], PreparedWeights]
+    at_source: Callable[[Devices], Callable[[list[Sources]], PreparedWeights] | None]
     one: Callable[[Sources, Step, TargetSpec, bool], tuple[jax.Array, jax.Array]]
     checksums: Callable[[list[Sources]], dict[str, jax.Array]]
     shardings: dict[str, jax.sharding.Sharding]
@@ -158,9 +164,9 @@ class SyncPlan(NamedTuple):
         return len(_target_devices(self.program.shardings) or ()) == 1
 
     @property
-    def is_on_cpus(self) -> bool:
-        """Whether the engine's devices are CPUs."""
-        return _platform(self.program.shardings) == "cpu"
+    def is_on_own_cpus(self) -> bool:
+        """Whether the engine's devices are CPUs of this process."""
+        return _is_on_own_cpus(self.program.shardings)
 
 
 def source_spec(source: Mapping[str, Any]) -> dict[str, SourceSpec]:
@@ -421,14 +427,23 @@ def _build_program(
         }
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
-    platform = _platform(shardings)
-    options = transposition_options(platform)
+    is_own = _is_on_own_cpus(shardings)
+    options = transposition_options(is_own)
     is_on_one_device = len(_target_devices(shardings) or ()) == 1
-    is_native = platform == "cpu" and is_on_one_device and unavailable() is None
+    is_native = is_own and is_on_one_device and unavailable() is None
     at_target = functools.partial(run, is_native=is_native)
+    elsewhere = functools.partial(run, is_native=False)
+
+    @functools.lru_cache(maxsize=4)
+    def at_source(devices: Devices) -> Callable[[list[Sources]], PreparedWeights] | None:
+        if len(devices) == 1:
+            return jax.jit(elsewhere)
+        there = {name: same_shards(sharding, devices) for name, sharding in shardings.items()}
+        return None if None in there.values() else jax.jit(elsewhere, out_shardings=(there, None))
+
     return Program(
         jax.jit(at_target, out_shardings=(shardings, None), compiler_options=options),
-        jax.jit(functools.partial(run, is_native=False)),
+        at_source,
         jax.jit(_stored, static_argnums=(1, 2, 3), compiler_options=options),
         jax.jit(sums),
         shardings,
@@ -453,7 +468,7 @@ def placement(plan: SyncPlan, source: Mapping[str, Any]) -> frozenset[Any] | Non
     """Placement that programs are compiled for; None unless the source is where the engine is."""
     target = _target_devices(plan.program.shardings)
     arrays = source.values()
-    if any(not isinstance(x, jax.Array) or _device_order(x.sharding) != target for x in arrays):
+    if any(not isinstance(x, jax.Array) or device_order(x.sharding) != target for x in arrays):
         return None
     return frozenset((x.sharding, x.committed) for x in arrays)
 
@@ -514,7 +529,7 @@ def apply_donating(
                     old.pop(step.target).delete()
             with _near(target):
                 one = _store_one(plan, step.operands(source), step)
-            made[step.target] = jax.block_until_ready(jax.device_put(one, target.sharding))
+            made[step.target] = jax.block_until_ready(move(one, target.sharding))
         if verify:
             check_same(plan, source, made)
     except Exception as error:
@@ -526,8 +541,7 @@ def apply_donating(
 
 def _store_one(plan: SyncPlan, sources: Sources, step: Step) -> jax.Array:
     is_native = plan.program.is_native and all(
-        not isinstance(x, jax.Array) or all(device.platform == "cpu" for device in x.devices())
-        for x in sources
+        not isinstance(x, jax.Array) or all(map(is_own_cpu, x.devices())) for x in sources
     )
     return plan.program.one(sources, step, plan.targets[step.target], is_native)[0]
 
@@ -593,26 +607,42 @@ def _make(plan: SyncPlan, arrays: list[Sources]) -> Weights:
     If weights must be finite, it waits for the transformation and refuses those that are not. JAX
     takes longer to find that a hundred arrays need no move than to check the source.
     """
-    arrays, is_at_target = _together(plan, arrays)
-    run = plan.program.at_target if is_at_target else plan.program.at_source
+    arrays, source = _together(plan, arrays)
+    is_at_target = source is None
+    run = plan.program.at_target if source is None else plan.program.at_source(source)
+    if run is None:
+        return _make_one_by_one(plan, arrays)
     weights, flags = run(arrays)
     refuse_not_finite([step.target for step in plan.steps], flags)
     return weights if is_at_target else jax.device_put(weights, plan.program.shardings)
 
 
-def _together(plan: SyncPlan, arrays: list[Sources]) -> tuple[list[Sources], bool]:
-    """The arrays where one program can take them all, and whether that is where the engine is."""
+def _make_one_by_one(plan: SyncPlan, arrays: list[Sources]) -> Weights:
+    """Transforms at the source and moves one weight after another: `move` needs room for each."""
+    made, flags = {}, []
+    for step, sources in zip(plan.steps, arrays, strict=True):
+        target = plan.targets[step.target]
+        one, flag = plan.program.one(sources, step, target, False)
+        made[step.target] = jax.block_until_ready(move(one, target.sharding))
+        flags.append(flag)
+    if plan.checks_finite:
+        refuse_not_finite([step.target for step in plan.steps], [bool(flag) for flag in flags])
+    return made
+
+
+def _together(plan: SyncPlan, arrays: list[Sources]) -> tuple[list[Sources], Devices | None]:
+    """The arrays where one program can take them all, and its devices; None for the engine's."""
     target = _target_devices(plan.program.shardings)
     sources = {
-        _device_order(x.sharding) for each in arrays for x in each if isinstance(x, jax.Array)
+        device_order(x.sharding) for each in arrays for x in each if isinstance(x, jax.Array)
     }
     if sources <= {target}:
-        return arrays, True
+        return arrays, None
     if len(sources) == 1 and None not in sources:
-        return arrays, False
+        return arrays, sources.pop()
     # Scattered over devices: a program takes inputs only from one set of devices.
     shardings = plan.program.shardings
-    return [tuple(_gather(x, target, shardings) for x in each) for each in arrays], True
+    return [tuple(_gather(x, target, shardings) for x in each) for each in arrays], None
 
 
 def check_same(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> None:
@@ -677,20 +707,12 @@ class WeightMaker:
 
 
 def _target_devices(shardings: Mapping[str, jax.sharding.Sharding]) -> tuple[Any, ...] | None:
-    (devices,) = {_device_order(sharding) for sharding in shardings.values()}
+    (devices,) = {device_order(sharding) for sharding in shardings.values()}
     return devices
 
 
-def _platform(shardings: Mapping[str, jax.sharding.Sharding]) -> str:
-    return _first_device(next(iter(shardings.values()))).platform
-
-
-def _device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
-    """The devices in the order in which a program sees them; None if the order is unknown."""
-    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
-        return tuple(sharding.mesh.devices.flat)
-    devices = tuple(sharding.device_set)
-    return devices if len(devices) == 1 else None
+def _is_on_own_cpus(shardings: Mapping[str, jax.sharding.Sharding]) -> bool:
+    return all(map(is_own_cpu, next(iter(shardings.values())).device_set))
 
 
 def _gather(
@@ -699,9 +721,9 @@ def _gather(
     shardings: Mapping[str, jax.sharding.Sharding],
 ) -> Any:
     """The array on the target's devices: itself if it is there, else a copy on each."""
-    if not isinstance(x, jax.Array) or _device_order(x.sharding) == target:
+    if not isinstance(x, jax.Array) or device_order(x.sharding) == target:
         return x
     some = next(iter(shardings.values()))
     if isinstance(some, jax.sharding.NamedSharding):
         some = jax.sharding.NamedSharding(some.mesh, jax.sharding.PartitionSpec())
-    return jax.device_put(x, some)
+    return move(x, some)
