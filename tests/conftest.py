@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import jax
@@ -20,6 +21,10 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+
+# A shell that starts this in the background has it, and its child processes, ignore interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These tests import what Tunix has from 0.1.8 on: `make test-tunix TUNIX=<checkout>` runs them.
 collect_ignore_glob = [] if HAS_EXPERIMENTAL else ["experimental", "experimental/*"]

@@ -107,7 +107,9 @@ def refuse(rank: int) -> None:
     mesh = make_mesh(2)
     rollout = new_rollout(model, mesh=mesh)
     assert rollout.mesh is mesh
-    weights = rollout.engine._group.loops[0]._core.runner.weights["model.layers.0.mlp.up_proj.weight"]
+    weights = rollout.engine._group.loops[0]._core.runner.weights[
+        "model.layers.0.mlp.up_proj.weight"
+    ]
     assert weights.devices() == set(jax.local_devices())
     assert weights.addressable_shards[0].data.size * 2 == weights.size
     rollout.close()

@@ -98,7 +98,8 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.preview import preview_engine
-from sgljax_engine.runner import kv_memory, placement as placements
+from sgljax_engine.placement import shardings, submeshes
+from sgljax_engine.runner import kv_memory
 from sgljax_engine.runner.compiled import ProgramCall
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.shapes import BatchShapes
@@ -125,15 +126,16 @@ options = engine_options(config) | {"dtype": config.model.dtype, "max_model_len"
 engine = EngineConfig.from_options(options)
 
 # The simulated devices become TPUs of other hosts, whose free memory nobody knows.
-Placement = placements.Placement
+Placement = shardings.Placement
 Placement.platform = property(lambda self: "tpu")
 Placement.is_own_cpu = property(lambda self: False)
-placements.default_layout = lambda platform: Layout.TOKENS_FIRST
+submeshes.default_layout = lambda platform: Layout.TOKENS_FIRST
 preview = preview_engine(model, mesh=mesh, config=engine)
 assert (preview.platform, preview.prefill_attention, preview.linear) == ("tpu", "xla", "xla")
 assert preview.free_bytes is preview.problem is None
 
-placement = placements.place(model, mesh, config.model.dtype)
+group = submeshes.place(model, mesh, config.model.dtype)
+(placement,) = group.engines
 definition = get_model(model.architecture)
 targets = placement.weight_targets(definition.param_specs(model))
 weights = {name: target.stored for name, target in targets.items()}

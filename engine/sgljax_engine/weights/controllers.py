@@ -36,6 +36,9 @@ def local_submesh(
         InvalidConfigError: when `tensor_axis` spans processes, or this process's devices are not a
             block of the mesh, or it has none.
     """
+    # One controller of many hosts can address devices that name other processes.
+    if process_index is None and NamedSharding(mesh, PartitionSpec()).is_fully_addressable:
+        return mesh
     if tensor_axis in _spanning_axes(mesh):
         size, devices = mesh.shape[tensor_axis], mesh.devices.flat
         count = min(np.unique(_processes(mesh), return_counts=True)[1])
