@@ -26,6 +26,7 @@ LAYERS = (
     ("cache", "checkpoint", "outputs"),
     ("attention", "processing", "scheduler"),
     ("models",),
+    ("placement",),
     ("runner",),
     ("core",),
     ("builder",),
@@ -59,6 +60,7 @@ HOST_ONLY = (
     "core.adapters",
     "core.background",
     "core.request_groups",
+    "core.router",
     "core.stats",
 )
 

@@ -146,9 +146,11 @@ def first_piece(stream: Iterator[_T]) -> _T:
 
 
 def _set_steps(engine: Engine, count: int | None) -> None:
+    cores = [loop._core for loop in engine._group.loops]
+
     def set_all() -> None:
-        for loop in engine._group.loops:
-            loop._core.steps_left = count
+        for core in cores:  # not the engine, which this would keep alive
+            core.steps_left = count
 
     with contextlib.suppress(EngineShutdownError):
         engine._group.submit(cmd.Run(set_all, Future()))

@@ -42,6 +42,7 @@ from sgljax_engine.runner.batch import (
     prefill_pass,
     prefill_sizes,
 )
+from sgljax_engine.runner.compiled import Lowerings
 from sgljax_engine.runner.memory_plan import MemoryPlan, fit_parallel, plan_memory
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
@@ -349,6 +350,7 @@ class _CoreParts(NamedTuple):
         max_model_len: Tokens of the longest sequence.
         num_pages: Pages of one engine.
         shapes: Sizes of the batches.
+        lowerings: Programs of several engines.
     """
 
     static: ProgramContext
@@ -356,6 +358,7 @@ class _CoreParts(NamedTuple):
     max_model_len: int
     num_pages: int
     shapes: BatchShapes
+    lowerings: Lowerings | None
 
 
 def _core_parts(
@@ -382,7 +385,8 @@ def _core_parts(
     table_width = -(-max_model_len // page_size)
     shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
     num_pages = memory.report.kv_tokens // page_size
-    return _CoreParts(static, memory, max_model_len, num_pages, shapes)
+    lowerings = Lowerings.for_engines(num_engines)
+    return _CoreParts(static, memory, max_model_len, num_pages, shapes, lowerings)
 
 
 def _build_core(
@@ -404,6 +408,7 @@ def _build_core(
         shapes=parts.shapes,
         contiguous_shapes=parts.memory.contiguous_shapes,
         slots=slots,
+        lowerings=parts.lowerings,
     )
     pool = PagePool(
         PageAllocator(parts.num_pages),

@@ -21,7 +21,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.submeshes import place
-from sgljax_engine.runner.memory_plan import fit_parallel, free_bytes, plan_memory
+from sgljax_engine.runner.memory_plan import engine_free_bytes, fit_parallel, plan_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def preview_engine(
     targets = placement.weight_targets(specs).values()
     weights_bytes = placement.held_bytes(target.stored for target in targets)
     max_model_len = pick_max_model_len(model, config)
-    free = free_bytes(placement, num_engines)
+    free = engine_free_bytes(placement, num_engines)
     attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
     plan, problem = None, None

@@ -154,10 +154,10 @@ def auto() -> None:
     with pytest.MonkeyPatch.context() as patch:
 
         def give(num_bytes: int | None) -> None:
-            def free_bytes(placement: Any, num_engines: int = 1) -> int | None:
+            def free_bytes(placement: Any, num_engines: int) -> int | None:
                 return None if num_bytes is None else num_bytes * placement.mesh.size
 
-            patch.setattr(plan, "free_bytes", free_bytes)
+            patch.setattr(plan, "engine_free_bytes", free_bytes)
 
         for num_bytes, size in ((500_000, 1), (300_000, 2), (200_000, 4)):
             give(num_bytes)

@@ -14,7 +14,7 @@ from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.projections import XlaProjections
 from sgljax_engine.models.registry import MODELS
-from sgljax_engine.placement import shardings as placement
+from sgljax_engine.placement import submeshes
 from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -104,7 +104,7 @@ def strict_ranks():
 )
 def test_layouts(name, layout, monkeypatch):
     """That of TPUs and GPUs too, with biases, norms behind the layer, and two rotary embeddings."""
-    monkeypatch.setattr(placement, "default_layout", lambda platform: layout)
+    monkeypatch.setattr(submeshes, "default_layout", lambda platform: layout)
     golden = np.load(GOLDEN / name / "golden.npz")
     with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
         assert engine._group.loops[0]._core.runner._static.context.layout is layout

@@ -51,8 +51,8 @@ COUNTS = st.integers(0, 2**10)
 class Subject:
     """The engine, which one example after another uses, since building one is slow."""
 
-    def __init__(self) -> None:
-        self.engine = Engine(model_config=TINY, weights=WEIGHTS[0], **OPTIONS)
+    def __init__(self, **options: Any) -> None:
+        self.engine = Engine(model_config=TINY, weights=WEIGHTS[0], **OPTIONS | options)
         self.engine.warmup()
         self.caller, self.history = Caller(self.engine), History(0)
         self.num_compiles = self.engine.get_internal_state().num_compiles
@@ -72,9 +72,11 @@ def make_references() -> References:
 class InterruptMachine(RuleBasedStateMachine):
     """Everything is answered once, and greedy answers are those of an uninterrupted engine."""
 
+    make_subject = staticmethod(make_subject)
+
     @initialize()
     def begin(self):
-        self.subject = make_subject()
+        self.subject = self.make_subject()
         self.engine, self.history = self.subject.engine, self.subject.history
         self.expected = ExpectedState(self.engine, self.history, self.subject.num_compiles)
         self.hold: contextlib.ExitStack | None = None
@@ -280,7 +282,7 @@ class InterruptMachine(RuleBasedStateMachine):
             self.expected.finish()
             self.expected.check_results(make_references())
         except BaseException:
-            make_subject.cache_clear()  # what follows must not suffer from this failure
+            self.make_subject.cache_clear()  # what follows must not suffer from this failure
             raise
 
 
@@ -296,10 +298,12 @@ def _within(count: int, most: int) -> None:
     assert 0 <= count <= most
 
 
-def machine(num_examples: int) -> type[unittest.TestCase]:
+def machine(
+    num_examples: int, kind: type[InterruptMachine] = InterruptMachine
+) -> type[unittest.TestCase]:
     """A test of so many examples."""
 
-    class Machine(InterruptMachine.TestCase):
+    class Machine(kind.TestCase):  # type: ignore[misc]
         settings = hypothesis.settings(
             max_examples=num_examples,
             stateful_step_count=40,

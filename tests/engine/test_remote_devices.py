@@ -12,10 +12,10 @@ import pytest
 from sgljax_engine import InvalidConfigError, SamplingParams
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.runner.host_arrays import HostArray, host_memory, to_device, to_host
 from sgljax_engine.runner.memory_plan import free_bytes
-from sgljax_engine.placement.submeshes import place
 from tests.engine.interrupts import (
     LONG,
     assert_idle,

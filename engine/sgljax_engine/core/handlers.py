@@ -39,6 +39,11 @@ class Attend(cmd.Command):
         self.meeting.refuse(make_error)
 
 
+def name_of(command: cmd.Command) -> str:
+    """What a command is called in recordings."""
+    return type(command).__name__ if not isinstance(command, Attend) else command.meeting.name
+
+
 def handle(core: EngineCore, command: cmd.Command) -> None:
     """Does a command, or has it wait. What it raises is the caller's to see, and nobody else's."""
     kind = type(command)

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.handlers import handle
+from sgljax_engine.core.handlers import handle, name_of
 from sgljax_engine.core.interruptions import settle
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.observability.progress import EngineProgress
@@ -203,7 +203,7 @@ class EngineLoop:
 
     def _handle(self, command: cmd.Command) -> bool:
         """Answers a command, or has it wait; False when it was the last."""
-        name, started = type(command).__name__, time.perf_counter()
+        name, started = name_of(command), time.perf_counter()
         self._is_step_due = command.is_part_of_long_job
         try:
             self._core.outputs.flush()

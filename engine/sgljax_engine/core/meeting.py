@@ -49,7 +49,11 @@ class Steps(NamedTuple):
 
 
 class Meeting:
-    """One command, for all engine threads of a group."""
+    """One command, for all engine threads of a group.
+
+    Attributes:
+        name: Of the command.
+    """
 
     def __init__(self, command: cmd.Question, steps: Steps, num_engines: int) -> None:
         """Waits for the threads.
@@ -59,6 +63,7 @@ class Meeting:
             steps: How.
             num_engines: How many threads come.
         """
+        self.name = type(command).__name__
         self._command: cmd.Question | None = command
         self._steps = steps
         self._condition = threading.Condition()

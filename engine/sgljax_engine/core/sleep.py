@@ -121,11 +121,14 @@ class SleepManager:
         Raises:
             OffloadError: when that fails.
         """
+        started_s = time.perf_counter()
         try:
             return to_device(dict(self.kept_weights))
         except Exception as error:
             forget_locals(error)
             raise _waking_failed(["weights"], error) from error
+        finally:
+            self._counters.wake_s += time.perf_counter() - started_s
 
     def prepare_wake_up(self, tags: Sequence[SleepTag]) -> int:
         """Takes the memory of all these tags again, or of none; returns its bytes.

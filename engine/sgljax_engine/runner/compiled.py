@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,15 +98,22 @@ class ProgramCache:
         is_sealed: Whether a missing program is refused instead of compiled.
     """
 
-    def __init__(self, static: programs.ProgramContext, placement: Placement) -> None:
+    def __init__(
+        self,
+        static: programs.ProgramContext,
+        placement: Placement,
+        lowerings: Lowerings | None = None,
+    ) -> None:
         """Starts empty.
 
         Args:
             static: What programs are compiled for.
             placement: Placement of their arguments.
+            lowerings: Those of the engine's group; None for a single engine.
         """
         self._static = static
         self._placement = placement
+        self._lowerings = lowerings
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.num_compiles = 0
         self.compile_s = 0.0
@@ -161,8 +170,12 @@ class ProgramCache:
         try:
             for key, call in new.items():
                 with _named(key):
-                    lowered = self._lower(call, state)
-                made[key] = pool.submit(_compile, key, lowered, options, on_compiled)
+                    if self._lowerings is None:
+                        lowered, devices = self._lower(call, state), None
+                    else:
+                        lowered = self._lowerings.get(key, lambda c=call: self._lower(c, state))
+                        devices = tuple(self._placement.mesh.devices.flat)
+                made[key] = pool.submit(_compile, key, lowered, devices, options, on_compiled)
             for key, future in made.items():
                 self._programs[key] = future.result()
                 self.num_compiles += 1
@@ -191,8 +204,52 @@ class ProgramCache:
         )
         both = inputs, tuple(outputs) if len(outputs) > 1 else outputs[0]
         leaves, structure = jax.tree.flatten(both)
-        jitted = _jitted(call.name, self._static, tuple(leaves), structure)
-        return jitted.lower(*(getattr(state, part) for part in program.takes), *call.args)
+        args = (*(getattr(state, part) for part in program.takes), *call.args)
+        if self._lowerings is None:
+            jitted = _jitted(call.name, self._static, tuple(leaves), structure)
+            return jitted.lower(*args)
+        # Without devices, so that it can be compiled for those of any engine of the group.
+        jitted = _jitted(call.name, self._static, tuple(map(_abstract, leaves)), structure)
+        traced = jitted.trace(*jax.tree.map(_shape, args))
+        return traced.lower(lowering_platforms=(self._placement.platform,))
+
+
+class Lowerings:
+    """Programs of a group of engines, traced and lowered once for all of them. Any thread.
+
+    XLA still compiles each program for each engine's devices: JAX has no executable that runs on
+    other devices than those it was compiled for.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._lock = threading.Lock()
+        self._lowered: dict[tuple[Any, ...], jax.stages.Lowered] = {}
+
+    @classmethod
+    def for_engines(cls, count: int) -> Lowerings | None:
+        """For a group of so many; None for a single engine, and where JAX is too old for it."""
+        parameters = inspect.signature(jax.stages.Lowered.compile).parameters
+        return cls() if count > 1 and "device_assignment" in parameters else None
+
+    def get(
+        self, key: tuple[Any, ...], lower: Callable[[], jax.stages.Lowered]
+    ) -> jax.stages.Lowered:
+        """The lowered program of a key; lowers it if it is new, while other engines wait."""
+        with self._lock:
+            if key not in self._lowered:
+                self._lowered[key] = lower()
+            return self._lowered[key]
+
+
+def _abstract(sharding: jax.sharding.Sharding) -> jax.sharding.NamedSharding:
+    assert isinstance(sharding, jax.sharding.NamedSharding)
+    kind = sharding.memory_kind
+    return jax.sharding.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=kind)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @functools.lru_cache(maxsize=_MAX_FUNCTIONS)
@@ -227,13 +284,17 @@ def _jitted(
 def _compile(
     key: tuple[Any, ...],
     lowered: jax.stages.Lowered,
+    devices: tuple[Any, ...] | None,
     options: Options | None,
     on_compiled: Callable[[], None],
 ) -> Callable[..., Any]:
     """Compiles a lowered program. Any thread: lowering has fixed everything that it depends on."""
     started = time.perf_counter()
     with _named(key):
-        compiled = lowered.compile(compiler_options=options)
+        if devices is None:
+            compiled = lowered.compile(compiler_options=options)
+        else:
+            compiled = lowered.compile(compiler_options=options, device_assignment=devices)
     name, _, *shapes = key
     logger.info("compiled %s for %s in %.2f s", name, shapes, time.perf_counter() - started)
     on_compiled()

@@ -63,7 +63,7 @@ def plan_memory(
     per_page = cache.page_size * kv_bytes_per_token(
         model.num_layers, num_heads, model.head_dim, placement.dtype
     )
-    free = free_bytes(placement, num_engines)
+    free = engine_free_bytes(placement, num_engines)
     if free is not None and not are_loaded:
         free = max(free - weights_bytes, 0)
     fitting = None if free is None else free // per_page
@@ -165,10 +165,16 @@ def _round_down(count: int) -> int:
     return count >> shift << shift
 
 
-def free_bytes(placement: Placement, num_engines: int = 1) -> int | None:
+def engine_free_bytes(placement: Placement, num_engines: int) -> int | None:
+    """`free_bytes` for one engine of a group: on this host's CPUs all of them share its memory."""
+    free = free_bytes(placement)
+    return free if free is None or not placement.is_own_cpu else free // num_engines
+
+
+def free_bytes(placement: Placement) -> int | None:
     """Free memory of all devices of an engine; None when they do not say.
 
-    CPU devices of this process share the memory of the host, and so do engines of a group there.
+    CPU devices of this process share the memory of the host.
     """
     if not placement.is_own_cpu:
         try:
@@ -181,8 +187,8 @@ def free_bytes(placement: Placement, num_engines: int = 1) -> int | None:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # unlike sysconf's free pages, it counts reclaimable caches
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024 // num_engines
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_engines
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def fit_parallel(
@@ -255,4 +261,4 @@ def _needed_and_free(
     per_token = kv_bytes_per_token(model.num_layers, num_heads, model.head_dim, engine.dtype)
     tokens = config.max_model_len or model.context_length
     kv = math.ceil(tokens * per_token / config.cache.mem_fraction_static)
-    return weights + kv, free_bytes(engine, len(group.engines))
+    return weights + kv, engine_free_bytes(engine, len(group.engines))

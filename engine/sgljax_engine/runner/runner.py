@@ -23,7 +23,7 @@ from sgljax_engine.runner.batch import (
     decode_order,
     rows_above_smaller_bucket,
 )
-from sgljax_engine.runner.compiled import ProgramCache, ProgramCall
+from sgljax_engine.runner.compiled import Lowerings, ProgramCache, ProgramCall
 from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.kv_memory import KVMemory
 from sgljax_engine.runner.results import PendingDecode, PendingStep
@@ -64,6 +64,7 @@ class ModelRunner:
         shapes: BatchShapes,
         contiguous_shapes: ContiguousShapes | None,
         slots: AdapterSlots | None = None,
+        lowerings: Lowerings | None = None,
     ) -> None:
         """Allocates the KV pages.
 
@@ -76,6 +77,7 @@ class ModelRunner:
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
                 pages.
             slots: Room for adapters, which is among the weights; None without.
+            lowerings: Programs of the engine's group; None for a single engine.
         """
         self._slots = slots
         self._static = static
@@ -84,7 +86,7 @@ class ModelRunner:
         self.shapes = shapes
         self.weights: dict[str, jax.Array] = dict(weights)
         self.weight_version = 0
-        self.programs = ProgramCache(static, placement)
+        self.programs = ProgramCache(static, placement, lowerings)
         self.kv_memory = KVMemory(
             self.programs,
             static=static,
