@@ -317,8 +317,8 @@ def build_group(
                 each |= first_adapters(adapters, room, maker.targets)
         advance(len(maker.targets))
     page_size = config.cache.page_size
-    router = Router(count, page_size, config.scheduler.max_running_requests)
-    groups = RequestGroups(router.finished)
+    max_rows = config.scheduler.max_running_requests
+    groups = RequestGroups()
     cores = []
     parts: _CoreParts | None = None
     for index, (engine, own) in enumerate(zip(placement.engines, made, strict=True)):
@@ -332,7 +332,8 @@ def build_group(
     built = BuiltGroup(
         cores=cores,
         groups=groups,
-        router=router,
+        router=Router(count, page_size, max_rows),
+        max_rows=max_rows,
         weight_maker=maker,
         split=placement.split,
         served=served,

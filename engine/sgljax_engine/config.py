@@ -310,7 +310,8 @@ class ParallelConfig:
 class EngineConfig:
     """All options of an engine; its model, weights, tokenizer and mesh are given apart.
 
-    Counts of requests and KV tokens are those of all engines together, if there are several.
+    `max_running_requests`, `num_kv_tokens` and `batch_buckets` count the requests and tokens of all
+    engines together, if there are several.
 
     Attributes:
         cache: The KV pool and the prefix cache.
@@ -373,9 +374,8 @@ class EngineConfig:
                 )
             cache = dataclasses.replace(cache, num_kv_tokens=max(part, cache.page_size))
         if runtime.batch_buckets is not None:
-            below = [size for size in runtime.batch_buckets if size < num_rows]
-            first = next(size for size in runtime.batch_buckets if size >= num_rows)
-            runtime = dataclasses.replace(runtime, batch_buckets=(*below, first))
+            buckets = tuple(-(-size // num_engines) for size in runtime.batch_buckets)
+            runtime = dataclasses.replace(runtime, batch_buckets=buckets)
         return dataclasses.replace(self, scheduler=scheduler, cache=cache, runtime=runtime)
 
     @classmethod

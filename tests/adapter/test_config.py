@@ -337,38 +337,29 @@ def test_an_empty_mesh_is_none(make_rollout, rollout):
     assert tokens_of(made, [[1, 2, 3]]) == tokens_of(rollout, [[1, 2, 3]])
 
 
-def test_tensor_parallel_size_must_be_that_of_the_mesh(refuse, rollout):
-    for mesh in (None, mesh_of_one("fsdp", "tp")):
-        for size in (0, 2):
-            config = rollout_config(tensor_parallel_size=size)
-            refuse(rf"tensor_parallel_size.*\(1\).*{size}", mesh=mesh, rollout_config=config)
-    with pytest.raises(InvalidConfigError, match="tensor_parallel_size"):
-        rollout.generate(["1"], rollout_config(tensor_parallel_size=2))
+@pytest.mark.parametrize(
+    ("field", "option"),
+    [("tensor_parallel_size", "tp_size"), ("data_parallel_size", "data_parallel_size")],
+)
+def test_parallel_sizes_share_out_the_devices(refuse, rollout, field, option):
+    one = mesh_of_one("fsdp", "tp")
+    refuse(f"{option} .*got 0.*RolloutConfig.{field}", rollout_config=rollout_config(**{field: 0}))
+    two = rollout_config(**{field: 2})
+    refuse(f"{option} 2 .*needs 2 devices; this process has 1", mesh=None, rollout_config=two)
+    refuse(f"{option} 2 must share out the 1 devices", mesh=one, rollout_config=two)
+    with pytest.raises(InvalidConfigError, match=f"{field} asks for {option}=2"):
+        rollout.generate(["1"], two)
 
 
-def test_data_parallel_size_must_be_that_of_the_mesh(refuse, make_rollout):
-    for mesh in (None, mesh_of_one("fsdp", "tp")):
-        for size in (0, 2):
-            refuse(
-                rf"data_parallel_size.*\(1\), got {size}",
-                mesh=mesh,
-                rollout_config=rollout_config(data_parallel_size=size),
-            )
-    make_rollout(rollout_config=rollout_config(data_parallel_size=1), strict_config=True)
-
-
-def test_a_mesh_whose_other_axes_are_the_data_parallel_size(refuse, make_rollout, caplog):
-    """Where recipes write the mesh's shape down twice."""
+def test_a_mesh_whose_shape_is_written_down_twice(refuse, make_rollout):
+    """As recipes do."""
     devices = np.array(jax.devices()[:1] * 4).reshape(2, 2, 1)  # nothing is placed on them here
     mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tp"))
-    with caplog.at_level(logging.WARNING, logger="tunix_sgljax"):
-        make_rollout(mesh=mesh, rollout_config=rollout_config(data_parallel_size=1))
-        assert not caplog.records
-        make_rollout(mesh=mesh, rollout_config=rollout_config(data_parallel_size=4))
-    (record,) = caplog.records
-    assert "data_parallel_size=4 (the rollout is replicated" in record.getMessage()
-    refuse(r"data_parallel_size.*\(4\), got 2", mesh=mesh, config={"data_parallel_size": 2})
-    refuse("replicated", mesh=mesh, config={"data_parallel_size": 4}, strict_config=True)
+    for size in (1, 2, 4):
+        config = rollout_config(data_parallel_size=size)
+        made = make_rollout(mesh=mesh, rollout_config=config, strict_config=True)
+        assert made._engine_config.parallel.data_parallel_size == size
+    refuse("data_parallel_size 3 must share", mesh=mesh, config={"data_parallel_size": 3})
 
 
 def test_expert_parallel_size_is_one(refuse, make_rollout):

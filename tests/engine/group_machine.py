@@ -48,5 +48,5 @@ if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     test = single.machine(int(sys.argv[1]), GroupMachine)
     result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(test))
-    print(f"{GroupMachine.num_steps} steps")
+    sys.stdout.write(f"{GroupMachine.num_steps} steps\n")
     sys.exit(not result.wasSuccessful())

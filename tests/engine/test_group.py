@@ -23,20 +23,30 @@ from tests.threads import LIMIT_S
         "moves",
         "ids",
         "faults",
-        "trainers_weights",
-        "scores",
-        "checkpoints",
+        pytest.param("trainers_weights", marks=pytest.mark.slow),
+        pytest.param("scores", marks=pytest.mark.slow),
+        pytest.param("checkpoints", marks=pytest.mark.slow),
         pytest.param("meshes", marks=pytest.mark.slow),
     ],
 )
 def test_on_eight_devices(case, tmp_path):
+    run("tests.engine.group_cases", case, *([str(tmp_path)] if case == "checkpoints" else []))
+
+
+@pytest.mark.parametrize("num_examples", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_interrupt_machine(num_examples):
+    """10,000 steps are in benchmarks/results/group.md."""
+    run("tests.engine.group_machine", str(num_examples))
+
+
+def run(module: str, *arguments: str) -> None:
+    """Runs a module in a process with eight devices."""
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
-    arguments = [str(tmp_path)] if case == "checkpoints" else []
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.group_cases", case, *arguments],
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
         env=env,
         capture_output=True,
         text=True,

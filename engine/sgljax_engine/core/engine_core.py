@@ -57,6 +57,7 @@ class EngineCore:
         counters: Totals, kept by `stats`.
         recorder: Notes what is done. Any thread may start and stop it.
         place: Index of the engine in its group.
+        has_no_room: Whether the last step started none of the requests that wait.
         steps_left: How many steps may still be taken; None for no limit. For tests.
     """
 
@@ -99,6 +100,7 @@ class EngineCore:
         self.sleep_manager = SleepManager(runner, pool, self.counters)
         self.serving = ServingWeights(runner, self.sleep_manager, adapters)
         self.pauses = PauseState()
+        self.has_no_room = False
         self.steps_left: int | None = None
         self._memory = memory
 
@@ -109,6 +111,7 @@ class EngineCore:
         if self.steps_left is not None:
             self.steps_left -= 1
         plan = self.scheduler.schedule()
+        self.has_no_room = not plan.started and bool(self.scheduler.waiting)
         self.stats.retracted(plan.retracted)
         if plan.is_empty:
             raise EngineStepError("the scheduler has requests but nothing to run")

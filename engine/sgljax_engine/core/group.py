@@ -25,7 +25,7 @@ from sgljax_engine.core.handlers import Attend
 from sgljax_engine.core.loop import SHUT_DOWN, EngineLoop
 from sgljax_engine.core.meeting import Meeting
 from sgljax_engine.core.request_groups import RequestGroups
-from sgljax_engine.core.router import Router
+from sgljax_engine.core.router import Router, pick_move
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.core.steps import STEPS
 from sgljax_engine.core.weight_updates import Split, WeightUpdater
@@ -51,6 +51,7 @@ class BuiltGroup:
         cores: Fresh, one for each submesh.
         groups: The calls that all of them share.
         router: Chooses among them.
+        max_rows: Rows that each of them decodes together.
         weight_maker: Makes the weights of updates, for all engines at once.
         split: Gives each engine its part of these.
         served: What the first weights were made of.
@@ -60,6 +61,7 @@ class BuiltGroup:
     cores: Sequence[EngineCore]
     groups: RequestGroups
     router: Router
+    max_rows: int
     weight_maker: WeightMaker
     split: Split
     served: ServedSource
@@ -86,6 +88,8 @@ class EngineGroup:
         self._lock = threading.RLock()
         self._groups = built.groups
         self._router = built.router
+        self._max_rows = built.max_rows
+        built.groups.on_finished = self._finished
         self.split = built.split
         count = len(built.cores)
         names = [name] if count == 1 else [f"{name}-{place}" for place in range(count)]
@@ -211,7 +215,7 @@ class EngineGroup:
 
         def route(unfinished: Sequence[Request]) -> Sequence[int]:
             routed.extend(unfinished)
-            return self._router.route(unfinished)
+            return self._route(unfinished)
 
         count = len(self.loops)
         parts = restorations(checkpoint, requests, answers, route, count)
@@ -219,7 +223,7 @@ class EngineGroup:
             self.ask(functools.partial(cmd.Restore, parts))
         except BaseException:
             for request in routed:
-                self._router.finished(request)
+                self._finished(request)
             raise
 
     def _distribute(self, command: cmd.Command) -> None:
@@ -249,7 +253,7 @@ class EngineGroup:
         if taken:
             refuse_ids(command.answers, taken)
             return
-        places = self._router.route(command.requests)
+        places = self._route(command.requests)
         parts = [cmd.AddRequests([], [], are_known=True) for _ in self.loops]
         for request, answer, place in zip(command.requests, command.answers, places, strict=True):
             request.engine = place
@@ -265,25 +269,36 @@ class EngineGroup:
             parts[request.engine].append(request)
         self._gather(command, [dataclasses.replace(command, requests=part) for part in parts])
 
+    def _route(self, requests: Sequence[Request]) -> Sequence[int]:
+        if len(self.loops) == 1:
+            return [0] * len(requests)
+        with self._lock:
+            return self._router.route(requests)
+
+    def _finished(self, request: Request) -> None:
+        """A request is over; on its engine's thread, or a caller's that is refused."""
+        if len(self.loops) > 1:
+            with self._lock:
+                self._router.finished(request.engine, request)
+
     def _share(self, loop: EngineLoop) -> None:
-        """Hands requests that wait in an engine over to one with free rows; on that thread.
+        """Hands requests that found no room over to an engine with free rows; on that thread.
 
         They move only while the engine has no commands left. So a command that went to all engines
         has found them in this one, or will find them in the other.
         """
-        source = self.loops.index(loop)
-        if not self._router.has_free_rows:
-            return
         with self._lock:
-            move = self._router.pick_move(source, loop.num_movable)
-            if move is None:
+            waiting = [each.num_waiting for each in self.loops]
+            source = self.loops.index(loop)
+            waiting[source] = loop.num_movable
+            move = pick_move(self._router.loads, waiting, self._max_rows)
+            if move is None or move.source != source:
                 return
-            target, count = move
-            requests, answers = loop.hand_over(count)
+            requests, answers = loop.hand_over(move.num_requests)
             for request in requests:
-                self._router.moved(request, target)
-                request.engine = target
-            self.loops[target].submit(cmd.TakeOver(requests, answers))
+                self._router.moved(request, source, move.target)
+                request.engine = move.target
+            self.loops[move.target].submit(cmd.TakeOver(requests, answers))
 
     # ------------------------------------------------------------------ the end
 

@@ -50,8 +50,8 @@ class EngineLoop:
         Args:
             core: Fresh; from now on the thread's alone.
             name: Of the threads.
-            share: Called on the thread before a step while requests wait: it may hand some of them
-                over to another engine.
+            share: Called on the thread after a step that left requests waiting: it may hand some
+                of them over to another engine.
             on_failed: Called on the thread, with the reason, when a bug ends it.
             on_closed: Called last on the thread.
         """
@@ -100,6 +100,11 @@ class EngineLoop:
     def threads(self) -> tuple[threading.Thread | None, ...]:
         """The engine's own threads."""
         return self._thread, self._core.outputs.thread
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, as the engine thread last left them."""
+        return len(self._core.scheduler.waiting)
 
     @property
     def progress(self) -> EngineProgress:
@@ -151,9 +156,10 @@ class EngineLoop:
 
     @property
     def num_movable(self) -> int:
-        """Requests that another engine may take: they have not started, and no command waits."""
+        """Requests that found no room and have not started, unless commands wait."""
         core = self._core
-        if not self._commands.empty() or core.pauses.holds_new_requests:
+        is_busy = not self._commands.empty() or core.pauses.holds_new_requests
+        if is_busy or not core.has_no_room:
             return 0
         return core.scheduler.waiting.num_new
 
@@ -164,10 +170,11 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                if self._share is not None and self._core.scheduler.waiting.num_new:
+                if not self._core.can_step:
+                    continue
+                self._core.step()
+                if self._share is not None and self.num_movable:
                     self._share(self)
-                if self._core.can_step:
-                    self._core.step()
         except BaseException as error:  # a bug: never leave a caller waiting
             logger.exception("the engine thread failed")
             self._close_reason = f"the engine thread failed: {error!r}"

@@ -24,15 +24,15 @@ class _Group:
 
 
 class RequestGroups:
-    """Groups of requests that are not all answered."""
+    """Groups of requests that are not all answered.
 
-    def __init__(self, on_finished: Callable[[Request], None] = lambda request: None) -> None:
-        """Starts without groups.
+    Attributes:
+        on_finished: Called for each request that is finished, or withdrawn.
+    """
 
-        Args:
-            on_finished: Called for each request that is finished, or withdrawn.
-        """
-        self._on_finished = on_finished
+    def __init__(self) -> None:
+        """Starts without groups."""
+        self.on_finished: Callable[[Request], None] = lambda request: None
         # Reentrant: a garbage collection may end a stream, and so submit on the same thread.
         self._lock = threading.RLock()
         self._groups: dict[int, _Group] = {}
@@ -84,7 +84,7 @@ class RequestGroups:
             group.requests = [each for each in group.requests if each is not request]
             self._names -= Counter({request.rid, request.group})
             self._one_less(request.call)
-        self._on_finished(request)
+        self.on_finished(request)
 
     def finish(self, request: Request, error: Exception | None) -> None:
         """Notes that a request is finished, and the error that its caller gets, if any.
@@ -98,7 +98,7 @@ class RequestGroups:
             elif request.finish is not None and request.finish.type == "error":
                 group.errors[request.rid] = request.finish.message
             self._one_less(request.call)
-        self._on_finished(request)
+        self.on_finished(request)
 
     def _one_less(self, call: int) -> None:
         group = self._groups[call]
