@@ -210,6 +210,7 @@ def test_exported_names():
         "MemoryReport",
         "ModelConfig",
         "OffloadError",
+        "ParallelConfig",
         "PauseGenerationReqInput",
         "ProgressListener",
         "RecordedEvent",

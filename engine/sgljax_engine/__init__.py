@@ -12,6 +12,7 @@ from sgljax_engine.config import (
     CacheConfig,
     EngineConfig,
     LoraConfig,
+    ParallelConfig,
     RuntimeConfig,
     SchedulerConfig,
 )
@@ -126,6 +127,7 @@ __all__ = [
     "MemoryReport",
     "ModelConfig",
     "OffloadError",
+    "ParallelConfig",
     "PauseGenerationReqInput",
     "ProgressListener",
     "RecordedEvent",

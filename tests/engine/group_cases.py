@@ -215,6 +215,7 @@ def moves() -> None:
         gate_steps(engine)
         call = start(functools.partial(engine.generate_requests, prompts, params))
         wait_until_waiting(engine, 24)
+        second = engine.get_internal_state().engines[1]
         for _ in range(40):  # the long ones take more
             take_steps(engine, 1)
             second = engine.get_internal_state().engines[1]

@@ -9,6 +9,7 @@ import functools
 import importlib
 import sys
 import unittest
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def make_subject() -> single.Subject:
 class GroupMachine(single.InterruptMachine):
     """As of a single engine; versions agree, and each pool is whole."""
 
-    make_subject = staticmethod(make_subject)
+    make_subject: Any = staticmethod(make_subject)
     num_steps = 0
 
     @invariant()

@@ -72,7 +72,7 @@ def make_references() -> References:
 class InterruptMachine(RuleBasedStateMachine):
     """Everything is answered once, and greedy answers are those of an uninterrupted engine."""
 
-    make_subject = staticmethod(make_subject)
+    make_subject: Any = staticmethod(make_subject)
 
     @initialize()
     def begin(self):
@@ -303,7 +303,7 @@ def machine(
 ) -> type[unittest.TestCase]:
     """A test of so many examples."""
 
-    class Machine(kind.TestCase):  # type: ignore[misc]
+    class Machine(kind.TestCase):
         settings = hypothesis.settings(
             max_examples=num_examples,
             stateful_step_count=40,
