@@ -107,11 +107,12 @@ def refuse(rank: int) -> None:
     mesh = make_mesh(2)
     rollout = new_rollout(model, mesh=mesh)
     assert rollout.mesh is mesh
-    weights = rollout.engine._group.loops[0]._core.runner.weights[
-        "model.layers.0.mlp.up_proj.weight"
+    weights = [
+        loop._core.runner.weights["model.layers.0.mlp.up_proj.weight"]
+        for loop in rollout.engine._group.loops
     ]
-    assert weights.devices() == set(jax.local_devices())
-    assert weights.addressable_shards[0].data.size * 2 == weights.size
+    assert set().union(*(w.devices() for w in weights)) == set(jax.local_devices())
+    assert {w.addressable_shards[0].data.size * 2 for w in weights} == {weights[0].size}
     rollout.close()
     tell("accepted")
 

@@ -50,7 +50,7 @@ config.tensor_parallel_size = 4
 try:
     RLCluster(**made.arguments)
 except InvalidConfigError as error:
-    assert "'tp' size (2), got 4" in str(error)
+    assert "tp_size 4 must share out the 2 devices" in str(error)
 else:
     raise AssertionError("tensor_parallel_size=4 on a mesh of 2")
 print("meshes ok")
