@@ -21,6 +21,7 @@ END_LIMIT_S = 60
 """For a process whose peer has died. Shorter than JAX's own 100 s, so that its settings matter."""
 
 ROOT = Path(__file__).parents[2]
+HAS_IPV6 = Path("/proc/net/if_inet6").exists()
 
 pytestmark = pytest.mark.slow
 
@@ -71,9 +72,10 @@ def processes(case: str) -> Iterator[list[Process]]:
     """Two processes that run a case; they are dead afterwards."""
     with contextlib.ExitStack() as stack:
         # Bound all the while, so that nobody else gets the port; gRPC may bind it too.
-        held = stack.enter_context(socket.socket(socket.AF_INET6))
+        family, address = (socket.AF_INET6, "::") if HAS_IPV6 else (socket.AF_INET, "0.0.0.0")
+        held = stack.enter_context(socket.socket(family))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("::", 0))
+        held.bind((address, 0))
         both: list[Process] = []
         for rank in range(2):
             log = stack.enter_context(tempfile.TemporaryFile("w+"))
