@@ -82,10 +82,8 @@ class EngineGroup:
             built: Fresh; its cores are the threads' alone from now on.
             name: Of the threads.
         """
-        # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
-        # submit on the same thread. Held while a command goes to all engines, so that all of them
-        # take commands in one order.
-        self._lock = threading.RLock()
+        # Held while a command goes to all engines, so that all of them take commands in one order.
+        self._lock = built.groups.lock
         self._groups = built.groups
         self._router = built.router
         self._max_rows = built.max_rows
@@ -97,6 +95,7 @@ class EngineGroup:
             EngineLoop(
                 core,
                 name=each,
+                lock=self._lock,
                 share=self._share if count > 1 else None,
                 on_failed=self._failed,
                 on_closed=self._closed,

@@ -41,6 +41,7 @@ class EngineLoop:
         core: EngineCore,
         *,
         name: str,
+        lock: threading.RLock,
         share: Callable[[EngineLoop], None] | None,
         on_failed: Callable[[str], None],
         on_closed: Callable[[], None],
@@ -50,6 +51,8 @@ class EngineLoop:
         Args:
             core: Fresh; from now on the thread's alone.
             name: Of the threads.
+            lock: Of the group. The only one: a garbage collection inside `submit` may end a stream
+                or an engine, and so submit on the same thread, whatever this holds.
             share: Called on the thread after a step that left requests waiting: it may hand some
                 of them over to another engine.
             on_failed: Called on the thread, with the reason, when a bug ends it.
@@ -63,9 +66,7 @@ class EngineLoop:
         self._is_step_due = False
         self._halted_since_s: float | None = None
         self._commands: queue.SimpleQueue[cmd.Command] = queue.SimpleQueue()
-        # Reentrant: a garbage collection inside `submit` may end a stream or an engine, and so
-        # submit on the same thread.
-        self._submit_lock = threading.RLock()
+        self._lock = lock
         self._is_closed = False
         self._close_reason = SHUT_DOWN
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -127,7 +128,7 @@ class EngineLoop:
         Raises:
             EngineShutdownError: when nobody would answer it.
         """
-        with self._submit_lock:
+        with self._lock:
             self.check_open()
             self._commands.put(command)
 
@@ -138,7 +139,7 @@ class EngineLoop:
 
     def request_stop(self, reason: str = SHUT_DOWN) -> None:
         """Lets the thread fail what is unfinished and end, without waiting. Idempotent."""
-        with self._submit_lock:
+        with self._lock:
             if not self._is_closed:
                 self._close_reason = reason
                 self._is_closed = True
@@ -230,7 +231,7 @@ class EngineLoop:
     # ------------------------------------------------------------------ the end
 
     def _close(self) -> None:
-        with self._submit_lock:
+        with self._lock:
             self._is_closed = True
         self._core.close(self._closed_error)
         while not self._commands.empty():

@@ -28,13 +28,14 @@ class RequestGroups:
 
     Attributes:
         on_finished: Called for each request that is finished, or withdrawn.
+        lock: Of the whole group of engines, reentrant: a garbage collection may end a stream, and
+            so submit on the same thread. With a second lock two threads could wait for each other.
     """
 
     def __init__(self) -> None:
         """Starts without groups."""
         self.on_finished: Callable[[Request], None] = lambda request: None
-        # Reentrant: a garbage collection may end a stream, and so submit on the same thread.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._groups: dict[int, _Group] = {}
         self._names: Counter[str] = Counter()
         self._num_groups = 0
@@ -52,7 +53,7 @@ class RequestGroups:
             Ids of these requests, and of their prompts, that others have, each once; nothing was
             added if there are any.
         """
-        with self._lock:
+        with self.lock:
             taken = self._taken_names(request for call in calls for request in call)
             for call in () if taken else calls:
                 self._add(list(call), errors or {})
@@ -79,7 +80,7 @@ class RequestGroups:
 
     def withdraw(self, request: Request) -> None:
         """Forgets a request that was refused after it was added."""
-        with self._lock:
+        with self.lock:
             group = self._groups[request.call]
             group.requests = [each for each in group.requests if each is not request]
             self._names -= Counter({request.rid, request.group})
@@ -91,7 +92,7 @@ class RequestGroups:
 
         A request that the output processor failed has its error in the finish reason.
         """
-        with self._lock:
+        with self.lock:
             group = self._groups[request.call]
             if error is not None:
                 group.errors[request.rid] = str(error)
@@ -109,7 +110,7 @@ class RequestGroups:
 
     def finished(self, engine: int) -> list[tuple[Request, str | None]]:
         """An engine's finished requests of unfinished calls, and what they failed with."""
-        with self._lock:
+        with self.lock:
             return [
                 (request, group.errors.get(request.rid))
                 for group in self._groups.values()
