@@ -35,7 +35,7 @@ def test_on_eight_devices(case, tmp_path):
 
 @pytest.mark.parametrize("num_examples", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_interrupt_machine(num_examples):
-    """10,000 steps are in benchmarks/results/group.md."""
+    """As of a single engine, over two."""
     run("tests.engine.group_machine", str(num_examples))
 
 
