@@ -158,16 +158,6 @@ def test_the_tokens_after_a_block_are_no_block():
     assert serve(router, make_request([1, 2])) == 0
 
 
-def test_forget():
-    router = make_router()
-    prompt = make_prompt(0)
-    assert router.route(make_samples(prompt, 2)) == [0, 0]
-    router.forget()
-    assert router.num_blocks == 0
-    assert router.loads == (2, 0, 0, 0)
-    assert router.route(make_samples(prompt, 2)) == [1, 1]
-
-
 def test_the_prefix_used_least_recently_is_forgotten():
     router = make_router(max_blocks=4)
     first, second, third = (make_prompt(n, 2 * BLOCK) for n in range(3))
@@ -264,7 +254,6 @@ CHANGES = st.one_of(
     st.tuples(st.just("route"), st.lists(st.tuples(PROMPTS, st.integers(1, 40)), max_size=4)),
     st.tuples(st.just("finish"), st.integers(0, 99)),
     st.tuples(st.just("move"), st.integers(0, 99)),
-    st.tuples(st.just("forget"), st.none()),
 )
 
 
@@ -294,9 +283,6 @@ def test_any_order_of_changes(num_engines, max_rows, max_blocks, changes):
             loads[source] -= 1
             loads[target] += 1
             unfinished.append((target, request))
-        elif change == "forget":
-            router.forget()
-            assert router.num_blocks == 0
         assert router.loads == tuple(loads)
         assert router.num_blocks <= max_blocks
 

@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.weight_updates import Engines, WeightSource
+from sgljax_engine.core.engines import Engines
+from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.weights import sync
@@ -77,7 +78,7 @@ class AdapterLoader:
     def compare(self, job: CompareJob) -> list[str]:
         """Names of projections whose adapter is not what the source makes of it."""
         build = self._prepare(job, check_finite=False)
-        return self._engines.do(functools.partial(cmd.CompareAdapter, job.name, build))
+        return self._engines.ask(functools.partial(cmd.CompareAdapter, job.name, build))
 
     def _prepare(self, job: AdapterJob | CompareJob, *, check_finite: bool) -> cmd.BuildAdapter:
         self._engines.check_open()

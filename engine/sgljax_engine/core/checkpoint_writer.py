@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint, merge_prefixes
 from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.engines import Engines
 from sgljax_engine.core.snapshot import (
     PrefixSnapshot,
     Restoration,
@@ -32,8 +33,6 @@ from sgljax_engine.runner.saved_pages import SavedPages
 from sgljax_engine.types import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 _MAX_VERSION = 2**31 - 1
 """Versions of tokens are kept as C ints."""
@@ -51,18 +50,10 @@ class SaveJob(NamedTuple):
     future: Future[SaveReport]
 
 
-class AskedEngines(Protocol):
-    """The engines of a group, as the thread that writes checkpoints sees them."""
-
-    def ask(self, make: Callable[[Future[_T]], cmd.Command], place: int | None = None) -> _T:
-        """Has all engines, or one, do a command, and waits for the answer."""
-        ...
-
-
 class CheckpointWriter:
     """Writes checkpoints, on the thread of a `Worker`."""
 
-    def __init__(self, model: ModelConfig, engines: AskedEngines) -> None:
+    def __init__(self, model: ModelConfig, engines: Engines) -> None:
         """Writes nothing yet.
 
         Args:

@@ -14,9 +14,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.checkpoint_writer import SaveJob
-from sgljax_engine.core.group import EngineGroup
-from sgljax_engine.core.staging import WeightJob
+from sgljax_engine.core.group import Asked, EngineGroup
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.futures import Answer
@@ -24,9 +22,6 @@ from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
 
 _T = TypeVar("_T")
-
-Asked = cmd.Command | WeightJob | SaveJob
-"""What `EngineGroup.submit` takes; its future gets the answer."""
 
 
 class EngineClient:
@@ -43,12 +38,10 @@ class EngineClient:
 
     def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """Has the engine thread or a worker do something, and waits for its answer."""
-        future: Future[_T] = Future()
-        self._group.submit(make(future))
         try:
-            return future.result()
+            return self._group.ask(make)
         finally:
-            del future, make
+            del make
 
     async def async_ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """`ask` for asyncio. Cancelling the task does not take back what was asked."""

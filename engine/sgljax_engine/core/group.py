@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,15 +21,16 @@ from sgljax_engine.core.adapter_loading import AdapterLoader
 from sgljax_engine.core.background import Worker
 from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob, restorations
 from sgljax_engine.core.engine_core import EngineCore, refuse_ids
+from sgljax_engine.core.engines import Split
 from sgljax_engine.core.fan_out import COMBINED, Gathered, split_score
 from sgljax_engine.core.handlers import Attend
 from sgljax_engine.core.loop import SHUT_DOWN, EngineLoop
 from sgljax_engine.core.meeting import Meeting
 from sgljax_engine.core.request_groups import RequestGroups
-from sgljax_engine.core.router import Router, pick_move
+from sgljax_engine.core.router import Router
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.core.steps import STEPS
-from sgljax_engine.core.weight_updates import Split, WeightUpdater
+from sgljax_engine.core.weight_updates import WeightUpdater
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
@@ -42,6 +44,9 @@ from sgljax_engine.weights.sync import WeightMaker
 
 _T = TypeVar("_T")
 
+Asked = cmd.Command | WeightJob | SaveJob
+"""What `EngineGroup.submit` takes; its future gets the answer."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltGroup:
@@ -51,7 +56,6 @@ class BuiltGroup:
         cores: Fresh, one for each submesh.
         groups: The calls that all of them share.
         router: Chooses among them.
-        max_rows: Rows that each of them decodes together.
         weight_maker: Makes the weights of updates, for all engines at once.
         split: Gives each engine its part of these.
         served: What the first weights were made of.
@@ -61,7 +65,6 @@ class BuiltGroup:
     cores: Sequence[EngineCore]
     groups: RequestGroups
     router: Router
-    max_rows: int
     weight_maker: WeightMaker
     split: Split
     served: ServedSource
@@ -86,7 +89,6 @@ class EngineGroup:
         self._lock = built.groups.lock
         self._groups = built.groups
         self._router = built.router
-        self._max_rows = built.max_rows
         built.groups.on_finished = self._finished
         self.split = built.split
         count = len(built.cores)
@@ -150,7 +152,7 @@ class EngineGroup:
 
     # ------------------------------------------------------------------ commands
 
-    def submit(self, command: cmd.Command | WeightJob | SaveJob) -> None:
+    def submit(self, command: Asked) -> None:
         """Queues a command for the engines, or a job for one of the workers.
 
         Jobs that concern weights are done in their order, and so are checkpoints.
@@ -174,21 +176,25 @@ class EngineGroup:
         for loop in self.loops:
             loop.check_open()
 
-    def ask(self, make: Callable[[Future[_T]], cmd.Command], place: int | None = None) -> _T:
-        """Has all engines, or one, do a command, and waits for the answer."""
+    def ask(self, make: Callable[[Future[_T]], Asked], place: int | None = None) -> _T:
+        """Has all engines, one of them, or a worker do something, and waits for the answer.
+
+        Args:
+            make: Makes the command or the job with the future that gets the answer.
+            place: The engine that does the command; None for all of them, or for a job.
+        """
         future: Future[_T] = Future()
+        asked = make(future)
         if place is None:
-            self.submit(make(future))
+            self.submit(asked)
         else:
-            self.loops[place].submit(make(future))
+            assert isinstance(asked, cmd.Command)
+            self.loops[place].submit(asked)
+        del asked
         try:
             return future.result()
         finally:
             del future, make
-
-    def do(self, make: Callable[[Future[_T]], cmd.Question]) -> _T:
-        """Has all engines do a command, and waits for the answer."""
-        return self.ask(make)
 
     def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
         """Has all engines swap weights or an adapter; returns the new version."""
@@ -210,19 +216,13 @@ class EngineGroup:
             CheckpointError: when an id is in use.
             EngineStateError: when requests are refused.
         """
-        routed: list[Request] = []
-
-        def route(unfinished: Sequence[Request]) -> Sequence[int]:
-            routed.extend(unfinished)
-            return self._route(unfinished)
-
-        count = len(self.loops)
-        parts = restorations(checkpoint, requests, answers, route, count)
+        parts = restorations(checkpoint, requests, answers, self._route, len(self.loops))
         try:
             self.ask(functools.partial(cmd.Restore, parts))
         except BaseException:
-            for request in routed:
-                self._finished(request)
+            for restored in itertools.chain.from_iterable(part.requests for part in parts):
+                if restored.is_unfinished:
+                    self._finished(restored.request)
             raise
 
     def _distribute(self, command: cmd.Command) -> None:
@@ -290,7 +290,7 @@ class EngineGroup:
             waiting = [each.num_waiting for each in self.loops]
             source = self.loops.index(loop)
             waiting[source] = loop.num_movable
-            move = pick_move(self._router.loads, waiting, self._max_rows)
+            move = self._router.pick_move(waiting)
             if move is None or move.source != source:
                 return
             requests, answers = loop.hand_over(move.num_requests)

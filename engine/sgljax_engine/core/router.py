@@ -36,8 +36,8 @@ class Router:
 
     Not thread-safe: every call is made under the group's lock.
 
-    What it remembers are hints. An engine may have evicted a prefix, and two prefixes may have the
-    same hash; then a prefix is computed again, and no sample changes.
+    What it remembers are hints. An engine may have evicted or flushed a prefix, and two prefixes
+    may have the same hash; then a prefix is computed again, and no sample changes.
 
     A prompt is a chain of hashes: of each block of tokens with all before it, and of the tokens
     that are left. So a prompt of less than a block is known by all its tokens. The adapter is part
@@ -64,6 +64,7 @@ class Router:
         check_count("max_rows", max_rows)
         check_count("max_blocks", max_blocks)
         self._block_size = block_size
+        self._max_rows = max_rows
         self._max_blocks = max_blocks
         # Requests that no row is left for would wait, prefix or not.
         self._max_gap = min(MAX_LOAD_GAP, max_rows)
@@ -116,9 +117,9 @@ class Router:
         self._loads[target] += 1
         self._remember(self._chain(request.lora, request.prompt_ids), target)
 
-    def forget(self) -> None:
-        """Forgets all prefixes: after a flush, or with new weights. The loads stay."""
-        self._holders.clear()
+    def pick_move(self, waiting: Sequence[int]) -> Move | None:
+        """`pick_move` with the loads of now."""
+        return pick_move(self._loads, waiting, self._max_rows)
 
     def _unload(self, engine: int) -> None:
         if not self._loads[engine]:

@@ -17,7 +17,8 @@ import jax
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapter_loading import AdapterJob, AdapterLoader, CompareJob
-from sgljax_engine.core.weight_updates import Engines, UpdateJob, WeightSource, WeightUpdater
+from sgljax_engine.core.engines import Engines
+from sgljax_engine.core.weight_updates import UpdateJob, WeightSource, WeightUpdater
 from sgljax_engine.errors import EngineStateError, InvalidRequestError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.weights import sync
@@ -174,7 +175,7 @@ class Stager:
             made = make()
         else:
             # Programs over several devices are the engine threads': see `WeightUpdater`.
-            made = self._engines.do(functools.partial(cmd.Run, make))
+            made = self._engines.ask(functools.partial(cmd.Run, make))
         staged = StagedWeights(self._owner, self._engines.split(made))
         self._staged.add(staged)
         return staged

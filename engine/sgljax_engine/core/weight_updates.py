@@ -9,19 +9,18 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.engines import Engines, Split
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.trace import UPDATES_TRACK, Recorder
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import SyncPlan, WeightMaker
-
-_T = TypeVar("_T")
 
 
 class WeightSource(NamedTuple):
@@ -31,32 +30,8 @@ class WeightSource(NamedTuple):
     rules: Sequence[WeightRule]
 
 
-Split = Callable[[Mapping[str, jax.Array]], list[dict[str, jax.Array]]]
-"""Gives each engine its part of weights that were made for all; copies nothing."""
-
 _Make = Callable[[Sequence[cmd.Weights]], dict[str, jax.Array]]
 """Makes the weights of all engines in one; gets those that serve."""
-
-
-class Engines(Protocol):
-    """The engines of a group, as the threads of its workers see them."""
-
-    @property
-    def split(self) -> Split:
-        """See `Split`."""
-        ...
-
-    def check_open(self) -> None:
-        """Raises EngineShutdownError once they are shut down."""
-        ...
-
-    def do(self, make: Callable[[Future[_T]], cmd.Question]) -> _T:
-        """Has them do a command together, and waits for its answer."""
-        ...
-
-    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
-        """Has them swap weights or an adapter together; returns the new version."""
-        ...
 
 
 class UpdateJob(NamedTuple):
