@@ -294,7 +294,7 @@ def build_group(
     progress: ProgressListener | None,
 ) -> tuple[BuiltGroup, Limits]:
     """Checks the configuration, takes memory, transforms the weights."""
-    pick_max_model_len(model, config)
+    max_model_len = pick_max_model_len(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
     placement = place(model, mesh, dtype, parallel)
@@ -316,30 +316,25 @@ def build_group(
             if room is not None:
                 each |= first_adapters(adapters, room, maker.targets)
         advance(len(maker.targets))
+    parts = _core_parts(model, config, max_model_len, placement.engines[0], made[0], count)
     page_size = config.cache.page_size
-    max_rows = config.scheduler.max_running_requests
     groups = RequestGroups()
-    cores = []
-    parts: _CoreParts | None = None
-    for index, (engine, own) in enumerate(zip(placement.engines, made, strict=True)):
-        parts = parts or _core_parts(model, config, engine, own, count)
-        cores.append(
-            _build_core(
-                config, parts, engine, own, slots[index], adapters, tokenizer, groups, index
-            )
+    cores = [
+        _build_core(config, parts, engine, own, room, adapters, tokenizer, groups, index)
+        for index, (engine, own, room) in enumerate(
+            zip(placement.engines, made, slots, strict=True)
         )
-    assert parts is not None
+    ]
     built = BuiltGroup(
         cores=cores,
         groups=groups,
-        router=Router(count, page_size, max_rows),
-        max_rows=max_rows,
+        router=Router(count, page_size, config.scheduler.max_running_requests),
         weight_maker=maker,
         split=placement.split,
         served=served,
         slots=None if slots[0] is None else [room for room in slots if room is not None],
     )
-    return built, Limits(parts.max_model_len, parts.num_pages * page_size)
+    return built, Limits(max_model_len, parts.num_pages * page_size)
 
 
 class _CoreParts(NamedTuple):
@@ -348,7 +343,6 @@ class _CoreParts(NamedTuple):
     Attributes:
         static: What programs are compiled for.
         memory: Of one engine.
-        max_model_len: Tokens of the longest sequence.
         num_pages: Pages of one engine.
         shapes: Sizes of the batches.
         lowerings: Programs of several engines.
@@ -356,7 +350,6 @@ class _CoreParts(NamedTuple):
 
     static: ProgramContext
     memory: MemoryPlan
-    max_model_len: int
     num_pages: int
     shapes: BatchShapes
     lowerings: Lowerings | None
@@ -365,11 +358,12 @@ class _CoreParts(NamedTuple):
 def _core_parts(
     model: ModelConfig,
     config: EngineConfig,
+    max_model_len: int,
     placement: Placement,
     weights: Mapping[str, jax.Array],
     num_engines: int,
 ) -> _CoreParts:
-    max_model_len, page_size = pick_max_model_len(model, config), config.cache.page_size
+    page_size = config.cache.page_size
     attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
     definition = get_model(model.architecture)
     static = _program_context(config, definition, model, placement, weights, attention)
@@ -387,7 +381,7 @@ def _core_parts(
     shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
     num_pages = memory.report.kv_tokens // page_size
     lowerings = Lowerings.for_engines(num_engines)
-    return _CoreParts(static, memory, max_model_len, num_pages, shapes, lowerings)
+    return _CoreParts(static, memory, num_pages, shapes, lowerings)
 
 
 def _build_core(

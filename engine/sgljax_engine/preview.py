@@ -21,7 +21,12 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.submeshes import place
-from sgljax_engine.runner.memory_plan import engine_free_bytes, fit_parallel, plan_memory
+from sgljax_engine.runner.memory_plan import (
+    engine_free_bytes,
+    expected_weights_bytes,
+    fit_parallel,
+    plan_memory,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,15 +99,14 @@ def preview_engine(
     config, placement = config.per_engine(num_engines), group.engines[0]
     specs = get_model(model.architecture).param_specs(model)
     num_parameters = sum(math.prod(spec.shape) for spec in specs.values())
-    targets = placement.weight_targets(specs).values()
-    weights_bytes = placement.held_bytes(target.stored for target in targets)
+    held = expected_weights_bytes(model, placement)
     max_model_len = pick_max_model_len(model, config)
     free = engine_free_bytes(placement, num_engines)
     attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
     plan, problem = None, None
-    if free is not None and free < weights_bytes:
-        problem = f"the weights take {weights_bytes} bytes; {free} are free"
+    if free is not None and free < held:
+        problem = f"the weights take {held} bytes; {free} are free"
     else:
         try:
             plan = plan_memory(
@@ -110,7 +114,7 @@ def preview_engine(
                 config,
                 placement,
                 max_model_len,
-                weights_bytes,
+                held,
                 contiguous_kv=attention.contiguous_kv,
                 num_engines=num_engines,
                 are_loaded=False,
@@ -136,7 +140,7 @@ def preview_engine(
         num_parameters=num_parameters,
         num_engines=num_engines,
         tp_size=placement.mesh.size,
-        weights_bytes=weights_bytes,
+        weights_bytes=held,
         free_bytes=free,
         memory=None if plan is None else plan.report,
         problem=problem,

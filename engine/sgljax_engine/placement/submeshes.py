@@ -71,32 +71,29 @@ def place(
 
     Raises:
         InvalidConfigError: when the sizes do not share out the devices; when the tensor axis spans
-            processes; when heads, MLP or
-            vocabulary do not divide over the tensor axis, or the number of kv heads neither is a
-            multiple of its size nor divides it.
+            processes; when heads, MLP or vocabulary do not divide over the tensor axis, or the
+            number of kv heads neither is a multiple of its size nor divides it.
     """
     parallel = parallel or ParallelConfig()
-    devices, tensor_dim = _device_array(mesh, parallel)
-    tp_size = devices.shape[tensor_dim]
+    devices, tensor_dim = share_out(mesh, parallel)
+    tp_size, num_kv_heads = devices.shape[tensor_dim], model.num_kv_heads
     check_divides(model, tp_size)
-    sizes, names = list(devices.shape), [f"{DATA_AXIS}{dim}" for dim in range(devices.ndim)]
-    names[tensor_dim] = TENSOR_AXIS
-    kv_heads = model.num_kv_heads
-    if tp_size > kv_heads:
-        sizes[tensor_dim : tensor_dim + 1] = kv_heads, tp_size // kv_heads
-        names[tensor_dim : tensor_dim + 1] = TENSOR_AXIS, COPIES_AXIS
+    tensor = [(TENSOR_AXIS, tp_size)]
+    if tp_size > num_kv_heads:
+        tensor = [(TENSOR_AXIS, num_kv_heads), (COPIES_AXIS, tp_size // num_kv_heads)]
+    axes = [(f"{DATA_AXIS}{dim}", size) for dim, size in enumerate(devices.shape)]
+    axes[tensor_dim : tensor_dim + 1] = tensor
     layout = default_layout(devices.flat[0].platform)
 
-    def placement(part: np.ndarray, part_sizes: list[int], part_names: list[str]) -> Placement:
-        return Placement(Mesh(part.reshape(part_sizes), part_names), jnp.dtype(dtype), layout)
+    def placement(part: np.ndarray, axes: list[tuple[str, int]]) -> Placement:
+        names, sizes = zip(*axes, strict=True)
+        return Placement(Mesh(part.reshape(sizes), names), jnp.dtype(dtype), layout)
 
-    tensor_names = [name for name in names if not name.startswith(DATA_AXIS)]
-    tensor_sizes = [sizes[names.index(name)] for name in tensor_names]
     rows = np.moveaxis(devices, tensor_dim, -1).reshape(-1, tp_size)
-    engines = tuple(placement(row, tensor_sizes, tensor_names) for row in rows)
+    engines = tuple(placement(row, tensor) for row in rows)
     if len(engines) == 1:
         return GroupPlacement(engines[0], engines)
-    return GroupPlacement(placement(devices, sizes, names), engines)
+    return GroupPlacement(placement(devices, axes), engines)
 
 
 def check_divides(model: ModelConfig, tp_size: int) -> None:
@@ -115,10 +112,11 @@ def check_divides(model: ModelConfig, tp_size: int) -> None:
         )
 
 
-def _device_array(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarray, int]:
+def share_out(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarray, int]:
     """The devices in an array with a dimension for each axis, and the tensor dimension.
 
-    Their flat order is the mesh's, so that one program takes arrays of both.
+    Their flat order is the mesh's, so that one program takes arrays of both. Arguments and errors
+    are those of `place`.
     """
     tp_size, num_engines = parallel.tp_size, parallel.data_parallel_size
     assert tp_size != "auto"

@@ -20,7 +20,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.placement.submeshes import check_divides, place
+from sgljax_engine.placement.submeshes import check_divides, place, share_out
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,7 @@ def plan_memory(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     cache = config.cache
-    num_heads = model.num_kv_heads * placement.num_kv_copies
-    per_page = cache.page_size * kv_bytes_per_token(
-        model.num_layers, num_heads, model.head_dim, placement.dtype
-    )
+    per_page = cache.page_size * _bytes_per_token(model, placement)
     free = engine_free_bytes(placement, num_engines)
     if free is not None and not are_loaded:
         free = max(free - weights_bytes, 0)
@@ -211,16 +208,18 @@ def fit_parallel(
     """
     asked = config.parallel
     is_auto = asked.tp_size == "auto"
-    if is_auto and asked.data_parallel_size is not None:
-        return dataclasses.replace(asked, tp_size=None)
-    if mesh is None or mesh.empty or (asked.tp_size is not None and not is_auto):
-        return dataclasses.replace(asked, tp_size=None) if is_auto else asked
-    if asked.data_parallel_size is not None:
-        return asked
-    first = 1 if is_auto else place(model, mesh, dtype, asked).engines[0].mesh.size
+    by_mesh = dataclasses.replace(asked, tp_size=None) if is_auto else asked
+    is_sized = by_mesh.tp_size is not None or asked.data_parallel_size is not None
+    if is_sized or mesh is None or mesh.empty:
+        return by_mesh
+    devices, tensor_dim = share_out(mesh, by_mesh)
+    first = 1
+    if not is_auto:
+        first = devices.shape[tensor_dim]
+        check_divides(model, first)
     tried: list[str] = []
-    for tp_size in range(first, mesh.size + 1):
-        if mesh.size % tp_size:
+    for tp_size in range(first, devices.size + 1):
+        if devices.size % tp_size:
             continue
         try:
             check_divides(model, tp_size)
@@ -240,7 +239,7 @@ def fit_parallel(
         tried.append(f"tp_size {tp_size} needs {needed} of {free} free bytes")
     if is_auto:
         raise InvalidConfigError(
-            f"tp_size 'auto' finds no size that fits {mesh.size} devices: {'; '.join(tried)}"
+            f"tp_size 'auto' finds no size that fits {devices.size} devices: {'; '.join(tried)}"
         )
     return asked  # `plan_memory` says what does not fit
 
@@ -255,10 +254,18 @@ def _needed_and_free(
     """Bytes that an engine needs at least, and those that are free on its devices."""
     group = place(model, mesh, dtype, parallel)
     engine = group.engines[0]
-    targets = engine.weight_targets(get_model(model.architecture).param_specs(model))
-    weights = engine.held_bytes(target.stored for target in targets.values())
-    num_heads = model.num_kv_heads * engine.num_kv_copies
-    per_token = kv_bytes_per_token(model.num_layers, num_heads, model.head_dim, engine.dtype)
     tokens = config.max_model_len or model.context_length
-    kv = math.ceil(tokens * per_token / config.cache.mem_fraction_static)
-    return weights + kv, engine_free_bytes(engine, len(group.engines))
+    kv = math.ceil(tokens * _bytes_per_token(model, engine) / config.cache.mem_fraction_static)
+    return expected_weights_bytes(model, engine) + kv, engine_free_bytes(engine, len(group.engines))
+
+
+def expected_weights_bytes(model: ModelConfig, placement: Placement) -> int:
+    """Bytes of a model's weights on an engine's devices, before there are any."""
+    targets = placement.weight_targets(get_model(model.architecture).param_specs(model))
+    return placement.held_bytes(target.stored for target in targets.values())
+
+
+def _bytes_per_token(model: ModelConfig, placement: Placement) -> int:
+    """Bytes of a token's keys and values on an engine's devices."""
+    num_heads = model.num_kv_heads * placement.num_kv_copies
+    return kv_bytes_per_token(model.num_layers, num_heads, model.head_dim, placement.dtype)
