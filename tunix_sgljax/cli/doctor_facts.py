@@ -166,9 +166,8 @@ class Facts:
     @property
     def is_pathways(self) -> bool:
         """Whether JAX reaches devices through Pathways' proxy, or is asked to."""
-        wanted = self.variables.get("JAX_PLATFORMS", "").split(",")
         runtimes = {device.runtime for device in self.devices}
-        return pathways.PLATFORM in wanted or any(map(_is_pathways, runtimes))
+        return pathways.is_asked_for(self.variables) or any(map(_is_pathways, runtimes))
 
 
 def _is_pathways(runtime: str) -> bool:

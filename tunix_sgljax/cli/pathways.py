@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 PLATFORM = "proxy"
 """The entry of JAX_PLATFORMS that asks for the proxy, as Tunix and pathwaysutils read it."""
 
 
-def is_asked_for() -> bool:
-    """Whether the environment asks for Pathways."""
-    return PLATFORM in os.environ.get("JAX_PLATFORMS", "").split(",")
+def is_asked_for(variables: Mapping[str, str]) -> bool:
+    """Whether environment variables ask for Pathways."""
+    return PLATFORM in variables.get("JAX_PLATFORMS", "").split(",")
 
 
 def initialize() -> None:
@@ -21,7 +22,7 @@ def initialize() -> None:
     Raises:
         ValueError: pathwaysutils is not installed.
     """
-    if not is_asked_for():
+    if not is_asked_for(os.environ):
         return
     try:
         import pathwaysutils  # pyright: ignore[reportMissingImports]

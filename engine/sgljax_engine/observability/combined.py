@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.observability.progress import EngineProgress
@@ -22,6 +23,21 @@ _LARGEST = {
 """Counters of what the engines do together, or that are no sums; all others are added up."""
 
 
+_SUMS_OF_STATES = (
+    "running_batch_size",
+    "waiting_queue_size",
+    "num_prefilling",
+    "host_bytes",
+    "available_kv_tokens",
+    "cached_kv_tokens",
+    "total_kv_tokens",
+    "forward_ct_decode",
+    "num_compiles",
+    "compile_s",
+)
+"""Fields of a state that are added up; what is neither here nor combined is the same everywhere."""
+
+
 def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
     """The totals of all engines."""
     values = {}
@@ -34,14 +50,11 @@ def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
 
 def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
     """What all engines take."""
-    first = reports[0]
+    names = ("weights_bytes", "kv_bytes", "contiguous_kv_bytes", "kv_tokens")
     free = [report.free_bytes for report in reports]
     return dataclasses.replace(
-        first,
-        weights_bytes=sum(report.weights_bytes for report in reports),
-        kv_bytes=sum(report.kv_bytes for report in reports),
-        contiguous_kv_bytes=sum(report.contiguous_kv_bytes for report in reports),
-        kv_tokens=sum(report.kv_tokens for report in reports),
+        reports[0],
+        **_sums(reports, names),
         free_bytes=None if None in free else sum(each for each in free if each is not None),
         num_engines=len(reports),
     )
@@ -52,27 +65,13 @@ def combine_states(states: Sequence[EngineState]) -> EngineState:
     first = states[0]
     if len(states) == 1:
         return first
-    return EngineState(
-        running_batch_size=sum(state.running_batch_size for state in states),
-        waiting_queue_size=sum(state.waiting_queue_size for state in states),
-        num_prefilling=sum(state.num_prefilling for state in states),
+    return dataclasses.replace(
+        first,
+        **_sums(states, _SUMS_OF_STATES),
         running_rids=tuple(rid for state in states for rid in state.running_rids),
         waiting_rids=tuple(rid for state in states for rid in state.waiting_rids),
-        pause_mode=first.pause_mode,
-        asleep=first.asleep,
-        host_bytes=sum(state.host_bytes for state in states),
-        has_weights=first.has_weights,
-        available_kv_tokens=sum(state.available_kv_tokens for state in states),
-        cached_kv_tokens=sum(state.cached_kv_tokens for state in states),
-        total_kv_tokens=sum(state.total_kv_tokens for state in states),
         is_kv_allocated=any(state.is_kv_allocated for state in states),
-        weight_version=first.weight_version,
-        adapters=first.adapters,
         new_token_ratio=max(state.new_token_ratio for state in states),
-        init_new_token_ratio=first.init_new_token_ratio,
-        forward_ct_decode=sum(state.forward_ct_decode for state in states),
-        num_compiles=sum(state.num_compiles for state in states),
-        compile_s=sum(state.compile_s for state in states),
         memory=combine_memory([state.memory for state in states]),
         counters=combine_counters([state.counters for state in states]),
         engines=tuple(states),
@@ -81,19 +80,15 @@ def combine_states(states: Sequence[EngineState]) -> EngineState:
 
 def combine_progress(progresses: Sequence[EngineProgress]) -> EngineProgress:
     """The progress of the group."""
-    if len(progresses) == 1:
-        return progresses[0]
     halts = [progress.halted_s for progress in progresses if progress.halted_s is not None]
-    totals = {
-        field.name: sum(getattr(progress, field.name) for progress in progresses)
-        for field in dataclasses.fields(EngineProgress)
-        if field.name.startswith("num_")
-    }
-    return EngineProgress(
-        **totals,
-        weight_version=progresses[0].weight_version,
-        halted_s=max(halts, default=None),
-    )
+    fields = [field.name for field in dataclasses.fields(EngineProgress)]
+    sums = _sums(progresses, [name for name in fields if name.startswith("num_")])
+    return dataclasses.replace(progresses[0], **sums, halted_s=max(halts, default=None))
+
+
+def _sums(objects: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
+    """Sums of fields over all engines."""
+    return {name: sum(getattr(each, name) for each in objects) for name in names}
 
 
 def combine_recordings(recordings: Sequence[Recording]) -> Recording:

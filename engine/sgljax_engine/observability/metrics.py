@@ -17,8 +17,8 @@ class EngineCounters:
         num_prefill_tokens: Tokens prefilled, including repeats after retractions.
         num_cached_tokens: Tokens that requests took from the prefix cache instead.
         num_page_copies: Shared pages that were copied so that a request could extend them.
-        num_output_tokens: Tokens generated. num_dispatches: Scheduler steps that ran something on
-            the device.
+        num_output_tokens: Tokens generated.
+        num_dispatches: Scheduler steps that ran something on the device.
         used_kv_tokens: Tokens of the pages in use, summed over dispatches, times the number of
             engines: divided by `num_dispatches` and `EngineState.total_kv_tokens` it is the mean
             use of the KV cache.
