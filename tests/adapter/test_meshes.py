@@ -57,6 +57,76 @@ print("meshes ok")
 """
 
 
+DISJOINT = """
+import functools
+import numpy as np
+from absl import logging
+logging.set_verbosity(logging.ERROR)
+import pytest
+import tests.conftest
+import jax
+from jax._src.array import ArrayImpl
+from jax.sharding import Mesh
+from tunix.rl.grpo.grpo_learner import GRPOLearner
+from tunix.rl.rl_cluster import RLCluster, Role
+from tests.adapter import grpo_parts as parts
+from tests.adapter.helpers import ENGINE_OPTIONS, params_of
+from tunix_sgljax import SglJaxRollout
+
+fetched = []  # shapes of weights that came to the host, not of flags that say they are finite
+
+def watched(function):
+    @functools.wraps(function)
+    def call(array, *args, **kwargs):
+        if isinstance(array, jax.Array) and array.dtype != bool:
+            fetched.append(array.shape)
+        return function(array, *args, **kwargs)
+    return call
+
+class Watched(SglJaxRollout):
+    num_syncs = 0
+
+    def update_params(self, *args, **kwargs):
+        fetched.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            # NumPy reads a CPU's array through the buffer protocol, past `_value`.
+            patch.setattr(ArrayImpl, "_value", property(watched(ArrayImpl._value.fget)))
+            patch.setattr(np, "asarray", watched(np.asarray))
+            patch.setattr(np, "array", watched(np.array))
+            super().update_params(*args, **kwargs)
+        assert not fetched, fetched
+        Watched.num_syncs += 1
+
+devices = np.array(jax.devices())
+trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
+others = Mesh(devices[2:].reshape(2, 1), ("fsdp", "tp"))
+trained = []
+for sampler in (trainer, others):
+    meshes = {Role.ACTOR: trainer, Role.REFERENCE: trainer, Role.ROLLOUT: sampler}
+    engine = functools.partial(Watched, **ENGINE_OPTIONS)
+    made = parts.make_parts(
+        meshes=meshes,
+        max_steps=3,
+        rollout_engine=engine,
+        rollout_config=parts.rollout_config(seed=3),
+    )
+    first = jax.tree.map(np.asarray, params_of(made.model))
+    cluster = RLCluster(**made.arguments)
+    GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(
+        (parts.list_batches() + parts.list_batches())[:3]
+    )
+    assert cluster.global_steps == cluster.rollout.weight_version == 3
+    weights = cluster.rollout.engine._group.loops[1]._core.runner.weights
+    assert {d for w in weights.values() for d in w.devices()} == {sampler.devices[1, 0]}
+    trained.append(jax.tree.map(np.asarray, params_of(cluster.actor_trainer.model)))
+    cluster.rollout.close()
+assert Watched.num_syncs >= 6
+assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, first, trained[0])))
+assert all(jax.tree.leaves(jax.tree.map(np.array_equal, *trained)))
+print("meshes ok")
+"""
+
+
 WEIGHTS = """
 import tests.conftest
 import jax
@@ -142,6 +212,7 @@ print("meshes ok")
     "script",
     [
         pytest.param(GRPO, id="grpo", marks=pytest.mark.slow),
+        pytest.param(DISJOINT, id="disjoint", marks=pytest.mark.slow),
         pytest.param(WEIGHTS, id="weights"),
         pytest.param(KV_COPIES, id="kv_copies", marks=pytest.mark.slow),
     ],
