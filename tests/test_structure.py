@@ -64,7 +64,7 @@ HOST_ONLY = (
     "core.stats",
 )
 
-MAX_TOP_LEVEL = {"sgljax_engine": 14, "tunix_sgljax": 10}
+MAX_TOP_LEVEL = {"sgljax_engine": 13, "tunix_sgljax": 10}
 """Modules beside the folders, `__init__` included."""
 
 

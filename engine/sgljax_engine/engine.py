@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 
-from sgljax_engine import builder
+from sgljax_engine.builder import group, sources
+from sgljax_engine.builder.adapters import check_adapters
 from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.config import EngineConfig
@@ -134,11 +135,11 @@ class Engine:
                 f"config must be an EngineConfig, got {type(config).__name__}; give options flat"
             )
         config = config or EngineConfig.from_options(options)
-        builder.check_sources(model_path, model_config, weights, weight_rules, load_format)
+        sources.check_sources(model_path, model_config, weights, weight_rules, load_format)
         if model_config is None:
             assert model_path is not None
             model_config = load_model_config(model_path)
-        builder.check_adapters(adapters or {}, config.lora)
+        check_adapters(adapters or {}, config.lora)
         self._model = model_config
         self._checks_finite = config.runtime.check_finite
         self._generation = read_generation_config(model_path) if model_path is not None else {}
@@ -147,11 +148,11 @@ class Engine:
         elif model_path is not None:
             tokenizer = load_tokenizer(model_path)
         build = functools.partial(
-            builder.build_group,
+            group.build_group,
             model=model_config,
             config=config,
-            dtype=builder.pick_dtype(config, model_path),
-            weights=builder.pick_weights(
+            dtype=sources.pick_dtype(config, model_path),
+            weights=sources.pick_weights(
                 model_config, config, model_path, weights, weight_rules, load_format, progress
             ),
             adapters={name: WeightSource(*each) for name, each in (adapters or {}).items()},
@@ -162,7 +163,7 @@ class Engine:
         self._progress = progress
         self._tokenizer = tokenizer
         self._servers: list[Server] = []
-        self._group, limits = builder.start_on_clean_thread(build)
+        self._group, limits = group.start_on_clean_thread(build)
         try:
             self._client = EngineClient(self._group)
             self._requests = RequestFactory(
@@ -992,7 +993,7 @@ class Engine:
         self, source: Any, rules: Sequence[WeightRule] | None
     ) -> Callable[[], WeightSource]:
         if isinstance(source, (str, os.PathLike)):
-            return functools.partial(builder.same_model_weights, self._model, Path(source), rules)
+            return functools.partial(sources.same_model_weights, self._model, Path(source), rules)
         rules = hf_rules(self._model) if rules is None else check_rules(rules)
         return functools.partial(WeightSource, source, rules)
 

@@ -9,11 +9,9 @@ from pathlib import Path
 import jax
 
 from sgljax_engine.attention.registry import pick_attention
-from sgljax_engine.builder import (
-    compilation_cache_path,
-    pick_dtype,
-    pick_max_model_len,
-)
+from sgljax_engine.builder.compilation_cache import compilation_cache_path
+from sgljax_engine.builder.group import pick_max_model_len
+from sgljax_engine.builder.sources import pick_dtype
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.projections import pick_projections

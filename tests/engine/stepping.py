@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sgljax_engine import RequestOutput, SamplingParams, builder
+from sgljax_engine import RequestOutput, SamplingParams
+from sgljax_engine.builder import group
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.handlers import handle
@@ -37,7 +38,7 @@ class SteppedEngine:
 
     def __init__(self, **options: Any) -> None:
         """Builds a tiny model's core; options are those of `Engine`."""
-        built, limits = builder.build_group(
+        built, limits = group.build_group(
             model=TINY,
             config=EngineConfig.from_options(options),
             dtype="float32",

@@ -19,7 +19,7 @@ from sgljax_engine import (
     WeightSyncError,
     logical_rules,
 )
-from sgljax_engine.builder import dummy_weights
+from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.core.adapters import AdapterRegistry
 from tests.engine.models import TINY, logical_weights
 from tests.threads import LIMIT_S

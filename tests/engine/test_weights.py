@@ -28,7 +28,7 @@ from sgljax_engine import (
     hf_rules,
     load_model_config,
 )
-from sgljax_engine.builder import dummy_weights
+from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.weights.rules import match
 from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
 from tests.compilation import recorded_programs

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV, zeros_program
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, MakeZeros
 
 CHUNK = 64
 """Adjacent keys of a row: attention takes one chunk of several rows at a time."""
@@ -104,10 +104,13 @@ def allocate_contiguous_kv(
     num_layers: int,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding,
+    make_zeros: MakeZeros,
 ) -> ContiguousKV:
-    """Allocates the arrays of all layers on the sharding's devices. Engine thread only."""
-    k, v = (zeros_program(shape, dtype, sharding) for shape in shapes)
-    return tuple(LayerContiguousKV(k(), v()) for _ in range(num_layers))
+    """Makes the arrays of all layers on the sharding's devices. Engine thread only."""
+    return tuple(
+        LayerContiguousKV(*(make_zeros(shape, dtype, sharding) for shape in shapes))
+        for _ in range(num_layers)
+    )
 
 
 def gather_rows(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ class LayerKV(NamedTuple):
 KVPages = tuple[LayerKV, ...]
 """The whole cache, a pytree with one `LayerKV` per layer."""
 
+MakeZeros = Callable[[tuple[int, ...], jnp.dtype, jax.sharding.Sharding], Any]
+"""Makes an array of zeros, or its shape where programs are only compiled."""
+
 
 def allocate_kv_pages(
     *,
@@ -46,15 +49,30 @@ def allocate_kv_pages(
     head_dim: int,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding,
+    make_zeros: MakeZeros,
 ) -> KVPages:
-    """Allocates a zeroed cache on the sharding's devices. Engine thread only."""
+    """Makes a zeroed cache on the sharding's devices. Engine thread only."""
     shape = (num_pages, num_kv_heads, page_size, head_dim)
-    zeros = zeros_program(shape, dtype, sharding)
-    return tuple(LayerKV(zeros(), zeros()) for _ in range(num_layers))
+    return tuple(
+        LayerKV(make_zeros(shape, dtype, sharding), make_zeros(shape, dtype, sharding))
+        for _ in range(num_layers)
+    )
+
+
+def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array of zeros; takes its memory."""
+    return _zeros_program(shape, dtype, sharding)()
+
+
+def shape_of_zeros(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+    """What a program needs to know of `zeros` to be compiled."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 @functools.lru_cache(maxsize=64)
-def zeros_program(
+def _zeros_program(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
 ) -> Callable[[], jax.Array]:
     """A program that makes a zeroed array. Compiled once, however often it runs."""

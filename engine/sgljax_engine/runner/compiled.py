@@ -171,9 +171,9 @@ class ProgramCache:
             for key, call in new.items():
                 with _named(key):
                     if self._lowerings is None:
-                        lowered, devices = self._lower(call, state), None
+                        lowered, devices = self.lower(call, state), None
                     else:
-                        lowered = self._lowerings.get(key, lambda c=call: self._lower(c, state))
+                        lowered = self._lowerings.get(key, lambda c=call: self.lower(c, state))
                         devices = tuple(self._placement.mesh.devices.flat)
                 made[key] = pool.submit(_compile, key, lowered, devices, options, on_compiled)
             for key, future in made.items():
@@ -187,7 +187,13 @@ class ProgramCache:
         """Drops all programs; those shared between engines stay with the process."""
         self._programs.clear()
 
-    def _lower(self, call: ProgramCall, state: ProgramState) -> jax.stages.Lowered:
+    def lower(self, call: ProgramCall, state: ProgramState) -> jax.stages.Lowered:
+        """A call's program before compilation.
+
+        Args:
+            call: The call.
+            state: Arrays, or their `jax.ShapeDtypeStruct`s with shardings.
+        """
         program = _PROGRAMS[call.name]
         everywhere = self._placement.replicated
         placed = {

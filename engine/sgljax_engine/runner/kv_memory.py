@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
-from sgljax_engine.cache.kv_pages import KVPages, allocate_kv_pages
+from sgljax_engine.cache.kv_pages import KVPages, MakeZeros, allocate_kv_pages
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
@@ -40,6 +40,7 @@ class KVMemory:
         placement: Placement,
         num_pages: int,
         contiguous_shapes: ContiguousShapes | None,
+        make_zeros: MakeZeros,
     ) -> None:
         """Allocates the pages.
 
@@ -49,7 +50,9 @@ class KVMemory:
             placement: Devices and shardings.
             num_pages: Pages in the pool.
             contiguous_shapes: Shapes of contiguous KV; None if decode attention reads pages.
+            make_zeros: Makes the arrays.
         """
+        self._make_zeros = make_zeros
         self._programs = programs
         self._static = static
         self._placement = placement
@@ -168,6 +171,7 @@ class KVMemory:
             head_dim=config.head_dim,
             dtype=placement.dtype,
             sharding=placement.kv_sharding,
+            make_zeros=self._make_zeros,
         )
         rows: ContiguousKV = ()
         if self._contiguous_shapes is not None:
@@ -176,6 +180,7 @@ class KVMemory:
                 num_layers=config.num_layers,
                 dtype=placement.dtype,
                 sharding=placement.contiguous_kv_sharding,
+                make_zeros=self._make_zeros,
             )
         self.kv, self.contiguous_kv = kv, rows  # both or, if memory is short, none
 

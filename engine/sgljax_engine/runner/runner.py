@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousShapes
+from sgljax_engine.cache.kv_pages import MakeZeros, zeros
 from sgljax_engine.errors import EngineError, EngineStepError, forget_locals
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
@@ -59,25 +60,28 @@ class ModelRunner:
         *,
         static: programs.ProgramContext,
         placement: Placement,
-        weights: Mapping[str, jax.Array],
+        weights: Mapping[str, Any],
         num_pages: int,
         shapes: BatchShapes,
         contiguous_shapes: ContiguousShapes | None,
         slots: AdapterSlots | None = None,
         lowerings: Lowerings | None = None,
+        make_zeros: MakeZeros = zeros,
     ) -> None:
         """Allocates the KV pages.
 
         Args:
             static: What programs are compiled for.
             placement: Devices and shardings.
-            weights: Physical weights by name.
+            weights: Physical weights by name: arrays, or their `jax.ShapeDtypeStruct`s where
+                programs are only compiled.
             num_pages: KV pages in the pool.
             shapes: Sizes of the batches.
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
                 pages.
             slots: Room for adapters, which is among the weights; None without.
             lowerings: Programs of the engine's group; None for a single engine.
+            make_zeros: Makes the KV pages: arrays like the weights.
         """
         self._slots = slots
         self._static = static
@@ -93,6 +97,7 @@ class ModelRunner:
             placement=placement,
             num_pages=num_pages,
             contiguous_shapes=contiguous_shapes,
+            make_zeros=make_zeros,
         )
         self.scorer = Scorer(
             self.run,

@@ -51,7 +51,7 @@ class Warmup:
         before, was_sealed = programs.num_compiles, programs.is_sealed
         programs.is_sealed = False
         try:
-            calls = list(self._calls(include_score, include_table))
+            calls = list(warm_calls(runner, include_score, include_table))
             num_new = programs.count_new(calls)
             with reporting(progress, "compile programs", num_new, "program") as advance:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
@@ -65,38 +65,6 @@ class Warmup:
         self._has_score |= include_score
         self._has_table |= include_table
         return programs.num_compiles - before
-
-    def _calls(self, include_score: bool, include_table: bool) -> Iterator[ProgramCall]:
-        """A call of every program; those that take longest to compile come first."""
-        runner, shapes = self._runner, self._runner.shapes
-        vocab_size = runner.model_config.vocab_size
-        for size in shapes.batch_buckets:
-            batch = build_decode_batch(
-                [],
-                [],
-                buckets=[size],
-                table_width=shapes.table_width,
-                has_adapters=runner.has_adapters,
-            )
-            rows = batch, build_sampling_batch([], size, vocab_size)
-            widths = table_buckets(vocab_size) if include_table else ()
-            tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
-            for table in tables:
-                yield ProgramCall("decode", (*rows, RowOptions(table), np.int32(1), np.int32(1)))
-        for size in shapes.token_buckets:
-            batch = empty_prefill_batch(
-                size,
-                block=shapes.token_block,
-                table_width=shapes.table_width,
-                has_adapters=runner.has_adapters,
-            )
-            yield ProgramCall("prefill", (batch,))
-        if include_score:
-            yield from runner.scorer.warm_calls()
-        max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
-        yield ProgramCall(
-            "copy_pages", build_copies([], max_copies=max_copies, num_pages=num_pages)
-        )
 
     def check(self, request: Request) -> None:
         """Raises CompileForbiddenError if a request needs programs that `run` left out.
@@ -115,3 +83,36 @@ class Warmup:
             needs = "programs for top_logprobs_num and token_ids_logprob, which warmup leaves out"
         if needs:
             raise CompileForbiddenError(f"forbid_compile is set and the request needs {needs}")
+
+
+def warm_calls(
+    runner: ModelRunner, include_score: bool, include_table: bool
+) -> Iterator[ProgramCall]:
+    """A call of every program; those that take longest to compile come first."""
+    shapes = runner.shapes
+    vocab_size = runner.model_config.vocab_size
+    for size in shapes.batch_buckets:
+        batch = build_decode_batch(
+            [],
+            [],
+            buckets=[size],
+            table_width=shapes.table_width,
+            has_adapters=runner.has_adapters,
+        )
+        rows = batch, build_sampling_batch([], size, vocab_size)
+        widths = table_buckets(vocab_size) if include_table else ()
+        tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
+        for table in tables:
+            yield ProgramCall("decode", (*rows, RowOptions(table), np.int32(1), np.int32(1)))
+    for size in shapes.token_buckets:
+        batch = empty_prefill_batch(
+            size,
+            block=shapes.token_block,
+            table_width=shapes.table_width,
+            has_adapters=runner.has_adapters,
+        )
+        yield ProgramCall("prefill", (batch,))
+    if include_score:
+        yield from runner.scorer.warm_calls()
+    max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
+    yield ProgramCall("copy_pages", build_copies([], max_copies=max_copies, num_pages=num_pages))

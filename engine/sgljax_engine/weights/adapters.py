@@ -137,14 +137,18 @@ def slots_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty_slots(slots: AdapterSlots) -> Weights:
     """Slots without any adapter: zeros."""
-    specs = _specs(slots)
-    shapes = {name: _stored_shape(spec) for name, spec in specs.items()}
+    shapes = slot_shapes(slots)
 
     def zeros() -> Weights:
-        return {name: jnp.zeros(shapes[name], spec.dtype) for name, spec in specs.items()}
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
 
-    shardings = {name: spec.sharding for name, spec in specs.items()}
+    shardings = {name: x.sharding for name, x in shapes.items()}
     return jax.jit(zeros, out_shardings=shardings)()
+
+
+def slot_shapes(slots: AdapterSlots) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the slots' arrays."""
+    return {name: spec.stored for name, spec in _specs(slots).items()}
 
 
 def _specs(slots: AdapterSlots) -> dict[str, TargetSpec]:
@@ -154,10 +158,6 @@ def _specs(slots: AdapterSlots) -> dict[str, TargetSpec]:
         for name, *both in slots.targets
         for suffix, spec in zip((A_SUFFIX, B_SUFFIX), both, strict=True)
     }
-
-
-def _stored_shape(spec: TargetSpec) -> tuple[int, ...]:
-    return spec.shape[::-1] if spec.is_transposed else spec.shape
 
 
 # ------------------------------------------------------------------ plans

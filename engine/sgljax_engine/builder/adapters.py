@@ -1,0 +1,80 @@
+"""The adapters that an engine starts with, and the room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from sgljax_engine.config import LORA_TARGETS, LoraConfig
+from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.models.spec import ParamKind, ParamSpec
+from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.weights.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    AdapterSlots,
+    empty_slots,
+    plan_adapter,
+)
+from sgljax_engine.weights.sync import TargetSpec
+
+_WITH_SLOTS = (ParamKind.LINEAR, ParamKind.EMBEDDING)
+
+
+def check_adapters(adapters: Mapping[str, Any], lora: LoraConfig) -> None:
+    """Refuses more adapters than there are slots, and names that are none."""
+    if len(adapters) > lora.max_loras:
+        raise InvalidConfigError(
+            f"adapters holds {len(adapters)}, but max_loras is {lora.max_loras}"
+        )
+    for name in adapters:
+        if not isinstance(name, str) or not name:
+            raise InvalidConfigError(f"adapters must have names, got {name!r}")
+
+
+def adapter_slots(
+    lora: LoraConfig, specs: Mapping[str, ParamSpec], placement: Placement
+) -> AdapterSlots | None:
+    """The room for adapters beside a model's projections; None without."""
+    if not lora.max_loras:
+        return None
+    kinds = LORA_TARGETS[:-1] if lora.lora_targets is None else lora.lora_targets
+    size = lora.max_loras * lora.max_lora_rank
+    wanted: dict[str, ParamSpec] = {}
+    names = []
+    for name, spec in specs.items():
+        projection = name.removesuffix(".weight")
+        if projection.rsplit(".", 1)[-1] not in kinds or spec.kind not in _WITH_SLOTS:
+            continue
+        # The output projection is [vocab, model], all others [in, out].
+        is_head = spec.kind is ParamKind.EMBEDDING
+        num_in, num_out = spec.shape[::-1] if is_head else spec.shape
+        in_axis, out_axis = spec.axes[::-1] if is_head else spec.axes
+        names.append(projection)
+        for suffix, shape, axes in (
+            (A_SUFFIX, (num_in, size), (in_axis, None)),
+            (B_SUFFIX, (size, num_out), (None, out_axis)),
+        ):
+            wanted[projection + suffix] = ParamSpec(shape, ParamKind.LINEAR, axes, "")
+    if not names:
+        raise InvalidConfigError(f"lora_targets {kinds} are no projections of this model")
+    targets = placement.weight_targets(wanted)
+    return AdapterSlots(
+        lora.max_loras,
+        lora.max_lora_rank,
+        tuple((name, targets[name + A_SUFFIX], targets[name + B_SUFFIX]) for name in names),
+    )
+
+
+def first_adapters(
+    adapters: Mapping[str, WeightSource], slots: AdapterSlots, targets: Mapping[str, TargetSpec]
+) -> dict[str, jax.Array]:
+    """The slots with the adapters that an engine starts with, in their order."""
+    made = empty_slots(slots)
+    for slot, source in enumerate(adapters.values()):
+        plan, arrays = plan_adapter(source.arrays, source.rules, slots, targets)
+        made = plan.build(arrays, made, slot)
+    return made

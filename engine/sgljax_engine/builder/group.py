@@ -1,0 +1,319 @@
+"""Puts the parts of a group of engines together from its configuration."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from sgljax_engine.attention.base import AttentionBackend
+from sgljax_engine.attention.registry import pick_attention
+from sgljax_engine.builder.adapters import adapter_slots, first_adapters
+from sgljax_engine.builder.compilation_cache import enable_compilation_cache
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros, zeros
+from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
+from sgljax_engine.core.adapters import AdapterRegistry
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.group import BuiltGroup, EngineGroup
+from sgljax_engine.core.request_groups import RequestGroups
+from sgljax_engine.core.router import Router
+from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.layers.projections import pick_projections
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ModelContext, ModelDefinition
+from sgljax_engine.observability.metrics import MemoryReport
+from sgljax_engine.observability.progress import ProgressListener, reporting
+from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.placement.submeshes import describe, place
+from sgljax_engine.processing.input_processor import Limits
+from sgljax_engine.processing.tokenizer import Tokenizer
+from sgljax_engine.runner.batch import (
+    default_batch_buckets,
+    default_token_buckets,
+    prefill_pass,
+    prefill_sizes,
+)
+from sgljax_engine.runner.compiled import Lowerings
+from sgljax_engine.runner.memory_plan import MemoryPlan, fit_parallel, plan_memory
+from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.shapes import BatchShapes
+from sgljax_engine.runner.warmup import Warmup
+from sgljax_engine.runner.widths import agreeing_widths
+from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.weights import sync
+from sgljax_engine.weights.adapters import (
+    AdapterSlots,
+    slot_shapes,
+)
+from sgljax_engine.weights.served import ServedSource
+
+logger = logging.getLogger(__name__)
+
+
+_names = itertools.count()
+
+
+def start_on_clean_thread(
+    build: Callable[[], tuple[BuiltGroup, Limits]],
+) -> tuple[EngineGroup, Limits]:
+    """Builds and starts on a thread of its own, free of the caller's thread-local JAX contexts.
+
+    A mesh or a transfer guard that the caller has set (as Tunix does while it syncs weights)
+    would otherwise apply to the engine's own arrays.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(lambda: _start(*build()))
+        try:
+            return future.result()
+        except BaseException:  # an interrupt: what gets built all the same must not live on
+            future.add_done_callback(_stop_if_started)
+            raise
+
+
+def _start(built: BuiltGroup, limits: Limits) -> tuple[EngineGroup, Limits]:
+    return EngineGroup(built, f"sgljax-engine-{next(_names)}"), limits
+
+
+def _stop_if_started(future: Future[tuple[EngineGroup, Limits]]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result()[0].request_stop()
+
+
+def build_group(
+    *,
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    weights: WeightSource,
+    adapters: Mapping[str, WeightSource],
+    tokenizer: Tokenizer | None,
+    mesh: jax.sharding.Mesh | None,
+    progress: ProgressListener | None,
+) -> tuple[BuiltGroup, Limits]:
+    """Checks the configuration, takes memory, transforms the weights."""
+    max_model_len = pick_max_model_len(model, config)
+    enable_compilation_cache(config.runtime.compilation_cache_dir)
+    parallel = fit_parallel(model, config, mesh, dtype)
+    placement = place(model, mesh, dtype, parallel)
+    logger.info(describe(placement, mesh, parallel))
+    count = len(placement.engines)
+    config = config.per_engine(count)
+    specs = get_model(model.architecture).param_specs(model)
+    maker = sync.WeightMaker(placement.whole.weight_targets(specs))
+    slots = [adapter_slots(config.lora, specs, each) for each in placement.engines]
+    served = ServedSource()
+    with reporting(progress, "place weights", len(maker.targets), "tensor") as advance:
+        plan, arrays = maker.plan(
+            weights.arrays, weights.rules, check_finite=config.runtime.check_finite
+        )
+        made = placement.split(sync.apply(plan, arrays))
+        served.remember(plan, arrays)
+        del arrays
+        for each, room in zip(made, slots, strict=True):
+            if room is not None:
+                each |= first_adapters(adapters, room, maker.targets)
+        advance(len(maker.targets))
+    parts = _core_parts(model, config, max_model_len, placement.engines[0], made[0], count)
+    page_size = config.cache.page_size
+    groups = RequestGroups()
+    cores = [
+        _build_core(config, parts, engine, own, room, adapters, tokenizer, groups, index)
+        for index, (engine, own, room) in enumerate(
+            zip(placement.engines, made, slots, strict=True)
+        )
+    ]
+    built = BuiltGroup(
+        cores=cores,
+        groups=groups,
+        router=Router(count, page_size, config.scheduler.max_running_requests),
+        weight_maker=maker,
+        split=placement.split,
+        served=served,
+        slots=None if slots[0] is None else [room for room in slots if room is not None],
+    )
+    return built, Limits(max_model_len, parts.num_pages * page_size)
+
+
+def build_shapes(
+    model: ModelConfig, config: EngineConfig, dtype: str, mesh: jax.sharding.Mesh | None
+) -> tuple[ModelRunner, MemoryReport]:
+    """One engine of a group without its arrays, whose programs can be lowered but not run.
+
+    Its devices may be those of `jax.experimental.topologies`, which nobody has.
+    """
+    max_model_len = pick_max_model_len(model, config)
+    placement = place(model, mesh, dtype, fit_parallel(model, config, mesh, dtype))
+    count, engine = len(placement.engines), placement.engines[0]
+    config = config.per_engine(count)
+    specs = get_model(model.architecture).param_specs(model)
+    weights = {name: target.stored for name, target in engine.weight_targets(specs).items()}
+    slots = adapter_slots(config.lora, specs, engine)
+    if slots is not None:
+        weights |= slot_shapes(slots)
+    parts = _core_parts(model, config, max_model_len, engine, weights, count)
+    runner = _build_runner(parts, engine, weights, slots, shape_of_zeros)
+    return runner, parts.memory.report
+
+
+def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    """The length asked for, which the model must have room for, else the model's own."""
+    asked = config.max_model_len
+    if asked is not None and asked > model.context_length:
+        raise InvalidConfigError(
+            f"max_model_len must be at most the model's context length {model.context_length}, "
+            f"got {asked}"
+        )
+    return asked or model.context_length
+
+
+class _CoreParts(NamedTuple):
+    """What the engines of a group have in common.
+
+    Attributes:
+        static: What programs are compiled for.
+        memory: Of one engine.
+        num_pages: Pages of one engine.
+        shapes: Sizes of the batches.
+        lowerings: Programs of several engines.
+    """
+
+    static: ProgramContext
+    memory: MemoryPlan
+    num_pages: int
+    shapes: BatchShapes
+    lowerings: Lowerings | None
+
+
+def _core_parts(
+    model: ModelConfig,
+    config: EngineConfig,
+    max_model_len: int,
+    placement: Placement,
+    weights: Mapping[str, Any],
+    num_engines: int,
+) -> _CoreParts:
+    page_size = config.cache.page_size
+    attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
+    definition = get_model(model.architecture)
+    static = _program_context(config, definition, model, placement, weights, attention)
+    memory = plan_memory(
+        model,
+        config,
+        placement,
+        max_model_len,
+        placement.held_bytes(weights.values()),
+        contiguous_kv=attention.contiguous_kv,
+        num_engines=num_engines,
+    )
+    batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
+    table_width = -(-max_model_len // page_size)
+    shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
+    num_pages = memory.report.kv_tokens // page_size
+    lowerings = Lowerings.for_engines(num_engines)
+    return _CoreParts(static, memory, num_pages, shapes, lowerings)
+
+
+def _build_runner(
+    parts: _CoreParts,
+    placement: Placement,
+    weights: Mapping[str, Any],
+    slots: AdapterSlots | None,
+    make_zeros: MakeZeros,
+) -> ModelRunner:
+    return ModelRunner(
+        static=parts.static,
+        placement=placement,
+        weights=weights,
+        num_pages=parts.num_pages,
+        shapes=parts.shapes,
+        contiguous_shapes=parts.memory.contiguous_shapes,
+        slots=slots,
+        lowerings=parts.lowerings,
+        make_zeros=make_zeros,
+    )
+
+
+def _build_core(
+    config: EngineConfig,
+    parts: _CoreParts,
+    placement: Placement,
+    weights: Mapping[str, jax.Array],
+    slots: AdapterSlots | None,
+    adapters: Mapping[str, WeightSource],
+    tokenizer: Tokenizer | None,
+    groups: RequestGroups,
+    place: int,
+) -> EngineCore:
+    runner = _build_runner(parts, placement, weights, slots, zeros)
+    pool = PagePool(
+        PageAllocator(parts.num_pages),
+        config.cache.page_size,
+        is_sharing=not config.cache.disable_radix_cache,
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        pool,
+        token_block=TOKEN_BLOCK,
+        max_prefill_tokens=config.max_prefill_tokens,
+        prefill_sizes=prefill_sizes(parts.shapes.token_buckets, parts.static.prefill_pass),
+    )
+    return EngineCore(
+        scheduler=scheduler,
+        pool=pool,
+        runner=runner,
+        warmup=Warmup(runner, forbid_compile=config.runtime.forbid_compile),
+        adapters=AdapterRegistry(config.lora.max_loras, tuple(adapters)),
+        memory=parts.memory.report,
+        tokenizer=tokenizer,
+        groups=groups,
+        place=place,
+    )
+
+
+def _program_context(
+    config: EngineConfig,
+    definition: ModelDefinition,
+    model: ModelConfig,
+    placement: Placement,
+    weights: Mapping[str, jax.Array],
+    attention: AttentionBackend,
+) -> ProgramContext:
+    runtime = config.runtime
+    context = ModelContext(
+        model,
+        placement.layout,
+        projections=pick_projections(runtime.linear_backend, placement.target).projections,
+        lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
+    )
+    if runtime.enable_deterministic_sampling:
+        widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
+        context = context._replace(tile_widths=widths)
+    return ProgramContext(
+        model=definition,
+        context=context,
+        attention=attention.batch_invariant if context.is_deterministic else attention.attend,
+        page_size=config.cache.page_size,
+        max_steps=config.scheduler.decode_steps,
+        prefill_pass=prefill_pass(placement.platform),
+        decode_attention=attention.decode,
+    )
+
+
+def _buckets(
+    config: EngineConfig, platform: str, per_pass: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    runtime = config.runtime
+    max_running, max_tokens = config.scheduler.max_running_requests, config.max_prefill_tokens
+    return (
+        runtime.batch_buckets or default_batch_buckets(max_running, platform),
+        runtime.token_buckets or default_token_buckets(max_tokens, per_pass),
+    )

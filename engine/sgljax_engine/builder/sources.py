@@ -1,0 +1,148 @@
+"""Where an engine's first weights come from, and what arguments may name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sgljax_engine.checks import require
+from sgljax_engine.config import EngineConfig
+from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.registry import get_model, load_model_config
+from sgljax_engine.models.spec import ParamKind
+from sgljax_engine.models.weight_rules import hf_rules, logical_rules
+from sgljax_engine.observability.progress import ProgressListener, reporting
+from sgljax_engine.weights import loader
+from sgljax_engine.weights.hf_json import read_json
+from sgljax_engine.weights.rules import WeightRule, check_rules
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+_FILLS = {ParamKind.NORM: 1.0, ParamKind.OFFSET_NORM: 0.0, ParamKind.BIAS: 0.0}
+"""What vectors are in a model of random weights."""
+
+
+def check_sources(
+    model_path: str | Path | None,
+    model_config: ModelConfig | None,
+    weights: Any,
+    weight_rules: Sequence[WeightRule] | None,
+    load_format: str,
+) -> None:
+    """Refuses arguments that contradict one another; none is ever ignored."""
+    if (model_path is None) == (model_config is None):
+        raise InvalidConfigError("give exactly one of model_path and model_config")
+    _check_types(model_path, model_config, weights)
+    if load_format not in LOAD_FORMATS:
+        raise InvalidConfigError(f"load_format must be one of {LOAD_FORMATS}, got {load_format!r}")
+    if weights is not None and load_format != "auto":
+        raise InvalidConfigError(f"load_format={load_format!r} goes without weights")
+    if weights is None and weight_rules is not None:
+        raise InvalidConfigError("weight_rules goes with weights")
+    if load_format == "safetensors" and model_path is None:
+        raise InvalidConfigError("load_format='safetensors' needs model_path")
+
+
+def _check_types(
+    model_path: str | Path | None, model_config: ModelConfig | None, weights: Any
+) -> None:
+    if isinstance(weights, (str, os.PathLike)):
+        raise InvalidConfigError(
+            f"weights must be arrays, got {str(weights)!r}; a folder goes into model_path"
+        )
+    if model_config is not None:
+        kind = type(model_config).__name__
+        expected = "a ModelConfig (model_config_from_hf makes one of a config.json's contents)"
+        require(isinstance(model_config, ModelConfig), "model_config", kind, expected)
+        return
+    assert model_path is not None
+    folder = Path(model_path)
+    if not folder.exists():
+        raise InvalidConfigError(
+            f"model_path must be a folder, and there is no {str(folder)!r}; models are not "
+            "downloaded"
+        )
+    require(folder.is_dir(), "model_path", str(folder), "a folder")
+
+
+def pick_dtype(config: EngineConfig, folder: str | Path | None) -> str:
+    """The dtype asked for, else the one that the folder's config.json names, else float32."""
+    if config.runtime.dtype is not None:
+        return config.runtime.dtype
+    if folder is None:
+        return "float32"
+    named = read_json(Path(folder) / "config.json")
+    return str(named.get("dtype") or named.get("torch_dtype") or "float32")
+
+
+def pick_weights(
+    model: ModelConfig,
+    config: EngineConfig,
+    folder: str | Path | None,
+    weights: Any,
+    rules: Sequence[WeightRule] | None,
+    load_format: str,
+    progress: ProgressListener | None,
+) -> WeightSource:
+    """The first weights: given ones, random ones, or the folder's."""
+    if weights is not None:
+        return WeightSource(weights, hf_rules(model) if rules is None else check_rules(rules))
+    if load_format == "dummy" or folder is None:
+        return dummy_weights(model, config.runtime.random_seed or 0)
+    return folder_weights(model, folder, progress)
+
+
+def folder_weights(
+    model: ModelConfig, folder: str | Path, progress: ProgressListener | None = None
+) -> WeightSource:
+    """The weights of a Hugging Face folder, still on the host."""
+    with reporting(progress, "read weights", loader.folder_bytes(folder), "B") as advance:
+        return WeightSource(loader.read_hf_folder(folder, advance), hf_rules(model))
+
+
+def same_model_weights(
+    model: ModelConfig, folder: str | Path, rules: Sequence[WeightRule] | None
+) -> WeightSource:
+    """`folder_weights` of a folder that must describe the same model.
+
+    Raises:
+        WeightLoadError: for a folder that is not there, has no config.json, or one that differs in
+            more than its end-of-sequence ids and context length.
+    """
+    if not Path(folder).is_dir():
+        if Path(folder).exists():
+            raise WeightLoadError(f"weights must be arrays or a folder, got the file {folder}")
+        raise WeightLoadError(f"no such folder of weights: {str(folder)!r}")
+    if not (Path(folder) / "config.json").exists():
+        raise WeightLoadError(
+            f"{folder} has no config.json, so nothing tells whether it is of the same model; give "
+            "arrays instead, safetensors.numpy.load_file reads them"
+        )
+    try:
+        found = load_model_config(folder)
+    except EngineError as error:
+        raise WeightLoadError(f"{folder}: {error}") from error
+    differing = [
+        f"{field.name} {getattr(found, field.name)!r}, not {getattr(model, field.name)!r}"
+        for field in dataclasses.fields(model)
+        if field.name not in ("eos_token_ids", "context_length")
+        and getattr(found, field.name) != getattr(model, field.name)
+    ]
+    if differing:
+        raise WeightLoadError(f"{folder} holds another model: {'; '.join(differing)}")
+    source = folder_weights(model, folder)
+    return source if rules is None else source._replace(rules=check_rules(rules))
+
+
+def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:
+    """Random weights."""
+    specs = get_model(model.architecture).param_specs(model)
+    shapes = {name: spec.shape for name, spec in specs.items()}
+    fills = {name: _FILLS[spec.kind] for name, spec in specs.items() if spec.kind in _FILLS}
+    return WeightSource(loader.random_weights(shapes, fills, seed), logical_rules(model))
