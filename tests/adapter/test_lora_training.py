@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -21,7 +18,7 @@ from tests import lora_models
 from tests import tunix_reference as ref
 from tests.adapter import grpo_parts as parts
 from tests.adapter.helpers import ENGINE_OPTIONS, max_difference, new_rollout, scores
-from tests.threads import LIMIT_S
+from tests.devices import run_python
 from tunix_sgljax import RLCluster as OurCluster
 from tunix_sgljax import SglJaxRollout, mismatch_report
 
@@ -147,15 +144,8 @@ def test_without_a_reference_and_adapters_an_error_says_so():
 @pytest.mark.slow
 def test_on_several_devices():
     """Trainer and rollout on one mesh of four devices, and on two of two."""
-    flags = "--xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MESHES],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert "lora meshes ok" in done.stdout, done.stderr[-3000:]
+    done = run_python("-W", "ignore", "-c", MESHES, num_devices=4)
+    assert "lora meshes ok" in done.stdout
 
 
 def test_the_trainers_bits():

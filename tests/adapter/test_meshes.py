@@ -5,13 +5,9 @@ Runs in a process of its own with four host devices, since JAX fixes their numbe
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.threads import LIMIT_S
+from tests.devices import run_python
 
 GRPO = """
 import functools
@@ -218,12 +214,4 @@ print("meshes ok")
     ],
 )
 def test_four_devices(script):
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "meshes ok" in result.stdout
+    assert "meshes ok" in run_python("-c", script, num_devices=4).stdout

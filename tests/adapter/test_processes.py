@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -15,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.devices import ROOT, device_variables
 from tests.threads import LIMIT_S
 
 END_LIMIT_S = 60
 """For a process whose peer has died. Shorter than JAX's own 100 s, so that its settings matter."""
 
-ROOT = Path(__file__).parents[2]
 HAS_IPV6 = Path("/proc/net/if_inet6").exists()
 
 pytestmark = pytest.mark.slow
@@ -38,8 +37,7 @@ class Process:
             stderr=log,
             cwd=ROOT,
             text=True,
-            env=os.environ
-            | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"},
+            env=device_variables(4),
         )
 
     def read(self, word: str) -> str:

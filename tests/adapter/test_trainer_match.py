@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -29,6 +26,7 @@ from tests.adapter.helpers import (
     rollout_config,
     text_of,
 )
+from tests.devices import run_python
 from tests.threads import LIMIT_S, start
 from tests.tiers import tiered
 from tunix_sgljax import create_sgljax_rollout
@@ -327,15 +325,7 @@ print("sharded ok")
 
 @pytest.mark.slow
 def test_a_sharded_actor_stays_where_it_is():
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "sharded ok" in result.stdout
+    assert "sharded ok" in run_python("-c", SHARDED, num_devices=4).stdout
 
 
 # ------------------------------------------------------------------ refusals

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from tunix.cli import grpo_main
 
 from sgljax_engine import InvalidConfigError
 from tests.cli import tunix_offline as offline
-from tests.threads import LIMIT_S
+from tests.devices import run_python
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.cli import main as cli
 from tunix_sgljax.cli import tunix as command
@@ -122,27 +121,9 @@ def test_a_recipe_runs_on_eight_devices(folder):
         "rollout_model_config.mesh.shape=(2,2)",
         "rollout_model_config.mesh.axis_names=('fsdp','tp')",
     )
-    script = [sys.executable, str(offline.RECIPE.parent / "tunix_offline.py"), str(folder), "tunix"]
-    paths = [str(offline.ROOT), str(offline.ROOT / "engine"), str(offline.ROOT / "examples")]
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join(paths),
-        # As `tests.conftest` has it.
-        "JAX_COMPILATION_CACHE_DIR": str(offline.ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    run = subprocess.run(
-        [*script, *arguments],
-        cwd=offline.RECIPE,
-        env=environment,
-        timeout=LIMIT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "SglJaxRollout samples" in run.stderr
+    script = offline.RECIPE.parent / "tunix_offline.py"
+    done = run_python(script, folder, "tunix", *arguments, num_devices=8, folder=offline.RECIPE)
+    assert "SglJaxRollout samples" in done.stderr
 
 
 # ---------------------------------------------------------------------- nothing stays

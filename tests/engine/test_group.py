@@ -5,13 +5,9 @@ Runs in processes of its own with eight host devices, since JAX fixes their numb
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.threads import LIMIT_S
+from tests.devices import run_python
 
 
 @pytest.mark.parametrize(
@@ -40,15 +36,4 @@ def test_interrupt_machine():
 
 def run(module: str, *arguments: str) -> None:
     """Runs a module in a process with eight devices."""
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, *arguments],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    run_python("-W", "ignore", "-m", module, *arguments, num_devices=8)

@@ -5,13 +5,9 @@ Runs in processes of its own with eight host devices, since JAX fixes their numb
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.threads import LIMIT_S
+from tests.devices import run_python
 
 
 @pytest.mark.parametrize(
@@ -26,15 +22,4 @@ from tests.threads import LIMIT_S
     ],
 )
 def test_on_eight_devices(case):
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.kv_copies_cases", case],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    run_python("-W", "ignore", "-m", "tests.engine.kv_copies_cases", case, num_devices=8)

@@ -5,14 +5,11 @@ Runs in a process of its own with eight host devices, since JAX fixes their numb
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.threads import LIMIT_S
+from tests.devices import run_python
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -192,16 +189,5 @@ print("mesh ok")
 
 @pytest.mark.slow
 def test_eight_devices():
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(GOLDEN)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "mesh ok" in result.stdout
+    done = run_python("-c", SCRIPT, GOLDEN, num_devices=8)
+    assert "mesh ok" in done.stdout

@@ -8,16 +8,13 @@ Takes a quarter of an hour on two cores. The tests run the recipes too and compa
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
+from tests.devices import ROOT, run_python
 from tests.recipes.recipes import NUM_DEVICES, RECIPES, Recipe
 
-ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "docs" / "recipes.md"
 COMMIT = "c7d8950f"
 _LIMIT_S = 3600
@@ -47,27 +44,9 @@ _COLUMNS = "| | recipe | trains | meshes | names | |\n|---:|---|---|---|---|---|
 
 def run_recipes(numbers: Iterable[int]) -> dict[int, str]:
     """What comes out of recipes, run in a process with `NUM_DEVICES` devices; by number."""
-    wanted = [str(number) for number in numbers]
-    paths = [str(ROOT), str(ROOT / "engine"), str(ROOT / "examples")]
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(paths),
-        # As `tests.conftest` has it: equal programs are compiled once.
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.recipes.run", *wanted],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-        check=False,
+    done = run_python(
+        "-m", "tests.recipes.run", *numbers, num_devices=NUM_DEVICES, limit_s=_LIMIT_S
     )
-    assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {entry["number"]: entry["outcome"] for entry in found}
 

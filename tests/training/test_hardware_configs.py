@@ -1,16 +1,10 @@
 """Configs for hardware that is not here: true shapes on simulated devices, without weights."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.threads import LIMIT_S
-
-ROOT = Path(__file__).parents[2]
+from tests.devices import ROOT, run_python
 
 SCRIPT = """
 import sys, json
@@ -56,23 +50,16 @@ DEVICE_BYTES = {
 }
 
 
+def run(script, folder):
+    """The lines that a script prints, given 16 devices and a file with a row of data."""
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n')
+    return run_python("-c", script, ROOT, rows, num_devices=16).stdout.splitlines()
+
+
 @pytest.mark.slow
 def test_shapes_meshes_and_memory(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n')
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=16",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(ROOT), str(rows)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    lines = [json.loads(line) for line in run(SCRIPT, tmp_path)]
     found = [line for line in lines if isinstance(line, list)]
     assert [line[0] for line in found] == list(PARAMETERS)
     for name, policy_bytes, total_bytes, meshes in found:
@@ -198,21 +185,7 @@ print(json.dumps({
 @pytest.mark.slow
 def test_engine_of_the_pathways_config_in_shapes(tmp_path):
     """Mesh, memory of a device, weight sync from the trainer's slice, and every program."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n')
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=16",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", ENGINE_SCRIPT, str(ROOT), str(rows)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = json.loads(run(ENGINE_SCRIPT, tmp_path)[-1])
     expected = 2 * PARAMETERS["qwen3_8b_pathways"] / 8
     assert expected <= found["weights"] < 1.03 * expected
     # 128 requests of 1,024 tokens: 36 layers, k and v, 8 heads of 128 bfloat16 numbers.

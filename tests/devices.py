@@ -1,0 +1,67 @@
+"""Child processes with simulated devices: JAX fixes the number of devices at start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.threads import LIMIT_S
+
+ROOT = Path(__file__).parents[1]
+CACHE_VARIABLES = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""The compilation cache of all tests, as conftest has it; its keys include what XLA optimises."""
+
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def device_variables(num_devices: int) -> dict[str, str]:
+    """The environment of a process with this many simulated CPU devices.
+
+    It is this process's own, with other XLA flags as they are. The repository's packages and
+    examples come first on the path, and programs are kept in the tests' compilation cache.
+    """
+    others = [
+        flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_COUNT_FLAG)
+    ]
+    paths = [str(ROOT), str(ROOT / "engine"), str(ROOT / "examples")]
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        **CACHE_VARIABLES,
+        "XLA_FLAGS": " ".join([*others, f"{_COUNT_FLAG}={num_devices}"]),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [inherited])]),
+    }
+
+
+def run_python(
+    *arguments: object, num_devices: int, folder: Path = ROOT, limit_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments on simulated devices, until it has ended well.
+
+    Args:
+        arguments: What follows `python` on a command line, such as "-m" and a module.
+        num_devices: How many devices JAX has there.
+        folder: Where it runs.
+        limit_s: After which it counts as hung.
+
+    Raises:
+        AssertionError: Its exit status is not 0; with all that it wrote.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=device_variables(num_devices),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
