@@ -9,7 +9,6 @@ writes a line to one of the processes.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -213,5 +212,4 @@ def main(case: str, rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("tests.conftest")  # for its compilation cache
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

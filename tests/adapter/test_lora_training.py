@@ -86,7 +86,6 @@ import functools
 import numpy as np
 from absl import logging
 logging.set_verbosity(logging.ERROR)
-import tests.conftest
 import jax
 from jax.sharding import Mesh
 from tests.adapter import grpo_parts as parts, test_lora_training as lora

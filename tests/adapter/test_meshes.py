@@ -14,7 +14,6 @@ import functools
 import numpy as np
 from absl import logging
 logging.set_verbosity(logging.ERROR)
-import tests.conftest
 import jax
 from jax.sharding import Mesh
 from tunix.rl.grpo.grpo_learner import GRPOLearner
@@ -124,7 +123,6 @@ print("meshes ok")
 
 
 WEIGHTS = """
-import tests.conftest
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -179,7 +177,6 @@ print("meshes ok")
 
 
 KV_COPIES = """
-import tests.conftest
 import jax
 import numpy as np
 from jax.sharding import Mesh

@@ -279,7 +279,6 @@ def test_several_threads_and_updates(matching, model, other_model):
 
 
 SHARDED = """
-import tests.conftest
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P

@@ -391,7 +391,6 @@ def checkpoints(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("tests.conftest")  # sets the compilation cache
     logging.getLogger("sgljax_engine").setLevel(logging.ERROR)
     assert len(jax.devices()) == 8
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -6,7 +6,6 @@ Needs two host devices. Prints how many rules were taken.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import unittest
 from typing import Any
@@ -45,7 +44,6 @@ class GroupMachine(single.InterruptMachine):
 
 
 if __name__ == "__main__":
-    importlib.import_module("tests.conftest")  # sets the compilation cache
     jax.config.update("jax_disable_most_optimizations", True)
     test = single.machine(int(sys.argv[1]), GroupMachine)
     result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(test))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 import sys
 import tempfile
@@ -293,6 +292,5 @@ def placement() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("tests.conftest")  # sets the compilation cache
     assert len(jax.devices()) == 8
     globals()[sys.argv[1]]()

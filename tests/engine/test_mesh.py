@@ -16,7 +16,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 SCRIPT = """
 import dataclasses
 import sys
-import tests.conftest
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams

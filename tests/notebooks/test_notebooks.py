@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import CACHE_VARIABLES
 from tests.threads import LIMIT_S
 
 pytestmark = pytest.mark.slow
@@ -68,16 +69,11 @@ def images(notebook):
 def execute(tmp_path_factory):
     """Runs a notebook and returns it with its outputs."""
     folder = tmp_path_factory.mktemp("notebooks")
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
     def run(name):
         result = subprocess.run(
             [sys.executable, FOLDER / "execute.py", name, "--output-dir", folder],
-            env=os.environ | cache | {"JAX_PLATFORMS": "cpu"},
+            env=os.environ | CACHE_VARIABLES | {"JAX_PLATFORMS": "cpu"},
             capture_output=True,
             text=True,
             timeout=900,
