@@ -25,12 +25,15 @@ from sgljax_engine import (
     EngineConfig,
     InvalidConfigError,
     InvalidRequestError,
+    ModelConfig,
     OffloadError,
     SamplingParams,
     WeightSyncError,
     preview_engine,
 )
+from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.runner.warmup import warm_calls
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import LIMIT_S, gate_steps, start, take_steps, wait_for
 
@@ -116,6 +119,44 @@ def meshes() -> None:
             assert set(held) == set(mesh.devices.flat)
             assert max(held.values()) <= 1.05 * whole / mesh.size
             check_idle(engine)
+
+
+def flops() -> None:
+    """No device computes what another does: with the widths of Qwen3-0.6B, of which one layer."""
+    model = dataclasses.replace(
+        TINY,
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=1,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    whole = decode_flops(model, None)
+    for shape, tp_size in (((8, 1), 1), ((4, 2), 2), ((2, 2), 2), ((1, 8), 8)):
+        mesh = mesh_of(shape, ("data", "model"))
+        share = decode_flops(model, mesh, tp_size=tp_size) / (whole / mesh.size)
+        assert 0.99 < share < 1.05, (shape, share)
+
+
+def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:
+    """Of a decode step of 64 rows in all, on each device, as XLA counts them."""
+    plain = {"attention_backend": "xla", "linear_backend": "xla", "num_kv_tokens": 64 * 128}
+    options = {"max_running_requests": 64, "max_model_len": 128, **plain, **options}
+    runner, memory = build_shapes(model, EngineConfig.from_options(options), "float32", mesh)
+    num_engines = 1 if mesh is None else mesh.size // memory.tp_size
+    assert memory.kv_tokens == 64 * 128 // num_engines
+    call = next(
+        call
+        for call in warm_calls(runner, include_score=False, include_table=False)
+        if call.name == "decode" and len(call.args[0].input_ids) == 64 // num_engines
+    )
+    lowered = runner.programs.lower(call, runner.kv_memory.state(runner.weights))
+    devices = tuple(jax.devices()[: memory.tp_size])
+    found = lowered.compile(device_assignment=devices).cost_analysis()
+    assert found is not None
+    return found["flops"]
 
 
 def sizes() -> None:

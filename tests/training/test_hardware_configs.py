@@ -78,19 +78,13 @@ from pathlib import Path
 import jax, numpy as np
 import flax.nnx as nnx
 from sgljax_engine import EngineConfig
-from sgljax_engine.attention.registry import pick_attention
-from sgljax_engine.builder import _buckets, _program_context
-from sgljax_engine.config import TOKEN_BLOCK
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.placement import shardings, submeshes
-from sgljax_engine.runner import kv_memory
 from sgljax_engine.runner.compiled import ProgramCall
-from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.shapes import BatchShapes
-from sgljax_engine.runner.warmup import Warmup
+from sgljax_engine.runner.warmup import warm_calls
 from sgljax_engine.weights import sync
 from tunix_sgljax.mappings import WeightMapper, find_mapping
 from tunix_sgljax.model_config import to_model_config
@@ -148,28 +142,13 @@ for name, weight in made.items():
     assert list(there.values()) == list(here.values()), name
 
 # All programs, lowered for weights and pages that are shapes alone.
-def allocate(*, num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype, sharding):
-    page = jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype,
-                                sharding=sharding)
-    return tuple(LayerKV(page, page) for _ in range(num_layers))
-
-kv_memory.allocate_kv_pages = allocate
-attention = pick_attention(engine.runtime.attention_backend, placement.target, model.head_dim)
-static = _program_context(engine, definition, model, placement, weights, attention)
-batches, tokens = _buckets(engine, placement.platform, static.prefill_pass)
-runner = ModelRunner(
-    static=static, placement=placement, weights=weights,
-    num_pages=preview.memory.kv_tokens // engine.cache.page_size,
-    shapes=BatchShapes(batches, tokens, TOKEN_BLOCK,
-                       table_width=-(-max_len // engine.cache.page_size)),
-    contiguous_shapes=None,
-)
-memory, lowered = runner.kv_memory, []
-for call in Warmup(runner, forbid_compile=False)._calls(True, False):
-    runner.programs._lower(call, memory.state(weights))
+runner, memory = build_shapes(model, engine, config.model.dtype, mesh)
+assert runner.weights == weights and memory == preview.memory
+state, lowered = runner.kv_memory.state(weights), []
+read = ProgramCall("read_pages", (np.zeros(2, np.int32),))
+for call in (*warm_calls(runner, include_score=True, include_table=False), read):
+    runner.programs.lower(call, state)
     lowered.append(call.name)
-ids = np.zeros(2, np.int32)
-runner.programs._lower(ProgramCall("read_pages", (ids,)), memory.state({}))
 print(json.dumps({
     "weights": preview.weights_bytes / mesh.size,
     "kv": preview.memory.kv_bytes / mesh.size,
@@ -193,5 +172,5 @@ def test_engine_of_the_pathways_config_in_shapes(tmp_path):
     assert found["kv_tokens"] == 128 * 1024
     assert found["kv"] == 128 * 1024 * 36 * 2 * 8 * 128 * 2 / 8
     assert found["weights"] + found["kv"] < 0.5 * DEVICE_BYTES["qwen3_8b_pathways"]
-    assert found["programs"] == ["copy_pages", "decode", "prefill", "score"]
+    assert found["programs"] == ["copy_pages", "decode", "prefill", "read_pages", "score"]
     assert found["num_arrays"] < 10, "nothing but constants was allocated"
