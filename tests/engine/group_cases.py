@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -297,7 +298,7 @@ def ids() -> None:
 # ------------------------------------------------------------------ all or nothing
 
 
-def _fault(engine: Engine, place: int, owner: Callable[[EngineCore], Any], name: str) -> Any:
+def _fault(engine: Engine, place: int, owner: Callable[[EngineCore], Any], name: str) -> None:
     """Lets a method of one engine fail once."""
     target = owner(cores(engine)[place])
     real = getattr(target, name)
@@ -311,11 +312,9 @@ def _fault(engine: Engine, place: int, owner: Callable[[EngineCore], Any], name:
 
 def faults() -> None:
     """A failure on one submesh at any stage leaves all engines with the old weights, awake."""
-    old, new = spread_weights(ONE), spread_weights(ONE, seed=5)
-    serving: Callable[[EngineCore], Any] = lambda core: core.serving  # noqa: E731
-    runner: Callable[[EngineCore], Any] = lambda core: core.runner  # noqa: E731
-    manager: Callable[[EngineCore], Any] = lambda core: core.sleep_manager  # noqa: E731
-    kv: Callable[[EngineCore], Any] = lambda core: core.runner.kv_memory  # noqa: E731
+    new = spread_weights(ONE, seed=5)
+    serving, runner = operator.attrgetter("serving"), operator.attrgetter("runner")
+    kv = operator.attrgetter("runner.kv_memory")
     with make(mesh_of((4, 1), ("fsdp", "tp"))) as engine:
         want = outputs(engine)
         sums = engine.get_weights_checksum()
@@ -360,7 +359,6 @@ def faults() -> None:
             with pytest.raises(WeightSyncError):
                 call(bad)
         serves_old()
-        del manager, old
         staged = engine.stage_weights(new)
         assert engine.publish_weights(staged) == 1
         assert engine.publish_weights(staged) == 1
