@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md into docs/images, as SVG.
+"""Draws the pictures of docs/concepts.md and docs/tunix.md into docs/images, as SVG.
 
     python docs/make_diagrams.py                 # after a change here
     python docs/make_diagrams.py --output /tmp/x --format png    # to look at them
@@ -234,12 +234,53 @@ def weight_versions() -> Figure:
     return figure
 
 
+def _panel(axes: Axes, at: Point, size: Point, colour: str = PAPER) -> None:
+    """A box that others lie in."""
+    axes.add_patch(FancyBboxPatch(at, *size, "round,pad=0", fc=colour, ec=INK, lw=0.8))
+
+
+def placement() -> Figure:
+    """How a mesh is cut into engines, and what lies on the devices of one of them."""
+    figure, axes = canvas(88, 35)
+    text(axes, (26.5, 2.5), 'mesh ("fsdp" 4, "tp" 2)', 9, weight="bold")
+    for row in range(2):
+        text(axes, (1, 12.1 + 6.5 * row), f"tp {row}", 9, ha="left")
+    for column in range(4):
+        left = 7 + 10 * column
+        text(axes, (left + 4.25, 6), f"fsdp {column}", 9)
+        _panel(axes, (left, 8), (8.5, 21.5), GREY)
+        for row in range(2):
+            words = f"d{2 * column + row}"
+            box(axes, (left + 1.25, 9.6 + 6.5 * row), (6, 5), words, PAPER)
+        text(axes, (left + 4.25, 25.9), f"engine {column}", 9, weight="bold")
+    text(axes, (26.5, 32.5), "a submesh an engine, cut along every axis but the tensor axis", 8)
+
+    text(axes, (69.5, 2.5), "engine 3", 9, weight="bold")
+    _panel(axes, (52, 5), (35, 24.5), GREY)
+    for top, end in ((8, 5), (29.5, 29.5)):
+        axes.plot([45.5, 52], [top, end], color=INK, lw=0.9, ls=":")
+    for column, (device, half) in enumerate((("d6", "first"), ("d7", "second"))):
+        left = 53.2 + 16.7 * column
+        _panel(axes, (left, 6.2), (15.9, 16.8))
+        text(axes, (left + 7.95, 7.7), device, 9)
+        for top, height, words, colour in (
+            (9.2, 5.6, f"{half} half of heads,\nMLP, vocabulary", BLUE),
+            (15.2, 2.8, "all norms", BLUE),
+            (18.4, 4.0, f"KV pages: {half}\nhalf of KV heads", ORANGE),
+        ):
+            box(axes, (left + 0.9, top), (14.1, height), words, colour, 8)
+    box(axes, (53.2, 24), (32.6, 4.5), "one scheduler, prefix cache and pool of pages", GREEN, 8)
+    text(axes, (69.5, 32.5), "weights and KV pages, sharded over the tensor axis", 8)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "threads": threads,
     "request_life": request_life,
     "pause_modes": pause_modes,
     "sleep_levels": sleep_levels,
     "weight_versions": weight_versions,
+    "placement": placement,
 }
 
 
