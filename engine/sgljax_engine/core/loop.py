@@ -171,11 +171,12 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                if not self._core.can_step:
-                    continue
-                self._core.step()
-                if self._share is not None and self.num_movable:
+                # Before a step, since no command waits then: whoever keeps asking for the state
+                # must not keep requests from moving.
+                if self._share is not None and self._core.can_step and self.num_movable:
                     self._share(self)
+                if self._core.can_step:
+                    self._core.step()
         except BaseException as error:  # a bug: never leave a caller waiting
             logger.exception("the engine thread failed")
             self._close_reason = f"the engine thread failed: {error!r}"
