@@ -129,7 +129,7 @@ def test_accelerators_have_portable_code(platform):
 
 def test_names_of_backends():
     assert tuple(BACKENDS) == ATTENTION_BACKENDS
-    assert set(BACKENDS) == {"auto", "native", "pallas", "xla_rows", *PORTABLE}
+    assert set(BACKENDS) == {"auto", "native", "pallas", "tpu", "xla_rows", *PORTABLE}
     assert set(LINEAR_BACKENDS) == {"auto", "native", "xla"}
 
 

@@ -106,6 +106,36 @@ class DecodeAttention(Protocol):
         ...
 
 
+class PrefillAttention(Protocol):
+    """Attention of query blocks; writes their keys and values to their pages first."""
+
+    def __call__(
+        self,
+        q_NQDh: jax.Array,
+        k_NQKh: jax.Array,
+        v_NQKh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Attends.
+
+        Args:
+            q_NQDh: [N, Q, num_heads, head_dim] queries.
+            k_NQKh: [N, Q, num_kv_heads, head_dim] keys of the same tokens.
+            v_NQKh: Their values.
+            layer: The cache without these tokens.
+            tables: Where each block's keys are. Positions of a block follow each other, and a
+                block may use keys of blocks before it.
+            options: How the layer attends.
+
+        Returns:
+            [N, Q, num_heads, head_dim], unspecified for tokens at or beyond `kv_lens`, and the
+            cache with these tokens.
+        """
+        ...
+
+
 def map_tiles(function: Callable[[T], jax.Array], args: T, size: int, tile: int) -> jax.Array:
     """Applies `function` to tiles of a leading axis of `size`, one after another; padding is 0."""
 
@@ -128,6 +158,7 @@ class AttentionBackend(NamedTuple):
         attend: Attention over pages, for prefill and scoring, and for decode without its own.
         batch_invariant: `attend` for an engine with deterministic sampling.
         decode: Attention that decode uses instead, if any.
+        prefill: Attention that prefill uses instead, if any.
         contiguous_kv: Whether decode copies its rows' keys into contiguous KV
             (`attention.contiguous`).
         contiguous_name: Name of decode attention over contiguous KV, for reports.
@@ -138,6 +169,7 @@ class AttentionBackend(NamedTuple):
     attend: PagedAttention
     batch_invariant: PagedAttention
     decode: DecodeAttention | None = None
+    prefill: PrefillAttention | None = None
     contiguous_kv: ContiguousKV = "never"
     contiguous_name: str = ""
     why_not_native: str | None = None

@@ -39,6 +39,11 @@ def _auto(target: Target, head_dim: int) -> AttentionBackend:
     problem = native_problem(target, head_dim)
     if problem is None:
         return native_backend(target, head_dim)
+    if target.platform == "tpu":
+        from sgljax_engine.attention.tpu import tpu_problem
+
+        if tpu_problem(target, head_dim) is None:
+            return _tpu(target, head_dim)
     if target.platform != "cpu":
         return _portable(target, head_dim, name="xla")
     picked = _portable(target, head_dim, name="xla_tiles", contiguous_kv="if_it_fits")
@@ -55,6 +60,13 @@ def _pallas(target: Target, head_dim: int) -> AttentionBackend:
     return AttentionBackend("pallas", attend, ordered_backend(target.platform))
 
 
+def _tpu(target: Target, head_dim: int) -> AttentionBackend:
+    # Imported here, as for a GPU.
+    from sgljax_engine.attention.tpu import tpu_backend
+
+    return tpu_backend(target, head_dim)
+
+
 BACKENDS: dict[str, Callable[[Target, int], AttentionBackend]] = {
     "auto": _auto,
     "native": native_backend,
@@ -62,6 +74,7 @@ BACKENDS: dict[str, Callable[[Target, int], AttentionBackend]] = {
     "xla_tiles": functools.partial(_portable, name="xla_tiles"),
     "xla_rows": functools.partial(_portable, name="xla_tiles", contiguous_kv="always"),
     "pallas": _pallas,
+    "tpu": _tpu,
 }
 """(target, head_dim) -> what a backend implies; raises InvalidConfigError if it is not available.
 

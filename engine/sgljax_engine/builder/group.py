@@ -297,6 +297,7 @@ def _program_context(
     if runtime.enable_deterministic_sampling:
         widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
         context = context._replace(tile_widths=widths)
+    is_ordered = context.is_deterministic and attention.batch_invariant is not attention.attend
     return ProgramContext(
         model=definition,
         context=context,
@@ -304,7 +305,8 @@ def _program_context(
         page_size=config.cache.page_size,
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
-        decode_attention=attention.decode,
+        decode_attention=None if is_ordered else attention.decode,
+        prefill_attention=None if is_ordered else attention.prefill,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
+
 from sgljax_engine.kernels.cpu.ffi import unavailable
 from sgljax_engine.layers.basic import Layout
 
@@ -18,6 +20,7 @@ class Target(NamedTuple):
         num_tensor_shards: Number of devices that share one weight.
         dtype: Name of the dtype of weights and activations.
         layout: Layout of activations.
+        mesh: Axes of the mesh: those over which weights are sharded.
     """
 
     platform: str
@@ -26,6 +29,7 @@ class Target(NamedTuple):
     num_tensor_shards: int
     dtype: str
     layout: Layout
+    mesh: jax.sharding.AbstractMesh
 
     def cpu_kernels_problem(self) -> str | None:
         """Why the JIT-compiled CPU kernels cannot be used; None if they can."""

@@ -90,6 +90,7 @@ class Placement(NamedTuple):
             self.num_tensor_shards,
             self.dtype.name,
             self.layout,
+            self.mesh.abstract_mesh,
         )
 
     @property

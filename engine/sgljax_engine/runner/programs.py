@@ -17,6 +17,7 @@ from sgljax_engine.attention.base import (
     BlockTables,
     DecodeAttention,
     PagedAttention,
+    PrefillAttention,
 )
 from sgljax_engine.attention.contiguous import row_attention, shared_keys
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, PagedRows, gather_rows, write_rows
@@ -40,6 +41,7 @@ class ProgramContext(NamedTuple):
             bucket, of a whole number of passes, makes as many passes as its tokens need; None makes
             one pass of all.
         decode_attention: Attention of decode steps that read pages; None for `attention`.
+        prefill_attention: Attention of prefill; None for `attention`.
     """
 
     model: ModelDefinition
@@ -49,6 +51,7 @@ class ProgramContext(NamedTuple):
     max_steps: int
     prefill_pass: int | None = None
     decode_attention: DecodeAttention | None = None
+    prefill_attention: PrefillAttention | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -141,6 +144,28 @@ def _decode_attend(attention: DecodeAttention, tables: BlockTables) -> Attend:
     return attend
 
 
+def _prefill_attend(attention: PrefillAttention, tables: BlockTables) -> Attend:
+    """An `attend` of blocks that lets the attention write their keys."""
+    num_blocks, num_queries = tables.positions.shape
+
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: LayerCache | None,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        assert isinstance(layer, LayerKV)
+
+        def split(x: jax.Array) -> jax.Array:
+            return x.reshape(num_blocks, num_queries, *x.shape[1:])
+
+        out, written = attention(split(q), split(k), split(v), layer, tables, options)
+        return out.reshape(q.shape), written
+
+    return attend
+
+
 def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext) -> KVPages:
     """Writes the batch's keys and values into its pages. `kv` is donated.
 
@@ -169,7 +194,10 @@ def _prefill_pass(
         positions=batch.positions.reshape(batch.seq_lens.shape[0], -1),
         kv_lens=batch.seq_lens,
     )
-    attend = _paged_attend(static, batch.slot_mapping, tables)
+    if static.prefill_attention is None:
+        attend = _paged_attend(static, batch.slot_mapping, tables)
+    else:
+        attend = _prefill_attend(static.prefill_attention, tables)
     num_blocks, num_queries = tables.positions.shape
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
     tokens = tokens_in_tiles(static.context.tile_widths, num_blocks * num_queries, num_used)

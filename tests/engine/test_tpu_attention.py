@@ -1,0 +1,199 @@
+"""The kernel for TPUs, interpreted as a TPU would run it, against float64."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from sgljax_engine import Engine, InvalidConfigError, SamplingParams
+from sgljax_engine.attention import registry, tpu
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.tpu import TpuAttention, backend_of
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.kernels.tpu import paged_attention as kernel
+from sgljax_engine.placement.submeshes import place
+from tests.engine.models import TINY, random_prompts, spread_weights
+from tests.engine.paged_cases import as_pages, ragged_case, reference, spread
+
+OPTIONS = {
+    "default": AttentionOptions(scale=0.2),
+    "window-1": AttentionOptions(scale=0.2, sliding_window=1),
+    "window-20": AttentionOptions(scale=0.2, sliding_window=20),
+    "all": AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
+}
+SHAPES = {
+    # page_size, num_heads, num_kv_heads, num_queries, head_dim
+    "decode-gqa-2": (16, 4, 2, 1, 128),
+    "decode-mha": (8, 3, 3, 1, 128),
+    "decode-mqa-16": (32, 16, 1, 1, 256),
+    "prefill-gqa-3": (8, 6, 2, 16, 128),
+    "prefill-wide": (16, 2, 1, 16, 256),
+    "prefill-small-pages": (4, 4, 2, 16, 128),
+}
+LENGTHS = [16, 17, 33, 290]
+SIMPLE = TpuAttention(interpret=True)
+RACING = TpuAttention(interpret=pltpu.InterpretParams(detect_races=True))
+"""Copies and grid steps as a TPU may order them; notes two that touch memory at the same time."""
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Several chunks even for short contexts."""
+    monkeypatch.setattr(kernel, "_MAX_CHUNK_TOKENS", 64)
+
+
+def case_of(shape, dtype=jnp.float32, lengths=LENGTHS):
+    names = ("page_size", "num_heads", "num_kv_heads", "num_queries", "head_dim")
+    return ragged_case(lengths, dtype=dtype, **dict(zip(names, shape, strict=True)))
+
+
+@pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
+def test_reading(shape, options):
+    case = case_of(SHAPES[shape])
+    case.check(case.run(SIMPLE.attend, OPTIONS[options]), OPTIONS[options], atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(16, 4, 2, 1, 128), (16, 4, 2, 16, 128)])
+def test_bfloat16(shape):
+    case = case_of(shape, jnp.bfloat16)
+    case.check(case.run(SIMPLE.attend, OPTIONS["all"]), OPTIONS["all"], atol=2e-2)
+
+
+class Writing:
+    """Pages without the newest tokens, which the kernel is to write."""
+
+    def __init__(self, shape: tuple[int, ...], blocks: list[list[int]], seed: int = 0) -> None:
+        """Makes requests of several blocks, each block with so many tokens; 0 is unused.
+
+        The first number of a request is how many tokens its pages hold already.
+        """
+        page_size, num_heads, num_kv_heads, num_queries, head_dim = shape
+        self.page_size, self.num_queries = page_size, num_queries
+        rng = np.random.default_rng(seed)
+        draw = functools.partial(rng.normal, size=None)
+        lengths = [sum(request) for request in blocks]
+        pages_each = [-(-length // page_size) for length in lengths]
+        order = rng.permutation(sum(pages_each) + 2)
+        width = max(pages_each) + 1
+        self.requests, self.tables, self.queries, self.new = [], [], [], []
+        pools = np.full((2, len(order) * page_size, num_kv_heads, head_dim), np.nan, np.float32)
+        for request, length, count in zip(blocks, lengths, pages_each, strict=True):
+            pages, order = order[:count], order[count:]
+            at = np.arange(length)
+            slots = pages[at // page_size] * page_size + at % page_size if length else at
+            kv = draw(size=(2, length, num_kv_heads, head_dim)).astype(np.float32)
+            pools[:, slots[: request[0]]] = kv[:, : request[0]]
+            self.requests.append((slots, kv))
+            start = request[0]
+            for num_tokens in request[1:]:
+                table = np.zeros(width, np.int32)
+                table[:count] = pages
+                end = start + num_tokens if num_tokens else 0
+                self.tables.append((table, start + np.arange(num_queries), end))
+                self.queries.append(draw(size=(num_queries, num_heads, head_dim)))
+                block = draw(size=(2, num_queries, num_kv_heads, head_dim))
+                block[:, :num_tokens] = kv[:, start : start + num_tokens]
+                self.new.append(block)
+                start += num_tokens
+        self.layer = LayerKV(*(jnp.asarray(as_pages(pool, page_size)) for pool in pools))
+        self.owners = [i for i, request in enumerate(blocks) for _ in request[1:]]
+
+    def check(self, attention: Any, options: AttentionOptions) -> None:
+        """Compares outputs and pages with what they must be."""
+        tables = BlockTables(
+            *(jnp.asarray(np.stack(x), jnp.int32) for x in zip(*self.tables, strict=True))
+        )
+        queries, new = (np.asarray(x, np.float32) for x in (self.queries, self.new))
+        call = jax.jit(attention.write_and_attend, static_argnums=5)
+        out, layer = call(queries, new[:, 0], new[:, 1], self.layer, tables, options)
+        for n, (owner, (_, positions, end)) in enumerate(
+            zip(self.owners, self.tables, strict=True)
+        ):
+            used = max(end - positions[0], 0)
+            if not used:
+                continue
+            _, kv = self.requests[owner]
+            want = reference(queries[n, :used], kv[0][:end], kv[1][:end], positions[:used], options)
+            np.testing.assert_allclose(out[n, :used], want, atol=2e-5)
+        want = np.full_like(np.asarray(self.layer.k), np.nan)
+        for which, pages in enumerate(layer):
+            want = np.asarray(self.layer[which]).swapaxes(1, 2).reshape(-1, *new.shape[3:]).copy()
+            for slots, kv in self.requests:
+                want[slots] = kv[which]
+            np.testing.assert_array_equal(pages, as_pages(want, self.page_size))
+
+
+DECODE = [[40, 1], [0, 1], [63, 1], [5, 0], [64, 1], [150, 1], [0, 0], [7, 1]]
+PREFILL = [[0, 16, 16, 5], [37, 16, 9], [8, 0], [70, 3], [0, 1], [127, 16]]
+
+
+@pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
+def test_writing(shape, options):
+    blocks = DECODE if shape.startswith("decode") else PREFILL
+    Writing(SHAPES[shape], blocks).check(SIMPLE, OPTIONS[options])
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [("decode-gqa-2", DECODE), ("prefill-gqa-3", PREFILL), ("prefill-small-pages", PREFILL)],
+)
+def test_no_copies_race(shape, blocks):
+    """Copies that run beside one another, and beside arithmetic, touch different memory."""
+    pltpu.reset_tpu_interpret_mode_state()
+    Writing(SHAPES[shape], blocks).check(RACING, OPTIONS["window-20"])
+    races = interpret_pallas_call.races
+    assert races is not None
+    assert not races.races_found
+
+
+def greedy_tokens(**options):
+    prompts = random_prompts(5, 3, 40)
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    with Engine(
+        model_config=TINY,
+        weights=spread_weights(),
+        page_size=4,
+        max_running_requests=8,
+        decode_steps=4,
+        **options,
+    ) as engine:
+        return [output.output_ids for output in engine.generate_requests(prompts, params)]
+
+
+@pytest.mark.slow
+def test_engine_with_the_interpreted_kernel(monkeypatch):
+    """Prefill and decode through the kernel: the tokens of the portable backend."""
+    expected = greedy_tokens(attention_backend="xla")
+    monkeypatch.setattr(tpu, "tpu_backend", lambda *_: backend_of(SIMPLE))
+    assert greedy_tokens(attention_backend="tpu") == expected
+
+
+class TestChoosingIt:
+    target = place(TINY, None, "bfloat16").engines[0].target
+
+    def test_on_a_tpu(self):
+        target = self.target._replace(platform="tpu", is_own_cpu=False)
+        picked = [registry.pick_attention(name, target, 128) for name in ("auto", "tpu")]
+        assert picked[0] == picked[1]
+        assert picked[0].name == "tpu"
+        # A head_dim that the kernel has no tiles for takes the portable path.
+        assert registry.pick_attention("auto", target, 64).name == "xla"
+
+    @pytest.mark.parametrize(
+        ("platform", "head_dim", "message"),
+        [
+            ("cpu", 128, "'tpu' cannot be had here: it is for TPUs, .* are of kind 'cpu'"),
+            ("tpu", 64, "it needs a head_dim that is a multiple of 128, got 64"),
+        ],
+    )
+    def test_where_it_cannot_run(self, platform, head_dim, message):
+        target = self.target._replace(platform=platform)
+        with pytest.raises(InvalidConfigError, match=message):
+            registry.pick_attention("tpu", target, head_dim)
