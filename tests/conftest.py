@@ -11,15 +11,32 @@ import importlib.util
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
+from jax._src import compiler
 
 from tests.tunix_experimental import HAS_EXPERIMENTAL
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+_EMITTERS = "xla_cpu_use_fusion_emitters"
+_get_compile_options = compiler.get_compile_options
+
+
+def _options_without_emitters(*args: Any, **kwargs: Any) -> Any:
+    """Where XLA optimises little, it leaves MLIR out too: that was half of its time on CPUs."""
+    options = _get_compile_options(*args, **kwargs)
+    is_named = _EMITTERS in dict(options.env_option_overrides)
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1" and not is_named:
+        options.env_option_overrides += [(_EMITTERS, False)]
+    return options
+
+
+compiler.get_compile_options = _options_without_emitters
 
 
 # A shell that starts this in the background has it, and its child processes, ignore interrupts.

@@ -17,31 +17,46 @@ CACHE_VARIABLES = {
 }
 """The compilation cache of all tests, as conftest has it; its keys include what XLA optimises."""
 
+_QUICK = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+_QUICK_FLAG = "--xla_cpu_use_fusion_emitters=false"
+"""See conftest, which does the same for tests in this process."""
+
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
-def device_variables(num_devices: int) -> dict[str, str]:
+def device_variables(num_devices: int, *, compares_bits: bool = False) -> dict[str, str]:
     """The environment of a process with this many simulated CPU devices.
 
     It is this process's own, with other XLA flags as they are. The repository's packages and
     examples come first on the path, and programs are kept in the tests' compilation cache.
+
+    Args:
+        num_devices: How many devices JAX has there.
+        compares_bits: Have XLA optimise as users do, where the module's other tests do not.
     """
+    is_quick = os.environ.get(_QUICK) == "1" and not compares_bits
     others = [
         flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_COUNT_FLAG)
     ]
+    quick = [_QUICK_FLAG] if is_quick else []
     paths = [str(ROOT), str(ROOT / "engine"), str(ROOT / "examples")]
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         **CACHE_VARIABLES,
-        "XLA_FLAGS": " ".join([*others, f"{_COUNT_FLAG}={num_devices}"]),
+        _QUICK: str(int(is_quick)),
+        "XLA_FLAGS": " ".join([*others, *quick, f"{_COUNT_FLAG}={num_devices}"]),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [inherited])]),
     }
 
 
 def run_python(
-    *arguments: object, num_devices: int, folder: Path = ROOT, limit_s: float = LIMIT_S
+    *arguments: object,
+    num_devices: int,
+    folder: Path = ROOT,
+    limit_s: float = LIMIT_S,
+    compares_bits: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python with these arguments on simulated devices, until it has ended well.
 
@@ -50,6 +65,7 @@ def run_python(
         num_devices: How many devices JAX has there.
         folder: Where it runs.
         limit_s: After which it counts as hung.
+        compares_bits: As for `device_variables`.
 
     Raises:
         AssertionError: Its exit status is not 0; with all that it wrote.
@@ -57,7 +73,7 @@ def run_python(
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
-        env=device_variables(num_devices),
+        env=device_variables(num_devices, compares_bits=compares_bits),
         capture_output=True,
         text=True,
         timeout=limit_s,

@@ -11,6 +11,8 @@ import pytest
 
 from tests.devices import run_python
 
+COMPARES_BITS = True  # see conftest
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 SCRIPT = """
