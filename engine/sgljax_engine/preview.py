@@ -77,6 +77,7 @@ def preview_engine(
     folder: str | Path | None = None,
     mesh: jax.sharding.Mesh | None = None,
     config: EngineConfig | None = None,
+    device_bytes: int | None = None,
 ) -> EnginePreview:
     """Says what an engine for a model would use.
 
@@ -85,6 +86,8 @@ def preview_engine(
         folder: The model's Hugging Face folder, whose config.json may name the dtype.
         mesh: As for `Engine`.
         config: As for `Engine`.
+        device_bytes: Memory of one device with nothing in it, for devices that nobody has. None
+            asks the devices.
 
     Raises:
         InvalidConfigError: names an option that the engine would refuse.
@@ -92,33 +95,31 @@ def preview_engine(
     """
     config = config or EngineConfig()
     dtype = pick_dtype(config, folder)
-    group = place(model, mesh, dtype, fit_parallel(model, config, mesh, dtype))
+    group = place(model, mesh, dtype, fit_parallel(model, config, mesh, dtype, device_bytes))
     num_engines = len(group.engines)
     config, placement = config.per_engine(num_engines), group.engines[0]
     specs = get_model(model.architecture).param_specs(model)
     num_parameters = sum(math.prod(spec.shape) for spec in specs.values())
     held = expected_weights_bytes(model, placement)
     max_model_len = pick_max_model_len(model, config)
-    free = engine_free_bytes(placement, num_engines)
+    free = engine_free_bytes(placement, num_engines, device_bytes)
     attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
     plan, problem = None, None
-    if free is not None and free < held:
-        problem = f"the weights take {held} bytes; {free} are free"
-    else:
-        try:
-            plan = plan_memory(
-                model,
-                config,
-                placement,
-                max_model_len,
-                held,
-                contiguous_kv=attention.contiguous_kv,
-                num_engines=num_engines,
-                are_loaded=False,
-            )
-        except InvalidConfigError as error:
-            problem = str(error)
+    try:
+        plan = plan_memory(
+            model,
+            config,
+            placement,
+            max_model_len,
+            held,
+            contiguous_kv=attention.contiguous_kv,
+            num_engines=num_engines,
+            are_loaded=False,
+            device_bytes=device_bytes,
+        )
+    except InvalidConfigError as error:
+        problem = str(error)
     has_contiguous_kv = plan is not None and plan.contiguous_shapes is not None
     prefill = attention.name
     decode = attention.contiguous_name if has_contiguous_kv else prefill

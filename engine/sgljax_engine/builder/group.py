@@ -144,14 +144,30 @@ def build_group(
 
 
 def build_shapes(
-    model: ModelConfig, config: EngineConfig, dtype: str, mesh: jax.sharding.Mesh | None
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    mesh: jax.sharding.Mesh | None,
+    device_bytes: int | None = None,
 ) -> tuple[ModelRunner, MemoryReport]:
     """One engine of a group without its arrays, whose programs can be lowered but not run.
 
     Its devices may be those of `jax.experimental.topologies`, which nobody has.
+
+    Args:
+        model: As for `build_group`.
+        config: As for `build_group`.
+        dtype: As for `build_group`.
+        mesh: As for `build_group`.
+        device_bytes: Memory of one device with nothing in it, for devices that nobody has. None
+            asks the devices.
+
+    Raises:
+        InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     max_model_len = pick_max_model_len(model, config)
-    placement = place(model, mesh, dtype, fit_parallel(model, config, mesh, dtype))
+    parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
+    placement = place(model, mesh, dtype, parallel)
     count, engine = len(placement.engines), placement.engines[0]
     config = config.per_engine(count)
     specs = get_model(model.architecture).param_specs(model)
@@ -159,7 +175,16 @@ def build_shapes(
     slots = adapter_slots(config.lora, specs, engine)
     if slots is not None:
         weights |= slot_shapes(slots)
-    parts = _core_parts(model, config, max_model_len, engine, weights, count)
+    parts = _core_parts(
+        model,
+        config,
+        max_model_len,
+        engine,
+        weights,
+        count,
+        are_loaded=False,
+        device_bytes=device_bytes,
+    )
     runner = _build_runner(parts, engine, weights, slots, shape_of_zeros)
     return runner, parts.memory.report
 
@@ -200,6 +225,9 @@ def _core_parts(
     placement: Placement,
     weights: Mapping[str, Any],
     num_engines: int,
+    *,
+    are_loaded: bool = True,
+    device_bytes: int | None = None,
 ) -> _CoreParts:
     page_size = config.cache.page_size
     attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
@@ -213,6 +241,8 @@ def _core_parts(
         placement.held_bytes(weights.values()),
         contiguous_kv=attention.contiguous_kv,
         num_engines=num_engines,
+        are_loaded=are_loaded,
+        device_bytes=device_bytes,
     )
     batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
     table_width = -(-max_model_len // page_size)

@@ -42,6 +42,7 @@ def plan_memory(
     contiguous_kv: ContiguousKV,
     num_engines: int = 1,
     are_loaded: bool = True,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
     """Chooses the size of one engine's KV cache.
 
@@ -54,15 +55,18 @@ def plan_memory(
         contiguous_kv: As in `attention.registry.AttentionBackend`.
         num_engines: Engines of the group, which share the memory of a host.
         are_loaded: Whether the weights are loaded, so that free memory excludes them already.
+        device_bytes: As for `engine_free_bytes`; the weights must not be loaded then.
 
     Raises:
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     cache = config.cache
     per_page = cache.page_size * _bytes_per_token(model, placement)
-    free = engine_free_bytes(placement, num_engines)
+    free = engine_free_bytes(placement, num_engines, device_bytes)
     if free is not None and not are_loaded:
-        free = max(free - weights_bytes, 0)
+        if free < weights_bytes:
+            raise InvalidConfigError(f"the weights take {weights_bytes} bytes; {free} are free")
+        free -= weights_bytes
     fitting = None if free is None else free // per_page
     if cache.num_kv_tokens is not None:
         rule, num_pages = "num_kv_tokens", cache.num_kv_tokens // cache.page_size
@@ -162,8 +166,19 @@ def _round_down(count: int) -> int:
     return count >> shift << shift
 
 
-def engine_free_bytes(placement: Placement, num_engines: int) -> int | None:
-    """`free_bytes` for one engine of a group: on this host's CPUs all of them share its memory."""
+def engine_free_bytes(
+    placement: Placement, num_engines: int, device_bytes: int | None = None
+) -> int | None:
+    """Free memory of one engine of a group, in bytes; None when its devices do not say.
+
+    Args:
+        placement: The engine's placement.
+        num_engines: Engines of the group, which share the memory of a host if they are on its CPUs.
+        device_bytes: Memory of one device with nothing in it, for devices that nobody has. None
+            asks the devices.
+    """
+    if device_bytes is not None:
+        return device_bytes * placement.num_tensor_shards
     free = free_bytes(placement)
     return free if free is None or not placement.is_own_cpu else free // num_engines
 
@@ -189,7 +204,11 @@ def free_bytes(placement: Placement) -> int | None:
 
 
 def fit_parallel(
-    model: ModelConfig, config: EngineConfig, mesh: jax.sharding.Mesh | None, dtype: str
+    model: ModelConfig,
+    config: EngineConfig,
+    mesh: jax.sharding.Mesh | None,
+    dtype: str,
+    device_bytes: int | None = None,
 ) -> ParallelConfig:
     """Replaces "auto", and sizes that cannot fit the devices' memory, by those that fit.
 
@@ -201,6 +220,7 @@ def fit_parallel(
         config: Has the sizes that were asked for.
         mesh: The caller's mesh.
         dtype: Dtype of weights and KV cache.
+        device_bytes: As for `engine_free_bytes`.
 
     Raises:
         InvalidConfigError: for "auto" on devices that do not report their memory, and when nothing
@@ -227,7 +247,7 @@ def fit_parallel(
             tried.append(f"tp_size {tp_size}: {error}")
             continue
         sized = dataclasses.replace(asked, tp_size=tp_size)
-        needed, free = _needed_and_free(model, config, mesh, dtype, sized)
+        needed, free = _needed_and_free(model, config, mesh, dtype, sized, device_bytes)
         if free is None:
             if is_auto:
                 raise InvalidConfigError(
@@ -250,13 +270,15 @@ def _needed_and_free(
     mesh: jax.sharding.Mesh,
     dtype: str,
     parallel: ParallelConfig,
+    device_bytes: int | None,
 ) -> tuple[int, int | None]:
     """Bytes that an engine needs at least, and those that are free on its devices."""
     group = place(model, mesh, dtype, parallel)
     engine = group.engines[0]
     tokens = config.max_model_len or model.context_length
     kv = math.ceil(tokens * _bytes_per_token(model, engine) / config.cache.mem_fraction_static)
-    return expected_weights_bytes(model, engine) + kv, engine_free_bytes(engine, len(group.engines))
+    free = engine_free_bytes(engine, len(group.engines), device_bytes)
+    return expected_weights_bytes(model, engine) + kv, free
 
 
 def expected_weights_bytes(model: ModelConfig, placement: Placement) -> int:
