@@ -31,6 +31,7 @@ LAYERS = (
     ("core",),
     ("builder",),
     ("preview",),
+    ("aot",),
     ("engine",),
     ("",),
     ("server",),
@@ -156,7 +157,9 @@ def test_engine_never_imports_tunix():
 
 def test_adapter_uses_the_engines_public_names_only():
     public = set(importlib.import_module("sgljax_engine").__all__)
-    public |= {f"server.{name}" for name in importlib.import_module("sgljax_engine.server").__all__}
+    for part in ("aot", "server"):
+        module = importlib.import_module(f"sgljax_engine.{part}")
+        public |= {f"{part}.{name}" for name in module.__all__}
     for name, path in modules("tunix_sgljax").items():
         for imported in imports(path):
             if is_within(imported, "sgljax_engine"):

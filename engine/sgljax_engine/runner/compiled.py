@@ -183,6 +183,17 @@ class ProgramCache:
             pool.shutdown(cancel_futures=True)
             self.compile_s += time.perf_counter() - started
 
+    def compile_alone(self, call: ProgramCall, state: ProgramState) -> jax.stages.Compiled:
+        """A call's program, compiled for the engine's devices and not kept.
+
+        Args:
+            call: The call.
+            state: As for `lower`. Its devices need not exist.
+        """
+        devices = None if self._lowerings is None else tuple(self._placement.mesh.devices.flat)
+        options = compiler_options(self._placement.is_own_cpu)
+        return _compile(call.key, self.lower(call, state), devices, options, lambda: None)
+
     def clear(self) -> None:
         """Drops all programs; those shared between engines stay with the process."""
         self._programs.clear()
@@ -293,7 +304,7 @@ def _compile(
     devices: tuple[Any, ...] | None,
     options: Options | None,
     on_compiled: Callable[[], None],
-) -> Callable[..., Any]:
+) -> jax.stages.Compiled:
     """Compiles a lowered program. Any thread: lowering has fixed everything that it depends on."""
     started = time.perf_counter()
     with _named(key):

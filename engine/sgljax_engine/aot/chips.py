@@ -1,0 +1,118 @@
+"""Published facts about accelerators, by which programs are judged that ran on none of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from sgljax_engine.errors import InvalidConfigError
+
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A kind of accelerator; numbers are of one chip, which is one device of JAX.
+
+    Attributes:
+        name: The name in topologies, as in "v5e:2x4".
+        title: The name to print.
+        platform: JAX's name for the kind of device.
+        hbm_bytes: Bytes of its memory, as published.
+        usable_bytes: Bytes that programs may take of it.
+        hbm_bytes_per_s: Bytes that its memory moves in a second, as published.
+        bf16_flops_per_s: Dense bfloat16 operations in a second, as published.
+        accelerator_type: Name of a slice of it, as `TPU_ACCELERATOR_TYPE` has it; "" for GPUs.
+        source: Where the published numbers are from.
+    """
+
+    name: str
+    title: str
+    platform: str
+    hbm_bytes: int
+    usable_bytes: int
+    hbm_bytes_per_s: float
+    bf16_flops_per_s: float
+    accelerator_type: str
+    source: str
+
+
+_TPU_DOCS = "https://cloud.google.com/tpu/docs/"
+
+# `usable_bytes` of TPUs: what libtpu 0.0.42 says is there when a program needs more, and no more
+# than is published. Of a GPU that nothing else uses, JAX takes 75% unless it is told otherwise.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v5e",
+            title="TPU v5e",
+            platform="tpu",
+            hbm_bytes=16 * _GIB,
+            usable_bytes=int(15.75 * _GIB),
+            hbm_bytes_per_s=819e9,
+            bf16_flops_per_s=197e12,
+            accelerator_type="v5litepod-8",
+            source=_TPU_DOCS + "v5e",
+        ),
+        Chip(
+            name="v6e",
+            title="TPU v6e",
+            platform="tpu",
+            hbm_bytes=32 * _GIB,
+            usable_bytes=int(31.25 * _GIB),
+            hbm_bytes_per_s=1640e9,
+            bf16_flops_per_s=918e12,
+            accelerator_type="v6e-8",
+            source=_TPU_DOCS + "v6e",
+        ),
+        Chip(
+            name="v5p",
+            title="TPU v5p",
+            platform="tpu",
+            hbm_bytes=95 * _GIB,
+            usable_bytes=95 * _GIB,
+            hbm_bytes_per_s=2765e9,
+            bf16_flops_per_s=459e12,
+            accelerator_type="v5p-8",
+            source=_TPU_DOCS + "v5p",
+        ),
+        Chip(
+            name="h100",
+            title="NVIDIA H100 SXM",
+            platform="gpu",
+            hbm_bytes=80 * 10**9,
+            usable_bytes=60 * 10**9,
+            hbm_bytes_per_s=3350e9,
+            bf16_flops_per_s=989e12,
+            accelerator_type="",
+            source="https://www.nvidia.com/en-us/data-center/h100/",
+        ),
+    )
+}
+"""Chips by name."""
+
+
+def parse_topology(topology: str) -> tuple[Chip, tuple[int, ...]]:
+    """The chip of a topology, and the number of its chips along each dimension.
+
+    Args:
+        topology: A chip and a shape of two or three dimensions: "v5e:2x4", "v5p:2x2x2".
+
+    Raises:
+        InvalidConfigError: for another form, and for a chip that cannot be compiled for.
+    """
+    known = ", ".join(name for name, chip in CHIPS.items() if chip.platform == "tpu")
+    match = re.fullmatch(r"([a-z0-9]+):([0-9]+(?:x[0-9]+){1,2})", topology)
+    if match is None:
+        raise InvalidConfigError(
+            f"topology must be a chip and its shape, as in 'v5e:2x4', got {topology!r}; known "
+            f"chips: {known}"
+        )
+    name, shape = match[1], tuple(map(int, match[2].split("x")))
+    if name not in CHIPS or CHIPS[name].platform != "tpu":
+        raise InvalidConfigError(f"topology must be of one of {known}, got {topology!r}")
+    if not math.prod(shape):
+        raise InvalidConfigError(f"topology must have sizes of at least 1, got {topology!r}")
+    return CHIPS[name], shape

@@ -1,0 +1,174 @@
+"""Compiles an engine's programs for devices that this machine need not have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from sgljax_engine.aot.chips import Chip
+from sgljax_engine.aot.report import ProgramReport, read_program
+from sgljax_engine.aot.roofline import Estimate, estimate
+from sgljax_engine.builder.group import build_shapes
+from sgljax_engine.config import EngineConfig
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.preview import EnginePreview, preview_engine
+from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.warmup import warm_calls
+
+WHICH = ("largest", "all")
+"""Which sizes of each program to compile."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AotReport:
+    """An engine that was compiled for a chip, and not run.
+
+    Attributes:
+        chip: The chip.
+        preview: What the engine would use. Its `memory` is of one engine of the group.
+        programs: The programs; none if weights or pages do not fit.
+        estimates: How fast the chip could run the largest decode and prefill programs.
+    """
+
+    chip: Chip
+    preview: EnginePreview
+    programs: tuple[ProgramReport, ...]
+    estimates: tuple[Estimate, ...]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of one device that weights and KV take; 0 if they do not fit."""
+        memory = self.preview.memory
+        if memory is None:
+            return 0
+        held = memory.weights_bytes + memory.kv_bytes + memory.contiguous_kv_bytes
+        return held // self.preview.tp_size
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of one device that weights, KV and the program that needs most take."""
+        needed = [self.held_bytes]
+        for program in self.programs:
+            if program.memory is not None:
+                held = max(self.held_bytes, program.memory.argument_bytes)
+                needed.append(held + program.memory.extra_bytes)
+        return max(needed)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine does not fit the chip; None if it does."""
+        if self.preview.problem is not None:
+            return self.preview.problem
+        for program in self.programs:
+            if program.problem is not None:
+                return f"{program.name} of {program.size} does not fit: {program.problem}"
+        if self.needed_bytes > self.chip.usable_bytes:
+            return (
+                f"weights, KV and programs take {self.needed_bytes} bytes of a device; "
+                f"{self.chip.usable_bytes} can be used"
+            )
+        return None
+
+
+def compile_programs(
+    model: ModelConfig,
+    *,
+    chip: Chip,
+    mesh: jax.sharding.Mesh,
+    config: EngineConfig | None = None,
+    folder: str | Path | None = None,
+    which: Literal["largest", "all"] = "largest",
+    on_program: Callable[[str, int], None] = lambda name, size: None,
+) -> AotReport:
+    """Compiles the programs of an engine by the compiler of its devices, and runs none.
+
+    Of a group of engines it compiles for the first; those of the others are the same.
+
+    Args:
+        model: The model's shape.
+        chip: The kind of device that the mesh is of.
+        mesh: As for `Engine`; its devices may be those of `topology_mesh`.
+        config: As for `Engine`.
+        folder: The model's Hugging Face folder, whose config.json may name the dtype.
+        which: "largest": decode, prefill and page copies, each for the largest batch. "all": every
+            program, those of scores and of changed logits too.
+        on_program: Told of each program before it is compiled: its name and its size.
+
+    Raises:
+        InvalidConfigError: names an option that the engine would refuse.
+        UnsupportedModelError: for an architecture that is not implemented.
+    """
+    config = config or EngineConfig()
+    preview = preview_engine(
+        model, folder=folder, mesh=mesh, config=config, device_bytes=chip.usable_bytes
+    )
+    if preview.problem is not None:
+        return AotReport(chip=chip, preview=preview, programs=(), estimates=())
+    runner, _ = build_shapes(model, config, preview.dtype, mesh, chip.usable_bytes)
+    is_all = which == "all"
+    calls = list(warm_calls(runner, include_score=is_all, include_table=is_all))
+    large = _large_sizes(runner)
+    programs = []
+    for call in calls if is_all else largest(calls):
+        on_program(call.name, call_size(call))
+        programs.append(_compile(runner, call, large))
+    fitting = [program for program in programs if program.memory is not None]
+    estimates = [
+        each
+        for name in ("decode", "prefill")
+        for program in _largest_of(fitting, name)
+        for each in estimate(chip, model, preview, program)
+    ]
+    return AotReport(
+        chip=chip, preview=preview, programs=tuple(programs), estimates=tuple(estimates)
+    )
+
+
+def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:
+    """Of each program the call with the largest batch."""
+    found: dict[str, ProgramCall] = {}
+    for call in calls:
+        if call.name not in found or call_size(call) > call_size(found[call.name]):
+            found[call.name] = call
+    return list(found.values())
+
+
+def call_size(call: ProgramCall) -> int:
+    """Rows of decode, tokens of prefill and score, pages of copy_pages."""
+    return max(np.shape(leaf)[0] for leaf in jax.tree.leaves(call.args[0]) if np.ndim(leaf))
+
+
+def _largest_of(programs: list[ProgramReport], name: str) -> list[ProgramReport]:
+    """The largest program of a name, in a list that is empty if there is none."""
+    found = [program for program in programs if program.name == name]
+    return sorted(found, key=lambda program: program.size)[-1:]
+
+
+def _large_sizes(runner: ModelRunner) -> set[int]:
+    """Elements on one device of a layer's KV pages, and of each weight that is a matrix."""
+    weights = [weight for weight in runner.weights.values() if len(weight.shape) > 1]
+    arrays: list[Any] = [*weights, *jax.tree.leaves(runner.kv_memory.state(runner.weights).kv)]
+    return {math.prod(array.sharding.shard_shape(array.shape)) for array in arrays}
+
+
+def _compile(runner: ModelRunner, call: ProgramCall, large: set[int]) -> ProgramReport:
+    started = time.perf_counter()
+    name, size = call.name, call_size(call)
+    try:
+        compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        compile_s = time.perf_counter() - started
+        problem = str(error).strip().splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        return ProgramReport(name=name, size=size, problem=problem, compile_s=compile_s)
+    compile_s = time.perf_counter() - started
+    return read_program(compiled, name=name, size=size, large=large, compile_s=compile_s)

@@ -1,0 +1,58 @@
+"""Devices that nobody has: those of a topology that a vendor's compiler knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from sgljax_engine.aot.chips import parse_topology
+from sgljax_engine.errors import InvalidConfigError
+
+
+def topology_mesh(
+    topology: str, shape: Sequence[int], axis_names: Sequence[str] = ("data", "tp")
+) -> jax.sharding.Mesh:
+    """A mesh of the first devices of a topology, for which programs can be compiled but not run.
+
+    The caller has set the environment in which libtpu starts without a TPU.
+
+    Args:
+        topology: As for `parse_topology`.
+        shape: Devices along each axis of the mesh.
+        axis_names: Names of the axes.
+
+    Raises:
+        InvalidConfigError: when the compiler does not know the topology, and when it has too few
+            devices.
+    """
+    devices = topology_devices(topology)
+    needed = math.prod(shape)
+    if needed > len(devices):
+        raise InvalidConfigError(
+            f"a mesh of shape {list(shape)} needs {needed} devices; topology {topology!r} has "
+            f"{len(devices)}"
+        )
+    return jax.sharding.Mesh(np.array(devices[:needed]).reshape(shape), tuple(axis_names))
+
+
+def topology_devices(topology: str) -> list[Any]:
+    """All devices of a topology, in the compiler's order, all of one process.
+
+    So they are those of one host, or those of many hosts that one process controls by Pathways.
+    Errors are those of `topology_mesh`.
+    """
+    _, sizes = parse_topology(topology)
+    bounds = [*sizes, 1][:3]
+    try:
+        found = topologies.get_topology_desc(topology, platform="tpu", chips_per_host_bounds=bounds)
+    except (RuntimeError, ValueError) as error:  # JAX's own is a RuntimeError
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidConfigError(
+            f"topology {topology!r} is refused by its compiler: {reason}"
+        ) from error
+    return list(found.devices)

@@ -1,0 +1,35 @@
+"""Shapes to compile for devices that are not here."""
+
+from __future__ import annotations
+
+from sgljax_engine import ModelConfig, RopeConfig
+
+QWEN3_8B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope=RopeConfig(theta=1e6),
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    context_length=40960,
+)
+
+TWO_LAYERS = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=2048,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    rope=RopeConfig(theta=1e6),
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    context_length=1024,
+)
