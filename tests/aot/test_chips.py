@@ -38,7 +38,8 @@ def test_topologies_by_name(topology, name, shape):
         ("v5e:2x2x2x2", "got 'v5e:2x2x2x2'"),
         ("v9:2x4", "topology must be of one of v5e, v6e, v5p, got 'v9:2x4'"),
         ("h100:1x1", "topology must be of one of v5e, v6e, v5p, got 'h100:1x1'"),
-        ("v5e:0x4", "sizes of at least 1, got 'v5e:0x4'"),
+        ("v5e:0x4", "topology must have 1 to 256 chips, got 'v5e:0x4' of 0"),
+        ("v6e:32x16", "topology must have 1 to 256 chips, got 'v6e:32x16' of 512"),
     ],
 )
 def test_other_topologies_are_refused(topology, message):

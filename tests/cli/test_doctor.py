@@ -379,8 +379,9 @@ def facts_here(monkeypatch):
     """What this machine's own state may add, set aside: the command runs on the rest."""
     gather = doctor_facts.gather
 
-    def gathered(folder, config):
-        return dataclasses.replace(gather(folder, config), available_bytes=8 * 10**9, variables={})
+    def gathered(folder, config, **options):
+        facts = gather(folder, config, **options)
+        return dataclasses.replace(facts, available_bytes=8 * 10**9, variables={})
 
     monkeypatch.setattr(doctor_facts, "gather", gathered)
 

@@ -142,6 +142,8 @@ class Facts:
         preview: What an engine would use; None if it would not start.
         preview_problem: Why it would not start.
         is_example: Whether the preview is for Qwen3-0.6B's shape instead of a user's model.
+        topology: Devices that the preview is for instead of this machine's, which nobody has.
+        title: The model's name there; "" if the preview is for this machine.
         model: The folder given by the user.
     """
 
@@ -161,6 +163,8 @@ class Facts:
     preview: EnginePreview | None = None
     preview_problem: str | None = None
     is_example: bool = True
+    topology: str | None = None
+    title: str = ""
     model: Model | None = None
 
     @property
@@ -174,8 +178,14 @@ def _is_pathways(runtime: str) -> bool:
     return runtime.startswith("proxy") or "pathways" in runtime
 
 
-def gather(folder: Path | None, config: EngineConfig) -> Facts:
-    """Gathers facts about this machine, and a model's folder if given."""
+def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = True) -> Facts:
+    """Gathers facts about this machine, and a model's folder if given.
+
+    Args:
+        folder: The folder.
+        config: The engine's configuration.
+        has_preview: Whether to say what an engine on this machine would use.
+    """
     requirements = tuple(importlib.metadata.requires(DISTRIBUTION) or ())
     total, available = host_memory()
     facts = Facts(
@@ -196,7 +206,7 @@ def gather(folder: Path | None, config: EngineConfig) -> Facts:
     facts = dataclasses.replace(facts, devices=devices, num_processes=num_processes)
     model = None if folder is None else look_at_model(folder)
     facts = dataclasses.replace(facts, model=model, is_example=folder is None)
-    if model is not None and model.problem is not None:
+    if not has_preview or (model is not None and model.problem is not None):
         return facts
     try:
         preview = preview_of(folder, config)

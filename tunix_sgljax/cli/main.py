@@ -47,6 +47,7 @@ COMMANDS = {
     "serve": "Serve a model in a Hugging Face folder over HTTP.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
+    "aot": "Compile an engine's programs for TPUs that are not here, and say what they cost.",
     "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
 }
 """Commands by name; each is a module of this package."""
@@ -59,6 +60,7 @@ _EXAMPLES = """examples:
   tunix-sgljax tunix grpo base_config.yaml rollout_engine=sgljax
   tunix-sgljax convert checkpoints/actor --base path/to/Qwen3-0.6B --output trained
   tunix-sgljax bench --random small --against vanilla
+  tunix-sgljax aot --model qwen3-0.6b --topology v5e:1x1 --engine max_model_len=1024
 
 `tunix-sgljax COMMAND --help` has the options of a command, and more examples.
 Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted."""
@@ -110,7 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     with Interrupts(stays=is_process):
         try:
             args = make_parser(argv).parse_args(argv)
-            if args.command != "doctor":  # which reports what is wrong with it
+            # `doctor` reports what is wrong with it, and `aot` uses no device.
+            if args.command not in ("doctor", "aot"):
                 pathways.initialize()
             return find_command(args.command).run(args)
         except SystemExit as exit_:  # argparse: help and version, or a message and code 2

@@ -23,6 +23,7 @@ class Chip:
         usable_bytes: Bytes that programs may take of it.
         hbm_bytes_per_s: Bytes that its memory moves in a second, as published.
         bf16_flops_per_s: Dense bfloat16 operations in a second, as published.
+        max_chips: Chips of the largest slice.
         accelerator_type: Name of a slice of it, as `TPU_ACCELERATOR_TYPE` has it; "" for GPUs.
         source: Where the published numbers are from.
     """
@@ -34,6 +35,7 @@ class Chip:
     usable_bytes: int
     hbm_bytes_per_s: float
     bf16_flops_per_s: float
+    max_chips: int
     accelerator_type: str
     source: str
 
@@ -53,6 +55,7 @@ CHIPS = {
             usable_bytes=int(15.75 * _GIB),
             hbm_bytes_per_s=819e9,
             bf16_flops_per_s=197e12,
+            max_chips=256,
             accelerator_type="v5litepod-8",
             source=_TPU_DOCS + "v5e",
         ),
@@ -64,6 +67,7 @@ CHIPS = {
             usable_bytes=int(31.25 * _GIB),
             hbm_bytes_per_s=1640e9,
             bf16_flops_per_s=918e12,
+            max_chips=256,
             accelerator_type="v6e-8",
             source=_TPU_DOCS + "v6e",
         ),
@@ -75,6 +79,7 @@ CHIPS = {
             usable_bytes=95 * _GIB,
             hbm_bytes_per_s=2765e9,
             bf16_flops_per_s=459e12,
+            max_chips=8960,
             accelerator_type="v5p-8",
             source=_TPU_DOCS + "v5p",
         ),
@@ -86,6 +91,7 @@ CHIPS = {
             usable_bytes=60 * 10**9,
             hbm_bytes_per_s=3350e9,
             bf16_flops_per_s=989e12,
+            max_chips=1,
             accelerator_type="",
             source="https://www.nvidia.com/en-us/data-center/h100/",
         ),
@@ -113,6 +119,10 @@ def parse_topology(topology: str) -> tuple[Chip, tuple[int, ...]]:
     name, shape = match[1], tuple(map(int, match[2].split("x")))
     if name not in CHIPS or CHIPS[name].platform != "tpu":
         raise InvalidConfigError(f"topology must be of one of {known}, got {topology!r}")
-    if not math.prod(shape):
-        raise InvalidConfigError(f"topology must have sizes of at least 1, got {topology!r}")
-    return CHIPS[name], shape
+    chip = CHIPS[name]
+    if not 1 <= math.prod(shape) <= chip.max_chips:
+        raise InvalidConfigError(
+            f"topology must have 1 to {chip.max_chips} chips, got {topology!r} of "
+            f"{math.prod(shape)}"
+        )
+    return chip, shape

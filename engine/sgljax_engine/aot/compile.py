@@ -54,7 +54,10 @@ class AotReport:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of one device that weights, KV and the program that needs most take."""
+        """Bytes of one device that weights, KV and the program that needs most take.
+
+        Of a program that does not fit, the compiler does not say all.
+        """
         needed = [self.held_bytes]
         for program in self.programs:
             if program.memory is not None:
@@ -69,7 +72,7 @@ class AotReport:
             return self.preview.problem
         for program in self.programs:
             if program.problem is not None:
-                return f"{program.name} of {program.size} does not fit: {program.problem}"
+                return f"{program.name} of {program.size}: {program.problem}"
         if self.needed_bytes > self.chip.usable_bytes:
             return (
                 f"weights, KV and programs take {self.needed_bytes} bytes of a device; "

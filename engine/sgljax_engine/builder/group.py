@@ -185,8 +185,9 @@ def build_shapes(
         are_loaded=False,
         device_bytes=device_bytes,
     )
-    runner = _build_runner(parts, engine, weights, slots, shape_of_zeros)
-    return runner, parts.memory.report
+    # Lowered for its devices, since JAX compiles what has none for those of this process only.
+    parts = parts._replace(lowerings=None)
+    return _build_runner(parts, engine, weights, slots, shape_of_zeros), parts.memory.report
 
 
 def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:

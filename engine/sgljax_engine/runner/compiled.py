@@ -184,15 +184,15 @@ class ProgramCache:
             self.compile_s += time.perf_counter() - started
 
     def compile_alone(self, call: ProgramCall, state: ProgramState) -> jax.stages.Compiled:
-        """A call's program, compiled for the engine's devices and not kept.
+        """A call's program, compiled for the devices of a single engine and not kept.
 
         Args:
             call: The call.
             state: As for `lower`. Its devices need not exist.
         """
-        devices = None if self._lowerings is None else tuple(self._placement.mesh.devices.flat)
+        assert self._lowerings is None
         options = compiler_options(self._placement.is_own_cpu)
-        return _compile(call.key, self.lower(call, state), devices, options, lambda: None)
+        return _compile(call.key, self.lower(call, state), None, options, lambda: None)
 
     def clear(self) -> None:
         """Drops all programs; those shared between engines stay with the process."""

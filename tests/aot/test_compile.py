@@ -1,0 +1,132 @@
+"""An engine's programs, compiled for TPUs by their own compiler and read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgljax_engine.aot import CHIPS
+from sgljax_engine.aot.compile import call_size, largest
+from sgljax_engine.builder.group import build_shapes
+from sgljax_engine.config import EngineConfig
+from sgljax_engine.runner.warmup import warm_calls
+from tests.aot.programs import TWO_LAYERS
+from tests.aot.topologies import compiler_variables, needs_libtpu
+from tests.threads import LIMIT_S
+
+ROOT = Path(__file__).parents[2]
+ROWS, TOKENS, KV_TOKENS = 8, 256, 2048
+OPTIONS = {
+    "max_running_requests": ROWS,
+    "max_model_len": 256,
+    "num_kv_tokens": KV_TOKENS,
+    "batch_buckets": (1, ROWS),
+    "token_buckets": (128, TOKENS),
+    "chunked_prefill_size": TOKENS,
+    "dtype": "bfloat16",
+}
+
+SCRIPT = """
+import json, sys
+from sgljax_engine import EngineConfig
+from sgljax_engine.aot import compile_programs, parse_topology, topology_mesh
+from tests.aot.programs import TWO_LAYERS
+from tests.aot.test_compile import OPTIONS
+from tunix_sgljax.cli.aot import to_json
+from tunix_sgljax.cli.topologies import prepare_compiler
+
+topology, shape, more = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+prepare_compiler(topology)
+report = compile_programs(
+    TWO_LAYERS,
+    chip=parse_topology(topology)[0],
+    mesh=topology_mesh(topology, shape),
+    config=EngineConfig.from_options(OPTIONS | more),
+)
+print(json.dumps(to_json(report, "two layers", topology)))
+"""
+
+
+def compile_for(topology, shape, **more):
+    """The report as JSON, made by a process of its own: libtpu reads its settings once."""
+    arguments = [topology, json.dumps(shape), json.dumps(more)]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        cwd=ROOT,
+        env=compiler_variables(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_largest_of_each_program_is_taken():
+    runner, _ = build_shapes(TWO_LAYERS, EngineConfig.from_options(OPTIONS), "bfloat16", None)
+    calls = largest(warm_calls(runner, include_score=True, include_table=False))
+    assert [(call.name, call_size(call)) for call in calls] == [
+        ("decode", ROWS),
+        ("prefill", TOKENS),
+        ("score", TOKENS),
+        ("copy_pages", ROWS // 8),
+    ]
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "shape"),
+    [("v5e:1x1", (1, 1)), ("v6e:2x2", (2, 2)), ("v5p:2x2x1", (1, 4))],
+    ids=["v5e", "v6e_2_of_tp2", "v5p_tp4"],
+)
+def test_programs_of_a_chip(topology, shape):
+    num_engines, tp_size = shape
+    found = compile_for(topology, shape)
+    preview = found["preview"]
+    assert (preview["platform"], found["problem"]) == ("tpu", None)
+    assert (preview["num_engines"], preview["tp_size"]) == shape
+    programs = {program["name"]: program for program in found["programs"]}
+    assert list(programs) == ["decode", "prefill", "copy_pages"]
+    rows = ROWS // num_engines
+    assert (programs["decode"]["size"], programs["prefill"]["size"]) == (rows, TOKENS)
+
+    # Weights and KV are arguments, and the KV is updated where it is.
+    table = TWO_LAYERS.vocab_size * TWO_LAYERS.hidden_size
+    body = preview["num_parameters"] - table
+    kv = KV_TOKENS // num_engines * 2 * 2 * 4 * 128 * 2 // tp_size
+    held = found["held_bytes"]
+    assert held == preview["weights_bytes"] // tp_size + kv
+    decode, prefill = programs["decode"]["memory"], programs["prefill"]["memory"]
+    assert held <= decode["argument_bytes"] < 1.05 * held
+    assert decode["alias_bytes"] == prefill["alias_bytes"] == kv
+    assert found["needed_bytes"] < CHIPS[topology[:3]].usable_bytes
+
+    # A decode program counts one token of each row; prefill computes no logits. The last layer's
+    # MLP after its keys and values is left out of prefill.
+    assert 1 <= programs["decode"]["flops"] / (2 * (body + table) * rows / tp_size) < 1.6
+    assert 0.5 <= programs["prefill"]["flops"] / (2 * body * TOKENS / tp_size) < 1.6
+    assert programs["decode"]["accessed_bytes"] > held - kv
+
+    # Two sums over the devices in each layer, each iteration.
+    for program in programs.values():
+        assert bool(program["collectives"]) == (tp_size > 1 and program["name"] != "copy_pages")
+    sums = [op for op in programs["decode"]["collectives"] if op["name"] == "all-reduce"]
+    if tp_size > 1:
+        assert sum(op["count"] for op in sums if op["num_loops"] == 1) >= 2 * 2
+    assert [each["name"] for each in found["estimates"]] == ["decode"] * 2 + ["prefill"] * 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_program_that_does_not_fit_is_reported():
+    """KV of nearly all of a v5e, which the portable attention copies."""
+    found = compile_for("v5e:1x1", (1, 1), num_kv_tokens=4_000_000, max_running_requests=ROWS)
+    assert found["held_bytes"] < CHIPS["v5e"].usable_bytes
+    assert found["problem"].startswith("decode of 8: Ran out of memory")
+    assert found["programs"][0]["memory"] is None

@@ -1,0 +1,185 @@
+"""`aot` and `doctor --topology`: what they refuse, and with libtpu what they report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgljax_engine import EngineConfig, preview_engine
+from sgljax_engine.aot import CHIPS, AotReport, OpCount, ProgramMemory, ProgramReport
+from sgljax_engine.aot.roofline import estimate
+from tests.aot.programs import TWO_LAYERS
+from tests.aot.topologies import compiler_variables, needs_libtpu
+from tests.engine.small_tokenizers import GOLDEN
+from tests.threads import LIMIT_S
+from tunix_sgljax.cli import topologies
+from tunix_sgljax.cli.aot_report import NOT_RUN, describe, markdown
+from tunix_sgljax.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+MODEL = GOLDEN / "qwen3_gqa_tied"
+PATHWAYS = ROOT / "configs/qwen3_8b_pathways.yaml"
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """The commands set variables for libtpu, which later tests must not see."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
+@pytest.fixture
+def no_libtpu(monkeypatch):
+    monkeypatch.delitem(os.environ, "TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize("command", ["aot", "doctor"])
+def test_without_libtpu_it_says_what_to_install(no_libtpu, capsys, command):
+    assert main([command, "--model", str(MODEL), "--topology", "v5e:2x4"]) == 2
+    error = capsys.readouterr().err
+    assert "error: programs for TPU v5e are compiled by libtpu, which is not installed" in error
+    assert 'pip install "tunix-sgljax[aot]"' in error
+
+
+def test_a_library_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setitem(os.environ, "TPU_LIBRARY_PATH", "nowhere/libtpu.so")
+    assert main(["aot", "--model", str(MODEL), "--topology", "v5e:2x4"]) == 2
+    assert "must name libtpu.so, got 'nowhere/libtpu.so'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["aot", "--model", str(MODEL)], "arguments are required: --topology"),
+        (["aot", "--topology", "v5e:2x4"], "--topology needs --model or --config, and not both"),
+        (["aot", "--topology", "v7:2x4", "--model", "x"], "must be of one of v5e, v6e, v5p"),
+        (["aot", "--topology", "v5e", "--model", "x"], "as in 'v5e:2x4', got 'v5e'"),
+        (
+            ["aot", "--topology", "v5e:2x4", "--model", "x", "model.path=y"],
+            "key=value arguments need --config, got 'model.path=y'",
+        ),
+        (["aot", "--topology", "v5e:1x1", "--model", "x", "--programs", "few"], "'few'"),
+        (["doctor", "--tp", "8"], "--config and --tp need --topology"),
+        (["doctor", "--topology", "v5e:2x4"], "--topology needs --model or --config"),
+    ],
+)
+def test_bad_arguments(capsys, argv, message):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def has_libtpu(monkeypatch):
+    """Past the search for libtpu, which is not loaded."""
+    monkeypatch.setitem(os.environ, "TPU_LIBRARY_PATH", str(MODEL / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "qwen3-8b"], "'qwen3-8b' is no folder, and a model that Tunix knows by name"),
+        (["--model", "qwen9", "--engine", "max_model_len=9"], "'qwen9' is no model that Tunix"),
+        (["--model", str(MODEL), "--tp", "2", "--engine", "tp_size=2"], "give --tp or --engine tp"),
+        (["--model", str(MODEL), "--engine", "dtyp=int8"], "dtyp"),
+        (["--config", "nowhere.yaml"], "cannot read the config nowhere.yaml"),
+        (["--config", str(PATHWAYS), "model.name=qwen9"], "'qwen9' is no model that Tunix"),
+    ],
+)
+def test_bad_models_and_engines(has_libtpu, capsys, argv, message):
+    assert main(["aot", "--topology", "v5e:2x4", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def report_of(**changes) -> AotReport:
+    config = EngineConfig.from_options({"num_kv_tokens": 2048, "max_model_len": 1024})
+    preview = preview_engine(TWO_LAYERS, config=config)
+    memory = ProgramMemory(
+        argument_bytes=30_000_000,
+        output_bytes=9_000_000,
+        alias_bytes=8_000_000,
+        temp_bytes=500_000_000,
+        code_bytes=1_000_000,
+    )
+    reduce = OpCount(
+        name="all-reduce", array="", count=4, num_bytes=2048, num_loops=1, is_conditional=True
+    )
+    decode = ProgramReport(
+        name="decode", size=8, memory=memory, flops=1e9, collectives=(reduce,), compile_s=1.5
+    )
+    estimates = estimate(CHIPS["v5e"], TWO_LAYERS, preview, decode)
+    made = AotReport(chip=CHIPS["v5e"], preview=preview, programs=(decode,), estimates=estimates)
+    return dataclasses.replace(made, **changes)
+
+
+def test_text_and_table():
+    report = report_of()
+    text = "\n".join(describe(report, "a model", "v5e:1x1"))
+    assert "a model on v5e:1x1 (TPU v5e)\n" in text
+    assert "decode of 8 rows, compiled in 1.5 s\n" in text
+    assert "peak 0.53 GB" in text
+    assert "  exchanges:\n    4 all-reduce, 0.00 MB, each iteration, in a branch\n" in text
+    assert "  kernels: none\n" in text
+    assert text.endswith("\n\nIt fits.")
+    table = markdown(report, "a model", "v5e:1x1")
+    assert "| decode of 8 rows | 0.03 GB | 0.50 GB | 0.53 GB | 1.0 |" in table
+    for form in (text, table):
+        assert NOT_RUN in form
+        assert "an estimate" in form
+
+
+def test_what_does_not_fit():
+    program = ProgramReport(name="decode", size=8, problem="Ran out of memory", compile_s=1.0)
+    report = report_of(programs=(program,), estimates=())
+    assert report.problem == "decode of 8: Ran out of memory"
+    assert describe(report, "m", "v5e:1x1")[-1] == f"It does not fit: {report.problem}"
+    assert "does not fit: Ran out of memory |" in markdown(report, "m", "v5e:1x1")
+
+    chip = dataclasses.replace(CHIPS["v5e"], usable_bytes=10**8)
+    report = report_of(chip=chip)
+    assert report.problem is not None
+    assert report.problem.startswith("weights, KV and programs take ")
+    assert report.problem.endswith(" bytes of a device; 100000000 can be used")
+
+
+def run_command(*arguments) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tunix_sgljax.cli.main", *map(str, arguments)],
+        cwd=ROOT,
+        env=compiler_variables(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_folder_compiled_for_a_chip():
+    options = ["--engine", "max_running_requests=8", "--engine", "token_buckets=[128]"]
+    options += ["--engine", "chunked_prefill_size=128", "--engine", "batch_buckets=[8]"]
+    done = run_command("aot", "--model", MODEL, "--topology", "v6e:1x1", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["topology"], found["problem"]) == ("v6e:1x1", None)
+    assert [program["name"] for program in found["programs"]] == ["decode", "prefill", "copy_pages"]
+    assert "compiling decode of 8 for v6e:1x1\n" in done.stderr
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_doctor_says_whether_a_config_fits_a_topology():
+    done = run_command("doctor", "--config", PATHWAYS, "--topology", "v6e:2x4")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert f"An engine for {PATHWAYS} on v6e:2x4 would use\n" in done.stdout
+    assert "  1 engine(s) of 8 device(s); an engine has 268.44 GB in all\n" in done.stdout
+    named = ["--model", "qwen3-8b", "--engine", "max_model_len=4096"]
+    done = run_command("doctor", *named, "--topology", "v5e:1x1", "--engine", "dtype=float32")
+    assert done.returncode == 1
+    assert "problem: the model does not fit: the weights take 32762941440 bytes" in done.stdout

@@ -1,0 +1,85 @@
+"""`tunix-sgljax aot`: compiles an engine's programs for devices that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from tunix_sgljax.cli.engine_options import add_engine_options
+from tunix_sgljax.cli.output import emit, say
+from tunix_sgljax.cli.topologies import add_target_options, find_target
+
+if TYPE_CHECKING:
+    from sgljax_engine.aot import AotReport
+
+SUMMARY = "Compile an engine's programs for TPUs that are not here, and say what they cost."
+
+EXAMPLES = """examples:
+  tunix-sgljax aot --model path/to/Qwen3-0.6B --topology v5e:1x1 --engine max_model_len=1024
+  tunix-sgljax aot --model qwen3-8b --topology v5e:2x4 --tp 8 --engine max_model_len=4096
+  tunix-sgljax aot --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4 --json > report.json
+  tunix-sgljax aot --model qwen3-0.6b --topology v6e:1x1 --engine max_model_len=1024 --markdown
+
+The TPU's own compiler, libtpu, compiles here; nothing is run, and no weight is loaded. The exit
+code is 1 if the engine does not fit. Needs the extra: pip install "tunix-sgljax[aot]"."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `aot`."""
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a Hugging Face folder, or a name that Tunix knows"
+    )
+    add_target_options(parser, is_required=True)
+    parser.add_argument(
+        "--programs",
+        choices=("largest", "all"),
+        default="largest",
+        help="largest: decode, prefill and page copies of the largest batch; all: every program",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="write JSON")
+    form.add_argument("--markdown", action="store_true", help="write a table")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the report; returns 1 if the engine does not fit."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU that is here is left alone
+    target = find_target(args)
+
+    from sgljax_engine.aot import compile_programs
+    from tunix_sgljax.cli.aot_report import describe, markdown
+
+    report = compile_programs(
+        target.model,
+        chip=target.chip,
+        mesh=target.mesh,
+        config=target.config,
+        folder=target.folder,
+        which=args.programs,
+        on_program=lambda name, size: say(f"compiling {name} of {size} for {args.topology}"),
+    )
+    if args.json:
+        emit(json.dumps(to_json(report, target.title, args.topology), indent=2))
+    elif args.markdown:
+        emit(markdown(report, target.title, args.topology))
+    else:
+        emit("\n".join(describe(report, target.title, args.topology)))
+    return 0 if report.problem is None else 1
+
+
+def to_json(report: AotReport, title: str, topology: str) -> dict[str, Any]:
+    """The report as JSON; bytes are of one device, except in `preview`."""
+    values = dataclasses.asdict(report)
+    del values["preview"]["compilation_cache"]  # a folder of this machine
+    return {
+        "model": title,
+        "topology": topology,
+        "problem": report.problem,
+        "held_bytes": report.held_bytes,
+        "needed_bytes": report.needed_bytes,
+        **values,
+    }

@@ -1,0 +1,163 @@
+"""The report of `aot` as text and as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sgljax_engine.aot import AotReport, Estimate, OpCount, ProgramReport
+
+NOT_RUN = "Compiled by the vendor's compiler, not yet run."
+_MAX_COPIES = 6
+_COLUMNS = (
+    "program",
+    "arguments",
+    "temporaries",
+    "peak",
+    "GFLOP",
+    "bytes accessed",
+    "exchanges",
+    "kernels",
+    "large copies",
+)
+_BASES = {
+    "model": "weights and KV read once",
+    "program": "all that the compiler counts, loops once",
+}
+
+
+def describe(report: AotReport, title: str, topology: str) -> list[str]:
+    """The report's lines."""
+    preview, chip = report.preview, report.chip
+    lines = [
+        f"{title} on {topology} ({chip.title})",
+        f"  {preview.num_engines} engine(s) of {preview.tp_size} device(s), {preview.dtype}; "
+        f"{preview.num_parameters / 1e6:.1f} million parameters",
+        f"  attention: {preview.prefill_attention} for prefill, {preview.decode_attention} for "
+        f"decode; projections: {preview.linear}",
+        f"  {NOT_RUN}",
+        "",
+        "Memory of one device",
+        *(f"  {line}" for line in _memory_lines(report)),
+    ]
+    for program in report.programs:
+        lines += ["", *_program_lines(program)]
+    if report.estimates:
+        lines += ["", "Least time of a step at the chip's published rates: an estimate"]
+        lines += [f"  {_estimate_line(each)}" for each in report.estimates]
+        lines.append("  exchanges between devices and the host's work are left out")
+    verdict = "It fits." if report.problem is None else f"It does not fit: {report.problem}"
+    return [*lines, "", verdict]
+
+
+def markdown(report: AotReport, title: str, topology: str) -> str:
+    """A table of the programs, with a line above and below it."""
+    preview = report.preview
+    rows = [list(_COLUMNS), ["---"] * len(_COLUMNS), *map(_cells, report.programs)]
+    table = [f"| {' | '.join(row)} |" for row in rows]
+    about = (
+        f"{title}, {preview.dtype}, on {topology}: {preview.num_engines} engine(s) of "
+        f"{preview.tp_size} device(s), max_model_len {preview.max_model_len}, attention "
+        f"{preview.decode_attention}. {NOT_RUN} Numbers are of one device."
+    )
+    memory = f"Memory: {'; '.join(_memory_lines(report))}."
+    times = [f"- {_estimate_line(each)}" for each in report.estimates]
+    below = ["Least times at the chip's published rates, an estimate:", "", *times] if times else []
+    verdict = "It fits." if report.problem is None else f"It does not fit: {report.problem}"
+    return "\n".join([about, "", *table, "", f"{memory} {verdict}", "", *below]).rstrip()
+
+
+def _memory_lines(report: AotReport) -> Iterator[str]:
+    preview, memory = report.preview, report.preview.memory
+    weights = preview.weights_bytes / preview.tp_size
+    yield f"weights {size(weights)}"
+    if memory is not None:
+        yield (
+            f"KV {size(memory.kv_bytes / preview.tp_size)} for {memory.kv_tokens} tokens of an "
+            f"engine, as {memory.rule} says"
+        )
+    if report.programs and all(program.memory is not None for program in report.programs):
+        yield f"with the program that needs most {size(report.needed_bytes)}"
+    yield f"there are {size(report.chip.usable_bytes)} for programs"
+
+
+def _program_lines(program: ProgramReport) -> Iterator[str]:
+    yield f"{_title(program)}, compiled in {program.compile_s:.1f} s"
+    memory = program.memory
+    if memory is None:
+        yield f"  does not fit: {program.problem}"
+        return
+    yield (
+        f"  memory: arguments {size(memory.argument_bytes)}, temporaries "
+        f"{size(memory.temp_bytes)}, results {size(memory.output_bytes)} of which "
+        f"{size(memory.alias_bytes)} in place, code {size(memory.code_bytes)}; peak "
+        f"{size(memory.peak_bytes)}"
+    )
+    yield (
+        f"  counted by the compiler, the body of a loop once: {program.flops / 1e9:.2f} GFLOP, "
+        f"{size(program.accessed_bytes)} accessed"
+    )
+    yield from _op_lines("exchanges", program.collectives)
+    yield from _op_lines("kernels", program.kernels)
+    yield from _op_lines("copies as large as a layer's KV or a weight", program.copies)
+
+
+def _op_lines(what: str, ops: Sequence[OpCount]) -> Iterator[str]:
+    if not ops:
+        yield f"  {what}: none"
+        return
+    yield f"  {what}:"
+    for op in ops[:_MAX_COPIES]:
+        array = f" of {op.array}" if op.array else ""
+        yield f"    {op.count} {op.name}{array}, {size(op.num_bytes)}{_place(op)}"
+    if len(ops) > _MAX_COPIES:
+        rest = ops[_MAX_COPIES:]
+        count, num_bytes = sum(op.count for op in rest), sum(op.num_bytes for op in rest)
+        yield f"    {count} others, {size(num_bytes)}"
+
+
+def _place(op: OpCount) -> str:
+    places = ["", ", each iteration", ", each iteration of an inner loop"]
+    place = places[min(op.num_loops, 2)]
+    return place + (", in a branch" if op.is_conditional else "")
+
+
+def _title(program: ProgramReport) -> str:
+    units = {"decode": "rows", "copy_pages": "pages"}
+    return f"{program.name} of {program.size} {units.get(program.name, 'tokens')}"
+
+
+def _cells(program: ProgramReport) -> list[str]:
+    memory = program.memory
+    if memory is None:
+        return [_title(program), f"does not fit: {program.problem}", *[""] * (len(_COLUMNS) - 2)]
+    return [
+        _title(program),
+        size(memory.argument_bytes),
+        size(memory.temp_bytes),
+        size(memory.peak_bytes),
+        f"{program.flops / 1e9:.1f}",
+        size(program.accessed_bytes),
+        _total(program.collectives),
+        _total(program.kernels),
+        _total(program.copies),
+    ]
+
+
+def _total(ops: Sequence[OpCount]) -> str:
+    if not ops:
+        return "none"
+    return f"{sum(op.count for op in ops)}, {size(sum(op.num_bytes for op in ops))}"
+
+
+def _estimate_line(estimate: Estimate) -> str:
+    return (
+        f"{estimate.name}, {_BASES[estimate.basis]}: {estimate.step_s * 1e3:.2f} ms, "
+        f"{estimate.tokens_per_s:,.0f} tokens/s, limited by {estimate.bound}"
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: GB, or MB below 10 MB."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"
