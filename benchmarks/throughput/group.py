@@ -193,7 +193,7 @@ def table(found: dict[str, Any]) -> list[str]:
     rates, hosted, compiled = found["throughput"], found["host"], found["compile"]
     one, two = (float(np.median(rates[name])) for name in ("one", "two"))
     ratios = ", ".join(f"{ratio:.2f}" for ratio in rates["ratios"])
-    lines = [
+    return [
         "## Throughput of `rl_longtail`",
         "",
         "| | tokens/s (median) |",
@@ -235,7 +235,6 @@ def table(found: dict[str, Any]) -> list[str]:
             for count, each in compiled.items()
         ),
     ]
-    return lines
 
 
 def main() -> None:

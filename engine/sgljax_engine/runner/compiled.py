@@ -192,7 +192,10 @@ class ProgramCache:
         """
         assert self._lowerings is None
         options = compiler_options(self._placement.is_own_cpu)
-        return _compile(call.key, self.lower(call, state), None, options, lambda: None)
+        # Pallas asks the mesh which kind of device it writes for; JAX's own are of another kind.
+        with jax.sharding.use_abstract_mesh(self._placement.mesh.abstract_mesh):
+            lowered = self.lower(call, state)
+        return _compile(call.key, lowered, None, options, lambda: None)
 
     def clear(self) -> None:
         """Drops all programs; those shared between engines stay with the process."""
