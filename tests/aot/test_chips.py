@@ -24,7 +24,7 @@ def test_a_chip_is_sound(chip):
 
 @pytest.mark.parametrize(
     ("topology", "name", "shape"),
-    [("v5e:2x4", "v5e", (2, 4)), ("v5p:2x2x2", "v5p", (2, 2, 2)), ("v6e:1x1", "v6e", (1, 1))],
+    [("v5e:2x4", "v5e", (2, 4)), ("v5p:2x2x2", "v5p", (2, 2, 2)), ("h100:8", "h100", (8,))],
 )
 def test_topologies_by_name(topology, name, shape):
     assert parse_topology(topology) == (CHIPS[name], shape)
@@ -33,11 +33,12 @@ def test_topologies_by_name(topology, name, shape):
 @pytest.mark.parametrize(
     ("topology", "message"),
     [
-        ("v5e", "as in 'v5e:2x4', got 'v5e'; known chips: v5e, v6e, v5p"),
+        ("v5e", "'v5e:2x4' and 'h100:8', got 'v5e'; known chips: v5e, v6e, v5p, h100"),
         ("v5e:8", "got 'v5e:8'"),
         ("v5e:2x2x2x2", "got 'v5e:2x2x2x2'"),
-        ("v9:2x4", "topology must be of one of v5e, v6e, v5p, got 'v9:2x4'"),
-        ("h100:1x1", "topology must be of one of v5e, v6e, v5p, got 'h100:1x1'"),
+        ("v9:2x4", "topology must be of one of v5e, v6e, v5p, h100, got 'v9:2x4'"),
+        ("h100:1x1", "got 'h100:1x1'"),
+        ("h100:16", "topology must have 1 to 8 chips, got 'h100:16' of 16"),
         ("v5e:0x4", "topology must have 1 to 256 chips, got 'v5e:0x4' of 0"),
         ("v6e:32x16", "topology must have 1 to 256 chips, got 'v6e:32x16' of 512"),
     ],
@@ -67,3 +68,5 @@ def test_estimates():
     assert by_program.step_s == pytest.approx(1e12 / 197e12)
     assert (by_program.basis, by_program.bound) == ("program", "compute")
     assert by_program.tokens_per_s == pytest.approx(2 / by_program.step_s)
+    uncounted = dataclasses.replace(decode, flops=None, accessed_bytes=None)
+    assert estimate(CHIPS["v5e"], TWO_LAYERS, preview, uncounted) == (by_model,)

@@ -1,4 +1,4 @@
-"""An engine's programs, compiled for TPUs by their own compiler and read."""
+"""An engine's programs, compiled by the vendors' compilers and read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.runner.warmup import warm_calls
 from tests.aot.programs import TWO_LAYERS
-from tests.aot.topologies import compiler_variables, needs_libtpu
+from tests.aot.topologies import compiler_variables, needs_cuda_plugin, needs_libtpu
 from tests.threads import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -130,3 +130,29 @@ def test_a_program_that_does_not_fit_is_reported():
     assert found["held_bytes"] < CHIPS["v5e"].usable_bytes
     assert found["problem"].startswith("decode of 8: Ran out of memory")
     assert found["programs"][0]["memory"] is None
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_programs_of_a_gpu(num_gpus):
+    found = compile_for(f"h100:{num_gpus}", (1, num_gpus))
+    assert (found["preview"]["platform"], found["problem"]) == ("gpu", None)
+    for program in found["programs"]:
+        kv = KV_TOKENS * 2 * 2 * 4 * 128 * 2 // num_gpus
+        assert program["memory"]["alias_bytes"] == kv
+        assert program["flops"] is None
+        has_sums = num_gpus > 1 and program["name"] != "copy_pages"
+        assert bool(program["collectives"]) == has_sums
+    assert [each["name"] for each in found["estimates"]] == ["decode", "prefill"]
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+def test_attention_of_a_gpu_is_a_kernel():
+    found = compile_for("h100:1", (1, 1), attention_backend="pallas")
+    decode, prefill, _ = found["programs"]
+    for program, num_loops in ((decode, 1), (prefill, 0)):
+        (kernel,) = program["kernels"]
+        assert kernel["name"] == "__gpu$xla.gpu.triton pallas_call"
+        assert kernel["num_loops"] == num_loops

@@ -1,4 +1,4 @@
-"""Runs Python with libtpu and no TPU, where libtpu is installed."""
+"""Compilers for devices that are not here, where they are installed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,18 @@ needs_libtpu = pytest.mark.skipif(
     reason='libtpu is not installed: pip install "tunix-sgljax[aot]", or set TPU_LIBRARY_PATH',
 )
 
+HAS_CUDA_PLUGIN = importlib.util.find_spec("jax_plugins") is not None and (
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+)
+
+needs_cuda_plugin = pytest.mark.skipif(
+    not HAS_CUDA_PLUGIN,
+    reason="JAX's CUDA plugin is not installed: pip install jax-cuda13-plugin jax-cuda13-pjrt",
+)
+
 
 def compiler_variables() -> dict[str, str]:
-    """The environment of a process that compiles for TPUs as users do.
+    """The environment of a process that compiles as users do.
 
     The tests' own settings, which have XLA optimise little and keep programs, are left out.
     """

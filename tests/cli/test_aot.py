@@ -47,6 +47,12 @@ def test_without_libtpu_it_says_what_to_install(no_libtpu, capsys, command):
     assert 'pip install "tunix-sgljax[aot]"' in error
 
 
+def test_without_the_cuda_plugin_it_says_what_to_install(no_libtpu, capsys):
+    assert main(["aot", "--model", str(MODEL), "--topology", "h100:1"]) == 2
+    error = capsys.readouterr().err
+    assert "are compiled by JAX's CUDA plugin, which is not installed: pip install" in error
+
+
 def test_a_library_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "TPU_LIBRARY_PATH", "nowhere/libtpu.so")
     assert main(["aot", "--model", str(MODEL), "--topology", "v5e:2x4"]) == 2
@@ -58,8 +64,8 @@ def test_a_library_that_is_not_there(monkeypatch, capsys):
     [
         (["aot", "--model", str(MODEL)], "arguments are required: --topology"),
         (["aot", "--topology", "v5e:2x4"], "--topology needs --model or --config, and not both"),
-        (["aot", "--topology", "v7:2x4", "--model", "x"], "must be of one of v5e, v6e, v5p"),
-        (["aot", "--topology", "v5e", "--model", "x"], "as in 'v5e:2x4', got 'v5e'"),
+        (["aot", "--topology", "v7:2x4", "--model", "x"], "must be of one of v5e, v6e, v5p, h100"),
+        (["aot", "--topology", "v5e", "--model", "x"], "'v5e:2x4' and 'h100:8', got 'v5e'"),
         (
             ["aot", "--topology", "v5e:2x4", "--model", "x", "model.path=y"],
             "key=value arguments need --config, got 'model.path=y'",
@@ -110,7 +116,13 @@ def report_of(**changes) -> AotReport:
         name="all-reduce", array="", count=4, num_bytes=2048, num_loops=1, is_conditional=True
     )
     decode = ProgramReport(
-        name="decode", size=8, memory=memory, flops=1e9, collectives=(reduce,), compile_s=1.5
+        name="decode",
+        size=8,
+        memory=memory,
+        flops=1e9,
+        accessed_bytes=1e9,
+        collectives=(reduce,),
+        compile_s=1.5,
     )
     estimates = estimate(CHIPS["v5e"], TWO_LAYERS, preview, decode)
     made = AotReport(chip=CHIPS["v5e"], preview=preview, programs=(decode,), estimates=estimates)

@@ -15,16 +15,18 @@ from tunix_sgljax.cli.topologies import add_target_options, find_target
 if TYPE_CHECKING:
     from sgljax_engine.aot import AotReport
 
-SUMMARY = "Compile an engine's programs for TPUs that are not here, and say what they cost."
+SUMMARY = "Compile an engine's programs for chips that are not here, and say what they cost."
 
 EXAMPLES = """examples:
   tunix-sgljax aot --model path/to/Qwen3-0.6B --topology v5e:1x1 --engine max_model_len=1024
   tunix-sgljax aot --model qwen3-8b --topology v5e:2x4 --tp 8 --engine max_model_len=4096
   tunix-sgljax aot --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4 --json > report.json
   tunix-sgljax aot --model qwen3-0.6b --topology v6e:1x1 --engine max_model_len=1024 --markdown
+  tunix-sgljax aot --config configs/qwen3_0p6b_gpu.yaml --topology h100:1
 
-The TPU's own compiler, libtpu, compiles here; nothing is run, and no weight is loaded. The exit
-code is 1 if the engine does not fit. Needs the extra: pip install "tunix-sgljax[aot]"."""
+The vendor's own compiler compiles here; nothing is run, and no weight is loaded. The exit code is 1
+if the engine does not fit. For TPUs: pip install "tunix-sgljax[aot]", for libtpu. For GPUs: pip
+install jax-cuda13-plugin jax-cuda13-pjrt."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

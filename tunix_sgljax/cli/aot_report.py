@@ -94,10 +94,11 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
         f"{size(memory.alias_bytes)} in place, code {size(memory.code_bytes)}; peak "
         f"{size(memory.peak_bytes)}"
     )
-    yield (
-        f"  counted by the compiler, the body of a loop once: {program.flops / 1e9:.2f} GFLOP, "
-        f"{size(program.accessed_bytes)} accessed"
-    )
+    if program.flops is not None and program.accessed_bytes is not None:
+        yield (
+            f"  counted by the compiler, the body of a loop once: {program.flops / 1e9:.2f} GFLOP, "
+            f"{size(program.accessed_bytes)} accessed"
+        )
     yield from _op_lines("exchanges", program.collectives)
     yield from _op_lines("kernels", program.kernels)
     yield from _op_lines("copies as large as a layer's KV or a weight", program.copies)
@@ -137,8 +138,8 @@ def _cells(program: ProgramReport) -> list[str]:
         size(memory.argument_bytes),
         size(memory.temp_bytes),
         size(memory.peak_bytes),
-        f"{program.flops / 1e9:.1f}",
-        size(program.accessed_bytes),
+        "not counted" if program.flops is None else f"{program.flops / 1e9:.1f}",
+        "not counted" if program.accessed_bytes is None else size(program.accessed_bytes),
         _total(program.collectives),
         _total(program.kernels),
         _total(program.copies),

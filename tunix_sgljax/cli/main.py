@@ -47,7 +47,7 @@ COMMANDS = {
     "serve": "Serve a model in a Hugging Face folder over HTTP.",
     "bench": "Measure speed on this machine, alone or against Tunix's vanilla sampler.",
     "doctor": "Say what is installed, what will be used, and what is wrong.",
-    "aot": "Compile an engine's programs for TPUs that are not here, and say what they cost.",
+    "aot": "Compile an engine's programs for chips that are not here, and say what they cost.",
     "convert": "Write a Tunix checkpoint as a Hugging Face folder, or as a PEFT adapter.",
 }
 """Commands by name; each is a module of this package."""

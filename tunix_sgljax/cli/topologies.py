@@ -51,7 +51,7 @@ def add_target_options(parser: argparse.ArgumentParser, *, is_required: bool) ->
         "--topology",
         required=is_required,
         metavar="CHIP:SHAPE",
-        help="devices that need not be here: v5e:2x4, v6e:1x1, v5p:2x2x2",
+        help="devices that need not be here: v5e:2x4, v6e:1x1, v5p:2x2x2, h100:8",
     )
     parser.add_argument(
         "--tp",
@@ -108,15 +108,32 @@ def find_target(args: argparse.Namespace) -> Target:
 
 
 def prepare_compiler(topology: str) -> None:
-    """Sets the environment in which libtpu starts without a TPU; before JAX loads it.
+    """Finds the compiler, and sets the environment in which it starts; before JAX loads it.
 
     Raises:
         InvalidConfigError: for a topology that cannot be compiled for.
-        ValueError: libtpu is not installed.
+        ValueError: the compiler is not installed.
     """
     from sgljax_engine.aot import parse_topology
 
     chip, _ = parse_topology(topology)
+    if chip.platform == "tpu":
+        _prepare_libtpu(chip)
+    elif not _has_cuda_plugin():
+        raise ValueError(
+            f"programs for {chip.title} are compiled by JAX's CUDA plugin, which is not installed: "
+            "pip install jax-cuda13-plugin jax-cuda13-pjrt, of JAX's own version"
+        )
+
+
+def _has_cuda_plugin() -> bool:
+    try:
+        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    except ModuleNotFoundError:  # there are no plugins
+        return False
+
+
+def _prepare_libtpu(chip: Chip) -> None:
     named = os.environ.get("TPU_LIBRARY_PATH")
     if named is not None and not Path(named).is_file():
         raise ValueError(f"TPU_LIBRARY_PATH must name libtpu.so, got {named!r}, which is no file")

@@ -16,14 +16,14 @@ class Chip:
     """A kind of accelerator; numbers are of one chip, which is one device of JAX.
 
     Attributes:
-        name: The name in topologies, as in "v5e:2x4".
+        name: The name in topologies, as in "v5e:2x4" and "h100:8".
         title: The name to print.
         platform: JAX's name for the kind of device.
         hbm_bytes: Bytes of its memory, as published.
         usable_bytes: Bytes that programs may take of it.
         hbm_bytes_per_s: Bytes that its memory moves in a second, as published.
         bf16_flops_per_s: Dense bfloat16 operations in a second, as published.
-        max_chips: Chips of the largest slice.
+        max_chips: Chips of the largest slice, or GPUs of a host.
         accelerator_type: Name of a slice of it, as `TPU_ACCELERATOR_TYPE` has it; "" for GPUs.
         source: Where the published numbers are from.
     """
@@ -91,7 +91,7 @@ CHIPS = {
             usable_bytes=60 * 10**9,
             hbm_bytes_per_s=3350e9,
             bf16_flops_per_s=989e12,
-            max_chips=1,
+            max_chips=8,
             accelerator_type="",
             source="https://www.nvidia.com/en-us/data-center/h100/",
         ),
@@ -104,22 +104,23 @@ def parse_topology(topology: str) -> tuple[Chip, tuple[int, ...]]:
     """The chip of a topology, and the number of its chips along each dimension.
 
     Args:
-        topology: A chip and a shape of two or three dimensions: "v5e:2x4", "v5p:2x2x2".
+        topology: A TPU and a shape of two or three dimensions, "v5e:2x4", "v5p:2x2x2"; or a GPU
+            and a number, "h100:8".
 
     Raises:
-        InvalidConfigError: for another form, and for a chip that cannot be compiled for.
+        InvalidConfigError: for another form, an unknown chip, and more chips than there can be.
     """
-    known = ", ".join(name for name, chip in CHIPS.items() if chip.platform == "tpu")
-    match = re.fullmatch(r"([a-z0-9]+):([0-9]+(?:x[0-9]+){1,2})", topology)
-    if match is None:
+    match = re.fullmatch(r"([a-z0-9]+):([0-9]+(?:x[0-9]+){0,2})", topology)
+    name, shape = (match[1], tuple(map(int, match[2].split("x")))) if match else ("", ())
+    chip = CHIPS.get(name)
+    dims = (2, 3) if chip is None or chip.platform == "tpu" else (1,)
+    if match is None or (chip is not None and len(shape) not in dims):
         raise InvalidConfigError(
-            f"topology must be a chip and its shape, as in 'v5e:2x4', got {topology!r}; known "
-            f"chips: {known}"
+            "topology must be a TPU and its shape or a GPU and a number, as in 'v5e:2x4' and "
+            f"'h100:8', got {topology!r}; known chips: {', '.join(CHIPS)}"
         )
-    name, shape = match[1], tuple(map(int, match[2].split("x")))
-    if name not in CHIPS or CHIPS[name].platform != "tpu":
-        raise InvalidConfigError(f"topology must be of one of {known}, got {topology!r}")
-    chip = CHIPS[name]
+    if chip is None:
+        raise InvalidConfigError(f"topology must be of one of {', '.join(CHIPS)}, got {topology!r}")
     if not 1 <= math.prod(shape) <= chip.max_chips:
         raise InvalidConfigError(
             f"topology must have 1 to {chip.max_chips} chips, got {topology!r} of "

@@ -88,9 +88,10 @@ class ProgramReport:
         memory: Its memory; None if it does not fit.
         problem: What the compiler says if it does not fit; None if it fits.
         flops: Operations, by the compiler. The body of a loop whose iterations it does not know
-            counts once: a decode program counts one token of each row.
+            counts once: a decode program counts one token of each row. None for GPUs, whose
+            compiler does not count.
         accessed_bytes: Bytes that instructions read and write, by the compiler, in memory and on
-            the chip; loops count as for `flops`.
+            the chip; loops and GPUs as for `flops`.
         collectives: Exchanges between devices.
         kernels: Calls of kernels that XLA did not make.
         copies: Copies and transpositions of arrays as large as a layer's KV pages or a weight.
@@ -101,8 +102,8 @@ class ProgramReport:
     size: int
     memory: ProgramMemory | None = None
     problem: str | None = None
-    flops: float = 0.0
-    accessed_bytes: float = 0.0
+    flops: float | None = None
+    accessed_bytes: float | None = None
     collectives: tuple[OpCount, ...] = ()
     kernels: tuple[OpCount, ...] = ()
     copies: tuple[OpCount, ...] = ()
@@ -133,8 +134,8 @@ def read_program(
             temp_bytes=stats.temp_size_in_bytes,
             code_bytes=stats.generated_code_size_in_bytes,
         ),
-        flops=float(costs.get("flops", 0.0)),
-        accessed_bytes=float(costs.get("bytes accessed", 0.0)),
+        flops=costs.get("flops"),
+        accessed_bytes=costs.get("bytes accessed"),
         collectives=count_collectives(module),
         kernels=count_kernels(module),
         copies=count_copies(module, large),

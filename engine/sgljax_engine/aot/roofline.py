@@ -36,7 +36,7 @@ class Estimate:
 def estimate(
     chip: Chip, model: ModelConfig, preview: EnginePreview, program: ProgramReport
 ) -> tuple[Estimate, ...]:
-    """Estimates of a decode or prefill program, by model and by program.
+    """Estimates of a decode or prefill program: by model, and by program if that is counted.
 
     By model, decode reads the KV of rows at half of `max_model_len`, as far as pages hold them;
     prefill reads no KV and computes no logits.
@@ -56,12 +56,11 @@ def estimate(
     if is_decode:
         held = min(tokens * preview.max_model_len / 2, memory.kv_tokens)
         num_bytes += memory.kv_bytes / preview.tp_size * held / memory.kv_tokens
+    by_model = _roofline(chip, preview, program, "model", flops, num_bytes)
+    if program.flops is None or program.accessed_bytes is None:
+        return (by_model,)
     counted = program.flops, program.accessed_bytes
-    bases: tuple[tuple[Literal["model", "program"], float, float], ...] = (
-        ("model", flops, num_bytes),
-        ("program", *counted),
-    )
-    return tuple(_roofline(chip, preview, program, *basis) for basis in bases)
+    return by_model, _roofline(chip, preview, program, "program", *counted)
 
 
 def num_used_parameters(model: ModelConfig, num_parameters: int, *, has_logits: bool) -> int:

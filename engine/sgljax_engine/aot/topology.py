@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from sgljax_engine.aot.chips import parse_topology
+from sgljax_engine.aot.gpus import TARGETS
 from sgljax_engine.errors import InvalidConfigError
 
 
@@ -19,7 +20,8 @@ def topology_mesh(
 ) -> jax.sharding.Mesh:
     """A mesh of the first devices of a topology, for which programs can be compiled but not run.
 
-    The caller has set the environment in which libtpu starts without a TPU.
+    TPUs need libtpu, in an environment in which it starts without a TPU, which the caller has set.
+    GPUs need JAX's CUDA plugin.
 
     Args:
         topology: As for `parse_topology`.
@@ -46,10 +48,17 @@ def topology_devices(topology: str) -> list[Any]:
     So they are those of one host, or those of many hosts that one process controls by Pathways.
     Errors are those of `topology_mesh`.
     """
-    _, sizes = parse_topology(topology)
-    bounds = [*sizes, 1][:3]
+    chip, sizes = parse_topology(topology)
     try:
-        found = topologies.get_topology_desc(topology, platform="tpu", chips_per_host_bounds=bounds)
+        if chip.platform == "tpu":
+            bounds = [*sizes, 1][:3]
+            found = topologies.get_topology_desc(
+                topology, platform="tpu", chips_per_host_bounds=bounds
+            )
+        else:
+            found = topologies.get_topology_desc(
+                platform="cuda", target_config=TARGETS[chip.name], topology=f"1x1x{sizes[0]}"
+            )
     except (RuntimeError, ValueError) as error:  # JAX's own is a RuntimeError
         reason = str(error).strip().splitlines()[0]
         raise InvalidConfigError(
