@@ -107,6 +107,12 @@ def test_programs_of_a_chip(topology, shape):
     assert decode["alias_bytes"] == prefill["alias_bytes"] == kv
     assert found["needed_bytes"] < CHIPS[topology[:3]].usable_bytes
 
+    # The kernel for TPUs, once a layer: nothing copies pages or weights, or needs much memory.
+    assert preview["decode_attention"] == preview["prefill_attention"] == "tpu"
+    assert sum(call["count"] for call in programs["decode"]["kernels"]) == TWO_LAYERS.num_layers
+    assert programs["decode"]["copies"] == []
+    assert decode["temp_bytes"] < 2**26
+
     # A decode program counts one token of each row; prefill computes no logits. The last layer's
     # MLP after its keys and values is left out of prefill.
     assert 1 <= programs["decode"]["flops"] / (2 * (body + table) * rows / tp_size) < 1.6
@@ -126,7 +132,13 @@ def test_programs_of_a_chip(topology, shape):
 @pytest.mark.slow
 def test_a_program_that_does_not_fit_is_reported():
     """KV of nearly all of a v5e, which the portable attention copies."""
-    found = compile_for("v5e:1x1", (1, 1), num_kv_tokens=4_000_000, max_running_requests=ROWS)
+    found = compile_for(
+        "v5e:1x1",
+        (1, 1),
+        num_kv_tokens=4_000_000,
+        max_running_requests=ROWS,
+        attention_backend="xla",
+    )
     assert found["held_bytes"] < CHIPS["v5e"].usable_bytes
     assert found["problem"].startswith("decode of 8: Ran out of memory")
     assert found["programs"][0]["memory"] is None
