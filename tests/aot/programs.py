@@ -21,7 +21,7 @@ QWEN3_8B = ModelConfig(
 
 TWO_LAYERS = ModelConfig(
     architecture="Qwen3ForCausalLM",
-    vocab_size=2048,
+    vocab_size=32000,
     hidden_size=512,
     intermediate_size=1024,
     num_layers=2,

@@ -135,6 +135,27 @@ def test_invert_cdf_where_a_sum_rounds_up_over_an_empty_block(monkeypatch):
     assert np.asarray(invert_cdf(jnp.asarray(weights), uniform))[0] == 300
 
 
+@pytest.mark.parametrize("vocab", [8 * 37, 8 * 151, 4096], ids=["small", "uneven", "whole"])
+@pytest.mark.parametrize("num_shards", [2, 8])
+def test_shards_of_the_vocabulary_change_no_token(vocab, num_shards):
+    """Blocks and groups begin anew in each shard, so that padding lies between them."""
+    rng = np.random.default_rng(6)
+    logits = jnp.asarray(rng.normal(0, 3, (24, vocab)).astype(np.float32))
+    rows = batch(
+        24,
+        vocab,
+        temperature=rng.choice([0.0, 0.7, 1.0], 24),
+        top_k=rng.choice([vocab, 5, 200], 24),
+        top_p=rng.choice([1.0, 0.9, 0.3], 24),
+        min_p=rng.choice([0.0, 0.05], 24),
+    )
+    draw = jax.jit(sample, static_argnames="num_shards")
+    whole, shared = (draw(logits, rows, jnp.int32(0), num_shards=n) for n in (1, num_shards))
+    np.testing.assert_array_equal(whole.token, shared.token)
+    for ours, theirs in zip(whole[1:], shared[1:], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 @pytest.mark.parametrize("top_p", [1e-50, 1e-40, 1e-30])
 def test_tiny_top_p_is_greedy(top_p):
     logits = jnp.asarray(np.random.default_rng(4).normal(0, 1, (8, 300)).astype(np.float32))

@@ -338,6 +338,7 @@ def _program_context(
         prefill_pass=prefill_pass(placement.platform),
         decode_attention=None if is_ordered else attention.decode,
         prefill_attention=None if is_ordered else attention.prefill,
+        num_vocab_shards=placement.num_tensor_shards,
     )
 
 

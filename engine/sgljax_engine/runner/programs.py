@@ -42,6 +42,7 @@ class ProgramContext(NamedTuple):
             one pass of all.
         decode_attention: Attention of decode steps that read pages; None for `attention`.
         prefill_attention: Attention of prefill; None for `attention`.
+        num_vocab_shards: Devices that share the vocabulary.
     """
 
     model: ModelDefinition
@@ -52,6 +53,7 @@ class ProgramContext(NamedTuple):
     prefill_pass: int | None = None
     decode_attention: DecodeAttention | None = None
     prefill_attention: PrefillAttention | None = None
+    num_vocab_shards: int = 1
 
 
 class DecodeOutput(NamedTuple):
@@ -303,7 +305,7 @@ def decode(
         adjusted = None
         if table is not None:
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + step)
-        sampled = sample(logits, sampling, step, adjusted, sampler_tokens)
+        sampled = sample(logits, sampling, step, adjusted, sampler_tokens, static.num_vocab_shards)
         if table is not None:
             table = record(table, sampled.token, active)
         extras = None

@@ -9,6 +9,9 @@ No step sorts the vocabulary and none draws a random number per vocabulary entry
 - A token is drawn by inverting the cumulative distribution at one uniform number per row, in two
   levels: over the sums of blocks of 128 entries, then inside one block.
 
+Devices that share the vocabulary each cut their own part into blocks and groups, so that none of
+them gets the logits of another: only sums, maxima and the chosen blocks are exchanged.
+
 Filters apply in this order: temperature, top-k, top-p over the tokens that top-k kept, min-p (last
 as in SGLang; vLLM applies it before top-k). Batches in which no row filters skip them at run time
 (`lax.cond`).
@@ -74,6 +77,7 @@ def sample(
     step_offset: jax.Array,
     adjusted_BV: jax.Array | None = None,
     tokens: Tokens | None = None,
+    num_shards: int = 1,
 ) -> Sampled:
     """Draws one token per row. The result of a row does not depend on the other rows.
 
@@ -85,23 +89,27 @@ def sample(
         adjusted_BV: [B, V] float32, the logits to draw from, with -inf for forbidden tokens and at
             least one finite logit in each row; None draws from the model's logits.
         tokens: Processes rows in tiles; None takes all together.
+        num_shards: Devices that share the vocabulary, each an equal part of it.
     """
     tokens = Together() if tokens is None else tokens
     rows = rows._replace(step=rows.step + step_offset)
     choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
     # Separate, so that adjusted logits do not change the rest.
     split = jax.tree.map(tokens.split, (choices_BV, rows))
-    token, processed = map(tokens.join, tokens.map(lambda args: _draw(*args), split))
+    drawn = tokens.map(lambda args: _draw(args[0], args[1], num_shards), split)
+    token, processed = map(tokens.join, drawn)
     split = jax.tree.map(tokens.split, (logits_BV, token, rows.temperature))
     raw, scaled = map(tokens.join, tokens.map(lambda args: token_logprobs(*args), split))
     return Sampled(token, raw, scaled, processed)
 
 
-def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Array]:
+def _draw(
+    choices_BV: jax.Array, rows: SamplingBatch, num_shards: int
+) -> tuple[jax.Array, jax.Array]:
     """Tokens, and their processed log-probs."""
     is_greedy = rows.temperature == 0.0
     _, scaled_BV = _scale(choices_BV, rows.temperature)
-    greedy = _argmax(choices_BV)
+    greedy = _argmax(choices_BV, num_shards)
     weights_BV = jnp.exp(scaled_BV)  # unnormalised probabilities in [0, 1]
     all_weight = jnp.sum(weights_BV, axis=-1)
 
@@ -113,13 +121,13 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
     is_filtering = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
 
     def filtered() -> tuple[jax.Array, jax.Array]:
-        kept_BV = filter_weights(scaled_BV, weights_BV, top_k, top_p, min_p)
+        kept_BV = filter_weights(scaled_BV, weights_BV, top_k, top_p, min_p, num_shards)
         # The two sums may round differently, so the row decides which one it gets.
         return kept_BV, jnp.where(is_filtering, jnp.sum(kept_BV, axis=-1), all_weight)
 
     def drawn() -> tuple[jax.Array, jax.Array]:
         kept_BV, kept = lax.cond(jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight))
-        return invert_cdf(kept_BV, _uniform(rows.seed, rows.step)), kept
+        return invert_cdf(kept_BV, _uniform(rows.seed, rows.step), num_shards), kept
 
     token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), drawn)
     token = jnp.where(is_greedy, greedy, token)
@@ -127,16 +135,16 @@ def _draw(choices_BV: jax.Array, rows: SamplingBatch) -> tuple[jax.Array, jax.Ar
     return token, jnp.where(is_greedy, 0.0, processed)
 
 
-def _argmax(values_BV: jax.Array) -> jax.Array:
+def _argmax(values_BV: jax.Array, num_shards: int) -> jax.Array:
     """The first index [B] of each row's largest entry.
 
     Searches only the first block with the largest maximum: XLA on CPUs vectorises maxima, but runs
     `jnp.argmax` entry by entry.
     """
-    blocks = _in_blocks(values_BV, -jnp.inf)
+    blocks = _in_blocks(values_BV, -jnp.inf, num_shards)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
     offset = jnp.argmax(_pick_block(blocks, block), axis=-1).astype(jnp.int32)
-    return block * _BLOCK + offset
+    return _place(block, offset, values_BV.shape[1], num_shards)
 
 
 def token_logprobs(
@@ -173,6 +181,7 @@ def filter_weights(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
+    num_shards: int = 1,
 ) -> jax.Array:
     """Zeroes the weights that top-k, top-p or min-p remove.
 
@@ -185,12 +194,13 @@ def filter_weights(
         top_k: [B] int32 in [1, V].
         top_p: [B] float32.
         min_p: [B] float32.
+        num_shards: As for `sample`.
     """
     batch, vocab_size = scaled_BV.shape
     has_threshold = jnp.any((top_k < vocab_size) | (top_p < 1.0))
     threshold = lax.cond(
         has_threshold,
-        lambda: _top_threshold(scaled_BV, weights_BV, top_k, top_p),
+        lambda: _top_threshold(scaled_BV, weights_BV, top_k, top_p, num_shards),
         lambda: jnp.full(batch, -jnp.inf, scaled_BV.dtype),
     )
     is_kept = (scaled_BV >= threshold[:, None]) & (weights_BV >= min_p[:, None])
@@ -198,11 +208,15 @@ def filter_weights(
 
 
 def _top_threshold(
-    scaled_BV: jax.Array, weights_BV: jax.Array, top_k: jax.Array, top_p: jax.Array
+    scaled_BV: jax.Array,
+    weights_BV: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    num_shards: int,
 ) -> jax.Array:
     """The smallest logit [B] that top-k and then top-p keep; -inf where both keep all."""
     vocab_size = scaled_BV.shape[1]
-    top_BN = _largest(scaled_BV)
+    top_BN = _largest(scaled_BV, num_shards)
     num_sorted = top_BN.shape[1]
 
     def find_kth() -> jax.Array:
@@ -243,7 +257,7 @@ def _top_threshold(
     return jnp.where(has_p, nucleus, kth)
 
 
-def _largest(values_BV: jax.Array) -> jax.Array:
+def _largest(values_BV: jax.Array, num_shards: int) -> jax.Array:
     """The `_NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
 
     They lie in the N groups with the largest maxima, since each of these maxima is at least as
@@ -252,22 +266,27 @@ def _largest(values_BV: jax.Array) -> jax.Array:
     batch, vocab_size = values_BV.shape
     if vocab_size < _NUM_SORTED * _GROUP:
         return lax.top_k(values_BV, min(_NUM_SORTED, vocab_size))[0]
-    padded = jnp.pad(
-        values_BV, ((0, 0), (0, -vocab_size % _GROUP)), constant_values=-jnp.inf
-    ).reshape(batch, _GROUP, -1)
-    groups = lax.top_k(jnp.max(padded, axis=1), _NUM_SORTED)[1]
-    entries = jnp.take_along_axis(padded, groups[:, None, :], axis=2)
+    padded = _padded_shards(values_BV, _GROUP, -jnp.inf, num_shards)
+    grouped = padded.reshape(batch, num_shards, _GROUP, -1)
+    maxima = jnp.max(grouped, axis=2)
+    groups = lax.top_k(maxima.reshape(batch, -1), _NUM_SORTED)[1]
+    if num_shards == 1:
+        entries = jnp.take_along_axis(grouped[:, 0], groups[:, None, :], axis=2)
+    else:
+        by_group = grouped.swapaxes(2, 3).reshape(batch, -1, _GROUP)
+        entries = jnp.take_along_axis(by_group, groups[:, :, None], axis=1)
     return lax.top_k(entries.reshape(batch, -1), _NUM_SORTED)[0]
 
 
-def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array, num_shards: int = 1) -> jax.Array:
     """First index with a cumulative weight above `uniform * total`; never one of weight 0.
 
     Args:
         weights_BV: [B, V] float32 >= 0 with a positive entry in each row.
         uniform_B: [B] float32 in [0, 1).
+        num_shards: As for `sample`.
     """
-    blocks = _in_blocks(weights_BV, 0.0)
+    blocks = _in_blocks(weights_BV, 0.0, num_shards)
     sums = jnp.sum(blocks, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform_B * ends[:, -1]
@@ -275,7 +294,7 @@ def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     start = jnp.where(block > 0, _pick(ends, jnp.maximum(block - 1, 0)), 0.0)
     inside = _pick_block(blocks, block)
     offset = _first_above(jnp.cumsum(inside, axis=-1), target - start, inside > 0)
-    return block * _BLOCK + offset
+    return _place(block, offset, weights_BV.shape[1], num_shards)
 
 
 def _first_above(cumulative: jax.Array, target: jax.Array, allowed: jax.Array) -> jax.Array:
@@ -289,11 +308,25 @@ def _first_above(cumulative: jax.Array, target: jax.Array, allowed: jax.Array) -
     return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last).astype(jnp.int32)
 
 
-def _in_blocks(values_BV: jax.Array, fill: float) -> jax.Array:
-    """Splits each row into blocks [B, N, _BLOCK], with a padded last block."""
-    batch, vocab_size = values_BV.shape
-    padded = jnp.pad(values_BV, ((0, 0), (0, -vocab_size % _BLOCK)), constant_values=fill)
-    return padded.reshape(batch, -1, _BLOCK)
+def _in_blocks(values_BV: jax.Array, fill: float, num_shards: int) -> jax.Array:
+    """Splits each row into blocks [B, N, _BLOCK], with a padded last block in each shard."""
+    padded = _padded_shards(values_BV, _BLOCK, fill, num_shards)
+    return padded.reshape(values_BV.shape[0], -1, _BLOCK)
+
+
+def _padded_shards(values_BV: jax.Array, multiple: int, fill: float, num_shards: int) -> jax.Array:
+    """The parts of the vocabulary [B, num_shards, M], each padded to a multiple."""
+    shards = values_BV.reshape(values_BV.shape[0], num_shards, -1)
+    padding = ((0, 0), (0, 0), (0, -shards.shape[2] % multiple))
+    return jnp.pad(shards, padding, constant_values=fill)
+
+
+def _place(block: jax.Array, offset: jax.Array, vocab_size: int, num_shards: int) -> jax.Array:
+    """The token of an entry of `_in_blocks`."""
+    shard_size = vocab_size // num_shards
+    blocks_each = -(-shard_size // _BLOCK)
+    shard, block = block // blocks_each, block % blocks_each
+    return shard * shard_size + block * _BLOCK + offset
 
 
 def _pick_block(blocks: jax.Array, block_B: jax.Array) -> jax.Array:

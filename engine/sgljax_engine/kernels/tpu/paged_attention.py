@@ -143,6 +143,7 @@ def paged_attention(
         # Operands are counted with the three prefetched ones.
         input_output_aliases={} if new is None else {6: 1, 7: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        cost_estimate=_cost(q_NQDh, placed, k_pages, page_table_NP.shape[1]),
         interpret=interpret,
         name="paged_attention",
     )(page_table_NP, starts_N, kv_lens_N, q, *placed, k_pages, v_pages)
@@ -150,6 +151,23 @@ def paged_attention(
         k_pages, v_pages = written
     out = out[:, :, :num_rows].reshape(num_blocks, num_kv_heads, num_queries, num_groups, head_dim)
     return out.swapaxes(1, 2).reshape(q_NQDh.shape), k_pages, v_pages
+
+
+def _cost(
+    q_NQDh: jax.Array, placed: list[jax.Array], pages: jax.Array, max_pages: int
+) -> pl.CostEstimate:
+    """What a call takes if each request fills its page table; the compiler schedules by it."""
+    num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
+    _, num_kv_heads, page_size, _ = pages.shape
+    num_scores = num_blocks * num_queries * num_heads * max_pages * page_size
+    page_bytes = num_kv_heads * page_size * head_dim * pages.dtype.itemsize
+    # Keys and values of each page once; queries and outputs; the new ones, and their pages back.
+    num_bytes = 2 * num_blocks * max_pages * page_bytes + 2 * q_NQDh.size * q_NQDh.dtype.itemsize
+    for new in placed:
+        num_bytes += new.size * new.dtype.itemsize + num_blocks * new.shape[1] * page_bytes
+    return pl.CostEstimate(
+        flops=4 * num_scores * head_dim, bytes_accessed=num_bytes, transcendentals=num_scores
+    )
 
 
 def _row_tile(dtype: jnp.dtype) -> int:
