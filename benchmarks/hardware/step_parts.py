@@ -173,9 +173,10 @@ def _no_sampling(
     step: jax.Array,
     adjusted: jax.Array | None,
     tokens: Tokens,
+    num_shards: int,
 ) -> Sampled:
     """Still reads every logit once, so that computing them cannot be left out."""
-    del rows, adjusted, tokens
+    del rows, adjusted, tokens, num_shards
     peak = jnp.max(logits, axis=-1)
     token = jnp.where(peak > 1e30, step, 1).astype(jnp.int32)
     return Sampled(token=token, logprob=peak, scaled_logprob=peak, processed_logprob=peak)
