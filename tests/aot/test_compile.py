@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +12,8 @@ from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.runner.warmup import warm_calls
 from tests.aot.programs import TWO_LAYERS
-from tests.aot.topologies import compiler_variables, needs_cuda_plugin, needs_libtpu
-from tests.threads import LIMIT_S
+from tests.aot.topologies import needs_cuda_plugin, needs_libtpu, run_compiler
 
-ROOT = Path(__file__).parents[2]
 ROWS, TOKENS, KV_TOKENS = 8, 256, 2048
 OPTIONS = {
     "max_running_requests": ROWS,
@@ -52,17 +47,8 @@ print(json.dumps(to_json(report, "two layers", topology)))
 
 
 def compile_for(topology, shape, **more):
-    """The report as JSON, made by a process of its own: libtpu reads its settings once."""
-    arguments = [topology, json.dumps(shape), json.dumps(more)]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        cwd=ROOT,
-        env=compiler_variables(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    """The report as JSON, made by a process of its own."""
+    done = run_compiler("-c", SCRIPT, topology, json.dumps(shape), json.dumps(more))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.threads import LIMIT_S
+
+ROOT = Path(__file__).parents[2]
 LIBRARY = os.environ.get("TPU_LIBRARY_PATH")
 HAS_LIBTPU = (
     Path(LIBRARY).is_file()
@@ -30,13 +35,22 @@ needs_cuda_plugin = pytest.mark.skipif(
 )
 
 
-def compiler_variables() -> dict[str, str]:
-    """The environment of a process that compiles as users do.
+def run_compiler(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process that compiles as users do: libtpu reads its settings once.
 
     The tests' own settings, which have XLA optimise little and keep programs, are left out.
     """
-    return {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name not in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_COMPILATION_CACHE_DIR")
-    } | {"JAX_PLATFORMS": "cpu"}
+    }
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=variables | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )

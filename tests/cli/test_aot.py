@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from sgljax_engine import EngineConfig, preview_engine
 from sgljax_engine.aot import CHIPS, AotReport, OpCount, ProgramMemory, ProgramReport
 from sgljax_engine.aot.roofline import estimate
 from tests.aot.programs import TWO_LAYERS
-from tests.aot.topologies import compiler_variables, needs_libtpu
+from tests.aot.topologies import needs_libtpu, run_compiler
 from tests.engine.small_tokenizers import GOLDEN
-from tests.threads import LIMIT_S
 from tunix_sgljax.cli import topologies
 from tunix_sgljax.cli.aot_report import NOT_RUN, describe, markdown
 from tunix_sgljax.cli.main import main
@@ -160,15 +158,7 @@ def test_what_does_not_fit():
 
 
 def run_command(*arguments) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tunix_sgljax.cli.main", *map(str, arguments)],
-        cwd=ROOT,
-        env=compiler_variables(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return run_compiler("-m", "tunix_sgljax.cli.main", *arguments)
 
 
 @needs_libtpu

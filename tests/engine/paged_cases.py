@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
+from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.tiers import pairwise
 
 
@@ -27,6 +29,17 @@ def spread(*columns: Sequence[Any]) -> list[Any]:
         pytest.param(*row, marks=() if row in fast else (pytest.mark.slow,))
         for row in pairwise(*columns, first=fast)
     ]
+
+
+OPTIONS = {
+    "default": AttentionOptions(scale=0.2),
+    "window-1": AttentionOptions(scale=0.2, sliding_window=1),
+    "window-20": AttentionOptions(scale=0.2, sliding_window=20),
+    "all": AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
+}
+"""Of a layer, for the tests of the Pallas kernels."""
+
+LENGTHS = (16, 17, 33, 290)
 
 
 class RaggedCase(NamedTuple):
@@ -102,6 +115,29 @@ def ragged_case(
         layer=LayerKV(*(jnp.asarray(as_pages(p, page_size), dtype) for p in (pool_k, pool_v))),
         tables=BlockTables(jnp.asarray(table), jnp.asarray(positions), jnp.asarray(kv_lens)),
     )
+
+
+def case_of(
+    shape: tuple[int, ...], dtype: Any = jnp.float32, lengths: Sequence[int] = LENGTHS
+) -> RaggedCase:
+    """`ragged_case` of (page_size, num_heads, num_kv_heads, num_queries, head_dim)."""
+    names = ("page_size", "num_heads", "num_kv_heads", "num_queries", "head_dim")
+    return ragged_case(lengths, dtype=dtype, **dict(zip(names, shape, strict=True)))
+
+
+def greedy_tokens(**options: Any) -> list[list[int]]:
+    """What an engine with these options answers: prefill and decode with small pages."""
+    prompts = random_prompts(5, 3, 40)
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    with Engine(
+        model_config=TINY,
+        weights=spread_weights(),
+        page_size=4,
+        max_running_requests=8,
+        decode_steps=4,
+        **options,
+    ) as engine:
+        return [output.output_ids for output in engine.generate_requests(prompts, params)]
 
 
 def as_pages(pool: np.ndarray, page_size: int) -> np.ndarray:

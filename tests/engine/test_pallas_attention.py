@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, InvalidConfigError, SamplingParams
+from sgljax_engine import Engine, InvalidConfigError
 from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import BlockTables
 from sgljax_engine.attention.pallas import PallasAttention, gpu_backend
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, choose_tiling
@@ -23,16 +23,10 @@ from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
 from sgljax_engine.runner.sampling_batch import build_sampling_batch
-from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.engine.paged_cases import ragged_case, spread
+from tests.engine.models import TINY
+from tests.engine.paged_cases import OPTIONS, case_of, greedy_tokens, spread
 
 INTERPRETED = PallasAttention(interpret=True)
-OPTIONS = {
-    "default": AttentionOptions(scale=0.2),
-    "window-1": AttentionOptions(scale=0.2, sliding_window=1),
-    "window-20": AttentionOptions(scale=0.2, sliding_window=20),
-    "all": AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
-}
 SHAPES = {
     # page_size, num_heads, num_kv_heads, num_queries, head_dim
     "decode-tiny-pages": (1, 4, 2, 1, 64),
@@ -42,24 +36,10 @@ SHAPES = {
     "prefill-many-row-tiles": (16, 40, 4, 16, 64),
     "prefill-wide": (128, 2, 1, 16, 256),
 }
-LENGTHS = [16, 17, 33, 290]
 
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="the compiled kernel needs an NVIDIA GPU"
 )
-
-
-def case_of(shape, dtype=jnp.float32, lengths=LENGTHS):
-    page_size, num_heads, num_kv_heads, num_queries, head_dim = shape
-    return ragged_case(
-        lengths,
-        page_size=page_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        num_queries=num_queries,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
 
 
 @pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
@@ -178,20 +158,6 @@ class TestChoosingIt:
     def test_an_engine_elsewhere_is_refused(self):
         with pytest.raises(InvalidConfigError, match="'pallas' needs a GPU"):
             Engine(model_config=TINY, load_format="dummy", attention_backend="pallas")
-
-
-def greedy_tokens(**options):
-    prompts = random_prompts(5, 3, 40)
-    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-    with Engine(
-        model_config=TINY,
-        weights=spread_weights(),
-        page_size=4,
-        max_running_requests=8,
-        decode_steps=4,
-        **options,
-    ) as engine:
-        return [output.output_ids for output in engine.generate_requests(prompts, params)]
 
 
 def test_engine_with_the_interpreted_kernel(monkeypatch):

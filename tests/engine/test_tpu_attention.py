@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,22 +11,23 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from sgljax_engine import Engine, InvalidConfigError, SamplingParams
+from sgljax_engine import InvalidConfigError
 from sgljax_engine.attention import registry, tpu
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.tpu import TpuAttention, backend_of
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.tpu import paged_attention as kernel
 from sgljax_engine.placement.submeshes import place
-from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.engine.paged_cases import as_pages, ragged_case, reference, spread
+from tests.engine.models import TINY
+from tests.engine.paged_cases import (
+    OPTIONS,
+    as_pages,
+    case_of,
+    greedy_tokens,
+    reference,
+    spread,
+)
 
-OPTIONS = {
-    "default": AttentionOptions(scale=0.2),
-    "window-1": AttentionOptions(scale=0.2, sliding_window=1),
-    "window-20": AttentionOptions(scale=0.2, sliding_window=20),
-    "all": AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
-}
 SHAPES = {
     # page_size, num_heads, num_kv_heads, num_queries, head_dim
     "decode-gqa-2": (16, 4, 2, 1, 128),
@@ -37,7 +37,6 @@ SHAPES = {
     "prefill-wide": (16, 2, 1, 16, 256),
     "prefill-small-pages": (4, 4, 2, 16, 128),
 }
-LENGTHS = [16, 17, 33, 290]
 SIMPLE = TpuAttention(interpret=True)
 RACING = TpuAttention(interpret=pltpu.InterpretParams(detect_races=True))
 """Copies and grid steps as a TPU may order them; notes two that touch memory at the same time."""
@@ -47,11 +46,6 @@ RACING = TpuAttention(interpret=pltpu.InterpretParams(detect_races=True))
 def _small_chunks(monkeypatch):
     """Several chunks even for short contexts."""
     monkeypatch.setattr(kernel, "_MAX_CHUNK_TOKENS", 64)
-
-
-def case_of(shape, dtype=jnp.float32, lengths=LENGTHS):
-    names = ("page_size", "num_heads", "num_kv_heads", "num_queries", "head_dim")
-    return ragged_case(lengths, dtype=dtype, **dict(zip(names, shape, strict=True)))
 
 
 @pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
@@ -75,9 +69,8 @@ class Writing:
         The first number of a request is how many tokens its pages hold already.
         """
         page_size, num_heads, num_kv_heads, num_queries, head_dim = shape
-        self.page_size, self.num_queries = page_size, num_queries
+        self.page_size = page_size
         rng = np.random.default_rng(seed)
-        draw = functools.partial(rng.normal, size=None)
         lengths = [sum(request) for request in blocks]
         pages_each = [-(-length // page_size) for length in lengths]
         order = rng.permutation(sum(pages_each) + 2)
@@ -88,7 +81,7 @@ class Writing:
             pages, order = order[:count], order[count:]
             at = np.arange(length)
             slots = pages[at // page_size] * page_size + at % page_size if length else at
-            kv = draw(size=(2, length, num_kv_heads, head_dim)).astype(np.float32)
+            kv = rng.normal(size=(2, length, num_kv_heads, head_dim)).astype(np.float32)
             pools[:, slots[: request[0]]] = kv[:, : request[0]]
             self.requests.append((slots, kv))
             start = request[0]
@@ -97,8 +90,8 @@ class Writing:
                 table[:count] = pages
                 end = start + num_tokens if num_tokens else 0
                 self.tables.append((table, start + np.arange(num_queries), end))
-                self.queries.append(draw(size=(num_queries, num_heads, head_dim)))
-                block = draw(size=(2, num_queries, num_kv_heads, head_dim))
+                self.queries.append(rng.normal(size=(num_queries, num_heads, head_dim)))
+                block = rng.normal(size=(2, num_queries, num_kv_heads, head_dim))
                 block[:, :num_tokens] = kv[:, start : start + num_tokens]
                 self.new.append(block)
                 start += num_tokens
@@ -122,7 +115,6 @@ class Writing:
             _, kv = self.requests[owner]
             want = reference(queries[n, :used], kv[0][:end], kv[1][:end], positions[:used], options)
             np.testing.assert_allclose(out[n, :used], want, atol=2e-5)
-        want = np.full_like(np.asarray(self.layer.k), np.nan)
         for which, pages in enumerate(layer):
             want = np.asarray(self.layer[which]).swapaxes(1, 2).reshape(-1, *new.shape[3:]).copy()
             for slots, kv in self.requests:
@@ -151,20 +143,6 @@ def test_no_copies_race(shape, blocks):
     races = interpret_pallas_call.races
     assert races is not None
     assert not races.races_found
-
-
-def greedy_tokens(**options):
-    prompts = random_prompts(5, 3, 40)
-    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
-    with Engine(
-        model_config=TINY,
-        weights=spread_weights(),
-        page_size=4,
-        max_running_requests=8,
-        decode_steps=4,
-        **options,
-    ) as engine:
-        return [output.output_ids for output in engine.generate_requests(prompts, params)]
 
 
 @pytest.mark.slow

@@ -26,15 +26,12 @@ class TpuAttention:
     """All three forms of attention, by one kernel. Static and hashable.
 
     Attributes:
-        mesh: Axes over which heads are sharded; None on one device.
-        kv_axis: Axis of kv heads.
-        head_axes: Axes of query heads: `kv_axis`, and the one over which kv heads are copied.
+        mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
+            the first, and copied over the second if there is one.
         interpret: As of `pl.pallas_call`; for tests.
     """
 
     mesh: jax.sharding.AbstractMesh | None = None
-    kv_axis: str | None = None
-    head_axes: tuple[str, ...] = ()
     interpret: Any = False
 
     def attend(
@@ -88,22 +85,19 @@ class TpuAttention:
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
-            heads, pages, fresh = self._specs()
+            axes = self.mesh.axis_names
+            heads, pages = P(None, None, axes), P(None, axes[0])
+            fresh = None if new is None else (P(None, None, axes[0]),) * 2
             run = jax.shard_map(
                 call,
                 mesh=self.mesh,
-                in_specs=(heads, None if new is None else fresh, pages, pages, P(), P(), P()),
+                in_specs=(heads, fresh, pages, pages, P(), P(), P()),
                 out_specs=(heads, pages, pages),
                 check_vma=False,
             )
         starts = tables.positions[:, 0]
         out, k, v = run(q, new, layer.k, layer.v, tables.page_table, starts, tables.kv_lens)
         return out, LayerKV(k, v)
-
-    def _specs(self) -> tuple[P, P, tuple[P, P]]:
-        """How queries, pages and new keys and values are sharded."""
-        kv = P(None, None, self.kv_axis)
-        return P(None, None, self.head_axes), P(None, self.kv_axis), (kv, kv)
 
 
 def tpu_problem(target: Target, head_dim: int) -> str | None:
@@ -135,10 +129,8 @@ def attention_for(target: Target, interpret: Any = False) -> TpuAttention:
         target: What the engine runs on.
         interpret: As of `pl.pallas_call`; for tests.
     """
-    if target.num_tensor_shards == 1:
-        return TpuAttention(interpret=interpret)
-    axes = tuple(target.mesh.axis_names)
-    return TpuAttention(mesh=target.mesh, kv_axis=axes[0], head_axes=axes, interpret=interpret)
+    mesh = target.mesh if target.num_tensor_shards > 1 else None
+    return TpuAttention(mesh=mesh, interpret=interpret)
 
 
 def backend_of(attention: TpuAttention) -> AttentionBackend:

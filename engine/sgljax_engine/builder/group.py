@@ -50,14 +50,10 @@ from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.runner.widths import agreeing_widths
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.weights import sync
-from sgljax_engine.weights.adapters import (
-    AdapterSlots,
-    slot_shapes,
-)
+from sgljax_engine.weights.adapters import AdapterSlots, slot_shapes
 from sgljax_engine.weights.served import ServedSource
 
 logger = logging.getLogger(__name__)
-
 
 _names = itertools.count()
 
