@@ -30,6 +30,8 @@ _get_compile_options = compiler.get_compile_options
 def _options_without_emitters(*args: Any, **kwargs: Any) -> Any:
     """Where XLA optimises little, it leaves MLIR out too: that was half of its time on CPUs."""
     options = _get_compile_options(*args, **kwargs)
+    if jax.default_backend() != "cpu":
+        return options
     is_named = _EMITTERS in dict(options.env_option_overrides)
     if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1" and not is_named:
         options.env_option_overrides += [(_EMITTERS, False)]

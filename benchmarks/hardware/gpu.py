@@ -3,11 +3,14 @@
     python benchmarks/hardware/gpu.py
 
 Sections: the GPU's ceilings; decode and prefill attention of each backend against them; GRPO-like
-rollouts (16 prompts of 64 to 128 tokens, 8 samples each of lognormal length, 16 to 256) of the
+rollouts (16 prompts of 64 to 128 tokens, 8 samples each of lognormal length, 16 to 512) of the
 engine with each backend and of Tunix's vanilla sampler, in turns, on the same random weights of
 Qwen3-0.6B's shape in bfloat16; decode steps by batch size against the time of reading weights and
-keys once. A section that fails is reported with its error and the others go on; results are
-written after each. `--budget-s` leaves out sections that would begin too late.
+keys once; log-probs against Tunix's trainer; weight sync, sleep and wake; where PyTorch is
+installed, its attention and transformers' `generate`; and what deterministic sampling costs.
+
+A section that fails is reported with its error and the others go on; results are written after
+each. `--budget-s` leaves out sections that would begin too late.
 
 `--smoke` runs all of it in miniature on any device, the kernel interpreted: to see that it works.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +29,12 @@ from typing import Any
 
 import jax
 
-from benchmarks.hardware.gpu_engine import EngineSizes, measure_decode_steps, measure_rollouts
+from benchmarks.hardware.gpu_engine import (
+    EngineSizes,
+    measure_decode_steps,
+    measure_determinism,
+    measure_rollouts,
+)
 from benchmarks.hardware.gpu_kernels import (
     Ceilings,
     KernelResult,
@@ -34,6 +43,12 @@ from benchmarks.hardware.gpu_kernels import (
     measure_decode,
     measure_prefill,
 )
+from benchmarks.hardware.gpu_torch import (
+    has_torch,
+    measure_torch_attention,
+    measure_transformers,
+)
+from benchmarks.hardware.gpu_training import measure_interruptions, measure_mismatch
 from benchmarks.lib.reporting import ROOT, report_head, write_report
 from sgljax_engine.attention.base import PagedAttention
 from sgljax_engine.attention.pallas import PallasAttention
@@ -80,6 +95,7 @@ def smoke_sizes() -> Sizes:
         contexts=(32, 64),
         min_pool_bytes=1 << 12,
         prefill_tokens=32,
+        blocks=(16,),
         seconds=1e-3,
     )
     return Sizes(
@@ -131,9 +147,9 @@ def _rows(
 
 
 def run_sections(
-    sizes: Sizes, budget_s: float, save: Callable[[Report], None], report: Report
+    sizes: Sizes, only: str, budget_s: float, save: Callable[[Report], None], report: Report
 ) -> None:
-    """Runs all sections; a failure costs no other section. Saves after each."""
+    """Runs the sections whose titles match; a failure costs no other section. Saves after each."""
     # The ceilings of an H200's data sheet, should measuring them fail.
     ceilings = [Ceilings(990e12, 4.8e12)]
 
@@ -147,24 +163,38 @@ def run_sections(
             "",
         ]
 
-    def kernels(name: str, measure: Callable[..., Iterator[KernelResult]]) -> None:
+    def kernels(name: str, measure: Callable[..., Iterator[KernelResult]], *args: Any) -> None:
         head = ["backend", "rows or blocks", "keys", "us", "limit, us", "of limit"]
-        results = measure(sizes.backends, sizes.kernels, ceilings[0])
+        results = measure(*args, sizes.kernels, ceilings[0])
         report.table(head, _kernel_rows(report, name, results))
 
     def engine(name: str, measure: Callable[..., Iterator[dict[str, Any]]]) -> None:
         results = measure(sizes.engine, sizes.engine_backends, ceilings[0])
         report.table(*_rows(report, name, results))
 
+    def transformers() -> None:
+        report.table(*_rows(report, "transformers", measure_transformers(sizes.engine)))
+
     sections: dict[str, Callable[[], None]] = {
         "Ceilings": find_ceilings,
-        "Decode attention": lambda: kernels("decode_attention", measure_decode),
-        "Prefill attention": lambda: kernels("prefill_attention", measure_prefill),
+        "Decode attention": lambda: kernels("decode_attention", measure_decode, sizes.backends),
+        "Prefill attention": lambda: kernels("prefill_attention", measure_prefill, sizes.backends),
         "Rollouts": lambda: engine("rollouts", measure_rollouts),
         "Decode steps": lambda: engine("decode_steps", measure_decode_steps),
+        "Log-probs against the trainer's": lambda: engine("mismatch", measure_mismatch),
+        "Weight sync, sleep and wake": lambda: engine("interruptions", measure_interruptions),
     }
+    if has_torch():
+        sections["PyTorch's attention"] = lambda: kernels(
+            "torch_attention", measure_torch_attention
+        )
+        sections["transformers"] = transformers
+    # The last: XLA takes minutes for the portable attention that it needs.
+    sections["Deterministic sampling"] = lambda: engine("determinism", measure_determinism)
     start = time.monotonic()
     for title, section in sections.items():
+        if not re.search(only, title):
+            continue
         print(f"\n== {title}, after {time.monotonic() - start:.0f} s", flush=True)
         report.lines += [f"## {title}", ""]
         if time.monotonic() - start > budget_s:
@@ -185,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results; exits with 1 when a section failed."""
     parser = argparse.ArgumentParser(description="The engine on one GPU.")
     parser.add_argument("--smoke", action="store_true", help="in miniature, on any device")
+    parser.add_argument("--only", default="", help="sections whose titles this expression matches")
+    parser.add_argument("--backends", nargs="+", help="of attention; all that are compared")
     parser.add_argument("--budget-s", type=float, default=480.0)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gpu.md")
     args = parser.parse_args(argv)
@@ -192,6 +224,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if platform != "gpu" and not args.smoke:
         parser.error(f"this needs a GPU, and JAX's default device is a {platform}; or --smoke")
     sizes = smoke_sizes() if args.smoke else full_sizes()
+    if args.backends:
+        kernels = {name: sizes.backends[name] for name in args.backends}
+        sizes = dataclasses.replace(sizes, backends=kernels, engine_backends=tuple(args.backends))
     device = jax.devices()[0]
     environment = describe_environment(device.device_kind)
     platform_version = " ".join(device.client.platform_version.split())
@@ -210,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def save(report: Report) -> None:
         write_report(args.output, head + report.lines, environment, report.data)
 
-    run_sections(sizes, args.budget_s, save, report)
+    run_sections(sizes, args.only, args.budget_s, save, report)
     if "failures" in report.data:
         raise SystemExit(f"failed: {', '.join(report.data['failures'])}")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -52,7 +54,7 @@ class EngineSizes:
     num_prompts: int = 16
     num_samples: int = 8
     prompt_lengths: tuple[int, int] = (64, 128)
-    output_lengths: tuple[int, int, int] = (16, 64, 256)
+    output_lengths: tuple[int, int, int] = (16, 128, 512)
     repeats: int = 3
     batches: tuple[int, ...] = (1, 16, 128)
     context: int = 512
@@ -97,13 +99,34 @@ class EngineSizes:
 
 
 def make_model(sizes: EngineSizes) -> Qwen3:
-    """Tunix's model with random weights in bfloat16."""
+    """Tunix's model with random weights in bfloat16.
+
+    One small program a shape: XLA took 90 s on an H100 for the initialisation of all weights.
+    """
     config = dataclasses.replace(sizes.model, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    return nnx.jit(lambda: Qwen3(config, rngs=nnx.Rngs(0)))()
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0))))
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [_random(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, made))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A norm's scale of 1, or normal weights that keep activations near 1."""
+    if len(shape) == 1:
+        return jnp.ones(shape, jnp.bfloat16)
+    return (0.02 * jax.random.normal(key, shape)).astype(jnp.bfloat16)
 
 
 def make_rollout(
-    model: Qwen3, backend: str, *, max_model_len: int, rows: int, buckets: Sequence[int]
+    model: Qwen3,
+    backend: str,
+    *,
+    max_model_len: int,
+    rows: int,
+    buckets: Sequence[int],
+    deterministic: bool = False,
 ) -> SglJaxRollout:
     """Our engine on that model's weights."""
     return create_sgljax_rollout(
@@ -112,8 +135,9 @@ def make_rollout(
         max_model_len=max_model_len,
         max_running_requests=rows,
         batch_buckets=tuple(buckets),
-        num_kv_tokens=2 * rows * max_model_len,
+        num_kv_tokens=rows * (max_model_len + 16),
         attention_backend=backend,
+        enable_deterministic_sampling=deterministic,
         dtype="bfloat16",
     )
 
@@ -125,7 +149,7 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _workload(sizes: EngineSizes) -> tuple[list[list[int]], list[int]]:
+def workload(sizes: EngineSizes) -> tuple[list[list[int]], list[int]]:
     """The prompts, each repeated for its samples, and the length of each sample."""
     rng = np.random.default_rng(0)
     low, high = sizes.prompt_lengths
@@ -160,34 +184,29 @@ def _vanilla(model: Qwen3, sizes: EngineSizes, prompts: list[list[int]]) -> Call
     )
 
 
-def measure_rollouts(
-    sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
-) -> Iterator[dict[str, Any]]:
-    """Rollouts of the engine with each backend and of the vanilla sampler, in turns.
-
-    A contestant that fails in its first run leaves the race, and fails the section when the others
-    have finished. The limit reads the weights in every
-    step of the longest output and each sample's keys in each of its steps, and computes each prompt
-    once.
-    """
-    model = make_model(sizes)
-    prompts, lengths = _workload(sizes)
+def _ours(
+    sizes: EngineSizes, model: Qwen3, rollouts: list[SglJaxRollout], backend: str, **options: Any
+) -> Callable[[], object]:
+    prompts, lengths = workload(sizes)
     params = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in lengths]
-    rollouts: list[SglJaxRollout] = []
+    longest, rows = sizes.prompt_lengths[1] + sizes.output_lengths[2], len(prompts)
+    rollouts.append(
+        make_rollout(model, backend, max_model_len=longest, rows=rows, buckets=(rows,), **options)
+    )
+    engine = rollouts[-1].engine
+    return lambda: engine.generate_requests(prompts, params)
 
-    def ours(backend: str) -> Callable[[], object]:
-        longest = sizes.prompt_lengths[1] + sizes.output_lengths[2]
-        rows = len(prompts)
-        rollouts.append(
-            make_rollout(model, backend, max_model_len=longest, rows=rows, buckets=(rows,))
-        )
-        engine = rollouts[-1].engine
-        return lambda: engine.generate_requests(prompts, params)
 
-    makers: dict[str, Callable[[], Callable[[], object]]] = {
-        **{f"engine, {backend}": lambda backend=backend: ours(backend) for backend in backends},
-        "vanilla": lambda: _vanilla(model, sizes, prompts),
-    }
+def _race(
+    sizes: EngineSizes, ceilings: Ceilings, makers: dict[str, Callable[[], Callable[[], object]]]
+) -> Iterator[dict[str, Any]]:
+    """Rollouts of several contestants in turns.
+
+    One that fails in its first run leaves the race, and fails the section when the others have
+    finished. The limit reads the weights in every step of the longest output and each sample's keys
+    in each of its steps, and computes each prompt once.
+    """
+    prompts, lengths = workload(sizes)
     runs: dict[str, Callable[[], object]] = {}
     first: dict[str, float] = {}
     failures: list[Exception] = []
@@ -204,8 +223,6 @@ def measure_rollouts(
     for _ in range(sizes.repeats):
         for name, run in runs.items():
             times[name].append(timed(run))
-    for rollout in rollouts:
-        rollout.close()
     weights_s = max(lengths) * 2 * sizes.num_params / ceilings.bytes_per_s
     keys = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
     keys_s = keys * sizes.kv_token_bytes / ceilings.bytes_per_s
@@ -222,6 +239,39 @@ def measure_rollouts(
         }
     if failures:
         raise failures[0]
+
+
+def measure_rollouts(
+    sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """Rollouts of the engine with each backend and of the vanilla sampler, in turns."""
+    model = make_model(sizes)
+    prompts, _ = workload(sizes)
+    rollouts: list[SglJaxRollout] = []
+    makers: dict[str, Callable[[], Callable[[], object]]] = {
+        f"engine, {name}": functools.partial(_ours, sizes, model, rollouts, name)
+        for name in backends
+    }
+    makers["vanilla"] = lambda: _vanilla(model, sizes, prompts)
+    yield from _race(sizes, ceilings, makers)
+    for rollout in rollouts:
+        rollout.close()
+
+
+def measure_determinism(
+    sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """The same rollouts with and without deterministic sampling, in turns."""
+    del backends
+    model = make_model(sizes)
+    rollouts: list[SglJaxRollout] = []
+    makers: dict[str, Callable[[], Callable[[], object]]] = {
+        name: functools.partial(_ours, sizes, model, rollouts, "auto", deterministic=deterministic)
+        for name, deterministic in (("engine", False), ("engine, deterministic", True))
+    }
+    yield from _race(sizes, ceilings, makers)
+    for rollout in rollouts:
+        rollout.close()
 
 
 def measure_decode_steps(

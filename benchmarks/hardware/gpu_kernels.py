@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ class KernelSizes:
         contexts: Keys of a row.
         min_pool_bytes: Of keys and values together; what decode rounds go through in turn.
         prefill_tokens: New tokens of one request, at the end of each context.
-        block: Query tokens of a prefill block.
+        blocks: Query tokens of a prefill block.
         seconds: A measurement takes about so long.
     """
 
@@ -51,7 +52,7 @@ class KernelSizes:
     contexts: tuple[int, ...] = (512, 2048, 8192)
     min_pool_bytes: int = 1 << 30
     prefill_tokens: int = 2048
-    block: int = 16
+    blocks: tuple[int, ...] = (16, 32, 64, 128)
     seconds: float = 0.1
 
 
@@ -197,10 +198,10 @@ def measure_prefill(
     """Prefill attention of one request's newest tokens, for every backend and context."""
     options = AttentionOptions(sizes.head_dim**-0.5)
     layer = make_pages(sizes, max(sizes.contexts))
-    num_blocks = sizes.prefill_tokens // sizes.block
-    for name, backend in backends.items():
+    for (name, backend), block in itertools.product(backends.items(), sizes.blocks):
+        num_blocks = sizes.prefill_tokens // block
         run = attention_rounds(backend, options)
-        shape = (num_blocks, sizes.block, sizes.num_heads, sizes.head_dim)
+        shape = (num_blocks, block, sizes.num_heads, sizes.head_dim)
         q = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
         for context in sizes.contexts:
             if context < sizes.prefill_tokens:
@@ -209,8 +210,8 @@ def measure_prefill(
             tables = _tables(sizes, 1, 1, context, at[None])
             blocks = BlockTables(
                 page_table=jnp.repeat(tables.page_table, num_blocks, axis=1),
-                positions=jnp.asarray(at.reshape(1, num_blocks, sizes.block)),
-                kv_lens=jnp.asarray(at.reshape(1, num_blocks, sizes.block)[:, :, -1] + 1),
+                positions=jnp.asarray(at.reshape(1, num_blocks, block)),
+                kv_lens=jnp.asarray(at.reshape(1, num_blocks, block)[:, :, -1] + 1),
             )
             call = functools.partial(run, q, layer, blocks)
             time_s = seconds_per_round(call, sizes.seconds)

@@ -164,8 +164,8 @@ class RuntimeConfig:
             other value is the folder to use. When the engine turns the cache on, it keeps programs
             that took 0.1 s or more to compile, unless the process has changed JAX's limit of 1 s.
         attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it is
-            available, on one x86-64 CPU in float32, "tpu" on TPUs, and a portable one elsewhere;
-            "pallas" is a kernel for NVIDIA GPUs. See docs/performance.md.
+            available, on one x86-64 CPU in float32, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
+            portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of projections: one of `LINEAR_BACKENDS`, with
             "auto" as above.
         enable_deterministic_sampling: Make tokens and log-probs of a greedy or seeded request

@@ -155,8 +155,9 @@ def test_programs_of_a_gpu(num_gpus):
 
 @needs_cuda_plugin
 @pytest.mark.slow
-def test_attention_of_a_gpu_is_a_kernel():
-    found = compile_for("h100:1", (1, 1), attention_backend="pallas")
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_attention_of_a_gpu_is_a_kernel(num_gpus):
+    found = compile_for(f"h100:{num_gpus}", (1, num_gpus))
     decode, prefill, _ = found["programs"]
     for program, num_loops in ((decode, 1), (prefill, 0)):
         (kernel,) = program["kernels"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import pytest
@@ -22,6 +23,14 @@ def test_every_section_runs(tmp_path, capsys):
         assert all(row["time_s"] > 0 and row["limit_s"] > 0 for row in data[name])
     assert [row["contestant"] for row in data["rollouts"]] == ["engine, xla", "vanilla"]
     assert [row["rows"] for row in data["decode_steps"]] == [1, 4]
+    (mismatch,) = data["mismatch"]
+    assert mismatch["tokens"] > 0
+    assert mismatch["largest"] < 0.01
+    operations = [row["operation"] for row in data["interruptions"]]
+    assert operations[:2] == ["sync", "sleep(1)"]
+    assert len(operations) == 5
+    contestants = [row["contestant"] for row in data["determinism"]]
+    assert contestants == ["engine", "engine, deterministic"]
     assert "| pallas | 2 | 64 |" in output.read_text()
     capsys.readouterr()
 
@@ -42,6 +51,9 @@ def test_a_failed_section_costs_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "measure_prefill", lambda *_: iter(()))
     monkeypatch.setattr(gpu, "measure_rollouts", one_row_and_fail)
     monkeypatch.setattr(gpu, "measure_decode_steps", one_row)
+    for name in ("measure_mismatch", "measure_interruptions", "measure_determinism"):
+        monkeypatch.setattr(gpu, name, one_row)
+    monkeypatch.setattr(gpu, "has_torch", lambda: False)
     output = tmp_path / "gpu.md"
     with pytest.raises(SystemExit, match="failed: Decode attention, Rollouts"):
         gpu.main(["--smoke", "--output", str(output)])
@@ -56,7 +68,15 @@ def test_a_failed_section_costs_no_other(tmp_path, monkeypatch, capsys):
 def test_sections_that_would_begin_too_late_are_left_out(tmp_path, capsys):
     output = tmp_path / "gpu.md"
     gpu.main(["--smoke", "--budget-s", "-1", "--output", str(output)])
-    assert output.read_text().count("Left out: -1 s had passed.") == 5
+    text = output.read_text()
+    assert text.count("Left out: -1 s had passed.") == text.count("\n## ") >= 8
+    capsys.readouterr()
+
+
+def test_sections_can_be_picked(tmp_path, capsys):
+    output = tmp_path / "gpu.md"
+    gpu.main(["--smoke", "--only", "Ceil", "--output", str(output)])
+    assert re.findall("^## .*", output.read_text(), re.MULTILINE) == ["## Ceilings"]
     capsys.readouterr()
 
 

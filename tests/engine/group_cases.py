@@ -13,7 +13,7 @@ import logging
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,15 @@ from sgljax_engine import (
     WeightSyncError,
     preview_engine,
 )
+from sgljax_engine.attention import pallas, tpu
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.attention.tpu import TpuAttention, attention_for
+from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.layers.target import Target
+from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.warmup import warm_calls
 from tests.engine.models import TINY, random_prompts, spread_weights
@@ -146,30 +150,64 @@ def flops() -> None:
         assert 0.99 < share < 1.05, (shape, share)
 
 
+class KernelCase(NamedTuple):
+    """Attention of three blocks on four devices, of which two each have the same kv head."""
+
+    placement: Placement
+    q: np.ndarray
+    new: tuple[np.ndarray, np.ndarray]
+    pages: LayerKV
+    tables: BlockTables
+
+    @classmethod
+    def make(cls) -> KernelCase:
+        model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=128)
+        (placement,) = place(model, mesh_of((1, 4), ("fsdp", "tp")), "float32").engines
+        assert placement.num_kv_copies == 2
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.normal(size=(3, 16, n, 128)).astype(np.float32) for n in (8, 2, 2))
+        pages = rng.normal(size=(2, 9, 2, 16, 128)).astype(np.float32)
+        positions = np.asarray([0, 20, 32])[:, None] + np.arange(16)
+        parts = np.arange(9).reshape(3, 3), positions, np.asarray([16, 30, 0])
+        tables = BlockTables(*(jnp.asarray(part, jnp.int32) for part in parts))
+        return cls(placement, q, (k, v), LayerKV(*pages), tables)
+
+    def target(self, platform: str) -> Target:
+        return self.placement.target._replace(platform=platform, is_own_cpu=False)
+
+    def sharded_pages(self) -> LayerKV:
+        layer = jax.device_put(self.pages, self.placement.kv_sharding)
+        assert layer.k.sharding.shard_shape(layer.k.shape)[1] == 1
+        return layer
+
+    @staticmethod
+    def check(want: Any, got: Any) -> None:
+        for block, count in enumerate((16, 10)):
+            np.testing.assert_allclose(want[block, :count], got[block, :count], atol=1e-6)
+
+
 def tpu_kernel() -> None:
-    """Heads over four devices, of which two each have the same kv head: the output of one."""
-    model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=128)
-    mesh = mesh_of((1, 4), ("fsdp", "tp"))
-    (placement,) = place(model, mesh, "float32").engines
-    assert placement.num_kv_copies == 2
-    target = placement.target._replace(platform="tpu", is_own_cpu=False)
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(3, 16, n, 128)).astype(np.float32) for n in (8, 2, 2))
-    pages = rng.normal(size=(2, 9, 2, 16, 128)).astype(np.float32)
-    positions = np.asarray([0, 20, 32])[:, None] + np.arange(16)
-    parts = np.arange(9).reshape(3, 3), positions, np.asarray([16, 30, 0])
-    tables = BlockTables(*(jnp.asarray(part, jnp.int32) for part in parts))
-    options = AttentionOptions(scale=0.1)
+    """Heads over four devices: the output and the pages of one."""
+    case, options = KernelCase.make(), AttentionOptions(scale=0.1)
     one = jax.jit(TpuAttention(interpret=True).write_and_attend, static_argnums=5)
-    want = one(q, k, v, LayerKV(*pages), tables, options)
-    layer = jax.device_put(LayerKV(*pages), placement.kv_sharding)
-    several = jax.jit(attention_for(target, True).write_and_attend, static_argnums=5)
-    got = several(q, k, v, layer, tables, options)
+    want = one(case.q, *case.new, case.pages, case.tables, options)
+    attention = tpu.attention_for(case.target("tpu"), True)
+    several = jax.jit(attention.write_and_attend, static_argnums=5)
+    got = several(case.q, *case.new, case.sharded_pages(), case.tables, options)
     assert got[1].k.sharding.shard_shape(got[1].k.shape)[1] == 1
     for mine, ours in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
         np.testing.assert_array_equal(mine, ours)
-    for block, count in enumerate((16, 10)):
-        np.testing.assert_allclose(want[0][block, :count], got[0][block, :count], atol=1e-6)
+    case.check(want[0], got[0])
+
+
+def gpu_kernel() -> None:
+    """Heads over four devices: the output of one."""
+    case, options = KernelCase.make(), AttentionOptions(scale=0.1)
+    one = jax.jit(PallasAttention(interpret=True).__call__, static_argnums=3)
+    several = jax.jit(pallas.attention_for(case.target("gpu"), True), static_argnums=3)
+    got = several(case.q, case.sharded_pages(), case.tables, options)
+    assert not got.sharding.is_fully_replicated
+    case.check(one(case.q, case.pages, case.tables, options), got)
 
 
 def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:

@@ -121,7 +121,7 @@ def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_accelerators_have_portable_code(platform):
     target = placement().target._replace(platform=platform, is_own_cpu=False)
-    found = pick_attention("auto", target, 16)
+    found = pick_attention("auto", target, 80)
     assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
     assert (found.contiguous_kv, found.why_not_native) == ("never", None)
     assert pick_projections("auto", target)[::2] == ("xla", None)

@@ -19,6 +19,7 @@ from tests.devices import run_python
         "moves",
         "ids",
         "faults",
+        "gpu_kernel",
         "tpu_kernel",
         pytest.param("trainers_weights", marks=pytest.mark.slow),
         pytest.param("scores", marks=pytest.mark.slow),

@@ -13,13 +13,17 @@ import pytest
 
 from sgljax_engine import Engine, InvalidConfigError
 from sgljax_engine.attention import pallas
-from sgljax_engine.attention.base import BlockTables
+from sgljax_engine.attention.base import AttentionBackend, BlockTables
+from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.pallas import PallasAttention, gpu_backend
+from sgljax_engine.attention.registry import pick_attention
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, choose_tiling
 from sgljax_engine.layers.basic import default_layout
+from sgljax_engine.layers.target import Target
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
+from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
 from sgljax_engine.runner.sampling_batch import build_sampling_batch
@@ -110,7 +114,7 @@ def test_decode_and_prefill_lower_for_cuda():
     static = programs.ProgramContext(
         model=definition,
         context=ModelContext(TINY, default_layout("gpu")),
-        attention=gpu_backend("gpu", head_dim=TINY.head_dim, num_tensor_shards=1),
+        attention=PallasAttention(),
         page_size=16,
         max_steps=4,
     )
@@ -135,28 +139,34 @@ def test_decode_and_prefill_lower_for_cuda():
     assert num_kernels(programs.prefill, prefill) == TINY.num_layers
 
 
+def target_of(platform: str) -> Target:
+    placement = place(TINY, None, "float32").whole
+    return placement.target._replace(platform=platform, is_own_cpu=False)
+
+
 class TestChoosingIt:
-    def test_on_a_gpu(self):
+    def test_auto_on_a_gpu(self):
         for head_dim in HEAD_DIMS:
-            backend = gpu_backend("gpu", head_dim=head_dim, num_tensor_shards=1)
-            assert backend == PallasAttention(interpret=False)
+            found = pick_attention("auto", target_of("gpu"), head_dim)
+            assert found == pick_attention("pallas", target_of("gpu"), head_dim)
+            assert (found.name, found.attend) == ("pallas", PallasAttention())
+        assert pick_attention("auto", target_of("gpu"), 80).name == "xla"
 
     @pytest.mark.parametrize(
-        ("platform", "head_dim", "shards", "message"),
+        ("platform", "head_dim", "message"),
         [
-            ("cpu", 64, 1, "'pallas' needs a GPU; the engine's devices are of kind 'cpu'"),
-            ("tpu", 64, 1, "'pallas' needs a GPU"),
-            ("gpu", 80, 1, "'pallas' needs a head_dim of .*, got 80"),
-            ("gpu", 64, 2, "'pallas' runs on one device; the mesh spreads heads over 2"),
+            ("cpu", 64, "it is for GPUs, the engine's devices are of kind 'cpu'"),
+            ("tpu", 64, "it is for GPUs"),
+            ("gpu", 80, "it needs a head_dim of .*, got 80"),
         ],
     )
-    def test_where_it_cannot_run(self, platform, head_dim, shards, message):
-        with pytest.raises(InvalidConfigError, match=message):
-            gpu_backend(platform, head_dim=head_dim, num_tensor_shards=shards)
+    def test_where_it_cannot_run(self, platform, head_dim, message):
+        with pytest.raises(InvalidConfigError, match=f"'pallas' cannot be had here: {message}"):
+            gpu_backend(target_of(platform), head_dim)
 
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it is allowed")
     def test_an_engine_elsewhere_is_refused(self):
-        with pytest.raises(InvalidConfigError, match="'pallas' needs a GPU"):
+        with pytest.raises(InvalidConfigError, match="'pallas' cannot be had here: it is for GPUs"):
             Engine(model_config=TINY, load_format="dummy", attention_backend="pallas")
 
 
@@ -165,13 +175,13 @@ def test_engine_with_the_interpreted_kernel(monkeypatch):
     expected = greedy_tokens(attention_backend="xla")
     used = []
 
-    def interpreted(platform: str, **shape: int) -> PallasAttention:
-        used.append((platform, shape))
-        return INTERPRETED
+    def interpreted(target: Target, head_dim: int) -> AttentionBackend:
+        used.append((target.platform, head_dim))
+        return AttentionBackend("pallas", INTERPRETED, ordered_backend("cpu"))
 
     monkeypatch.setattr(pallas, "gpu_backend", interpreted)
     assert greedy_tokens(attention_backend="pallas") == expected
-    assert used == [("cpu", {"head_dim": TINY.head_dim, "num_tensor_shards": 1})]
+    assert used == [("cpu", TINY.head_dim)]
 
 
 @pytest.mark.gpu

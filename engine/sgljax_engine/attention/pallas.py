@@ -1,15 +1,21 @@
-"""The attention backend "pallas": a Pallas kernel for NVIDIA GPUs. Imported only on request."""
+"""The attention backend "pallas": a Pallas kernel for NVIDIA GPUs. Imported where it may run."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
+from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
+from sgljax_engine.layers.target import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,40 +23,65 @@ class PallasAttention:
     """The `PagedAttention` backend "pallas", for prefill and decode. Static and hashable.
 
     Attributes:
+        mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
+            the first, and copied over the second if there is one.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
     """
 
+    mesh: jax.sharding.AbstractMesh | None = None
     interpret: bool = False
 
     def __call__(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
         """See `PagedAttention`; `head_dim` is one of `HEAD_DIMS`. 0 where `kv_lens` is 0."""
-        return paged_attention(
-            q_NQDh, layer.k, layer.v, *tables, Scores(*options), interpret=self.interpret
-        )
+
+        def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
+            scores = Scores(*options)
+            return paged_attention(q, layer.k, layer.v, *tables, scores, interpret=self.interpret)
+
+        run: Callable[..., Any] = call
+        if self.mesh is not None:
+            axes = self.mesh.axis_names
+            heads = P(None, None, axes)
+            run = jax.shard_map(
+                call,
+                mesh=self.mesh,
+                in_specs=(heads, P(None, axes[0]), P()),
+                out_specs=heads,
+                check_vma=False,
+            )
+        return run(q_NQDh, layer, tables)
 
 
-def gpu_backend(platform: str, *, head_dim: int, num_tensor_shards: int) -> PallasAttention:
-    """The compiled backend.
+def gpu_problem(target: Target, head_dim: int) -> str | None:
+    """Why the kernel cannot be used; None if it can."""
+    if target.platform != "gpu":
+        return f"it is for GPUs, the engine's devices are of kind {target.platform!r}"
+    if head_dim not in HEAD_DIMS:
+        return f"it needs a head_dim of {HEAD_DIMS}, got {head_dim}"
+    return None
 
-    Args:
-        platform: JAX's name for the kind of device.
-        head_dim: The model's head_dim.
-        num_tensor_shards: Number of devices that share the kv heads.
+
+def gpu_backend(target: Target, head_dim: int) -> AttentionBackend:
+    """The backend "pallas".
 
     Raises:
-        InvalidConfigError: when the kernel cannot run the model on this platform.
+        InvalidConfigError: when it is not available.
     """
-    name = "attention_backend 'pallas'"
-    if platform != "gpu":
-        raise InvalidConfigError(
-            f"{name} needs a GPU; the engine's devices are of kind {platform!r}"
-        )
-    if head_dim not in HEAD_DIMS:
-        raise InvalidConfigError(f"{name} needs a head_dim of {HEAD_DIMS}, got {head_dim}")
-    if num_tensor_shards > 1:
-        raise InvalidConfigError(
-            f"{name} runs on one device; the mesh spreads heads over {num_tensor_shards}"
-        )
-    return PallasAttention()
+    problem = gpu_problem(target, head_dim)
+    if problem is not None:
+        raise InvalidConfigError(f"attention_backend 'pallas' cannot be had here: {problem}")
+    return AttentionBackend("pallas", attention_for(target), ordered_backend("gpu"))
+
+
+@functools.cache
+def attention_for(target: Target, interpret: bool = False) -> PallasAttention:
+    """The attention of an engine's devices; the same object for equal ones, as JAX's caches need.
+
+    Args:
+        target: What the engine runs on.
+        interpret: As of `PallasAttention`; for tests.
+    """
+    mesh = target.mesh if target.num_tensor_shards > 1 else None
+    return PallasAttention(mesh=mesh, interpret=interpret)

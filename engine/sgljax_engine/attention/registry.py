@@ -44,6 +44,11 @@ def _auto(target: Target, head_dim: int) -> AttentionBackend:
 
         if tpu_problem(target, head_dim) is None:
             return _tpu(target, head_dim)
+    if target.platform == "gpu":
+        from sgljax_engine.attention.pallas import gpu_problem
+
+        if gpu_problem(target, head_dim) is None:
+            return _pallas(target, head_dim)
     if target.platform != "cpu":
         return _portable(target, head_dim, name="xla")
     picked = _portable(target, head_dim, name="xla_tiles", contiguous_kv="if_it_fits")
@@ -51,13 +56,10 @@ def _auto(target: Target, head_dim: int) -> AttentionBackend:
 
 
 def _pallas(target: Target, head_dim: int) -> AttentionBackend:
-    # Imported here: Pallas takes a tenth of a second to import, and JAX may drop it.
+    # Imported here: Pallas takes a tenth of a second to import.
     from sgljax_engine.attention.pallas import gpu_backend
 
-    attend = gpu_backend(
-        target.platform, head_dim=head_dim, num_tensor_shards=target.num_tensor_shards
-    )
-    return AttentionBackend("pallas", attend, ordered_backend(target.platform))
+    return gpu_backend(target, head_dim)
 
 
 def _tpu(target: Target, head_dim: int) -> AttentionBackend:

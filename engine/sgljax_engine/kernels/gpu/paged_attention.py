@@ -1,7 +1,7 @@
 """Paged attention on NVIDIA GPUs: a Pallas kernel, compiled by Triton.
 
 JAX 0.11 deprecates this lowering of Pallas, so only `attention.pallas` may import this module:
-everything that runs here also runs on the portable backend.
+everything that runs here also runs on the portable backend, five times as slowly.
 
 One program of the grid handles one block of queries, one kv head and one *split* of the context
 (flash-decoding, Dao et al., 2023). Without splits, few rows of long contexts would leave most of
