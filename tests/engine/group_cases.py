@@ -38,7 +38,7 @@ from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.builder.group import build_shapes
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.layers.target import Target
 from sgljax_engine.placement.shardings import Placement
@@ -160,13 +160,13 @@ class KernelCase(NamedTuple):
     tables: BlockTables
 
     @classmethod
-    def make(cls) -> KernelCase:
-        model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=128)
+    def make(cls, head_dim: int = 128) -> KernelCase:
+        model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=head_dim)
         (placement,) = place(model, mesh_of((1, 4), ("fsdp", "tp")), "float32").engines
         assert placement.num_kv_copies == 2
         rng = np.random.default_rng(0)
-        q, k, v = (rng.normal(size=(3, 16, n, 128)).astype(np.float32) for n in (8, 2, 2))
-        pages = rng.normal(size=(2, 9, 2, 16, 128)).astype(np.float32)
+        q, k, v = (rng.normal(size=(3, 16, n, head_dim)).astype(np.float32) for n in (8, 2, 2))
+        pages = rng.normal(size=(2, 9, 2, 16, head_dim)).astype(np.float32)
         positions = np.asarray([0, 20, 32])[:, None] + np.arange(16)
         parts = np.arange(9).reshape(3, 3), positions, np.asarray([16, 30, 0])
         tables = BlockTables(*(jnp.asarray(part, jnp.int32) for part in parts))
@@ -175,8 +175,9 @@ class KernelCase(NamedTuple):
     def target(self, platform: str) -> Target:
         return self.placement.target._replace(platform=platform, is_own_cpu=False)
 
-    def sharded_pages(self) -> LayerKV:
-        layer = jax.device_put(self.pages, self.placement.kv_sharding)
+    def sharded_pages(self, layout: PageLayout | None = None) -> LayerKV:
+        parts = self.pages if layout is None else map(layout.pack, self.pages)
+        layer = jax.device_put(LayerKV(*parts), self.placement.kv_sharding)
         assert layer.k.sharding.shard_shape(layer.k.shape)[1] == 1
         return layer
 
@@ -188,16 +189,24 @@ class KernelCase(NamedTuple):
 
 def tpu_kernel() -> None:
     """Heads over four devices: the output and the pages of one."""
-    case, options = KernelCase.make(), AttentionOptions(scale=0.1)
-    one = jax.jit(TpuAttention(interpret=True).write_and_attend, static_argnums=5)
-    want = one(case.q, *case.new, case.pages, case.tables, options)
-    attention = tpu.attention_for(case.target("tpu"), True)
-    several = jax.jit(attention.write_and_attend, static_argnums=5)
-    got = several(case.q, *case.new, case.sharded_pages(), case.tables, options)
-    assert got[1].k.sharding.shard_shape(got[1].k.shape)[1] == 1
-    for mine, ours in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
-        np.testing.assert_array_equal(mine, ours)
-    case.check(want[0], got[0])
+    for head_dim in (128, 64):
+        case, options = KernelCase.make(head_dim), AttentionOptions(scale=0.1)
+        per_row = tpu.heads_per_row(head_dim)
+        alone, shared = (PageLayout(2, head_dim, per_row, shards) for shards in (1, 2))
+        attentions = TpuAttention(interpret=True), tpu.attention_for(case.target("tpu"), True)
+        pages = LayerKV(*map(alone.pack, case.pages)), case.sharded_pages(shared)
+        (want, one), (got, several) = (
+            jax.jit(attention.write_and_attend, static_argnums=5)(
+                case.q, *case.new, layer, case.tables, options
+            )
+            for attention, layer in zip(attentions, pages, strict=True)
+        )
+        assert several.k.sharding.shard_shape(several.k.shape)[1] == 1
+        for mine, ours in zip(one, several, strict=True):
+            np.testing.assert_array_equal(
+                alone.unpack(np.asarray(mine)), shared.unpack(np.asarray(ours))
+            )
+        case.check(want, got)
 
 
 def gpu_kernel() -> None:

@@ -14,8 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from sgljax_engine import InvalidConfigError
 from sgljax_engine.attention import registry, tpu
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.attention.tpu import TpuAttention, backend_of
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.attention.tpu import TpuAttention, backend_of, heads_per_row
+from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.kernels.tpu import paged_attention as kernel
 from sgljax_engine.placement.submeshes import place
 from tests.engine.models import TINY
@@ -37,6 +37,15 @@ SHAPES = {
     "prefill-wide": (16, 2, 1, 16, 256),
     "prefill-small-pages": (4, 4, 2, 16, 128),
 }
+PACKED = {
+    "decode-two-heads-a-row": (16, 8, 4, 1, 64),
+    "decode-an-odd-head": (8, 6, 3, 1, 64),
+    "decode-one-head": (16, 4, 1, 1, 32),
+    "prefill-two-heads-a-row": (16, 8, 4, 16, 64),
+    "prefill-an-odd-head": (8, 6, 3, 16, 64),
+}
+"""Heads narrower than a row of a page."""
+
 SIMPLE = TpuAttention(interpret=True)
 RACING = TpuAttention(interpret=pltpu.InterpretParams(detect_races=True))
 """Copies and grid steps as a TPU may order them; notes two that touch memory at the same time."""
@@ -48,9 +57,9 @@ def _small_chunks(monkeypatch):
     monkeypatch.setattr(kernel, "_MAX_CHUNK_TOKENS", 64)
 
 
-@pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
+@pytest.mark.parametrize(("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS)))
 def test_reading(shape, options):
-    case = case_of(SHAPES[shape])
+    case = case_of({**SHAPES, **PACKED}[shape])
     case.check(case.run(SIMPLE.attend, OPTIONS[options]), OPTIONS[options], atol=2e-5)
 
 
@@ -105,7 +114,11 @@ class Writing:
         )
         queries, new = (np.asarray(x, np.float32) for x in (self.queries, self.new))
         call = jax.jit(attention.write_and_attend, static_argnums=5)
-        out, layer = call(queries, new[:, 0], new[:, 1], self.layer, tables, options)
+        num_kv_heads, head_dim = new.shape[3:]
+        layout = PageLayout(num_kv_heads, head_dim, heads_per_row(head_dim))
+        pages = LayerKV(*(jnp.asarray(layout.pack(np.asarray(part))) for part in self.layer))
+        out, layer = call(queries, new[:, 0], new[:, 1], pages, tables, options)
+        layer = [layout.unpack(np.asarray(part)) for part in layer]
         for n, (owner, (_, positions, end)) in enumerate(
             zip(self.owners, self.tables, strict=True)
         ):
@@ -126,10 +139,10 @@ DECODE = [[40, 1], [0, 1], [63, 1], [5, 0], [64, 1], [150, 1], [0, 0], [7, 1]]
 PREFILL = [[0, 16, 16, 5], [37, 16, 9], [8, 0], [70, 3], [0, 1], [127, 16]]
 
 
-@pytest.mark.parametrize(("shape", "options"), spread(list(SHAPES), list(OPTIONS)))
+@pytest.mark.parametrize(("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS)))
 def test_writing(shape, options):
     blocks = DECODE if shape.startswith("decode") else PREFILL
-    Writing(SHAPES[shape], blocks).check(SIMPLE, OPTIONS[options])
+    Writing({**SHAPES, **PACKED}[shape], blocks).check(SIMPLE, OPTIONS[options])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +162,7 @@ def test_no_copies_race(shape, blocks):
 def test_engine_with_the_interpreted_kernel(monkeypatch):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
-    monkeypatch.setattr(tpu, "tpu_backend", lambda *_: backend_of(SIMPLE))
+    monkeypatch.setattr(tpu, "tpu_backend", lambda _, head_dim: backend_of(SIMPLE, head_dim))
     assert greedy_tokens(attention_backend="tpu") == expected
 
 
@@ -158,17 +171,18 @@ class TestChoosingIt:
 
     def test_on_a_tpu(self):
         target = self.target._replace(platform="tpu", is_own_cpu=False)
-        picked = [registry.pick_attention(name, target, 128) for name in ("auto", "tpu")]
-        assert picked[0] == picked[1]
-        assert picked[0].name == "tpu"
+        for head_dim, heads_a_row in ((32, 4), (64, 2), (128, 1), (256, 1)):
+            picked = [registry.pick_attention(name, target, head_dim) for name in ("auto", "tpu")]
+            assert picked[0] == picked[1]
+            assert (picked[0].name, picked[0].heads_per_row) == ("tpu", heads_a_row)
         # A head_dim that the kernel has no tiles for takes the portable path.
-        assert registry.pick_attention("auto", target, 64).name == "xla"
+        assert registry.pick_attention("auto", target, 80).name == "xla"
 
     @pytest.mark.parametrize(
         ("platform", "head_dim", "message"),
         [
             ("cpu", 128, "'tpu' cannot be had here: it is for TPUs, .* are of kind 'cpu'"),
-            ("tpu", 64, "it needs a head_dim that is a multiple of 128, got 64"),
+            ("tpu", 80, "it needs a head_dim that is a multiple or a divisor of 128, got 80"),
         ],
     )
     def test_where_it_cannot_run(self, platform, head_dim, message):

@@ -162,6 +162,8 @@ class AttentionBackend(NamedTuple):
         contiguous_kv: Whether decode copies its rows' keys into contiguous KV
             (`attention.contiguous`).
         contiguous_name: Name of decode attention over contiguous KV, for reports.
+        heads_per_row: Kv heads in a row of the pages that `decode` and `prefill` take, see
+            `cache.kv_pages.PageLayout`. `attend` and `batch_invariant` take one.
         why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
     """
 
@@ -172,4 +174,5 @@ class AttentionBackend(NamedTuple):
     prefill: PrefillAttention | None = None
     contiguous_kv: ContiguousKV = "never"
     contiguous_name: str = ""
+    heads_per_row: int = 1
     why_not_native: str | None = None

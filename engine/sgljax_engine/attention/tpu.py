@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.attention.batch_invariant import ordered_backend
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.tpu.paged_attention import Scores, paged_attention
 from sgljax_engine.layers.target import Target
 
 LANES = 128
-"""A head_dim is a multiple of the lanes of a vector register."""
+"""Of a vector register. A row of a page is a multiple: smaller heads share one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class TpuAttention:
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """See `base.PagedAttention`."""
+        """See `base.PagedAttention`; pages have one head a row."""
         return self._call(q_NQDh, None, layer, tables, options)[0]
 
     def write_and_attend(
@@ -49,7 +50,7 @@ class TpuAttention:
         tables: BlockTables,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """See `base.PrefillAttention`."""
+        """See `base.PrefillAttention`; pages have `heads_per_row` heads a row."""
         new = k_NQKh.astype(layer.k.dtype), v_NQKh.astype(layer.v.dtype)
         return self._call(q_NQDh, new, layer, tables, options)
 
@@ -62,7 +63,7 @@ class TpuAttention:
         tables: BlockTables,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """See `base.DecodeAttention`."""
+        """See `base.DecodeAttention`; pages have `heads_per_row` heads a row."""
         q, k, v = (x[:, None] for x in (q_BDh, k_BKh, v_BKh))
         out, layer = self.write_and_attend(q, k, v, layer, tables, options)
         return out[:, 0], layer
@@ -78,10 +79,14 @@ class TpuAttention:
         def call(
             q: Any, new: Any, k: Any, v: Any, table: Any, starts: Any, kv_lens: Any
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            packing = _Packing.of(q, k, new)
+            if packing is not None:
+                q, new, k, v = packing.pack(q, new, k, v)
             scores = Scores(*options)
-            return paged_attention(
+            out, k, v = paged_attention(
                 q, new, k, v, table, starts, kv_lens, scores, interpret=self.interpret
             )
+            return (out if packing is None else packing.unpack(out)), k, v
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
@@ -100,12 +105,80 @@ class TpuAttention:
         return out, LayerKV(k, v)
 
 
+def heads_per_row(head_dim: int) -> int:
+    """Kv heads in a row of a page: as many as fill the lanes."""
+    return max(LANES // head_dim, 1)
+
+
+class _Packing(NamedTuple):
+    """Attention of heads that share rows, as attention of wider ones.
+
+    A row of n kv heads is one kv head of n times the head_dim. The queries of each lie in its part
+    of the row and are zero elsewhere, so their products with the others' keys are zero; of the
+    output only that part counts. The matrix unit is as wide as a row, so this costs it nothing that
+    narrow heads would not.
+
+    Attributes:
+        per_row: Kv heads in a row.
+        num_rows: Rows, of which the last may lack heads.
+        num_kv_heads: Kv heads.
+        group: Queries of a kv head.
+        head_dim: Of the model.
+    """
+
+    per_row: int
+    num_rows: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, q: Any, k: Any, new: Any) -> _Packing | None:
+        """For queries, pages and new keys of one device; None if a head fills a row."""
+        *_, num_heads, head_dim = q.shape
+        per_row = heads_per_row(head_dim)
+        if per_row == 1:
+            return None
+        num_kv_heads = k.shape[1] if new is None else new[0].shape[2]
+        num_rows = -(-num_kv_heads // per_row)
+        return cls(per_row, num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+
+    def pack(self, q: Any, new: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
+        """What the kernel takes. Pages that it writes are packed already."""
+        if new is None:
+            k, v = (pack_heads(x, self.per_row, jnp) for x in (k, v))
+        else:
+            more = ((0, 0), (0, 0), (0, self._num_missing), (0, 0))
+            rows = (*new[0].shape[:2], self.num_rows, self.per_row * self.head_dim)
+            new = tuple(jnp.pad(x, more).reshape(rows) for x in new)
+        lead = q.shape[:2]
+        heads = q.reshape(*lead, self.num_kv_heads, self.group, self.head_dim)
+        heads = jnp.pad(heads, ((0, 0), (0, 0), (0, self._num_missing), (0, 0), (0, 0)))
+        parts = heads.reshape(*lead, self.num_rows, self.per_row, self.group, 1, self.head_dim)
+        is_own = jnp.eye(self.per_row, dtype=bool)[:, None, :, None]
+        wide = jnp.where(is_own, parts, jnp.zeros((), q.dtype))
+        return wide.reshape(*lead, -1, self.per_row * self.head_dim), new, k, v
+
+    def unpack(self, out: Any) -> Any:
+        """The output of the model's heads."""
+        shape = (self.num_rows, self.per_row, self.group, self.per_row, self.head_dim)
+        parts = out.reshape(*out.shape[:2], *shape)
+        own = [parts[:, :, :, place, :, place] for place in range(self.per_row)]
+        heads = jnp.stack(own, axis=3).reshape(*out.shape[:2], -1, self.group, self.head_dim)
+        used = heads[:, :, : self.num_kv_heads]
+        return used.reshape(*out.shape[:2], -1, self.head_dim)
+
+    @property
+    def _num_missing(self) -> int:
+        return self.num_rows * self.per_row - self.num_kv_heads
+
+
 def tpu_problem(target: Target, head_dim: int) -> str | None:
     """Why the kernel cannot be used; None if it can."""
     if target.platform != "tpu":
         return f"it is for TPUs, the engine's devices are of kind {target.platform!r}"
-    if head_dim % LANES:
-        return f"it needs a head_dim that is a multiple of {LANES}, got {head_dim}"
+    if head_dim % LANES and LANES % head_dim:
+        return f"it needs a head_dim that is a multiple or a divisor of {LANES}, got {head_dim}"
     return None
 
 
@@ -118,7 +191,7 @@ def tpu_backend(target: Target, head_dim: int) -> AttentionBackend:
     problem = tpu_problem(target, head_dim)
     if problem is not None:
         raise InvalidConfigError(f"attention_backend 'tpu' cannot be had here: {problem}")
-    return backend_of(attention_for(target))
+    return backend_of(attention_for(target), head_dim)
 
 
 @functools.cache
@@ -133,12 +206,13 @@ def attention_for(target: Target, interpret: Any = False) -> TpuAttention:
     return TpuAttention(mesh=mesh, interpret=interpret)
 
 
-def backend_of(attention: TpuAttention) -> AttentionBackend:
-    """What the attention implies."""
+def backend_of(attention: TpuAttention, head_dim: int) -> AttentionBackend:
+    """What the attention implies for a model."""
     return AttentionBackend(
         "tpu",
         attention.attend,
         ordered_backend("tpu"),
         attention.decode,
         prefill=attention.write_and_attend,
+        heads_per_row=heads_per_row(head_dim),
     )

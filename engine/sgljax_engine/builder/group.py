@@ -237,6 +237,7 @@ def _core_parts(
         max_model_len,
         placement.held_bytes(weights.values()),
         contiguous_kv=attention.contiguous_kv,
+        heads_per_row=static.heads_per_row,
         num_engines=num_engines,
         are_loaded=are_loaded,
         device_bytes=device_bytes,
@@ -335,6 +336,7 @@ def _program_context(
         decode_attention=None if is_ordered else attention.decode,
         prefill_attention=None if is_ordered else attention.prefill,
         num_vocab_shards=placement.num_tensor_shards,
+        heads_per_row=1 if is_ordered else attention.heads_per_row,
     )
 
 

@@ -2,8 +2,9 @@
 
 Each layer has one K and one V array of shape [num_pages, num_kv_heads, page_size, head_dim]; slot
 `page * page_size + offset` holds one token. Heads come before tokens, so that attention contracts a
-page without transposing it. Every program that writes the arrays takes them donated and returns
-them, so the pool exists once.
+page without transposing it. An attention backend may ask for several heads in one row, see
+`PageLayout`; only it reads and writes such pages. Every program that writes the arrays takes them
+donated and returns them, so the pool exists once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class LayerKV(NamedTuple):
     """One layer's cache.
 
     Shape:
-        k, v: [num_pages, num_kv_heads, page_size, head_dim]
+        k, v: [num_pages, num_kv_heads, page_size, head_dim], or as a `PageLayout` says.
     """
 
     k: jax.Array
@@ -31,6 +32,68 @@ class LayerKV(NamedTuple):
     def page_size(self) -> int:
         """Tokens in a page."""
         return self.k.shape[2]
+
+
+class PageLayout(NamedTuple):
+    """Where the heads of a token are in a page. Static and hashable.
+
+    Pages are [num_pages, num_rows, page_size, row_size]. With one head a row, these are the heads.
+    A row of several holds heads that are neighbours and on the same device, one after another; what
+    is left of a device's last row is zero.
+
+    Attributes:
+        num_kv_heads: Of the model.
+        head_dim: Of the model.
+        heads_per_row: Heads that share a row.
+        num_shards: Number of devices that share the heads, each with the same number.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    heads_per_row: int = 1
+    num_shards: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a token, on all devices."""
+        return self.num_shards * -(-self.num_kv_heads // (self.num_shards * self.heads_per_row))
+
+    @property
+    def row_size(self) -> int:
+        """Numbers in a row."""
+        return self.heads_per_row * self.head_dim
+
+    def pack(self, pages: np.ndarray) -> np.ndarray:
+        """[N, num_kv_heads, page_size, head_dim] as [N, num_rows, page_size, row_size]."""
+        if self.heads_per_row == 1:
+            return pages
+        count, heads, size, dim = pages.shape
+        shards = pages.reshape(count * self.num_shards, heads // self.num_shards, size, dim)
+        rows = pack_heads(shards, self.heads_per_row, np)
+        return rows.reshape(count, self.num_rows, size, self.row_size)
+
+    def unpack(self, pages: np.ndarray) -> np.ndarray:
+        """[N, num_rows, page_size, row_size] as [N, num_kv_heads, page_size, head_dim]."""
+        if self.heads_per_row == 1:
+            return pages
+        count, _, size, _ = pages.shape
+        parts = pages.reshape(count, self.num_shards, -1, size, self.heads_per_row, self.head_dim)
+        heads = parts.swapaxes(3, 4).reshape(count, self.num_shards, -1, size, self.head_dim)
+        used = heads[:, :, : self.num_kv_heads // self.num_shards]
+        return used.reshape(count, self.num_kv_heads, size, self.head_dim)
+
+
+def pack_heads(pages: Any, heads_per_row: int, numpy: Any) -> Any:
+    """Packs the heads of one device, by numpy or jax.numpy; see `PageLayout`.
+
+    Shape: [N, K, page_size, head_dim] -> [N, ceil(K / n), page_size, n * head_dim].
+    """
+    count, heads, size, dim = pages.shape
+    num_rows = -(-heads // heads_per_row)
+    more = num_rows * heads_per_row - heads
+    padded = numpy.pad(pages, ((0, 0), (0, more), (0, 0), (0, 0)))
+    rows = padded.reshape(count, num_rows, heads_per_row, size, dim).swapaxes(2, 3)
+    return rows.reshape(count, num_rows, size, heads_per_row * dim)
 
 
 KVPages = tuple[LayerKV, ...]
@@ -45,14 +108,13 @@ def allocate_kv_pages(
     num_layers: int,
     num_pages: int,
     page_size: int,
-    num_kv_heads: int,
-    head_dim: int,
+    layout: PageLayout,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding,
     make_zeros: MakeZeros,
 ) -> KVPages:
     """Makes a zeroed cache on the sharding's devices. Engine thread only."""
-    shape = (num_pages, num_kv_heads, page_size, head_dim)
+    shape = (num_pages, layout.num_rows, page_size, layout.row_size)
     return tuple(
         LayerKV(make_zeros(shape, dtype, sharding), make_zeros(shape, dtype, sharding))
         for _ in range(num_layers)
@@ -79,9 +141,9 @@ def _zeros_program(
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
-def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> int:
-    """Bytes of K and V that one token takes in all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * np.dtype(dtype).itemsize
+def kv_bytes_per_token(num_layers: int, layout: PageLayout, dtype: jnp.dtype) -> int:
+    """Bytes of K and V that one token takes in all layers, on all devices that share the heads."""
+    return 2 * num_layers * layout.num_rows * layout.row_size * np.dtype(dtype).itemsize
 
 
 def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:

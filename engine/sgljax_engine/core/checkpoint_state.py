@@ -67,7 +67,8 @@ def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
         logger.warning("include_kv: with disable_radix_cache=True there are no pages to save")
     nodes = core.pool.cached_prefixes(core.scheduler.running)
     stamps = [core.pool.stamp(page) for _, _, page in nodes]
-    return PrefixSnapshot(nodes, stamps, core.runner.kv_memory.geometry)
+    kv_memory = core.runner.kv_memory
+    return PrefixSnapshot(nodes, stamps, kv_memory.geometry, kv_memory.layout)
 
 
 def copy_pages(core: EngineCore, stamps: Sequence[PageStamp]) -> CopiedPages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from sgljax_engine.cache.kv_pages import PageLayout
 from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
 from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.processing.futures import Answer
@@ -48,11 +49,13 @@ class PrefixSnapshot(NamedTuple):
         nodes: See `RadixCache.full_pages`.
         stamps: Of the nodes' pages.
         geometry: See `KVMemory.geometry`.
+        layout: See `KVMemory.layout`.
     """
 
     nodes: list[tuple[int, tuple[int, ...], int]]
     stamps: list[PageStamp]
     geometry: dict[str, int | str]
+    layout: PageLayout
 
     def checkpoint(self, copied: Collection[int], contents: SavedPages) -> PrefixCheckpoint | None:
         """What is kept of it, None if that is nothing; any thread.
@@ -74,7 +77,7 @@ class PrefixSnapshot(NamedTuple):
         return PrefixCheckpoint(
             **self.geometry,  # type: ignore[arg-type]
             nodes=kept,
-            pages=[LayerPages(*layer) for layer in contents.take(pages)],
+            pages=[LayerPages(*layer) for layer in contents.take(pages, self.layout)],
         )
 
 

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sgljax_engine.cache.kv_pages import PageLayout
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.target import Target
+from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.spec import KV_HEADS_AXIS, ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
 
@@ -57,8 +59,13 @@ class Placement(NamedTuple):
 
     @property
     def kv_sharding(self) -> NamedSharding:
-        """Sharding of [num_pages, num_kv_heads, page_size, head_dim] arrays."""
+        """Sharding of pages: heads, or rows of them, over the tensor axis."""
         return NamedSharding(self.mesh, PartitionSpec(None, self._kv_axis))
+
+    def page_layout(self, model: ModelConfig, heads_per_row: int) -> PageLayout:
+        """Where the heads of a token are in a page."""
+        num_shards = self.num_tensor_shards // self.num_kv_copies
+        return PageLayout(model.num_kv_heads, model.head_dim, heads_per_row, num_shards)
 
     @property
     def contiguous_kv_sharding(self) -> NamedSharding:

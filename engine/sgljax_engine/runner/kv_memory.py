@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
-from sgljax_engine.cache.kv_pages import KVPages, MakeZeros, allocate_kv_pages
+from sgljax_engine.cache.kv_pages import KVPages, MakeZeros, PageLayout, allocate_kv_pages
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
@@ -30,6 +30,7 @@ class KVMemory:
         contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
             empty.
         contiguous_slots: Which requests these copies are of.
+        layout: Where the heads of a token are in a page.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class KVMemory:
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self._kv: KVPages = ()
         self.num_pages = num_pages
+        self.layout: PageLayout = placement.page_layout(static.context.config, static.heads_per_row)
         self.contiguous_kv: ContiguousKV = ()
         self.contiguous_slots = ContiguousSlots()
         self._allocate()
@@ -167,8 +169,7 @@ class KVMemory:
             num_layers=config.num_layers,
             num_pages=self.num_pages,
             page_size=self._static.page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            layout=self.layout,
             dtype=placement.dtype,
             sharding=placement.kv_sharding,
             make_zeros=self._make_zeros,
@@ -206,7 +207,10 @@ class KVMemory:
         rows: Sequence[int],
         layers: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """Puts row `rows[i]` of each layer's bits of k and v into `pages[i]`; as `load_pages`."""
+        """Puts row `rows[i]` of each layer's bits of k and v into `pages[i]`; as `load_pages`.
+
+        Bits are [R, num_kv_heads, page_size, head_dim], whatever the layout.
+        """
         self.take()
         chunks = page_chunks(
             pages,
@@ -214,6 +218,7 @@ class KVMemory:
             layers,
             size=self.pages_per_copy,
             num_pages=self.num_pages,
+            layout=self.layout,
             sharding=self._placement.kv_sharding,
         )
         self._load_chunks(chunks)

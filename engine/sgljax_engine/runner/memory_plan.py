@@ -40,6 +40,7 @@ def plan_memory(
     weights_bytes: int,
     *,
     contiguous_kv: ContiguousKV,
+    heads_per_row: int = 1,
     num_engines: int = 1,
     are_loaded: bool = True,
     device_bytes: int | None = None,
@@ -52,7 +53,8 @@ def plan_memory(
         placement: The engine's placement.
         max_model_len: Maximum number of tokens of a sequence.
         weights_bytes: Bytes of the weights.
-        contiguous_kv: As in `attention.registry.AttentionBackend`.
+        contiguous_kv: As in `attention.base.AttentionBackend`.
+        heads_per_row: Kv heads in a row of a page, see `PageLayout`.
         num_engines: Engines of the group, which share the memory of a host.
         are_loaded: Whether the weights are loaded, so that free memory excludes them already.
         device_bytes: As for `engine_free_bytes`; the weights must not be loaded then.
@@ -61,7 +63,7 @@ def plan_memory(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     cache = config.cache
-    per_page = cache.page_size * _bytes_per_token(model, placement)
+    per_page = cache.page_size * _bytes_per_token(model, placement, heads_per_row)
     free = engine_free_bytes(placement, num_engines, device_bytes)
     if free is not None and not are_loaded:
         if free < weights_bytes:
@@ -287,7 +289,8 @@ def expected_weights_bytes(model: ModelConfig, placement: Placement) -> int:
     return placement.held_bytes(target.stored for target in targets.values())
 
 
-def _bytes_per_token(model: ModelConfig, placement: Placement) -> int:
+def _bytes_per_token(model: ModelConfig, placement: Placement, heads_per_row: int = 1) -> int:
     """Bytes of a token's keys and values on an engine's devices."""
-    num_heads = model.num_kv_heads * placement.num_kv_copies
-    return kv_bytes_per_token(model.num_layers, num_heads, model.head_dim, placement.dtype)
+    layout = placement.page_layout(model, heads_per_row)
+    copies = placement.num_kv_copies
+    return copies * kv_bytes_per_token(model.num_layers, layout, placement.dtype)

@@ -43,6 +43,7 @@ class ProgramContext(NamedTuple):
         decode_attention: Attention of decode steps that read pages; None for `attention`.
         prefill_attention: Attention of prefill; None for `attention`.
         num_vocab_shards: Devices that share the vocabulary.
+        heads_per_row: Kv heads in a row of the pages, see `PageLayout`.
     """
 
     model: ModelDefinition
@@ -54,6 +55,7 @@ class ProgramContext(NamedTuple):
     decode_attention: DecodeAttention | None = None
     prefill_attention: PrefillAttention | None = None
     num_vocab_shards: int = 1
+    heads_per_row: int = 1
 
 
 class DecodeOutput(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.runner.host_arrays import from_numpy, num_bytes, to_numpy
 
 _CHUNK_BYTES = 64 << 20
@@ -39,15 +39,18 @@ class SavedPages(NamedTuple):
             if (wanted < num_pages).any():
                 yield wanted, contents
 
-    def take(self, pages: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each layer, the bits of k and v of some pages, [len(pages), ...] each."""
+    def take(self, pages: Sequence[int], layout: PageLayout) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each layer, the bits of k and v of some pages.
+
+        Shape: [len(pages), num_kv_heads, page_size, head_dim] each, whatever the layout was.
+        """
         places = {page: place for place, page in enumerate(pages)}
         layers: list[tuple[np.ndarray, np.ndarray]] = []
         for ids, contents in self.chunks:
             found = [(row, places[page]) for row, page in enumerate(ids.tolist()) if page in places]
             rows, targets = [row for row, _ in found], [target for _, target in found]
             for index, layer in enumerate(contents):
-                bits = to_numpy(layer.k), to_numpy(layer.v)
+                bits = tuple(layout.unpack(to_numpy(part)) for part in layer)
                 if index == len(layers):
                     shape = (len(pages), *bits[0].shape[1:])
                     layers.append((np.empty(shape, bits[0].dtype), np.empty(shape, bits[1].dtype)))
@@ -63,6 +66,7 @@ def page_chunks(
     *,
     size: int,
     num_pages: int,
+    layout: PageLayout,
     sharding: jax.sharding.Sharding,
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Chunks as in `SavedPages` that put row `rows[i]` of each layer's bits into `pages[i]`."""
@@ -71,7 +75,7 @@ def page_chunks(
         wanted = rows[start * size : (start + 1) * size]
         part[: len(wanted)] = wanted
         contents: list[Any] = [
-            [from_numpy(bits[part], sharding) for bits in layer] for layer in layers
+            [from_numpy(layout.pack(bits[part]), sharding) for bits in layer] for layer in layers
         ]
         yield ids, tuple(LayerKV(*pair) for pair in contents)
 
