@@ -12,7 +12,7 @@ import importlib
 import logging
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -156,7 +156,7 @@ class KernelCase(NamedTuple):
     placement: Placement
     q: np.ndarray
     new: tuple[np.ndarray, np.ndarray]
-    pages: LayerKV
+    pages: tuple[np.ndarray, np.ndarray]
     tables: BlockTables
 
     @classmethod
@@ -170,14 +170,14 @@ class KernelCase(NamedTuple):
         positions = np.asarray([0, 20, 32])[:, None] + np.arange(16)
         parts = np.arange(9).reshape(3, 3), positions, np.asarray([16, 30, 0])
         tables = BlockTables(*(jnp.asarray(part, jnp.int32) for part in parts))
-        return cls(placement, q, (k, v), LayerKV(*pages), tables)
+        return cls(placement, q, (k, v), (pages[0], pages[1]), tables)
 
     def target(self, platform: str) -> Target:
         return self.placement.target._replace(platform=platform, is_own_cpu=False)
 
     def sharded_pages(self, layout: PageLayout | None = None) -> LayerKV:
-        parts = self.pages if layout is None else map(layout.pack, self.pages)
-        layer = jax.device_put(LayerKV(*parts), self.placement.kv_sharding)
+        packed = self.pages if layout is None else map(layout.pack, self.pages)
+        layer = LayerKV(*(jax.device_put(part, self.placement.kv_sharding) for part in packed))
         assert layer.k.sharding.shard_shape(layer.k.shape)[1] == 1
         return layer
 
@@ -187,6 +187,11 @@ class KernelCase(NamedTuple):
             np.testing.assert_allclose(want[block, :count], got[block, :count], atol=1e-6)
 
 
+def one_device(pages: Iterable[np.ndarray]) -> LayerKV:
+    """The pages of one layer on the first device."""
+    return LayerKV(*map(jnp.asarray, pages))
+
+
 def tpu_kernel() -> None:
     """Heads over four devices: the output and the pages of one."""
     for head_dim in (128, 64):
@@ -194,7 +199,7 @@ def tpu_kernel() -> None:
         per_row = tpu.heads_per_row(head_dim)
         alone, shared = (PageLayout(2, head_dim, per_row, shards) for shards in (1, 2))
         attentions = TpuAttention(interpret=True), tpu.attention_for(case.target("tpu"), True)
-        pages = LayerKV(*map(alone.pack, case.pages)), case.sharded_pages(shared)
+        pages = one_device(map(alone.pack, case.pages)), case.sharded_pages(shared)
         (want, one), (got, several) = (
             jax.jit(attention.write_and_attend, static_argnums=5)(
                 case.q, *case.new, layer, case.tables, options
@@ -216,7 +221,7 @@ def gpu_kernel() -> None:
     several = jax.jit(pallas.attention_for(case.target("gpu"), True), static_argnums=3)
     got = several(case.q, case.sharded_pages(), case.tables, options)
     assert not got.sharding.is_fully_replicated
-    case.check(one(case.q, case.pages, case.tables, options), got)
+    case.check(one(case.q, one_device(case.pages), case.tables, options), got)
 
 
 def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:
