@@ -39,7 +39,7 @@ def weights_bytes(tp_size: int) -> int:
 
 def rounded(tokens: float) -> int:
     pages = int(tokens) // 16
-    shift = max(pages.bit_length() - 3, 0)
+    shift = max(pages.bit_length() - 5, 0)
     return (pages >> shift << shift) * 16
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from sgljax_engine.attention import registry
 from sgljax_engine.attention.xla import xla_tiles_attention
-from sgljax_engine.builder import group
+from sgljax_engine.builder import parts
 from sgljax_engine.layers import projections, target
 from sgljax_engine.runner import compiled
 from sgljax_engine.runner.widths import CANDIDATES
@@ -248,7 +248,7 @@ class TestControl:
             return out * np.float32(1 + 2**-23) if is_wide else out
 
         monkeypatch.setattr(projections, "linear", linear)
-        monkeypatch.setattr(group, "agreeing_widths", lambda *_: CANDIDATES)
+        monkeypatch.setattr(parts, "agreeing_widths", lambda *_: CANDIDATES)
         # Programs apart from those of equal engines, which do not have the fault.
         monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))
         assert self.differing() > 10

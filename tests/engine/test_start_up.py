@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from sgljax_engine import Engine
-from sgljax_engine.builder import group
+from sgljax_engine.builder import parts
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,
@@ -163,7 +163,7 @@ class TestBuckets:
         options = {"max_running_requests": 8, "chunked_prefill_size": 1024, "num_kv_tokens": 4096}
         outputs = []
         for per_pass, num_buckets in ((None, 3), (64, 2)):
-            monkeypatch.setattr(group, "prefill_pass", lambda _, size=per_pass: size)
+            monkeypatch.setattr(parts, "prefill_pass", lambda _, size=per_pass: size)
             with make_engine(**options) as engine:
                 assert len(engine._group.loops[0]._core.runner.shapes.token_buckets) == num_buckets
                 params = {"temperature": 0, "max_new_tokens": 12}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from sgljax_engine.aot.chips import Chip
 from sgljax_engine.aot.report import ProgramReport, read_program
@@ -21,7 +20,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.preview import EnginePreview, preview_engine
 from sgljax_engine.runner.compiled import ProgramCall
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.warmup import warm_calls
+from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 
 WHICH = ("largest", "all")
 """Which sizes of each program to compile."""
@@ -115,7 +114,8 @@ def compile_programs(
     )
     if preview.problem is not None:
         return AotReport(chip=chip, preview=preview, programs=(), estimates=())
-    runner, _ = build_shapes(model, config, preview.dtype, mesh, chip.usable_bytes)
+    runner, memory = build_shapes(model, config, preview.dtype, mesh, chip.usable_bytes)
+    preview = dataclasses.replace(preview, memory=memory)
     is_all = which == "all"
     calls = list(warm_calls(runner, include_score=is_all, include_table=is_all))
     large = _large_sizes(runner)
@@ -133,20 +133,6 @@ def compile_programs(
     return AotReport(
         chip=chip, preview=preview, programs=tuple(programs), estimates=tuple(estimates)
     )
-
-
-def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:
-    """Of each program the call with the largest batch."""
-    found: dict[str, ProgramCall] = {}
-    for call in calls:
-        if call.name not in found or call_size(call) > call_size(found[call.name]):
-            found[call.name] = call
-    return list(found.values())
-
-
-def call_size(call: ProgramCall) -> int:
-    """Rows of decode, tokens of prefill and score, pages of copy_pages."""
-    return max(np.shape(leaf)[0] for leaf in jax.tree.leaves(call.args[0]) if np.ndim(leaf))
 
 
 def _largest_of(programs: list[ProgramReport], name: str) -> list[ProgramReport]:

@@ -6,16 +6,14 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import jax
 
-from sgljax_engine.attention.base import AttentionBackend
-from sgljax_engine.attention.registry import pick_attention
 from sgljax_engine.builder.adapters import adapter_slots, first_adapters
 from sgljax_engine.builder.compilation_cache import enable_compilation_cache
+from sgljax_engine.builder.parts import EngineParts, build_runner, plan_parts
 from sgljax_engine.cache.allocator import PageAllocator
-from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros, zeros
+from sgljax_engine.cache.kv_pages import shape_of_zeros, zeros
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.core.adapters import AdapterRegistry
@@ -25,10 +23,8 @@ from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.router import Router
 from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.projections import pick_projections
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
-from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.placement.shardings import Placement
@@ -36,18 +32,11 @@ from sgljax_engine.placement.submeshes import describe, place
 from sgljax_engine.processing.input_processor import Limits
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.batch import (
-    default_batch_buckets,
-    default_token_buckets,
-    prefill_pass,
     prefill_sizes,
 )
-from sgljax_engine.runner.compiled import Lowerings
-from sgljax_engine.runner.memory_plan import MemoryPlan, fit_parallel, plan_memory
-from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.memory_plan import fit_parallel
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.runner.warmup import Warmup
-from sgljax_engine.runner.widths import agreeing_widths
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.adapters import AdapterSlots, slot_shapes
@@ -118,7 +107,7 @@ def build_group(
             if room is not None:
                 each |= first_adapters(adapters, room, maker.targets)
         advance(len(maker.targets))
-    parts = _core_parts(model, config, max_model_len, placement.engines[0], made[0], count)
+    parts = plan_parts(model, config, max_model_len, placement.engines[0], made[0], slots[0], count)
     page_size = config.cache.page_size
     groups = RequestGroups()
     cores = [
@@ -171,19 +160,20 @@ def build_shapes(
     slots = adapter_slots(config.lora, specs, engine)
     if slots is not None:
         weights |= slot_shapes(slots)
-    parts = _core_parts(
+    parts = plan_parts(
         model,
         config,
         max_model_len,
         engine,
         weights,
+        slots,
         count,
         are_loaded=False,
         device_bytes=device_bytes,
     )
     # Lowered for its devices, since JAX compiles what has none for those of this process only.
     parts = parts._replace(lowerings=None)
-    return _build_runner(parts, engine, weights, slots, shape_of_zeros), parts.memory.report
+    return build_runner(parts, engine, weights, slots, shape_of_zeros), parts.memory.report
 
 
 def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
@@ -197,82 +187,9 @@ def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     return asked or model.context_length
 
 
-class _CoreParts(NamedTuple):
-    """What the engines of a group have in common.
-
-    Attributes:
-        static: What programs are compiled for.
-        memory: Of one engine.
-        num_pages: Pages of one engine.
-        shapes: Sizes of the batches.
-        lowerings: Programs of several engines.
-    """
-
-    static: ProgramContext
-    memory: MemoryPlan
-    num_pages: int
-    shapes: BatchShapes
-    lowerings: Lowerings | None
-
-
-def _core_parts(
-    model: ModelConfig,
-    config: EngineConfig,
-    max_model_len: int,
-    placement: Placement,
-    weights: Mapping[str, Any],
-    num_engines: int,
-    *,
-    are_loaded: bool = True,
-    device_bytes: int | None = None,
-) -> _CoreParts:
-    page_size = config.cache.page_size
-    attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
-    definition = get_model(model.architecture)
-    static = _program_context(config, definition, model, placement, weights, attention)
-    memory = plan_memory(
-        model,
-        config,
-        placement,
-        max_model_len,
-        placement.held_bytes(weights.values()),
-        contiguous_kv=attention.contiguous_kv,
-        heads_per_row=static.heads_per_row,
-        num_engines=num_engines,
-        are_loaded=are_loaded,
-        device_bytes=device_bytes,
-    )
-    batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
-    table_width = -(-max_model_len // page_size)
-    shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
-    num_pages = memory.report.kv_tokens // page_size
-    lowerings = Lowerings.for_engines(num_engines)
-    return _CoreParts(static, memory, num_pages, shapes, lowerings)
-
-
-def _build_runner(
-    parts: _CoreParts,
-    placement: Placement,
-    weights: Mapping[str, Any],
-    slots: AdapterSlots | None,
-    make_zeros: MakeZeros,
-) -> ModelRunner:
-    return ModelRunner(
-        static=parts.static,
-        placement=placement,
-        weights=weights,
-        num_pages=parts.num_pages,
-        shapes=parts.shapes,
-        contiguous_shapes=parts.memory.contiguous_shapes,
-        slots=slots,
-        lowerings=parts.lowerings,
-        make_zeros=make_zeros,
-    )
-
-
 def _build_core(
     config: EngineConfig,
-    parts: _CoreParts,
+    parts: EngineParts,
     placement: Placement,
     weights: Mapping[str, jax.Array],
     slots: AdapterSlots | None,
@@ -281,7 +198,7 @@ def _build_core(
     groups: RequestGroups,
     place: int,
 ) -> EngineCore:
-    runner = _build_runner(parts, placement, weights, slots, zeros)
+    runner = build_runner(parts, placement, weights, slots, zeros)
     pool = PagePool(
         PageAllocator(parts.num_pages),
         config.cache.page_size,
@@ -304,48 +221,4 @@ def _build_core(
         tokenizer=tokenizer,
         groups=groups,
         place=place,
-    )
-
-
-def _program_context(
-    config: EngineConfig,
-    definition: ModelDefinition,
-    model: ModelConfig,
-    placement: Placement,
-    weights: Mapping[str, jax.Array],
-    attention: AttentionBackend,
-) -> ProgramContext:
-    runtime = config.runtime
-    context = ModelContext(
-        model,
-        placement.layout,
-        projections=pick_projections(runtime.linear_backend, placement.target).projections,
-        lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
-    )
-    if runtime.enable_deterministic_sampling:
-        widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
-        context = context._replace(tile_widths=widths)
-    is_ordered = context.is_deterministic and attention.batch_invariant is not attention.attend
-    return ProgramContext(
-        model=definition,
-        context=context,
-        attention=attention.batch_invariant if context.is_deterministic else attention.attend,
-        page_size=config.cache.page_size,
-        max_steps=config.scheduler.decode_steps,
-        prefill_pass=prefill_pass(placement.platform),
-        decode_attention=None if is_ordered else attention.decode,
-        prefill_attention=None if is_ordered else attention.prefill,
-        num_vocab_shards=placement.num_tensor_shards,
-        heads_per_row=1 if is_ordered else attention.heads_per_row,
-    )
-
-
-def _buckets(
-    config: EngineConfig, platform: str, per_pass: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    runtime = config.runtime
-    max_running, max_tokens = config.scheduler.max_running_requests, config.max_prefill_tokens
-    return (
-        runtime.batch_buckets or default_batch_buckets(max_running, platform),
-        runtime.token_buckets or default_token_buckets(max_tokens, per_pass),
     )

@@ -50,7 +50,7 @@ def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
 
 def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
     """What all engines take."""
-    names = ("weights_bytes", "kv_bytes", "contiguous_kv_bytes", "kv_tokens")
+    names = ("weights_bytes", "kv_bytes", "contiguous_kv_bytes", "kv_tokens", "program_bytes")
     free = [report.free_bytes for report in reports]
     return dataclasses.replace(
         reports[0],

@@ -85,6 +85,8 @@ class MemoryReport:
             "max_running_requests x max_model_len" if that fits.
         free_bytes: Memory that was free once the weights were loaded, on all devices, or on the
             host for CPUs; None when the devices do not say.
+        program_bytes: Bytes that programs need beside all this; 0 if the compiler was not asked,
+            since pages leave half of the free memory, or on CPUs.
         num_engines: Engines that share the devices: the data-parallel size.
         tp_size: Devices of each engine.
     """
@@ -96,6 +98,7 @@ class MemoryReport:
     page_size: int
     rule: str
     free_bytes: int | None
+    program_bytes: int = 0
     num_engines: int = 1
     tp_size: int = 1
 

@@ -41,6 +41,7 @@ def plan_memory(
     *,
     contiguous_kv: ContiguousKV,
     heads_per_row: int = 1,
+    program_bytes: int = 0,
     num_engines: int = 1,
     are_loaded: bool = True,
     device_bytes: int | None = None,
@@ -55,6 +56,7 @@ def plan_memory(
         weights_bytes: Bytes of the weights.
         contiguous_kv: As in `attention.base.AttentionBackend`.
         heads_per_row: Kv heads in a row of a page, see `PageLayout`.
+        program_bytes: Bytes of all the engine's devices that programs need beside weights and KV.
         num_engines: Engines of the group, which share the memory of a host.
         are_loaded: Whether the weights are loaded, so that free memory excludes them already.
         device_bytes: As for `engine_free_bytes`; the weights must not be loaded then.
@@ -70,23 +72,26 @@ def plan_memory(
             raise InvalidConfigError(f"the weights take {weights_bytes} bytes; {free} are free")
         free -= weights_bytes
     fitting = None if free is None else free // per_page
+    # What programs leave.
+    most = None if free is None else max(free - program_bytes, 0) // per_page
     if cache.num_kv_tokens is not None:
         rule, num_pages = "num_kv_tokens", cache.num_kv_tokens // cache.page_size
-        if fitting is not None and num_pages > fitting:
+        if most is not None and num_pages > most:
+            programs = f", of which programs need {program_bytes}" if program_bytes else ""
             raise InvalidConfigError(
                 f"num_kv_tokens {cache.num_kv_tokens} takes {num_pages * per_page} bytes; at most "
-                f"{fitting * cache.page_size} tokens fit the {free} bytes that are free"
+                f"{most * cache.page_size} tokens fit the {free} bytes that are free{programs}"
             )
     else:
         rule = "max_running_requests x max_model_len"
         num_pages = config.scheduler.max_running_requests * -(-max_model_len // cache.page_size)
-        if fitting is not None:
-            affordable = _round_down(int(fitting * cache.mem_fraction_static))
+        if fitting is not None and most is not None:
+            affordable = _round_down(min(int(fitting * cache.mem_fraction_static), most))
             if affordable < 1:
                 raise InvalidConfigError(
                     f"mem_fraction_static {cache.mem_fraction_static} of the {free} bytes that "
                     f"are free does not hold one KV page of {per_page} bytes; all of them hold "
-                    f"{fitting}"
+                    f"{fitting}, and {most} beside the {program_bytes} bytes that programs need"
                 )
             if affordable < num_pages:
                 rule, num_pages = "mem_fraction_static", affordable
@@ -107,6 +112,7 @@ def plan_memory(
         page_size=cache.page_size,
         rule=rule,
         free_bytes=free,
+        program_bytes=program_bytes,
         tp_size=placement.mesh.size,
     )
     logger.info(
@@ -163,8 +169,8 @@ def _plan_rows(
 
 
 def _round_down(count: int) -> int:
-    """Keeps three significant bits, so that program shapes do not change with every free byte."""
-    shift = max(count.bit_length() - 3, 0)
+    """Keeps five significant bits, so that program shapes do not change with every free byte."""
+    shift = max(count.bit_length() - 5, 0)
     return count >> shift << shift
 
 

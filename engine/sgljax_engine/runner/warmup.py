@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -116,3 +116,17 @@ def warm_calls(
         yield from runner.scorer.warm_calls()
     max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
     yield ProgramCall("copy_pages", build_copies([], max_copies=max_copies, num_pages=num_pages))
+
+
+def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:
+    """Of each program the call with the largest batch."""
+    found: dict[str, ProgramCall] = {}
+    for call in calls:
+        if call.name not in found or call_size(call) > call_size(found[call.name]):
+            found[call.name] = call
+    return list(found.values())
+
+
+def call_size(call: ProgramCall) -> int:
+    """Rows of decode, tokens of prefill and score, pages of copy_pages."""
+    return max(np.shape(leaf)[0] for leaf in jax.tree.leaves(call.args[0]) if np.ndim(leaf))

@@ -1,0 +1,200 @@
+"""What the engines of a group have in common: what their programs are compiled for, and sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from sgljax_engine.attention.base import AttentionBackend
+from sgljax_engine.attention.registry import pick_attention
+from sgljax_engine.builder.program_memory import program_bytes
+from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros
+from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
+from sgljax_engine.layers.projections import pick_projections
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ModelContext, ModelDefinition
+from sgljax_engine.observability.metrics import MemoryReport
+from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.runner.batch import (
+    default_batch_buckets,
+    default_token_buckets,
+    prefill_pass,
+)
+from sgljax_engine.runner.compiled import Lowerings
+from sgljax_engine.runner.memory_plan import MemoryPlan, plan_memory
+from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.shapes import BatchShapes
+from sgljax_engine.runner.widths import agreeing_widths
+from sgljax_engine.weights.adapters import AdapterSlots
+
+
+class EngineParts(NamedTuple):
+    """What the engines of a group have in common.
+
+    Attributes:
+        static: What programs are compiled for.
+        memory: Of one engine.
+        shapes: Sizes of the batches.
+        lowerings: Programs of several engines.
+    """
+
+    static: ProgramContext
+    memory: MemoryPlan
+    shapes: BatchShapes
+    lowerings: Lowerings | None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of one engine."""
+        return self.memory.report.kv_tokens // self.static.page_size
+
+
+def plan_parts(
+    model: ModelConfig,
+    config: EngineConfig,
+    max_model_len: int,
+    placement: Placement,
+    weights: Mapping[str, Any],
+    slots: AdapterSlots | None,
+    num_engines: int,
+    *,
+    are_loaded: bool = True,
+    device_bytes: int | None = None,
+) -> EngineParts:
+    """Plans one engine; of several on equal devices, for all.
+
+    Args:
+        model: The model.
+        config: Of one engine, see `EngineConfig.per_engine`.
+        max_model_len: Maximum number of tokens of a sequence.
+        placement: Of the engine.
+        weights: Its arrays, or their shapes.
+        slots: Room for adapters; None without.
+        num_engines: Engines of the group.
+        are_loaded: As for `plan_memory`.
+        device_bytes: As for `plan_memory`.
+
+    Raises:
+        InvalidConfigError: when the configuration does not fit; says what would fit.
+    """
+    page_size = config.cache.page_size
+    attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
+    definition = get_model(model.architecture)
+    static = _program_context(config, definition, model, placement, weights, attention)
+    plan = functools.partial(
+        plan_memory,
+        model,
+        config,
+        placement,
+        max_model_len,
+        placement.held_bytes(weights.values()),
+        contiguous_kv=attention.contiguous_kv,
+        heads_per_row=static.heads_per_row,
+        num_engines=num_engines,
+        are_loaded=are_loaded,
+        device_bytes=device_bytes,
+    )
+    batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
+    table_width = -(-max_model_len // page_size)
+    shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
+    parts = EngineParts(static, plan(), shapes, Lowerings.for_engines(num_engines))
+    is_accelerator = device_bytes is not None or not placement.is_own_cpu
+    if not is_accelerator or _is_roomy(parts.memory.report):
+        return parts
+    probe = build_runner(parts._replace(lowerings=None), placement, weights, slots, shape_of_zeros)
+    facts = {
+        "model": dataclasses.asdict(model),
+        "config": dataclasses.asdict(config),
+        "dtype": placement.dtype.name,
+        "mesh": dict(placement.mesh.shape),
+        "device": placement.mesh.devices.flat[0].device_kind,
+        "kv_tokens": parts.memory.report.kv_tokens,
+    }
+    needed = program_bytes(probe, facts, config.runtime.compilation_cache_dir)
+    if needed is None:  # what does not fit is said by whoever compiles it
+        return parts
+    return parts._replace(memory=plan(program_bytes=needed * placement.num_tensor_shards))
+
+
+def _is_roomy(memory: MemoryReport) -> bool:
+    """Whether pages leave programs so much memory that their compiler need not be asked."""
+    return memory.free_bytes is None or memory.kv_bytes <= memory.free_bytes // 2
+
+
+def build_runner(
+    parts: EngineParts,
+    placement: Placement,
+    weights: Mapping[str, Any],
+    slots: AdapterSlots | None,
+    make_zeros: MakeZeros,
+) -> ModelRunner:
+    """Makes an engine's runner.
+
+    Args:
+        parts: Of the engine.
+        placement: Of the engine.
+        weights: Its arrays, or their shapes.
+        slots: Room for adapters; None without.
+        make_zeros: Makes the KV cache, or its shapes.
+    """
+    return ModelRunner(
+        static=parts.static,
+        placement=placement,
+        weights=weights,
+        num_pages=parts.num_pages,
+        shapes=parts.shapes,
+        contiguous_shapes=parts.memory.contiguous_shapes,
+        slots=slots,
+        lowerings=parts.lowerings,
+        make_zeros=make_zeros,
+    )
+
+
+def _program_context(
+    config: EngineConfig,
+    definition: ModelDefinition,
+    model: ModelConfig,
+    placement: Placement,
+    weights: Mapping[str, jax.Array],
+    attention: AttentionBackend,
+) -> ProgramContext:
+    runtime = config.runtime
+    context = ModelContext(
+        model,
+        placement.layout,
+        projections=pick_projections(runtime.linear_backend, placement.target).projections,
+        lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
+    )
+    if runtime.enable_deterministic_sampling:
+        widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
+        context = context._replace(tile_widths=widths)
+    is_ordered = context.is_deterministic and attention.batch_invariant is not attention.attend
+    return ProgramContext(
+        model=definition,
+        context=context,
+        attention=attention.batch_invariant if context.is_deterministic else attention.attend,
+        page_size=config.cache.page_size,
+        max_steps=config.scheduler.decode_steps,
+        prefill_pass=prefill_pass(placement.platform),
+        decode_attention=None if is_ordered else attention.decode,
+        prefill_attention=None if is_ordered else attention.prefill,
+        num_vocab_shards=placement.num_tensor_shards,
+        heads_per_row=1 if is_ordered else attention.heads_per_row,
+    )
+
+
+def _buckets(
+    config: EngineConfig, platform: str, per_pass: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    runtime = config.runtime
+    max_running, max_tokens = config.scheduler.max_running_requests, config.max_prefill_tokens
+    return (
+        runtime.batch_buckets or default_batch_buckets(max_running, platform),
+        runtime.token_buckets or default_token_buckets(max_tokens, per_pass),
+    )

@@ -1,0 +1,78 @@
+"""The KV cache that programs leave room for, on devices that hold little."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sgljax_engine import EngineConfig, InvalidConfigError
+from sgljax_engine.builder import program_memory
+from sgljax_engine.builder.group import build_shapes
+from sgljax_engine.runner.compiled import ProgramCache
+from sgljax_engine.runner.runner import ModelRunner
+from tests.engine.models import TINY
+
+DEVICE_BYTES = 6_000_000
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where the numbers are kept; JAX keeps its programs elsewhere."""
+    monkeypatch.setattr(program_memory, "compilation_cache_path", lambda _: tmp_path)
+    return tmp_path
+
+
+def plan(fraction: float = 0.99, **options: Any) -> tuple[ModelRunner, Any]:
+    defaults = {"max_running_requests": 64, "max_model_len": 256, "page_size": 4}
+    config = EngineConfig.from_options(
+        defaults | {"mem_fraction_static": fraction, "attention_backend": "xla"} | options
+    )
+    return build_shapes(TINY, config, "float32", None, DEVICE_BYTES)
+
+
+def test_pages_take_what_programs_leave():
+    """All memory is used but for what is rounded off, and all programs fit."""
+    runner, report = plan()
+    assert report.program_bytes > 0.05 * report.free_bytes
+    taken = report.kv_bytes + report.program_bytes
+    assert 0.9 * report.free_bytes <= taken <= report.free_bytes
+    assert runner.kv_memory.num_pages * 4 == report.kv_tokens
+    for call in program_memory.largest(program_memory.warm_calls(runner, False, False)):
+        needed = program_memory._extra_bytes(runner, call)
+        assert needed is not None
+        assert report.kv_bytes + needed <= report.free_bytes, call.name
+
+
+def test_the_number_is_kept(folder, monkeypatch):
+    _, first = plan()
+    (kept,) = folder.iterdir()
+    assert json.loads(kept.read_text())["program_bytes"] == first.program_bytes
+
+    def compile_alone(*_: Any) -> Any:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(ProgramCache, "compile_alone", compile_alone)
+    assert plan()[1] == first
+    with pytest.raises(AssertionError, match="compiled again"):
+        plan(decode_steps=2)  # another configuration
+    with pytest.raises(AssertionError, match="compiled again"):
+        plan(0.9)
+
+
+def test_where_there_is_room_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(ProgramCache, "compile_alone", None)
+    for options in ({"fraction": 0.4}, {"num_kv_tokens": 1024}):
+        _, report = plan(**options)
+        assert report.program_bytes == 0
+        assert report.kv_bytes < report.free_bytes / 2
+
+
+def test_a_pool_that_leaves_programs_no_room_is_refused():
+    _, report = plan()
+    tokens = report.free_bytes * report.kv_tokens // report.kv_bytes // 4 * 4
+    with pytest.raises(InvalidConfigError) as error:
+        plan(num_kv_tokens=tokens)
+    assert f"num_kv_tokens {tokens} takes" in str(error.value)
+    assert f"of which programs need {report.program_bytes}" in str(error.value)
