@@ -52,7 +52,8 @@ class CacheConfig:
         num_kv_tokens: Tokens that the pool holds, rounded down to whole pages. None takes what
             `max_running_requests` sequences of `max_model_len` need, but at most
             `mem_fraction_static` of the memory that is free once the weights are loaded (device
-            memory; host memory on CPU).
+            memory; host memory on CPU). On accelerators it also leaves what the largest programs
+            need, which their compiler says.
         mem_fraction_static: See `num_kv_tokens`; on CPUs it also bounds pages plus contiguous KV
             together. In (0, 1).
         disable_radix_cache: Do not share pages between requests or keep pages after a request ends.
