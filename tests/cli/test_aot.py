@@ -100,6 +100,24 @@ def test_bad_models_and_engines(has_libtpu, capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture", "head_dim"),
+    [
+        ("qwen3-0.6b", "Qwen3ForCausalLM", 128),
+        ("llama-3.2-1b", "LlamaForCausalLM", 64),
+        ("gemma-3-4b-it", "Gemma3ForCausalLM", 256),
+    ],
+)
+def test_models_by_name(name, architecture, head_dim):
+    """Also those that the engine has and `train` does not read."""
+    model = topologies.named_model(name, 1024)
+    assert (model.architecture, model.head_dim, model.context_length) == (
+        architecture,
+        head_dim,
+        1024,
+    )
+
+
 def report_of(**changes) -> AotReport:
     config = EngineConfig.from_options({"num_kv_tokens": 2048, "max_model_len": 1024})
     preview = preview_engine(TWO_LAYERS, config=config)

@@ -167,16 +167,20 @@ def _from_model(args: argparse.Namespace) -> tuple[ModelConfig, Path | None, Eng
             f"--model {args.model!r} is no folder, and a model that Tunix knows by name needs "
             "--engine max_model_len=N"
         )
-    return _named_model(args.model, config.max_model_len), None, config
+    return named_model(args.model, config.max_model_len), None, config
 
 
-def _named_model(name: str, max_model_len: int) -> ModelConfig:
+def named_model(name: str, max_model_len: int) -> ModelConfig:
+    """The shape of a model that Tunix knows by name; it need not be one that `train` reads.
+
+    Raises:
+        InvalidConfigError: when Tunix knows no such name.
+        UnsupportedModelError: when the engine lacks the model.
+    """
     from tunix_sgljax.model_config import to_model_config
-    from tunix_sgljax.training.models import find_model
-    from tunix_sgljax.training.schema import ModelSection
+    from tunix_sgljax.training.models import named_config
 
-    spec = find_model(ModelSection(name=name))
-    return to_model_config(spec.config, context_length=max_model_len)
+    return to_model_config(named_config(name), context_length=max_model_len)
 
 
 def _engine_config(args: argparse.Namespace, defaults: dict[str, Any]) -> EngineConfig:

@@ -193,15 +193,24 @@ def _make_config(family: str, shape: ShapeConfig) -> Any:
     return module.ModelConfig(**fields)
 
 
-def _named_config(name: str) -> tuple[str, Any]:
+def named_config(name: str) -> Any:
+    """Tunix's own ModelConfig of a name, also of families that training does not read.
+
+    Raises:
+        InvalidConfigError: when Tunix knows no such name.
+    """
     from tunix.models import automodel
 
     try:
-        config = automodel.call_model_config(name)
+        return automodel.call_model_config(name)
     except (ValueError, AttributeError, ImportError) as error:
         raise InvalidConfigError(
             f"model.name {name!r} is no model that Tunix knows: {str(error).splitlines()[0]}"
         ) from None
+
+
+def _named_config(name: str) -> tuple[str, Any]:
+    config = named_config(name)
     family = type(config).__module__.split(".")[-2]
     if family not in FAMILIES:
         raise InvalidConfigError(
