@@ -95,7 +95,7 @@ def test_collectives_are_counted_with_their_bytes():
     module = module_of(jax.jit(function, out_shardings=split).lower(x, n).compile())
     (found,) = count_collectives(module)
     assert (found.name, found.count, found.num_loops) == ("all-reduce", 1, 1)
-    assert found.num_bytes == 64 * 4
+    assert (found.num_bytes, found.array.split("[")[0]) == (64 * 4, "f32")
 
 
 TPU_PROGRAM = """HloModule jit_decode, is_scheduled=true
@@ -144,6 +144,7 @@ def test_programs_of_tpus():
     assert (kernel.name, kernel.count, kernel.num_loops) == ("tpu_custom_call attention", 1, 1)
     (gather,) = count_collectives(module)
     assert (gather.name, gather.num_bytes, gather.num_loops) == ("all-gather", 256, 1)
+    assert gather.array == "bf16[16,8]"
     copies = [(op.name, op.array, op.count, op.num_loops) for op in count_copies(module, {32})]
     assert copies == [("copy", "bf16[4,8]", 1, 0), ("transpose", "bf16[8,4]", 1, 1)]
 

@@ -33,7 +33,8 @@ class OpCount:
 
     Attributes:
         name: The opcode, or the kernel's name.
-        array: Dtype and shape of the result, where all counted have the same; else "".
+        array: Dtype and shape of the result, or of several, where all counted have the same;
+            else "".
         count: Number of instructions.
         num_bytes: Bytes of their results on one device, together.
         num_loops: Loops around them; they run once per iteration of the innermost. A decode
@@ -144,13 +145,14 @@ def read_program(
 
 
 def count_collectives(module: Module) -> tuple[OpCount, ...]:
-    """Exchanges between devices, by kind and place."""
+    """Exchanges between devices, by kind, arrays and place."""
     found = _Counts()
     for visit in module.visits():
         opcode = visit.instruction.opcode
         kind = opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
-            found.add(visit, kind, "", _exchanged_bytes(visit.instruction))
+            arrays = _exchanged(visit.instruction)
+            found.add(visit, kind, ", ".join(map(str, arrays)), _bytes_of(arrays))
     return found.result()
 
 
@@ -198,10 +200,11 @@ def _copy_kind(module: Module, instruction: Instruction) -> str | None:
     return None
 
 
-def _exchanged_bytes(instruction: Instruction) -> int:
+def _exchanged(instruction: Instruction) -> Collection[Array]:
+    """What an exchange leaves on a device."""
     if instruction.opcode in _BOTH_IN_RESULT:
-        return max(array.num_bytes for array in instruction.arrays)
-    return _bytes_of(instruction.arrays)
+        return (max(instruction.arrays, key=lambda array: array.num_bytes),)
+    return instruction.arrays
 
 
 def _bytes_of(arrays: Collection[Array]) -> int:
