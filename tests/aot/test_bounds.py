@@ -45,8 +45,6 @@ ENGINES = {
 }
 NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-8b": 36, "llama-3.2-1b": 16, "gemma-3-4b-it": 34}
 HIDDEN_SIZE = {"qwen3-8b": 4096}
-BY_KERNEL = [name for name in ENGINES if not name.startswith("llama")]
-"""Those of a head_dim that the kernel for TPUs has; a head_dim of 64 takes portable code."""
 SHARED = [name for name in ENGINES if "tp" in name]
 
 
@@ -76,8 +74,7 @@ def test_it_fits(name):
     assert found["needed_bytes"] < found["chip"]["usable_bytes"]
     preview = found["preview"]
     assert (preview["max_model_len"], preview["tp_size"]) == (options["max_model_len"], tp_size)
-    backend = "tpu" if name in BY_KERNEL else "xla"
-    assert preview["decode_attention"] == preview["prefill_attention"] == backend
+    assert preview["decode_attention"] == preview["prefill_attention"] == "tpu"
     memory = preview["memory"]
     rule = "num_kv_tokens" if "num_kv_tokens" in options else "mem_fraction_static"
     assert memory["rule"] == rule
@@ -93,7 +90,7 @@ def test_decode_of_the_smallest_model_needs_little_beside_weights_and_kv():
     assert decode["memory"]["temp_bytes"] < 0.5 * GIB
 
 
-@pytest.mark.parametrize("name", BY_KERNEL)
+@pytest.mark.parametrize("name", ENGINES)
 def test_decode_is_a_kernel_call_a_layer_and_copies_nothing_large(name):
     """No copy of a layer's KV pages or of a weight."""
     decode = program_of(name, "decode")
@@ -103,7 +100,7 @@ def test_decode_is_a_kernel_call_a_layer_and_copies_nothing_large(name):
     assert decode["copies"] == []
 
 
-@pytest.mark.parametrize("name", BY_KERNEL)
+@pytest.mark.parametrize("name", ENGINES)
 def test_prefill_is_a_kernel_call_a_layer(name):
     (kernel,) = program_of(name, "prefill")["kernels"]
     assert (kernel["count"], kernel["num_loops"]) == (NUM_LAYERS[ENGINES[name][0]], 0)

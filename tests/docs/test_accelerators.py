@@ -1,0 +1,67 @@
+"""The reports of docs/accelerators.md are those that its script asks for; nothing is compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+
+import pytest
+
+from tests.docs import doc_blocks
+from tunix_sgljax.cli.aot_report import NOT_RUN
+from tunix_sgljax.cli.main import make_parser
+
+_SPEC = importlib.util.spec_from_file_location(
+    "make_accelerators", doc_blocks.DOCS / "make_accelerators.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+maker = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = maker  # dataclasses look their module up
+_SPEC.loader.exec_module(maker)
+
+PAGE = maker.OUTPUT.read_text(encoding="utf-8")
+REPORTS = {report.heading: report for report in maker.REPORTS}
+
+
+def test_the_page_is_up_to_date():
+    """Headings, commands, notes and the summary; the numbers are the compilers'."""
+    assert maker.render(PAGE, {}) == PAGE, "run python docs/make_accelerators.py"
+
+
+def test_the_sections_are_the_reports():
+    assert re.findall(r"^### (.+)$", PAGE, re.MULTILINE) == list(REPORTS)
+    for heading, body in maker.sections(PAGE).items():
+        assert body.startswith(f"Made by `{REPORTS[heading].command}` with "), (
+            "run python docs/make_accelerators.py"
+        )
+        assert body.count(NOT_RUN) == 1
+        assert "It fits." in body
+
+
+@pytest.mark.parametrize("heading", REPORTS)
+def test_the_command_is_one_of_aot(heading):
+    program, *argv = shlex.split(REPORTS[heading].command)
+    args = make_parser(argv).parse_args(argv)
+    assert (program, args.command, args.markdown) == ("tunix-sgljax", "aot", True)
+
+
+def test_a_report_is_replaced_and_others_are_kept():
+    report = REPORTS["Qwen3-0.6B on one v5e"]
+    old = maker.sections(PAGE)[report.heading]
+    new = old.replace("for 65536 tokens", "for 32768 tokens")
+    text = maker.render(PAGE, {report.heading: new})
+    assert "| Qwen3-0.6B | v5e | 1 x 1 | 32,768 | " in text
+    assert maker.sections(text) == maker.sections(PAGE) | {report.heading: new}
+
+
+def test_what_is_missing_is_said():
+    without = PAGE.replace("### Gemma 3 4B on one v6e\n", "### Another\n")
+    with pytest.raises(ValueError, match="has no report of Gemma 3 4B on one v6e"):
+        maker.render(without, {})
+    with pytest.raises(ValueError, match=r"accelerators\.md has no <!-- reports"):
+        maker.render("a page", {})
+    with pytest.raises(ValueError, match="a report has no "):
+        maker.summary_row(maker.REPORTS[0], "Made by hand")
