@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -54,9 +55,7 @@ class Report:
         return f"tunix-sgljax aot {self.arguments} --markdown"
 
 
-_ROOM = (
-    "The tokens of KV are what `num_kv_tokens` leaves to the engine: a share of the free memory."
-)
+_ROOM = "`num_kv_tokens` is left to the engine, which takes a share of the free memory."
 
 REPORTS = (
     Report(
@@ -100,7 +99,8 @@ small: the logits stay where they are.""",
         model="Qwen3-0.6B",
         where="one H100",
         arguments="--config configs/qwen3_0p6b_gpu.yaml --topology h100:1",
-        note="XLA's sort for GPUs is another one where a GPU is present. The engine has run on an H100 since: see\n[GPUs](gpu.md).",
+        note="XLA's sort for GPUs is another one where a GPU is present. The engine has run on an H100 "
+        "since: see [GPUs](gpu.md).",
     ),
 )
 
@@ -135,9 +135,9 @@ def render(text: str, made: Mapping[str, str]) -> str:
                 f"{OUTPUT.name} has no report of {report.heading}: install its compiler"
             )
     rows = [summary_row(report, bodies[report.heading]) for report in REPORTS]
-    parts = ["## Compiled reports\n", _INTRO, "\n".join([_SUMMARY, *rows]) + "\n"]
+    parts = ["## Compiled reports\n", _filled(_INTRO), "\n".join([_SUMMARY, *rows]) + "\n"]
     for report in REPORTS:
-        parts += [f"### {report.heading}\n", report.note + "\n", bodies[report.heading]]
+        parts += [f"### {report.heading}\n", _filled(report.note), bodies[report.heading]]
     return head + BEGIN + "\n" + "\n".join(parts) + "\n" + END + tail
 
 
@@ -176,6 +176,13 @@ def _find(pattern: str, text: str) -> str:
     if match is None:
         raise ValueError(f"a report has no {pattern!r}")
     return match[1]
+
+
+def _filled(text: str) -> str:
+    lines = textwrap.fill(
+        " ".join(text.split()), width=110, break_long_words=False, break_on_hyphens=False
+    )
+    return lines + "\n"
 
 
 def _make_all() -> Iterator[tuple[str, str]]:
