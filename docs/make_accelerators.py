@@ -99,8 +99,8 @@ small: the logits stay where they are.""",
         model="Qwen3-0.6B",
         where="one H100",
         arguments="--config configs/qwen3_0p6b_gpu.yaml --topology h100:1",
-        note="XLA's sort for GPUs is another one where a GPU is present. The engine has run on an H100 "
-        "since: see [GPUs](gpu.md).",
+        note="XLA's sort for GPUs is another one where a GPU is present. The engine has run "
+        "on an H100 since: see [GPUs](gpu.md).",
     ),
 )
 
