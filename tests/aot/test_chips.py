@@ -60,7 +60,9 @@ def test_estimates():
     config = EngineConfig.from_options({"num_kv_tokens": 2048, "max_model_len": 1024})
     preview = preview_engine(TWO_LAYERS, config=config)
     assert preview.memory is not None
-    decode = ProgramReport(name="decode", size=2, flops=1e12, accessed_bytes=819e6, compile_s=1.0)
+    decode = ProgramReport(
+        name="decode", size=2, flops=1e12, memory_bytes=819_000_000, compile_s=1.0
+    )
     by_model, by_program = estimate(CHIPS["v5e"], TWO_LAYERS, preview, decode)
     read = preview.weights_bytes + preview.memory.kv_bytes / 2
     assert by_model.step_s == pytest.approx(read / 819e9)
@@ -68,5 +70,5 @@ def test_estimates():
     assert by_program.step_s == pytest.approx(1e12 / 197e12)
     assert (by_program.basis, by_program.bound) == ("program", "compute")
     assert by_program.tokens_per_s == pytest.approx(2 / by_program.step_s)
-    uncounted = dataclasses.replace(decode, flops=None, accessed_bytes=None)
+    uncounted = dataclasses.replace(decode, flops=None, memory_bytes=None)
     assert estimate(CHIPS["v5e"], TWO_LAYERS, preview, uncounted) == (by_model,)

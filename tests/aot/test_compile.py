@@ -106,7 +106,7 @@ def test_programs_of_a_chip(topology, shape):
     by_row, by_token = 2 * (body + table) + scores, 2 * body + scores
     assert 1 <= programs["decode"]["flops"] / (by_row * rows / tp_size) < 1.6
     assert 0.5 <= programs["prefill"]["flops"] / (by_token * TOKENS / tp_size) < 1.6
-    assert programs["decode"]["accessed_bytes"] > held - kv
+    assert programs["decode"]["memory_bytes"] > held - kv
 
     # Two sums over the devices in each layer, each iteration.
     for program in programs.values():

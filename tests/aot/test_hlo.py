@@ -162,8 +162,8 @@ def test_a_report_has_the_compilers_numbers():
     assert found.memory.peak_bytes >= found.memory.argument_bytes + found.memory.output_bytes
     assert found.flops is not None
     assert found.flops >= 2 * 64 * 128 * 32
-    assert found.accessed_bytes is not None
-    assert found.accessed_bytes >= found.memory.argument_bytes
+    assert found.memory_bytes is not None
+    assert found.memory_bytes >= found.memory.argument_bytes
     assert (found.name, found.size, found.compile_s) == ("score", 64, 1.5)
 
 

@@ -136,7 +136,7 @@ def report_of(**changes) -> AotReport:
         size=8,
         memory=memory,
         flops=1e9,
-        accessed_bytes=1e9,
+        memory_bytes=1_000_000_000,
         collectives=(reduce,),
         compile_s=1.5,
     )

@@ -16,7 +16,7 @@ _COLUMNS = (
     "temporaries",
     "peak",
     "GFLOP",
-    "bytes accessed",
+    "memory traffic",
     "exchanges",
     "kernels",
     "large copies",
@@ -94,10 +94,10 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
         f"{size(memory.alias_bytes)} in place, code {size(memory.code_bytes)}; peak "
         f"{size(memory.peak_bytes)}"
     )
-    if program.flops is not None and program.accessed_bytes is not None:
+    if program.flops is not None and program.memory_bytes is not None:
         yield (
-            f"  counted by the compiler, the body of a loop once: {program.flops / 1e9:.2f} GFLOP, "
-            f"{size(program.accessed_bytes)} accessed"
+            f"  counted in the program, the body of a loop once: {program.flops / 1e9:.2f} GFLOP, "
+            f"{size(program.memory_bytes)} to and from memory"
         )
     yield from _op_lines("exchanges", program.collectives)
     yield from _op_lines("kernels", program.kernels)
@@ -139,7 +139,7 @@ def _cells(program: ProgramReport) -> list[str]:
         size(memory.temp_bytes),
         size(memory.peak_bytes),
         "not counted" if program.flops is None else f"{program.flops / 1e9:.1f}",
-        "not counted" if program.accessed_bytes is None else size(program.accessed_bytes),
+        "not counted" if program.memory_bytes is None else size(program.memory_bytes),
         _total(program.collectives),
         _total(program.kernels),
         _total(program.copies),

@@ -132,6 +132,10 @@ class Module:
         """The instruction whose result is that of a computation."""
         return next(each for each in self.computations[name] if each.is_root)
 
+    def by_name(self, name: str) -> dict[str, Instruction]:
+        """The instructions of a computation by their names."""
+        return {each.name: each for each in self.computations[name]}
+
     def _visit(
         self, name: str, num_loops: int, *, is_conditional: bool, is_fused: bool
     ) -> Iterator[Visit]:
@@ -155,6 +159,16 @@ def called(instruction: Instruction) -> list[str]:
     for branches in _BRANCHES.findall(instruction.text):
         names += [name.strip().lstrip("%") for name in branches.split(",")]
     return names
+
+
+def operands(instruction: Instruction) -> list[str]:
+    """Names of an instruction's operands, in order; none of literals."""
+    start = instruction.text.index(f" {instruction.opcode}(") + len(instruction.opcode) + 2
+    depth, end = 1, start
+    while depth:
+        depth += {"(": 1, ")": -1}.get(instruction.text[end], 0)
+        end += 1
+    return re.findall(r"%([\w.\-]+)", instruction.text[start : end - 1])
 
 
 def _parse(line: str) -> Instruction | None:

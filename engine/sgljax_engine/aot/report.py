@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from sgljax_engine.aot.hlo import Array, Instruction, Module, Visit
+from sgljax_engine.aot.traffic import count_traffic
 
 _COLLECTIVES = (
     "all-reduce",
@@ -91,8 +92,8 @@ class ProgramReport:
         flops: Operations, by the compiler. The body of a loop whose iterations it does not know
             counts once: a decode program counts one token of each row. None for GPUs, whose
             compiler does not count.
-        accessed_bytes: Bytes that instructions read and write, by the compiler, in memory and on
-            the chip; loops and GPUs as for `flops`.
+        memory_bytes: Bytes that go between the device's memory and the chip, see
+            `traffic.count_traffic`; loops and GPUs as for `flops`. Branches do not count.
         collectives: Exchanges between devices.
         kernels: Calls of kernels that XLA did not make.
         copies: Copies and transpositions of arrays as large as a layer's KV pages or a weight.
@@ -104,7 +105,7 @@ class ProgramReport:
     memory: ProgramMemory | None = None
     problem: str | None = None
     flops: float | None = None
-    accessed_bytes: float | None = None
+    memory_bytes: int | None = None
     collectives: tuple[OpCount, ...] = ()
     kernels: tuple[OpCount, ...] = ()
     copies: tuple[OpCount, ...] = ()
@@ -136,7 +137,7 @@ def read_program(
             code_bytes=stats.generated_code_size_in_bytes,
         ),
         flops=costs.get("flops"),
-        accessed_bytes=costs.get("bytes accessed"),
+        memory_bytes=count_traffic(module) if "flops" in costs else None,
         collectives=count_collectives(module),
         kernels=count_kernels(module),
         copies=count_copies(module, large),

@@ -57,9 +57,9 @@ def estimate(
         held = min(tokens * preview.max_model_len / 2, memory.kv_tokens)
         num_bytes += memory.kv_bytes / preview.tp_size * held / memory.kv_tokens
     by_model = _roofline(chip, preview, program, "model", flops, num_bytes)
-    if program.flops is None or program.accessed_bytes is None:
+    if program.flops is None or program.memory_bytes is None:
         return (by_model,)
-    counted = program.flops, program.accessed_bytes
+    counted = program.flops, program.memory_bytes
     return by_model, _roofline(chip, preview, program, "program", *counted)
 
 
