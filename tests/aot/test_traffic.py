@@ -26,6 +26,13 @@ HEAD = """HloModule m
   ROOT %d = f32[64,128]{1,0} dynamic-update-slice(%p, %u, %i, %z)
 }
 
+%scattering (p: f32[64,128], i: s32[1,1], u: f32[1,128]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  %i = s32[1,1]{1,0} parameter(1)
+  %u = f32[1,128]{1,0} parameter(2)
+  ROOT %s = f32[64,128]{1,0} scatter(%p, %i, %u), to_apply=%second
+}
+
 %adding (p: f32[64,128]) -> f32[64,128] {
   %p = f32[64,128]{1,0} parameter(0)
   ROOT %a = f32[64,128]{1,0} add(%p, %p)
@@ -56,6 +63,10 @@ WHOLE, ROW, NUMBER = 64 * 128 * 4, 128 * 4, 4
         # A row that is read, and one that is written in place.
         ("f = f32[1,128]{1,0} fusion(%x, %i), kind=kLoop, calls=%slicing", 2 * ROW + NUMBER),
         ("f = f32[64,128]{1,0} fusion(%x, %r, %i), kind=kLoop, calls=%updating", 2 * ROW + NUMBER),
+        (
+            "f = f32[64,128]{1,0} fusion(%x, %i, %r), kind=kLoop, calls=%scattering",
+            2 * ROW + NUMBER,
+        ),
         ("d = f32[64,128]{1,0} dynamic-update-slice(%x, %r, %i, %i)", 2 * ROW),
         ("g = f32[1,128]{1,0} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,128}", 2 * ROW),
         # A kernel says what it moves.

@@ -39,7 +39,8 @@ _FREE = {
 
 _KERNEL_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 _SLICES = ("dynamic-slice", "gather", "slice")
-_UPDATE = "dynamic-update-slice"
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""What changes a part of its first operand in place, and which operand is the part."""
 
 
 def count_traffic(module: Module) -> int:
@@ -74,8 +75,9 @@ def _moved(module: Module, known: dict[str, Instruction], instruction: Instructi
     given = [known.get(name) for name in operands(instruction)]
     if opcode == "fusion":
         return _moved_by_fusion(module, instruction, given)
-    if opcode == _UPDATE and given[1] is not None:
-        return 2 * _in_memory(given[1].arrays)
+    part = given[_UPDATES[opcode]] if opcode in _UPDATES else None
+    if part is not None:
+        return 2 * _in_memory(part.arrays)
     if opcode in _SLICES:
         return 2 * _in_memory(instruction.arrays)
     read = sum(_in_memory(each.arrays) for each in given if each is not None)
@@ -89,8 +91,9 @@ def _moved_by_fusion(
     parts = module.by_name(inner)
     total = _in_memory(instruction.arrays)
     root = module.root(inner)
-    if root.opcode == _UPDATE:
-        total = min(total, _in_memory(parts[operands(root)[1]].arrays))
+    if root.opcode in _UPDATES:
+        part = parts[operands(root)[_UPDATES[root.opcode]]]
+        total = min(total, sum(array.num_bytes for array in part.arrays))
     for place, each in enumerate(given):
         if each is None:
             continue
@@ -113,7 +116,7 @@ def _used_of_parameter(module: Module, name: str, place: int) -> int | None:
             names.add(each.name)
         elif given[0] in names and not names.intersection(given[1:]) and each.opcode in _SLICES:
             total += each.arrays[0].num_bytes
-        elif given[0] not in names or names.intersection(given[1:]) or each.opcode != _UPDATE:
+        elif given[0] not in names or names.intersection(given[1:]) or each.opcode not in _UPDATES:
             return None
     return total
 
