@@ -11,6 +11,7 @@ from sgljax_engine import EngineConfig, InvalidConfigError
 from sgljax_engine.builder import program_memory
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.runner.compiled import ProgramCache
+from sgljax_engine.runner.compiled_memory import ProgramMemory
 from sgljax_engine.runner.runner import ModelRunner
 from tests.engine.models import TINY
 
@@ -40,8 +41,8 @@ def test_pages_take_what_programs_leave():
     assert 0.9 * report.free_bytes <= taken <= report.free_bytes
     assert runner.kv_memory.num_pages * 4 == report.kv_tokens
     for call in program_memory.largest(program_memory.warm_calls(runner, False, False)):
-        needed = program_memory._extra_bytes(runner, call)
-        assert needed is not None
+        compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))
+        needed = ProgramMemory.of(compiled).extra_bytes
         assert report.kv_bytes + needed <= report.free_bytes, call.name
 
 

@@ -19,6 +19,7 @@ from sgljax_engine.config import EngineConfig
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.preview import EnginePreview, preview_engine
 from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.compiled_memory import ProgramDoesNotFit
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 
@@ -153,11 +154,8 @@ def _compile(runner: ModelRunner, call: ProgramCall, large: set[int]) -> Program
     name, size = call.name, call_size(call)
     try:
         compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+    except ProgramDoesNotFit as error:
         compile_s = time.perf_counter() - started
-        problem = str(error).strip().splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
-        return ProgramReport(name=name, size=size, problem=problem, compile_s=compile_s)
+        return ProgramReport(name=name, size=size, problem=str(error), compile_s=compile_s)
     compile_s = time.perf_counter() - started
     return read_program(compiled, name=name, size=size, large=large, compile_s=compile_s)

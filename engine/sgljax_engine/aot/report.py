@@ -10,6 +10,7 @@ from typing import Any
 
 from sgljax_engine.aot.hlo import Array, Instruction, Module, Visit
 from sgljax_engine.aot.traffic import count_traffic
+from sgljax_engine.runner.compiled_memory import ProgramMemory
 
 _COLLECTIVES = (
     "all-reduce",
@@ -49,35 +50,6 @@ class OpCount:
     num_bytes: int
     num_loops: int
     is_conditional: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramMemory:
-    """Bytes of a program on one device, by its compiler.
-
-    Attributes:
-        argument_bytes: Arguments, with the padding of their layouts.
-        output_bytes: Results.
-        alias_bytes: Results that are in the memory of donated arguments.
-        temp_bytes: Temporaries.
-        code_bytes: The program itself.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    code_bytes: int
-
-    @property
-    def extra_bytes(self) -> int:
-        """What it takes beside its arguments."""
-        return self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """What it takes in all."""
-        return self.argument_bytes + self.extra_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,18 +96,12 @@ def read_program(
         large: Numbers of elements of the arrays whose copies are reported.
         compile_s: Seconds that it took.
     """
-    stats, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    costs = compiled.cost_analysis() or {}
     module = Module(compiled.as_text())
     return ProgramReport(
         name=name,
         size=size,
-        memory=ProgramMemory(
-            argument_bytes=stats.argument_size_in_bytes,
-            output_bytes=stats.output_size_in_bytes,
-            alias_bytes=stats.alias_size_in_bytes,
-            temp_bytes=stats.temp_size_in_bytes,
-            code_bytes=stats.generated_code_size_in_bytes,
-        ),
+        memory=ProgramMemory.of(compiled),
         flops=costs.get("flops"),
         memory_bytes=count_traffic(module) if "flops" in costs else None,
         collectives=count_collectives(module),

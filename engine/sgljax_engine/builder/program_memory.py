@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from sgljax_engine.builder.compilation_cache import compilation_cache_path
+from sgljax_engine.runner.compiled_memory import ProgramDoesNotFit, ProgramMemory
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import largest, warm_calls
 
@@ -43,11 +44,15 @@ def program_bytes(
     if path is not None and path.exists():
         return json.loads(path.read_text())["program_bytes"]
     calls = largest(warm_calls(runner, include_score=False, include_table=False))
-    found = [_extra_bytes(runner, call) for call in calls if call.name in _NAMES]
-    known = [each for each in found if each is not None]
-    if len(known) < len(found):
+    state = runner.kv_memory.state(runner.weights)
+    try:
+        needed = max(
+            ProgramMemory.of(runner.programs.compile_alone(call, state)).extra_bytes
+            for call in calls
+            if call.name in _NAMES
+        )
+    except ProgramDoesNotFit:
         return None
-    needed = max(known)
     logger.info("the largest programs take %d bytes of a device beside weights and KV", needed)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,18 +60,6 @@ def program_bytes(
         partial.write_text(json.dumps({"program_bytes": needed, "facts": facts}, default=str))
         partial.replace(path)
     return needed
-
-
-def _extra_bytes(runner: ModelRunner, call: Any) -> int | None:
-    try:
-        compiled = runner.programs.compile_alone(call, runner.kv_memory.state(runner.weights))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None
-    stats: Any = compiled.memory_analysis()
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return results + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
 
 
 def _path(facts: Mapping[str, Any], cache_folder: str | None) -> Path | None:

@@ -23,6 +23,7 @@ import numpy as np
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner import programs, scoring
+from sgljax_engine.runner.compiled_memory import checked_fit
 from sgljax_engine.xla_options import Options, compiler_options
 
 logger = logging.getLogger(__name__)
@@ -189,13 +190,17 @@ class ProgramCache:
         Args:
             call: The call.
             state: As for `lower`. Its devices need not exist.
+
+        Raises:
+            ProgramDoesNotFit: when the compiler finds no room in the devices' memory.
         """
         assert self._lowerings is None
         options = compiler_options(self._placement.is_own_cpu)
         # Pallas asks the mesh which kind of device it writes for; JAX's own are of another kind.
         with jax.sharding.use_abstract_mesh(self._placement.mesh.abstract_mesh):
             lowered = self.lower(call, state)
-        return _compile(call.key, lowered, None, options, lambda: None)
+        with checked_fit():
+            return _compile(call.key, lowered, None, options, lambda: None)
 
     def clear(self) -> None:
         """Drops all programs; those shared between engines stay with the process."""
