@@ -103,10 +103,10 @@ def preview_engine(
     held = expected_weights_bytes(model, placement)
     max_model_len = pick_max_model_len(model, config)
     free = engine_free_bytes(placement, num_engines, device_bytes)
-    attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
+    attention = pick_attention(
+        config.runtime.attention_backend, placement.target, model.head_dim
+    ).for_engine(is_deterministic=config.runtime.enable_deterministic_sampling)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
-    is_deterministic = config.runtime.enable_deterministic_sampling
-    is_ordered = is_deterministic and attention.batch_invariant is not attention.attend
     plan, problem = None, None
     try:
         plan = plan_memory(
@@ -116,7 +116,7 @@ def preview_engine(
             max_model_len,
             held,
             contiguous_kv=attention.contiguous_kv,
-            heads_per_row=1 if is_ordered else attention.heads_per_row,
+            heads_per_row=attention.heads_per_row,
             num_engines=num_engines,
             are_loaded=False,
             device_bytes=device_bytes,
@@ -126,8 +126,6 @@ def preview_engine(
     has_contiguous_kv = plan is not None and plan.contiguous_shapes is not None
     prefill = attention.name
     decode = attention.contiguous_name if has_contiguous_kv else prefill
-    if is_ordered:
-        prefill = decode = "ordered"
     return EnginePreview(
         platform=placement.platform,
         device_kind=placement.mesh.devices.flat[0].device_kind,

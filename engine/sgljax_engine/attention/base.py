@@ -176,3 +176,16 @@ class AttentionBackend(NamedTuple):
     contiguous_name: str = ""
     heads_per_row: int = 1
     why_not_native: str | None = None
+
+    def for_engine(self, *, is_deterministic: bool) -> AttentionBackend:
+        """What an engine uses: the same, or with deterministic sampling what sums in one order."""
+        if not is_deterministic or self.batch_invariant is self.attend:
+            return self
+        return self._replace(
+            name="ordered",
+            attend=self.batch_invariant,
+            decode=None,
+            prefill=None,
+            contiguous_name="ordered",
+            heads_per_row=1,
+        )

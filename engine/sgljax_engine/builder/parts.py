@@ -85,7 +85,9 @@ def plan_parts(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     page_size = config.cache.page_size
-    attention = pick_attention(config.runtime.attention_backend, placement.target, model.head_dim)
+    attention = pick_attention(
+        config.runtime.attention_backend, placement.target, model.head_dim
+    ).for_engine(is_deterministic=config.runtime.enable_deterministic_sampling)
     definition = get_model(model.architecture)
     static = _program_context(config, definition, model, placement, weights, attention)
     plan = functools.partial(
@@ -179,18 +181,17 @@ def _program_context(
         if are_here:
             widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
         context = context._replace(tile_widths=widths)
-    is_ordered = context.is_deterministic and attention.batch_invariant is not attention.attend
     return ProgramContext(
         model=definition,
         context=context,
-        attention=attention.batch_invariant if context.is_deterministic else attention.attend,
+        attention=attention.attend,
         page_size=config.cache.page_size,
         max_steps=config.scheduler.decode_steps,
         prefill_pass=prefill_pass(placement.platform),
-        decode_attention=None if is_ordered else attention.decode,
-        prefill_attention=None if is_ordered else attention.prefill,
+        decode_attention=attention.decode,
+        prefill_attention=attention.prefill,
         num_vocab_shards=placement.num_tensor_shards,
-        heads_per_row=1 if is_ordered else attention.heads_per_row,
+        heads_per_row=attention.heads_per_row,
     )
 
 
