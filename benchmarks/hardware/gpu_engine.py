@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -184,45 +185,57 @@ def _vanilla(model: Qwen3, sizes: EngineSizes, prompts: list[list[int]]) -> Call
     )
 
 
-def _ours(
-    sizes: EngineSizes, model: Qwen3, rollouts: list[SglJaxRollout], backend: str, **options: Any
-) -> Callable[[], object]:
-    prompts, lengths = workload(sizes)
-    params = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in lengths]
-    longest, rows = sizes.prompt_lengths[1] + sizes.output_lengths[2], len(prompts)
-    rollouts.append(
-        make_rollout(model, backend, max_model_len=longest, rows=rows, buckets=(rows,), **options)
-    )
-    engine = rollouts[-1].engine
-    return lambda: engine.generate_requests(prompts, params)
-
-
 def _race(
-    sizes: EngineSizes, ceilings: Ceilings, makers: dict[str, Callable[[], Callable[[], object]]]
+    sizes: EngineSizes,
+    ceilings: Ceilings,
+    engines: dict[str, dict[str, Any]],
+    *,
+    has_vanilla: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Rollouts of several contestants in turns.
+    """Rollouts of several contestants in turns, on the same weights.
 
     One that fails in its first run leaves the race, and fails the section when the others have
     finished. The limit reads the weights in every step of the longest output and each sample's keys
     in each of its steps, and computes each prompt once.
+
+    Args:
+        sizes: What is measured.
+        ceilings: Of the GPU.
+        engines: Arguments of `make_rollout` for each of our engines, by contestant.
+        has_vanilla: Whether Tunix's sampler takes part.
     """
+    model = make_model(sizes)
     prompts, lengths = workload(sizes)
+    params = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in lengths]
+    longest, rows = sizes.prompt_lengths[1] + sizes.output_lengths[2], len(prompts)
+
+    def ours(stack: contextlib.ExitStack, options: dict[str, Any]) -> Callable[[], object]:
+        rollout = make_rollout(model, max_model_len=longest, rows=rows, buckets=(rows,), **options)
+        stack.callback(rollout.close)
+        return lambda: rollout.engine.generate_requests(prompts, params)
+
     runs: dict[str, Callable[[], object]] = {}
     first: dict[str, float] = {}
     failures: list[Exception] = []
-    for name, make in makers.items():
-        try:
-            run = make()
-            first[name] = timed(run)
-            runs[name] = run
-            print(f"{name}: first run {first[name]:.1f} s", flush=True)
-        except Exception as error:
-            traceback.print_exc()
-            failures.append(error)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(sizes.repeats):
-        for name, run in runs.items():
-            times[name].append(timed(run))
+    with contextlib.ExitStack() as stack:
+        makers: dict[str, Callable[[], Callable[[], object]]] = {
+            name: functools.partial(ours, stack, options) for name, options in engines.items()
+        }
+        if has_vanilla:
+            makers["vanilla"] = lambda: _vanilla(model, sizes, prompts)
+        for name, make in makers.items():
+            try:
+                run = make()
+                first[name] = timed(run)
+                runs[name] = run
+                print(f"{name}: first run {first[name]:.1f} s", flush=True)
+            except Exception as error:
+                traceback.print_exc()
+                failures.append(error)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(sizes.repeats):
+            for name, run in runs.items():
+                times[name].append(timed(run))
     weights_s = max(lengths) * 2 * sizes.num_params / ceilings.bytes_per_s
     keys = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
     keys_s = keys * sizes.kv_token_bytes / ceilings.bytes_per_s
@@ -245,17 +258,8 @@ def measure_rollouts(
     sizes: EngineSizes, backends: Sequence[str], ceilings: Ceilings
 ) -> Iterator[dict[str, Any]]:
     """Rollouts of the engine with each backend and of the vanilla sampler, in turns."""
-    model = make_model(sizes)
-    prompts, _ = workload(sizes)
-    rollouts: list[SglJaxRollout] = []
-    makers: dict[str, Callable[[], Callable[[], object]]] = {
-        f"engine, {name}": functools.partial(_ours, sizes, model, rollouts, name)
-        for name in backends
-    }
-    makers["vanilla"] = lambda: _vanilla(model, sizes, prompts)
-    yield from _race(sizes, ceilings, makers)
-    for rollout in rollouts:
-        rollout.close()
+    engines = {f"engine, {backend}": {"backend": backend} for backend in backends}
+    return _race(sizes, ceilings, engines, has_vanilla=True)
 
 
 def measure_determinism(
@@ -263,15 +267,11 @@ def measure_determinism(
 ) -> Iterator[dict[str, Any]]:
     """The same rollouts with and without deterministic sampling, in turns."""
     del backends
-    model = make_model(sizes)
-    rollouts: list[SglJaxRollout] = []
-    makers: dict[str, Callable[[], Callable[[], object]]] = {
-        name: functools.partial(_ours, sizes, model, rollouts, "auto", deterministic=deterministic)
-        for name, deterministic in (("engine", False), ("engine, deterministic", True))
+    engines = {
+        "engine": {"backend": "auto"},
+        "engine, deterministic": {"backend": "auto", "deterministic": True},
     }
-    yield from _race(sizes, ceilings, makers)
-    for rollout in rollouts:
-        rollout.close()
+    return _race(sizes, ceilings, engines)
 
 
 def measure_decode_steps(
