@@ -27,6 +27,7 @@ _FREE = {
     "after-all",
     "partition-id",
     "replica-id",
+    "async-start",
     "async-done",
     "async-update",
     "copy-done",
@@ -35,7 +36,8 @@ _FREE = {
     "all-gather-done",
     "collective-permute-done",
 }
-"""They move nothing: a name for what is there, or the end of what was counted when it began."""
+"""They move nothing of their own: names for what is there, what runs other computations, and the
+end of what was counted when it began."""
 
 _KERNEL_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 _SLICES = ("dynamic-slice", "gather", "slice")
@@ -61,7 +63,7 @@ def _traffic_of(module: Module, name: str) -> int:
 
 def _moved(module: Module, known: dict[str, Instruction], instruction: Instruction) -> int:
     opcode = instruction.opcode
-    if opcode in _FREE or opcode == "async-start":
+    if opcode in _FREE:
         return 0
     if opcode == "copy-start":
         return _in_memory(instruction.arrays[:2])  # the target and the source
