@@ -14,6 +14,8 @@ import numpy as np
 
 from benchmarks.hardware.gpu_engine import EngineSizes, timed, workload
 from benchmarks.hardware.gpu_kernels import Ceilings, KernelResult, KernelSizes
+from benchmarks.lib.torch_model import make_hf_config
+from tunix_sgljax.model_config import to_model_config
 
 _ROUNDS = 32
 
@@ -80,23 +82,9 @@ def measure_torch_attention(sizes: KernelSizes, ceilings: Ceilings) -> Iterator[
 def measure_transformers(sizes: EngineSizes) -> Iterator[dict[str, Any]]:
     """`generate` of transformers on the rollouts' prompts: all rows run to the longest output."""
     torch = _torch()
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3ForCausalLM
 
-    m = sizes.model
-    config = Qwen3Config(
-        vocab_size=m.vocab_size,
-        hidden_size=m.embed_dim,
-        intermediate_size=m.hidden_dim,
-        num_hidden_layers=m.num_layers,
-        num_attention_heads=m.num_heads,
-        num_key_value_heads=m.num_kv_heads,
-        head_dim=m.head_dim,
-        tie_word_embeddings=m.use_tied_embedding,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = make_hf_config(to_model_config(sizes.model, context_length=4096))
     with torch.device(_device(torch)):
         model: Any = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
     prompts, lengths = workload(sizes)

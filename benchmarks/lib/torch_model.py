@@ -13,17 +13,11 @@ from sgljax_engine import ModelConfig
 from tunix_sgljax.bench.shapes import PAD_ID
 
 
-def make_torch_model(model: Qwen3, config: ModelConfig) -> Any:
-    """Returns a transformers Qwen3ForCausalLM with the same weights, in float32, for the CPU.
+def make_hf_config(config: ModelConfig) -> Any:
+    """Returns transformers' Qwen3Config of the same shape."""
+    from transformers import Qwen3Config
 
-    Raises:
-        ImportError: without torch.
-    """
-    # By name, for the type checker: the development environment has no torch.
-    torch: Any = importlib.import_module("torch")
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    hf_config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -39,6 +33,19 @@ def make_torch_model(model: Qwen3, config: ModelConfig) -> Any:
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def make_torch_model(model: Qwen3, config: ModelConfig) -> Any:
+    """Returns a transformers Qwen3ForCausalLM with the same weights, in float32, for the CPU.
+
+    Raises:
+        ImportError: without torch.
+    """
+    # By name, for the type checker: the development environment has no torch.
+    torch: Any = importlib.import_module("torch")
+    from transformers import Qwen3ForCausalLM
+
+    hf_config = make_hf_config(config)
     with torch.device("meta"):
         torch_model = Qwen3ForCausalLM(hf_config)
     state = {

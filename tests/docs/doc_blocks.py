@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,17 @@ _BLOCK = re.compile(
     r"^(?P<note><!-- not run: [^\n]+ -->\n\n)?```(?P<kind>\w+)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+
+
+def load_script(name: str) -> Any:
+    """The module of a script of docs/, which is no package; as `import` has it."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 class Block(NamedTuple):

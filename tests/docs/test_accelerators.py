@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
-import sys
 
 import pytest
 
@@ -13,14 +11,7 @@ from tests.docs import doc_blocks
 from tunix_sgljax.cli.aot_report import NOT_RUN
 from tunix_sgljax.cli.main import make_parser
 
-_SPEC = importlib.util.spec_from_file_location(
-    "make_accelerators", doc_blocks.DOCS / "make_accelerators.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-maker = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = maker  # dataclasses look their module up
-_SPEC.loader.exec_module(maker)
+maker = doc_blocks.load_script("make_accelerators")
 
 PAGE = maker.OUTPUT.read_text(encoding="utf-8")
 REPORTS = {report.heading: report for report in maker.REPORTS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import typing
 
@@ -24,13 +23,7 @@ from tunix_sgljax.rollout_config.engine_options import ask_options
 from tunix_sgljax.rollout_config.fields import FIELDS, default_of
 from tunix_sgljax.rollout_config.vllm_sampling import DECIDED, RENAMED, WITHOUT_MEANING
 
-_SPEC = importlib.util.spec_from_file_location(
-    "make_switching_tables", doc_blocks.DOCS / "make_switching_tables.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-maker = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(maker)
+maker = doc_blocks.load_script("make_switching_tables")
 
 INSTALLED = {field.name: field for field in dataclasses.fields(RolloutConfig)}
 OTHER: dict[str, typing.Any] = {
