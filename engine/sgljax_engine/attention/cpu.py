@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.cpu.attention import block_attention, decode_attention
 from sgljax_engine.kernels.cpu.attention_tile import AttentionShape
 from sgljax_engine.kernels.cpu.machine import host_vectors
-from sgljax_engine.layers.target import Target
+from sgljax_engine.layers.target import Target, require_backend
 
 
 def native_attention(
@@ -74,9 +73,7 @@ def native_backend(target: Target, head_dim: int) -> AttentionBackend:
     Raises:
         InvalidConfigError: when it is not available.
     """
-    problem = native_problem(target, head_dim)
-    if problem is not None:
-        raise InvalidConfigError(f"attention_backend 'native' cannot be had here: {problem}")
+    require_backend(native_problem(target, head_dim), "attention_backend 'native'")
     return AttentionBackend("native", native_attention, native_attention, native_decode_attention)
 
 

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
-from sgljax_engine.layers.target import Target
+from sgljax_engine.layers.target import Target, require_backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +68,7 @@ def gpu_backend(target: Target, head_dim: int) -> AttentionBackend:
     Raises:
         InvalidConfigError: when it is not available.
     """
-    problem = gpu_problem(target, head_dim)
-    if problem is not None:
-        raise InvalidConfigError(f"attention_backend 'pallas' cannot be had here: {problem}")
+    require_backend(gpu_problem(target, head_dim), "attention_backend 'pallas'")
     return AttentionBackend("pallas", attention_for(target), ordered_backend("gpu"))
 
 

@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
-from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.tpu.paged_attention import Scores, paged_attention
-from sgljax_engine.layers.target import Target
+from sgljax_engine.layers.target import Target, require_backend
 
 LANES = 128
 """Of a vector register. A row of a page is a multiple: smaller heads share one."""
@@ -188,9 +187,7 @@ def tpu_backend(target: Target, head_dim: int) -> AttentionBackend:
     Raises:
         InvalidConfigError: when it is not available.
     """
-    problem = tpu_problem(target, head_dim)
-    if problem is not None:
-        raise InvalidConfigError(f"attention_backend 'tpu' cannot be had here: {problem}")
+    require_backend(tpu_problem(target, head_dim), "attention_backend 'tpu'")
     return backend_of(attention_for(target), head_dim)
 
 

@@ -7,10 +7,9 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
 from sgljax_engine.layers.basic import SMALL_BATCH, Layout, linear, small_batch_linear, unembed
-from sgljax_engine.layers.target import Target
+from sgljax_engine.layers.target import Target, require_backend
 
 
 class Projections(Protocol):
@@ -100,8 +99,8 @@ def pick_projections(name: str, target: Target) -> LinearBackend:
         InvalidConfigError: when "native" is asked for but not available.
     """
     problem = target.cpu_kernels_problem()
-    if name == "native" and problem is not None:
-        raise InvalidConfigError(f"linear_backend 'native' cannot be had here: {problem}")
+    if name == "native":
+        require_backend(problem, "linear_backend 'native'")
     if name != "xla" and problem is None:
         return LinearBackend("native", CpuProjections())
     is_cpu = name == "auto" and target.platform == "cpu"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.kernels.cpu.ffi import unavailable
 from sgljax_engine.layers.basic import Layout
 
@@ -44,3 +45,14 @@ class Target(NamedTuple):
         if self.layout is not Layout.FEATURES_FIRST:
             return f"it is for features first, activations are {self.layout.value}"
         return unavailable()
+
+
+def require_backend(problem: str | None, name: str) -> None:
+    """Raises InvalidConfigError if there is a problem with a backend that was asked for.
+
+    Args:
+        problem: Why it cannot be used; None if it can.
+        name: The option and the backend: "attention_backend 'tpu'".
+    """
+    if problem is not None:
+        raise InvalidConfigError(f"{name} cannot be had here: {problem}")
