@@ -153,7 +153,7 @@ class Host:
             static=ProgramContext(
                 model=get_model(model.architecture),
                 context=ModelContext(model, placement.layout),
-                attention=pick_attention("auto", placement.target, model.head_dim).attend,
+                attention=pick_attention("auto", placement.target, model.head_dims).attend,
                 page_size=PAGE,
                 max_steps=STEPS,
             ),

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from sgljax_engine.checks import check_count, check_positive, require
+
+
+class KVShape(NamedTuple):
+    """Keys, or values, of one token in one layer."""
+
+    num_heads: int
+    head_dim: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +52,21 @@ class RopeConfig:
         theta: Base of the timescales.
         linear_factor: Positions are divided by it (rope type "linear").
         llama3: Set for rope type "llama3".
+        rotary_fraction: Part of a head's channels that turn, the fastest ones; the others stay
+            (rope type "proportional", Gemma 4).
     """
 
     theta: float
     linear_factor: float = 1.0
     llama3: Llama3Scaling | None = None
+    rotary_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
         check_positive("theta", self.theta)
         check_positive("linear_factor", self.linear_factor)
+        check_positive("rotary_fraction", self.rotary_fraction)
+        require(self.rotary_fraction <= 1, "rotary_fraction", self.rotary_fraction, "at most 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +80,12 @@ class AttentionConfig:
             sees.
         sliding_layers: Whether each layer slides; empty when none does.
         sliding_rope: Rotary embedding of sliding layers; None is that of the other layers.
+        full_kv: Keys of layers with full attention, if sliding layers have others; None for the
+            model's `num_kv_heads` and `head_dim`. Their queries have its `head_dim` too.
+        full_values_are_keys: Layers with full attention take the projected keys as values, before
+            both are normalised.
+        kv_layers: For each layer, the layer whose keys and values it reads; empty when each has its
+            own.
     """
 
     scale: float | None = None
@@ -74,6 +93,9 @@ class AttentionConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     sliding_rope: RopeConfig | None = None
+    full_kv: KVShape | None = None
+    full_values_are_keys: bool = False
+    kv_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -82,6 +104,27 @@ class AttentionConfig:
                 check_positive(name, getattr(self, name))
         if self.sliding_window is not None or any(self.sliding_layers):
             check_count("sliding_window", self.sliding_window)
+        if self.sliding_layers and self.kv_layers:
+            num_layers = len(self.sliding_layers)
+            require(
+                len(self.kv_layers) == num_layers,
+                "len(kv_layers)",
+                len(self.kv_layers),
+                f"that of sliding_layers ({num_layers})",
+            )
+        for layer, source in enumerate(self.kv_layers):
+            require(
+                0 <= source <= layer
+                and self.kv_layers[source] == source
+                and self.slides(source) == self.slides(layer),
+                f"kv_layers[{layer}]",
+                source,
+                "a layer of the same kind, not after it, that has its own keys",
+            )
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer's attention has the sliding window."""
+        return bool(self.sliding_layers) and self.sliding_layers[layer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +149,10 @@ class ModelConfig:
         eos_token_ids: End-of-sequence ids; generation stops after one unless `ignore_eos`.
         attention: Scales, sliding windows and soft caps.
         final_logit_softcap: Logits x become cap * tanh(x / cap); None for no cap.
+        per_layer_input_size: Channels of the further embeddings that each layer takes of a token
+            (Gemma 4 E2B and E4B); 0 without.
+        shared_kv_intermediate_size: `intermediate_size` of layers that read another layer's keys;
+            None for the same.
     """
 
     architecture: str
@@ -123,26 +170,78 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     attention: AttentionConfig = AttentionConfig()
     final_logit_softcap: float | None = None
+    per_layer_input_size: int = 0
+    shared_kv_intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the first field that is out of range."""
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         for name in (*counts, "num_kv_heads", "head_dim", "context_length"):
             check_count(name, getattr(self, name))
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_heads",
-            self.num_heads,
-            f"a multiple of num_kv_heads ({self.num_kv_heads})",
-        )
-        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (rotary embedding)")
+        if self.shared_kv_intermediate_size is not None:
+            check_count("shared_kv_intermediate_size", self.shared_kv_intermediate_size)
+        check_count("per_layer_input_size", self.per_layer_input_size, low=0)
+        self._check_heads("", KVShape(self.num_kv_heads, self.head_dim))
+        if self.attention.full_kv is not None:
+            self._check_heads("full_kv: ", self.attention.full_kv)
         check_positive("rms_norm_eps", self.rms_norm_eps)
         if self.final_logit_softcap is not None:
             check_positive("final_logit_softcap", self.final_logit_softcap)
-        num_marked = len(self.attention.sliding_layers)
+        for name in ("sliding_layers", "kv_layers"):
+            num_marked = len(getattr(self.attention, name))
+            require(
+                num_marked in (0, self.num_layers),
+                f"len({name})",
+                num_marked,
+                f"0 or num_layers ({self.num_layers})",
+            )
+
+    def _check_heads(self, where: str, kv: KVShape) -> None:
+        check_count(f"{where}num_kv_heads", kv.num_heads)
+        check_count(f"{where}head_dim", kv.head_dim)
         require(
-            num_marked in (0, self.num_layers),
-            "len(sliding_layers)",
-            num_marked,
-            f"0 or num_layers ({self.num_layers})",
+            self.num_heads % kv.num_heads == 0,
+            "num_heads",
+            self.num_heads,
+            f"a multiple of {where}num_kv_heads ({kv.num_heads})",
         )
+        require(kv.head_dim % 2 == 0, f"{where}head_dim", kv.head_dim, "even (rotary embedding)")
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """The keys that a layer reads, its own or another's; queries have their `head_dim`."""
+        full = None if self.attention.slides(layer) else self.attention.full_kv
+        return full or KVShape(self.num_kv_heads, self.head_dim)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or one before it."""
+        return self.attention.kv_layers[layer] if self.attention.kv_layers else layer
+
+    def values_are_keys(self, layer: int) -> bool:
+        """Whether a layer takes its projected keys as values."""
+        return self.attention.full_values_are_keys and not self.attention.slides(layer)
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers with their own keys and values, in order; only these are in the cache."""
+        return tuple(i for i in range(self.num_layers) if self.kv_layer(i) == i)
+
+    @property
+    def cached_kv(self) -> tuple[KVShape, ...]:
+        """Keys of each of the `cached_layers`."""
+        return tuple(map(self.kv_shape, self.cached_layers))
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The distinct head_dims of the layers, ascending."""
+        return tuple(sorted({shape.head_dim for shape in self.cached_kv}))
+
+    @property
+    def kv_head_counts(self) -> tuple[int, ...]:
+        """The distinct numbers of kv heads of the layers, ascending."""
+        return tuple(sorted({shape.num_heads for shape in self.cached_kv}))
+
+    def mlp_size(self, layer: int) -> int:
+        """Channels inside a layer's MLP."""
+        if self.shared_kv_intermediate_size is None or self.kv_layer(layer) == layer:
+            return self.intermediate_size
+        return self.shared_kv_intermediate_size

@@ -104,7 +104,7 @@ def preview_engine(
     max_model_len = pick_max_model_len(model, config)
     free = engine_free_bytes(placement, num_engines, device_bytes)
     attention = pick_attention(
-        config.runtime.attention_backend, placement.target, model.head_dim
+        config.runtime.attention_backend, placement.target, model.head_dims
     ).for_engine(is_deterministic=config.runtime.enable_deterministic_sampling)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
     plan, problem = None, None

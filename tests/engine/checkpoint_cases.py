@@ -94,7 +94,7 @@ def make_prefix(seed: int = 0, dtype: str = "bfloat16") -> PrefixCheckpoint:
     ]
     nodes = [(-1, (1, 2, 3, 4)), (0, (5, 6, 7, 8)), (-1, (5, 6, 7, 8))]
     return PrefixCheckpoint(
-        page_size=4, dtype=dtype, num_layers=2, num_kv_heads=2, head_dim=8, nodes=nodes, pages=pages
+        page_size=4, dtype=dtype, kv_shapes=[(2, 8)] * 2, nodes=nodes, pages=pages
     )
 
 
@@ -132,8 +132,8 @@ def fingerprint(checkpoint: EngineCheckpoint) -> str:
     ]
     prefix = state.prefix_cache
     if prefix is not None:
-        parts.append(repr((prefix.page_size, prefix.dtype, prefix.num_layers)))
-        parts.append(repr((prefix.num_kv_heads, prefix.head_dim, list(prefix.nodes))))
+        parts.append(repr((prefix.page_size, prefix.dtype)))
+        parts.append(repr((list(prefix.kv_shapes), list(prefix.nodes))))
         for pair in prefix.pages:
             for array in pair:
                 parts.append(f"{array.dtype.name}{array.shape}{array.tobytes().hex()}")

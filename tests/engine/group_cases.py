@@ -41,6 +41,7 @@ from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.layers.target import Target
+from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.warmup import warm_calls
@@ -163,7 +164,7 @@ class KernelCase(NamedTuple):
     def make(cls, head_dim: int = 128) -> KernelCase:
         model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=head_dim)
         (placement,) = place(model, mesh_of((1, 4), ("fsdp", "tp")), "float32").engines
-        assert placement.num_kv_copies == 2
+        assert placement.kv_copies(model.cached_kv[0]) == 2
         rng = np.random.default_rng(0)
         q, k, v = (rng.normal(size=(3, 16, n, head_dim)).astype(np.float32) for n in (8, 2, 2))
         pages = rng.normal(size=(2, 9, 2, 16, head_dim)).astype(np.float32)
@@ -176,8 +177,9 @@ class KernelCase(NamedTuple):
         return self.placement.target._replace(platform=platform, is_own_cpu=False)
 
     def sharded_pages(self, layout: PageLayout | None = None) -> LayerKV:
+        sharding = self.placement.kv_sharding(KVShape(2, 128))
         packed = self.pages if layout is None else map(layout.pack, self.pages)
-        layer = LayerKV(*(jax.device_put(part, self.placement.kv_sharding) for part in packed))
+        layer = LayerKV(*(jax.device_put(part, sharding) for part in packed))
         assert layer.k.sharding.shard_shape(layer.k.shape)[1] == 1
         return layer
 

@@ -249,7 +249,7 @@ def placement() -> None:
     empty = Mesh(np.empty((), object), ())
     assert place(TINY, empty, "float32").whole == single
     assert single.mesh.size == 1
-    assert single.num_tensor_shards == single.num_kv_copies == 1
+    assert single.num_tensor_shards == single.kv_copies(TINY.cached_kv[0]) == 1
     only = place(TINY, Mesh(np.asarray(jax.devices()[5]), ()), "float32").whole
     assert only.mesh.devices.flat[0] == jax.devices()[5]
     for axes, shape in ((("tp", "fsdp"), (4, 2)), (("fsdp", "tp"), (2, 4)), (("tp",), (8,))):
@@ -258,7 +258,7 @@ def placement() -> None:
         model = dataclasses.replace(TINY, num_heads=8)
         made = place(model, mesh, "float32").whole
         assert made.num_tensor_shards == heads
-        assert made.num_kv_copies == heads // model.num_kv_heads
+        assert made.kv_copies(model.cached_kv[0]) == heads // model.num_kv_heads
         assert list(made.mesh.devices.flat) == list(mesh.devices.flat)
         group = place(dataclasses.replace(model, num_kv_heads=8), mesh, "float32")
         assert len(group.engines) == 8 // heads

@@ -50,7 +50,7 @@ def runs_natively(engine: Engine) -> bool:
 def pick(head_dim: int = 16, *, attention: str = "auto", linear: str = "auto", **changes: Any):
     """Names of the backends that are picked, and why they are not native."""
     target = placement(**changes).target
-    picked = pick_attention(attention, target, head_dim)
+    picked = pick_attention(attention, target, (head_dim,))
     products = pick_projections(linear, target)
     reasons = {why for why in (picked.why_not_native, products.why_not_native) if why}
     return picked.name, products.name, reasons
@@ -94,15 +94,15 @@ class TestPick:
 
     def test_what_they_imply(self):
         target = placement().target
-        native = pick_attention("native", target, 16)
+        native = pick_attention("native", target, (16,))
         assert native.attend is native.batch_invariant is native_attention
         assert (native.decode, native.contiguous_kv) == (native_decode_attention, "never")
-        rows = pick_attention("xla_rows", target, 16)
+        rows = pick_attention("xla_rows", target, (16,))
         assert rows.attend is PORTABLE["xla_tiles"]
         assert rows.batch_invariant is ordered_backend("cpu")
         assert (rows.decode, rows.contiguous_kv) == (None, "always")
         for name in PORTABLE:
-            portable = pick_attention(name, target, 16)
+            portable = pick_attention(name, target, (16,))
             assert portable.attend is PORTABLE[name]
             assert (portable.decode, portable.contiguous_kv) == (None, "never")
 
@@ -113,7 +113,7 @@ def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
 
     monkeypatch.setattr(cpu, "host_vectors", no_llvmlite)
     assert pick() == ("xla_tiles", "xla", {"out of luck"})
-    assert pick_attention("auto", placement().target, 16).contiguous_kv == "if_it_fits"
+    assert pick_attention("auto", placement().target, (16,)).contiguous_kv == "if_it_fits"
     with pytest.raises(InvalidConfigError, match="cannot be had here: out of luck"):
         pick(linear="native")
 
@@ -121,7 +121,7 @@ def test_no_cpu_kernels_at_all(no_machine_code, monkeypatch):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_accelerators_have_portable_code(platform):
     target = placement().target._replace(platform=platform, is_own_cpu=False)
-    found = pick_attention("auto", target, 80)
+    found = pick_attention("auto", target, (80,))
     assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
     assert (found.contiguous_kv, found.why_not_native) == ("never", None)
     assert pick_projections("auto", target)[::2] == ("xla", None)

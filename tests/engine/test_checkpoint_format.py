@@ -228,9 +228,7 @@ def test_prefix_cache_with_nothing_in_it(tmp_path):
     prefix = PrefixCheckpoint(
         page_size=4,
         dtype="bfloat16",
-        num_layers=1,
-        num_kv_heads=2,
-        head_dim=8,
+        kv_shapes=[(2, 8)],
         nodes=[],
         pages=[LayerPages(empty, empty)],
     )
@@ -451,8 +449,9 @@ def test_a_request_that_is_there_twice():
         ({"num_nodes": 2}, "num_nodes must be"),
         ({"dtype": "int4"}, "dtype must be one of"),
         ({"dtype": "float32"}, "layer 0 must be uint32"),
-        ({"num_layers": 3}, "must have 3 layers, got 2"),
-        ({"head_dim": 4}, "layer 0 must be uint16"),
+        ({"kv_shapes": [[2, 8]] * 3}, "must have 3 layers, got 2"),
+        ({"kv_shapes": [[2, 4]] * 2}, "layer 0 must be uint16"),
+        ({"kv_shapes": []}, "kv_shapes must be 1 to 65536 pairs"),
         ({"pages": [1, 2]}, "must be a list of LayerPages"),
         ({"page_size": 0}, "page_size must be an integer"),
     ],

@@ -40,9 +40,7 @@ def test_where_heads_are():
 
 
 def test_bytes_count_what_is_stored():
-    assert [
-        kv_bytes_per_token(1, layout, jnp.dtype("bfloat16")) for layout in LAYOUTS.values()
-    ] == [
+    assert [kv_bytes_per_token([layout], jnp.dtype("bfloat16")) for layout in LAYOUTS.values()] == [
         2 * 2 * 4 * 64,
         2 * 2 * 4 * 64,
         2 * 2 * 4 * 64,
@@ -53,7 +51,7 @@ def test_bytes_count_what_is_stored():
 
 def test_pages_move_between_layouts(tmp_path, monkeypatch):
     """Sleep and checkpoints of an engine with packed pages; another has one head a row."""
-    interpreted = backend_of(TpuAttention(interpret=True), TINY.head_dim)
+    interpreted = backend_of(TpuAttention(interpret=True), TINY.head_dims)
     assert interpreted.heads_per_row == 8
     monkeypatch.setattr(tpu, "tpu_backend", lambda *_: interpreted)
     prompts = random_prompts(3, 20, 30, seed=4)

@@ -147,10 +147,10 @@ def target_of(platform: str) -> Target:
 class TestChoosingIt:
     def test_auto_on_a_gpu(self):
         for head_dim in HEAD_DIMS:
-            found = pick_attention("auto", target_of("gpu"), head_dim)
-            assert found == pick_attention("pallas", target_of("gpu"), head_dim)
+            found = pick_attention("auto", target_of("gpu"), (head_dim,))
+            assert found == pick_attention("pallas", target_of("gpu"), (head_dim,))
             assert (found.name, found.attend) == ("pallas", PallasAttention())
-        assert pick_attention("auto", target_of("gpu"), 80).name == "xla"
+        assert pick_attention("auto", target_of("gpu"), (80,)).name == "xla"
 
     @pytest.mark.parametrize(
         ("platform", "head_dim", "message"),
@@ -162,7 +162,7 @@ class TestChoosingIt:
     )
     def test_where_it_cannot_run(self, platform, head_dim, message):
         with pytest.raises(InvalidConfigError, match=f"'pallas' cannot be had here: {message}"):
-            gpu_backend(target_of(platform), head_dim)
+            gpu_backend(target_of(platform), (head_dim,))
 
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it is allowed")
     def test_an_engine_elsewhere_is_refused(self):
@@ -175,13 +175,13 @@ def test_engine_with_the_interpreted_kernel(monkeypatch):
     expected = greedy_tokens(attention_backend="xla")
     used = []
 
-    def interpreted(target: Target, head_dim: int) -> AttentionBackend:
-        used.append((target.platform, head_dim))
+    def interpreted(target: Target, head_dims: tuple[int, ...]) -> AttentionBackend:
+        used.append((target.platform, head_dims))
         return AttentionBackend("pallas", INTERPRETED, ordered_backend("cpu"))
 
     monkeypatch.setattr(pallas, "gpu_backend", interpreted)
     assert greedy_tokens(attention_backend="pallas") == expected
-    assert used == [("cpu", TINY.head_dim)]
+    assert used == [("cpu", TINY.head_dims)]
 
 
 @pytest.mark.gpu

@@ -162,7 +162,7 @@ def test_no_copies_race(shape, blocks):
 def test_engine_with_the_interpreted_kernel(monkeypatch):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
-    monkeypatch.setattr(tpu, "tpu_backend", lambda _, head_dim: backend_of(SIMPLE, head_dim))
+    monkeypatch.setattr(tpu, "tpu_backend", lambda _, head_dims: backend_of(SIMPLE, head_dims))
     assert greedy_tokens(attention_backend="tpu") == expected
 
 
@@ -172,11 +172,13 @@ class TestChoosingIt:
     def test_on_a_tpu(self):
         target = self.target._replace(platform="tpu", is_own_cpu=False)
         for head_dim, heads_a_row in ((32, 4), (64, 2), (128, 1), (256, 1)):
-            picked = [registry.pick_attention(name, target, head_dim) for name in ("auto", "tpu")]
+            picked = [
+                registry.pick_attention(name, target, (head_dim,)) for name in ("auto", "tpu")
+            ]
             assert picked[0] == picked[1]
             assert (picked[0].name, picked[0].heads_per_row) == ("tpu", heads_a_row)
         # A head_dim that the kernel has no tiles for takes the portable path.
-        assert registry.pick_attention("auto", target, 80).name == "xla"
+        assert registry.pick_attention("auto", target, (80,)).name == "xla"
 
     @pytest.mark.parametrize(
         ("platform", "head_dim", "message"),
@@ -188,4 +190,4 @@ class TestChoosingIt:
     def test_where_it_cannot_run(self, platform, head_dim, message):
         target = self.target._replace(platform=platform)
         with pytest.raises(InvalidConfigError, match=message):
-            registry.pick_attention("tpu", target, head_dim)
+            registry.pick_attention("tpu", target, (head_dim,))

@@ -55,7 +55,8 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
     """Of tokens that see themselves alone, after all layers, in tiles of one width."""
     context = model.context._replace(tile_widths=(width,))
 
-    def attend(q, k, v, cache, options):
+    def attend(q, new, cache, options):
+        v = new[1]
         group = q.shape[1] // v.shape[1]
         return q + jnp.repeat(v, group, axis=1), cache
 
@@ -95,7 +96,7 @@ def test_those_that_agree_do(config, dtype):
 
 @pytest.mark.slow
 def test_one_that_disagrees_is_dropped(monkeypatch):
-    real = widths._one_layer
+    real = widths._few_layers
 
     def one_layer(model, context, *args):
         logits = real(model, context, *args)
@@ -103,18 +104,18 @@ def test_one_that_disagrees_is_dropped(monkeypatch):
 
     model = make_model()
     found = agreeing_widths(*model)
-    monkeypatch.setattr(widths, "_one_layer", one_layer)
+    monkeypatch.setattr(widths, "_few_layers", one_layer)
     assert agreeing_widths(*model) == tuple(width for width in found if width != 128)
 
 
 def test_a_device_on_which_place_matters_is_refused(monkeypatch):
-    real = widths._one_layer
+    real = widths._few_layers
 
     def one_layer(*args):
         logits = real(*args)
         return logits + 1e-3 * jnp.arange(len(logits), dtype=jnp.float32)[:, None]
 
-    monkeypatch.setattr(widths, "_one_layer", one_layer)
+    monkeypatch.setattr(widths, "_few_layers", one_layer)
     with pytest.raises(InvalidConfigError, match="depend on its place in the batch"):
         agreeing_widths(*make_model())
     with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling cannot be kept"):

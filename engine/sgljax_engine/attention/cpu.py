@@ -6,6 +6,8 @@ are features first too; XLA then drops both transposes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -56,24 +58,23 @@ def native_decode_attention(
     return out.T.reshape(q_BDh.shape), LayerKV(k_pages, v_pages)
 
 
-def native_problem(target: Target, head_dim: int) -> str | None:
+def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     """Why the kernels cannot be used; None if they can."""
     problem = target.cpu_kernels_problem()
     if problem is not None:
         return problem  # host_vectors() needs llvmlite, which may be missing
     lanes = host_vectors().lanes
-    if head_dim % lanes:
-        return f"it needs a head_dim that is a multiple of {lanes}, got {head_dim}"
-    return None
+    odd = [head_dim for head_dim in head_dims if head_dim % lanes]
+    return f"it needs a head_dim that is a multiple of {lanes}, got {odd[0]}" if odd else None
 
 
-def native_backend(target: Target, head_dim: int) -> AttentionBackend:
+def native_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     """The backend "native".
 
     Raises:
         InvalidConfigError: when it is not available.
     """
-    require_backend(native_problem(target, head_dim), "attention_backend 'native'")
+    require_backend(native_problem(target, head_dims), "attention_backend 'native'")
     return AttentionBackend("native", native_attention, native_attention, native_decode_attention)
 
 

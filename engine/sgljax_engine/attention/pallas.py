@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, Blo
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, Scores, paged_attention
-from sgljax_engine.layers.target import Target, require_backend
+from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class PallasAttention:
 
     Attributes:
         mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
-            the first, and copied over the second if there is one.
+            those that `kv_axes` says, and copied over the others.
         interpret: Run the kernel as plain JAX operations on any device. Slow; for tests.
     """
 
@@ -41,34 +41,33 @@ class PallasAttention:
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
-            axes = self.mesh.axis_names
-            heads = P(None, None, axes)
+            heads = P(None, None, self.mesh.axis_names)
+            pages = P(None, kv_axes(self.mesh.shape, layer.k.shape[1]))
             run = jax.shard_map(
                 call,
                 mesh=self.mesh,
-                in_specs=(heads, P(None, axes[0]), P()),
+                in_specs=(heads, pages, P()),
                 out_specs=heads,
                 check_vma=False,
             )
         return run(q_NQDh, layer, tables)
 
 
-def gpu_problem(target: Target, head_dim: int) -> str | None:
+def gpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     """Why the kernel cannot be used; None if it can."""
     if target.platform != "gpu":
         return f"it is for GPUs, the engine's devices are of kind {target.platform!r}"
-    if head_dim not in HEAD_DIMS:
-        return f"it needs a head_dim of {HEAD_DIMS}, got {head_dim}"
-    return None
+    odd = [head_dim for head_dim in head_dims if head_dim not in HEAD_DIMS]
+    return f"it needs a head_dim of {HEAD_DIMS}, got {odd[0]}" if odd else None
 
 
-def gpu_backend(target: Target, head_dim: int) -> AttentionBackend:
+def gpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     """The backend "pallas".
 
     Raises:
         InvalidConfigError: when it is not available.
     """
-    require_backend(gpu_problem(target, head_dim), "attention_backend 'pallas'")
+    require_backend(gpu_problem(target, head_dims), "attention_backend 'pallas'")
     return AttentionBackend("pallas", attention_for(target), ordered_backend("gpu"))
 
 

@@ -6,7 +6,7 @@ A new backend is a file of this folder, a line of `BACKENDS`, and its name in th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sgljax_engine.attention.base import AttentionBackend, ContiguousKV, PagedAttention
 from sgljax_engine.attention.batch_invariant import ordered_backend
@@ -22,9 +22,9 @@ PORTABLE: dict[str, PagedAttention] = {
 
 
 def _portable(
-    target: Target, head_dim: int, *, name: str, contiguous_kv: ContiguousKV = "never"
+    target: Target, head_dims: Sequence[int], *, name: str, contiguous_kv: ContiguousKV = "never"
 ) -> AttentionBackend:
-    del head_dim
+    del head_dims
     return AttentionBackend(
         name,
         PORTABLE[name],
@@ -34,42 +34,42 @@ def _portable(
     )
 
 
-def _auto(target: Target, head_dim: int) -> AttentionBackend:
+def _auto(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     """The fastest one that is tested on the target."""
-    problem = native_problem(target, head_dim)
+    problem = native_problem(target, head_dims)
     if problem is None:
-        return native_backend(target, head_dim)
+        return native_backend(target, head_dims)
     if target.platform == "tpu":
         from sgljax_engine.attention.tpu import tpu_problem
 
-        if tpu_problem(target, head_dim) is None:
-            return _tpu(target, head_dim)
+        if tpu_problem(target, head_dims) is None:
+            return _tpu(target, head_dims)
     if target.platform == "gpu":
         from sgljax_engine.attention.pallas import gpu_problem
 
-        if gpu_problem(target, head_dim) is None:
-            return _pallas(target, head_dim)
+        if gpu_problem(target, head_dims) is None:
+            return _pallas(target, head_dims)
     if target.platform != "cpu":
-        return _portable(target, head_dim, name="xla")
-    picked = _portable(target, head_dim, name="xla_tiles", contiguous_kv="if_it_fits")
+        return _portable(target, head_dims, name="xla")
+    picked = _portable(target, head_dims, name="xla_tiles", contiguous_kv="if_it_fits")
     return picked._replace(why_not_native=problem)
 
 
-def _pallas(target: Target, head_dim: int) -> AttentionBackend:
+def _pallas(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     # Imported here: Pallas takes a tenth of a second to import.
     from sgljax_engine.attention.pallas import gpu_backend
 
-    return gpu_backend(target, head_dim)
+    return gpu_backend(target, head_dims)
 
 
-def _tpu(target: Target, head_dim: int) -> AttentionBackend:
+def _tpu(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     # Imported here, as for a GPU.
     from sgljax_engine.attention.tpu import tpu_backend
 
-    return tpu_backend(target, head_dim)
+    return tpu_backend(target, head_dims)
 
 
-BACKENDS: dict[str, Callable[[Target, int], AttentionBackend]] = {
+BACKENDS: dict[str, Callable[[Target, Sequence[int]], AttentionBackend]] = {
     "auto": _auto,
     "native": native_backend,
     "xla": functools.partial(_portable, name="xla"),
@@ -78,21 +78,21 @@ BACKENDS: dict[str, Callable[[Target, int], AttentionBackend]] = {
     "pallas": _pallas,
     "tpu": _tpu,
 }
-"""(target, head_dim) -> what a backend implies; raises InvalidConfigError if it is not available.
+"""(target, head_dims) -> what a backend implies; raises InvalidConfigError if it is not available.
 
 The names are those of `config.ATTENTION_BACKENDS`.
 """
 
 
-def pick_attention(name: str, target: Target, head_dim: int) -> AttentionBackend:
+def pick_attention(name: str, target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     """The backend of that name; "auto" picks the fastest one that is tested on the target.
 
     Args:
         name: One of `BACKENDS`.
         target: What the engine runs on.
-        head_dim: The model's head_dim.
+        head_dims: Those of the model's layers, see `ModelConfig.head_dims`.
 
     Raises:
         InvalidConfigError: when the named backend is not available.
     """
-    return BACKENDS[name](target, head_dim)
+    return BACKENDS[name](target, head_dims)

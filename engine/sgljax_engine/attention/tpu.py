@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, Blo
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
 from sgljax_engine.kernels.tpu.paged_attention import Scores, paged_attention
-from sgljax_engine.layers.target import Target, require_backend
+from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
 LANES = 128
 """Of a vector register. A row of a page is a multiple: smaller heads share one."""
@@ -27,7 +27,7 @@ class TpuAttention:
 
     Attributes:
         mesh: Axes over which query heads are sharded; None on one device. Kv heads are sharded over
-            the first, and copied over the second if there is one.
+            those that `kv_axes` says, and copied over the others.
         interpret: As of `pl.pallas_call`; for tests.
     """
 
@@ -89,9 +89,10 @@ class TpuAttention:
 
         run: Callable[..., Any] = call
         if self.mesh is not None:
-            axes = self.mesh.axis_names
-            heads, pages = P(None, None, axes), P(None, axes[0])
-            fresh = None if new is None else (P(None, None, axes[0]),) * 2
+            num_kv_heads = layer.k.shape[1] if new is None else new[0].shape[2]
+            axes = kv_axes(self.mesh.shape, num_kv_heads)
+            heads, pages = P(None, None, self.mesh.axis_names), P(None, axes)
+            fresh = None if new is None else (P(None, None, axes),) * 2
             run = jax.shard_map(
                 call,
                 mesh=self.mesh,
@@ -172,23 +173,26 @@ class _Packing(NamedTuple):
         return self.num_rows * self.per_row - self.num_kv_heads
 
 
-def tpu_problem(target: Target, head_dim: int) -> str | None:
+def tpu_problem(target: Target, head_dims: Sequence[int]) -> str | None:
     """Why the kernel cannot be used; None if it can."""
     if target.platform != "tpu":
         return f"it is for TPUs, the engine's devices are of kind {target.platform!r}"
-    if head_dim % LANES and LANES % head_dim:
-        return f"it needs a head_dim that is a multiple or a divisor of {LANES}, got {head_dim}"
+    for head_dim in head_dims:
+        if head_dim % LANES and LANES % head_dim:
+            return f"it needs a head_dim that is a multiple or a divisor of {LANES}, got {head_dim}"
+    if len(set(map(heads_per_row, head_dims))) > 1:
+        return f"it needs layers whose heads fill equal parts of {LANES} lanes, got {head_dims}"
     return None
 
 
-def tpu_backend(target: Target, head_dim: int) -> AttentionBackend:
+def tpu_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend:
     """The backend "tpu".
 
     Raises:
         InvalidConfigError: when it is not available.
     """
-    require_backend(tpu_problem(target, head_dim), "attention_backend 'tpu'")
-    return backend_of(attention_for(target), head_dim)
+    require_backend(tpu_problem(target, head_dims), "attention_backend 'tpu'")
+    return backend_of(attention_for(target), head_dims)
 
 
 @functools.cache
@@ -203,7 +207,7 @@ def attention_for(target: Target, interpret: Any = False) -> TpuAttention:
     return TpuAttention(mesh=mesh, interpret=interpret)
 
 
-def backend_of(attention: TpuAttention, head_dim: int) -> AttentionBackend:
+def backend_of(attention: TpuAttention, head_dims: Sequence[int]) -> AttentionBackend:
     """What the attention implies for a model."""
     return AttentionBackend(
         "tpu",
@@ -211,5 +215,5 @@ def backend_of(attention: TpuAttention, head_dim: int) -> AttentionBackend:
         ordered_backend("tpu"),
         attention.decode,
         prefill=attention.write_and_attend,
-        heads_per_row=heads_per_row(head_dim),
+        heads_per_row=heads_per_row(head_dims[0]),
     )

@@ -86,7 +86,7 @@ def plan_parts(
     """
     page_size = config.cache.page_size
     attention = pick_attention(
-        config.runtime.attention_backend, placement.target, model.head_dim
+        config.runtime.attention_backend, placement.target, model.head_dims
     ).for_engine(is_deterministic=config.runtime.enable_deterministic_sampling)
     definition = get_model(model.architecture)
     static = _program_context(config, definition, model, placement, weights, attention)

@@ -24,7 +24,12 @@ from sgljax_engine.weights.rules import WeightRule, check_rules
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
-_FILLS = {ParamKind.NORM: 1.0, ParamKind.OFFSET_NORM: 0.0, ParamKind.BIAS: 0.0}
+_FILLS = {
+    ParamKind.NORM: 1.0,
+    ParamKind.OFFSET_NORM: 0.0,
+    ParamKind.BIAS: 0.0,
+    ParamKind.SCALE: 1.0,
+}
 """What vectors are in a model of random weights."""
 
 

@@ -12,7 +12,7 @@ Shape legend: B rows of a dispatch, K kv heads, h head dim, P pages of a row, L 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,17 +99,16 @@ def contiguous_shapes(
 
 
 def allocate_contiguous_kv(
-    shapes: ContiguousShapes,
+    shapes: Sequence[ContiguousShapes],
+    shardings: Sequence[jax.sharding.Sharding],
     *,
-    num_layers: int,
     dtype: jnp.dtype,
-    sharding: jax.sharding.Sharding,
     make_zeros: MakeZeros,
 ) -> ContiguousKV:
-    """Makes the arrays of all layers on the sharding's devices. Engine thread only."""
+    """Makes the arrays of all layers on their shardings' devices. Engine thread only."""
     return tuple(
-        LayerContiguousKV(*(make_zeros(shape, dtype, sharding) for shape in shapes))
-        for _ in range(num_layers)
+        LayerContiguousKV(*(make_zeros(shape, dtype, sharding) for shape in layer))
+        for layer, sharding in zip(shapes, shardings, strict=True)
     )
 
 

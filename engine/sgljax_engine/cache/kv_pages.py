@@ -1,7 +1,8 @@
 """The device arrays of the paged KV cache.
 
-Each layer has one K and one V array of shape [num_pages, num_kv_heads, page_size, head_dim]; slot
-`page * page_size + offset` holds one token. Heads come before tokens, so that attention contracts a
+Each layer with its own keys has one K and one V array of shape [num_pages, num_kv_heads, page_size,
+head_dim], whose heads may differ from layer to layer; slot `page * page_size + offset` holds one
+token. Heads come before tokens, so that attention contracts a
 page without transposing it. An attention backend may ask for several heads in one row, see
 `PageLayout`; only it reads and writes such pages. Every program that writes the arrays takes them
 donated and returns them, so the pool exists once.
@@ -10,7 +11,7 @@ donated and returns them, so the pool exists once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,28 +98,28 @@ def pack_heads(pages: Any, heads_per_row: int, numpy: Any) -> Any:
 
 
 KVPages = tuple[LayerKV, ...]
-"""The whole cache, a pytree with one `LayerKV` per layer."""
+"""The whole cache, a pytree with one `LayerKV` for each of `ModelConfig.cached_layers`."""
 
 MakeZeros = Callable[[tuple[int, ...], jnp.dtype, jax.sharding.Sharding], Any]
 """Makes an array of zeros, or its shape where programs are only compiled."""
 
 
 def allocate_kv_pages(
+    layouts: Sequence[PageLayout],
+    shardings: Sequence[jax.sharding.Sharding],
     *,
-    num_layers: int,
     num_pages: int,
     page_size: int,
-    layout: PageLayout,
     dtype: jnp.dtype,
-    sharding: jax.sharding.Sharding,
     make_zeros: MakeZeros,
 ) -> KVPages:
-    """Makes a zeroed cache on the sharding's devices. Engine thread only."""
-    shape = (num_pages, layout.num_rows, page_size, layout.row_size)
-    return tuple(
-        LayerKV(make_zeros(shape, dtype, sharding), make_zeros(shape, dtype, sharding))
-        for _ in range(num_layers)
-    )
+    """Makes a zeroed cache, of one layer for each layout and sharding. Engine thread only."""
+
+    def layer(layout: PageLayout, sharding: jax.sharding.Sharding) -> LayerKV:
+        shape = (num_pages, layout.num_rows, page_size, layout.row_size)
+        return LayerKV(make_zeros(shape, dtype, sharding), make_zeros(shape, dtype, sharding))
+
+    return tuple(map(layer, layouts, shardings))
 
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -141,9 +142,10 @@ def _zeros_program(
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
-def kv_bytes_per_token(num_layers: int, layout: PageLayout, dtype: jnp.dtype) -> int:
-    """Bytes of K and V that one token takes in all layers, on all devices that share the heads."""
-    return 2 * num_layers * layout.num_rows * layout.row_size * np.dtype(dtype).itemsize
+def kv_bytes_per_token(layouts: Iterable[PageLayout], dtype: jnp.dtype) -> int:
+    """Bytes of K and V that one token takes in all layers, counting each head once."""
+    numbers = sum(2 * layout.num_rows * layout.row_size for layout in layouts)
+    return numbers * np.dtype(dtype).itemsize
 
 
 def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from sgljax_engine.checkpoint.codecs import INT, SIZE, TEXT, Codec, Plain, from_dict, to_dict
-from sgljax_engine.checkpoint.fields import Fields, int_array
+from sgljax_engine.checkpoint.fields import MAX_TOKEN, Fields, int_array
 from sgljax_engine.errors import CheckpointError
 
 BITS = {
@@ -19,6 +19,8 @@ BITS = {
 }
 """By the name of a KV cache's dtype, the one its bits are kept in: numpy has no bfloat16."""
 
+_MAX_LAYERS = 1 << 16
+
 Nodes = Sequence[tuple[int, tuple[int, ...]]]
 
 
@@ -26,7 +28,7 @@ class LayerPages(NamedTuple):
     """The bits of one layer's cached pages, in the order of the nodes.
 
     Shape:
-        k, v: [num_nodes, num_kv_heads, page_size, head_dim] of `BITS[dtype]`
+        k, v: [num_nodes, num_kv_heads, page_size, head_dim] of `BITS[dtype]`, of the layer's shape
     """
 
     k: np.ndarray
@@ -56,6 +58,24 @@ class _NodesCodec(Codec):
         return [(parent, tuple(each)) for parent, each in zip(parents, tokens, strict=True)]
 
 
+def read_kv_shapes(fields: Fields, name: str) -> list[tuple[int, int]]:
+    """Reads [num_kv_heads, head_dim] of each layer."""
+    shapes = fields.list(name)
+    if not 1 <= len(shapes) <= _MAX_LAYERS or not all(map(_is_shape, shapes)):
+        raise fields.error(
+            name, f"1 to {_MAX_LAYERS} pairs of num_kv_heads and head_dim in [1, {MAX_TOKEN}]"
+        )
+    return [(heads, head_dim) for heads, head_dim in shapes]
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(type(size) is int and 1 <= size <= MAX_TOKEN for size in value)
+    )
+
+
 def _read_pages(fields: Fields, name: str) -> list[LayerPages]:
     pages = fields.list(name)
     if not all(isinstance(layer, LayerPages) for layer in pages):
@@ -64,6 +84,7 @@ def _read_pages(fields: Fields, name: str) -> list[LayerPages]:
 
 
 _NODES = _NodesCodec()
+_KV_SHAPES = Plain(read_kv_shapes, lambda shapes, where: [list(shape) for shape in shapes])
 _PAGES = Plain(_read_pages, lambda pages, where: list(pages))
 
 
@@ -76,8 +97,9 @@ class PrefixCheckpoint:
     unless it is compressed.
 
     Attributes:
-        page_size, num_layers, num_kv_heads, head_dim: Of the cache.
+        page_size: Of the cache.
         dtype: Of the cache, a key of `BITS`.
+        kv_shapes: (num_kv_heads, head_dim) of each layer in the cache.
         nodes: (parent, tokens) of each page: the index of the page before it, or -1 for none, and
             a whole page of tokens. Parents come before their children.
         pages: One entry a layer.
@@ -85,9 +107,7 @@ class PrefixCheckpoint:
 
     page_size: Annotated[int, SIZE]
     dtype: Annotated[str, TEXT]
-    num_layers: Annotated[int, SIZE]
-    num_kv_heads: Annotated[int, SIZE]
-    head_dim: Annotated[int, SIZE]
+    kv_shapes: Annotated[Sequence[tuple[int, int]], _KV_SHAPES]
     nodes: Annotated[Nodes, _NODES]
     pages: Annotated[Sequence[LayerPages], _PAGES]
 
@@ -108,13 +128,14 @@ class PrefixCheckpoint:
             if (parent, tokens) in seen:
                 raise CheckpointError(f"prefix node {index} is there twice")
             seen.add((parent, tokens))
-        if len(self.pages) != self.num_layers:
+        if len(self.pages) != len(self.kv_shapes):
             raise CheckpointError(
-                f"prefix pages must have {self.num_layers} layers, got {len(self.pages)}"
+                f"prefix pages must have {len(self.kv_shapes)} layers, got {len(self.pages)}"
             )
-        shape = (len(self.nodes), self.num_kv_heads, self.page_size, self.head_dim)
         bits = BITS[self.dtype]
         for layer, pair in enumerate(self.pages):
+            heads, head_dim = self.kv_shapes[layer]
+            shape = (len(self.nodes), heads, self.page_size, head_dim)
             for array in pair:
                 if array.shape != shape or array.dtype != bits:
                     raise CheckpointError(

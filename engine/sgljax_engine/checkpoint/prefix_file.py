@@ -26,13 +26,12 @@ from sgljax_engine.checkpoint.files import (
     opened,
     write_file,
 )
-from sgljax_engine.checkpoint.prefix import BITS, LayerPages, PrefixCheckpoint
+from sgljax_engine.checkpoint.prefix import BITS, LayerPages, PrefixCheckpoint, read_kv_shapes
 from sgljax_engine.errors import CheckpointError
 
 _ARRAYS = ("parents", "tokens", "pages")
 _TYPES = {"int32": "I32", "uint16": "U16", "uint32": "U32"}
 _ALIGNMENT = 8
-_MAX_LAYERS = 1 << 16
 
 
 class _Tensor(NamedTuple):
@@ -86,7 +85,7 @@ def read_prefix(
     own |= {name: arrays[name] for name in ("parents", "tokens")}
     pages = [
         LayerPages(arrays[f"layer.{layer}.k"], arrays[f"layer.{layer}.v"])
-        for layer in range(fields.count("num_layers"))
+        for layer in range(len(read_kv_shapes(fields, "kv_shapes")))
     ]
     return own | {"pages": pages}
 
@@ -100,7 +99,7 @@ def _fields(sizes: object) -> Fields:
     fields = Fields(sizes, "the manifest's prefix_cache", _json_names())
     if fields.text("dtype") not in BITS:
         raise fields.error("dtype", f"one of {', '.join(BITS)}")
-    fields.count("num_layers", low=1, high=_MAX_LAYERS)
+    read_kv_shapes(fields, "kv_shapes")
     return fields
 
 
@@ -125,8 +124,8 @@ def _shapes(fields: Fields) -> Iterator[tuple[str, np.dtype, tuple[int, ...]]]:
     ids, bits = np.dtype("<i4"), BITS[fields.text("dtype")].newbyteorder("<")
     yield "parents", ids, (num_nodes,)
     yield "tokens", ids, (num_nodes, page_size)
-    page = (num_nodes, fields.count("num_kv_heads"), page_size, fields.count("head_dim"))
-    for layer in range(fields.count("num_layers")):
+    for layer, (num_kv_heads, head_dim) in enumerate(read_kv_shapes(fields, "kv_shapes")):
+        page = (num_nodes, num_kv_heads, page_size, head_dim)
         yield f"layer.{layer}.k", bits, page
         yield f"layer.{layer}.v", bits, page
 

@@ -68,7 +68,7 @@ def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
     nodes = core.pool.cached_prefixes(core.scheduler.running)
     stamps = [core.pool.stamp(page) for _, _, page in nodes]
     kv_memory = core.runner.kv_memory
-    return PrefixSnapshot(nodes, stamps, kv_memory.geometry, kv_memory.layout)
+    return PrefixSnapshot(nodes, stamps, kv_memory.geometry, kv_memory.layouts)
 
 
 def copy_pages(core: EngineCore, stamps: Sequence[PageStamp]) -> CopiedPages:

@@ -7,7 +7,7 @@ writes the checkpoint may read them while the engine goes on.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sgljax_engine.cache.kv_pages import PageLayout
 from sgljax_engine.checkpoint.prefix import LayerPages, PrefixCheckpoint
@@ -49,13 +49,13 @@ class PrefixSnapshot(NamedTuple):
         nodes: See `RadixCache.full_pages`.
         stamps: Of the nodes' pages.
         geometry: See `KVMemory.geometry`.
-        layout: See `KVMemory.layout`.
+        layouts: See `KVMemory.layouts`.
     """
 
     nodes: list[tuple[int, tuple[int, ...], int]]
     stamps: list[PageStamp]
-    geometry: dict[str, int | str]
-    layout: PageLayout
+    geometry: dict[str, Any]
+    layouts: tuple[PageLayout, ...]
 
     def checkpoint(self, copied: Collection[int], contents: SavedPages) -> PrefixCheckpoint | None:
         """What is kept of it, None if that is nothing; any thread.
@@ -75,9 +75,9 @@ class PrefixSnapshot(NamedTuple):
         if not kept:
             return None
         return PrefixCheckpoint(
-            **self.geometry,  # type: ignore[arg-type]
+            **self.geometry,
             nodes=kept,
-            pages=[LayerPages(*layer) for layer in contents.take(pages, self.layout)],
+            pages=[LayerPages(*layer) for layer in contents.take(pages, self.layouts)],
         )
 
 

@@ -46,6 +46,11 @@ class Layout(enum.Enum):
         return -1 if self is Layout.TOKENS_FIRST else -2
 
     @property
+    def head_axis(self) -> int:
+        """The axis of heads in activations of heads."""
+        return 1 if self is Layout.TOKENS_FIRST else 0
+
+    @property
     def token_axis(self) -> int:
         """The axis of tokens in activations of features."""
         return 0 if self is Layout.TOKENS_FIRST else -1
@@ -146,7 +151,7 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 def rms_norm(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | None,
     eps: float,
     offset: float = 0.0,
     axis: int = -1,
@@ -157,7 +162,7 @@ def rms_norm(
 
     Args:
         x: Any shape.
-        weight: Broadcasts against the last axes of `x`.
+        weight: Broadcasts against the last axes of `x`; None for ones.
         eps: Added to the mean square.
         offset: Added to the weight; 1 for models that store their weights minus one (Gemma).
         axis: Axis to normalise over.
@@ -166,6 +171,8 @@ def rms_norm(
     x32 = x.astype(jnp.float32)
     add_up = ordered_sum if is_ordered else functools.partial(jnp.sum, keepdims=True)
     rms = jnp.sqrt(add_up(x32 * x32, axis=axis) / x.shape[axis] + eps)
+    if weight is None:
+        return (x32 / rms).astype(x.dtype)
     # All of one rank, for hosts that set jax_numpy_rank_promotion="raise".
     weight32 = weight.astype(jnp.float32).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
     if offset:

@@ -19,6 +19,16 @@ def rope_timescales(head_dim: int, theta: float) -> jax.Array:
     return theta**fraction
 
 
+def keep_fastest(timescales: jax.Array, fraction: float) -> jax.Array:
+    """Lets only this fraction of the channels turn: the timescales of the others are infinite.
+
+    Rope type "proportional": as many pairs of channels as fit into that part of the head.
+    """
+    num_turning = int(fraction * timescales.shape[0])
+    turns = jnp.arange(timescales.shape[0]) < num_turning
+    return jnp.where(turns, timescales, jnp.inf)
+
+
 def stretch_llama3(
     timescales: jax.Array,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -45,6 +46,23 @@ class Target(NamedTuple):
         if self.layout is not Layout.FEATURES_FIRST:
             return f"it is for features first, activations are {self.layout.value}"
         return unavailable()
+
+
+def kv_axes(axes: Mapping[str, int], num_kv_heads: int) -> tuple[str, ...]:
+    """The tensor axes over which this many kv heads are sharded; over the others they are copied.
+
+    Args:
+        axes: Sizes of an engine's tensor axes, in order, as `placement.submeshes` cuts them.
+        num_kv_heads: Of a layer.
+    """
+    found: list[str] = []
+    count = 1
+    for name, size in axes.items():
+        count *= size
+        if count > num_kv_heads:
+            break
+        found.append(name)
+    return tuple(found)
 
 
 def require_backend(problem: str | None, name: str) -> None:

@@ -16,52 +16,34 @@ import jax.numpy as jnp
 
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.layers.basic import Layout, embed, rms_norm, soft_cap
-from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, stretch_llama3
+from sgljax_engine.layers.rope import (
+    apply_rope,
+    keep_fastest,
+    rope_tables,
+    rope_timescales,
+    stretch_llama3,
+)
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
+from sgljax_engine.models.decoder_params import DecoderTraits, param_specs
 from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.spec import (
-    KV_HEADS_AXIS,
     Attend,
     LayerCache,
     ModelContext,
     ModelDefinition,
-    ParamKind,
+    NewKV,
     Params,
-    ParamSpec,
 )
 
 Rope = tuple[jax.Array, jax.Array]
 """Sines and cosines of each token's rotary angles."""
 
 
-class DecoderTraits(NamedTuple):
-    """Traits of an architecture that its config does not hold.
-
-    Attributes:
-        activation: Activation of the MLP's gate.
-        has_qkv_bias: Query, key and value projections add a bias.
-        has_qk_norm: Queries and keys are normalised, head by head, before the rotary embedding.
-        has_post_norms: The outputs of attention and MLP are normalised too, before they are added.
-        has_offset_norms: Norm weights are stored minus one.
-        scales_embeddings: Embeddings are multiplied by sqrt(hidden_size).
-    """
-
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    has_post_norms: bool = False
-    has_offset_norms: bool = False
-    scales_embeddings: bool = False
-
-
 def decoder(
     traits: DecoderTraits, config_from_hf: Callable[[HfConfig], ModelConfig]
 ) -> ModelDefinition:
     """An architecture: this decoder with the given traits."""
-
-    def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-        return _param_specs(config, traits)
 
     def forward(
         params: Params,
@@ -76,52 +58,24 @@ def decoder(
         layers = _Layers(params, context, traits, attend, tokens)
         return layers.forward(input_ids, positions, kv, adapters)
 
-    return ModelDefinition(config_from_hf, param_specs, forward, _logits)
+    specs = functools.partial(param_specs, traits=traits)
+    return ModelDefinition(config_from_hf, specs, forward, _logits)
 
 
-def _param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSpec]:
-    dim, mlp = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    norm_kind = ParamKind.OFFSET_NORM if traits.has_offset_norms else ParamKind.NORM
-    specs: dict[str, ParamSpec] = {}
+class _LayerKind(NamedTuple):
+    """Static facts of a layer beside the shapes of its weights.
 
-    def project(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> None:
-        specs[f"{name}.weight"] = ParamSpec(shape, ParamKind.LINEAR, axes, f"{name}.weight")
+    Attributes:
+        options: How it attends.
+        rope: Its rotary embedding, and the head_dim of that.
+        head_dim: Of its queries and keys.
+        owns_kv: False if it reads the keys and values of another layer.
+    """
 
-    def project_heads(name: str, size: int, axis: str) -> None:
-        project(name, (dim, size), (None, axis))
-        if traits.has_qkv_bias:
-            specs[f"{name}.bias"] = ParamSpec((size,), ParamKind.BIAS, (axis,), f"{name}.bias")
-
-    def norm(name: str, size: int) -> None:
-        specs[f"{name}.weight"] = ParamSpec((size,), norm_kind, (None,), f"{name}.scale")
-
-    def table(name: str) -> None:
-        shape, axes = (config.vocab_size, dim), ("vocab", None)
-        specs[f"{name}.weight"] = ParamSpec(shape, ParamKind.EMBEDDING, axes, f"{name}.embedding")
-
-    table("model.embed_tokens")
-    for i in range(config.num_layers):
-        layer = f"model.layers.{i}"
-        norm(f"{layer}.input_layernorm", dim)
-        project_heads(f"{layer}.self_attn.q_proj", heads, "heads")
-        project_heads(f"{layer}.self_attn.k_proj", kv_heads, KV_HEADS_AXIS)
-        project_heads(f"{layer}.self_attn.v_proj", kv_heads, KV_HEADS_AXIS)
-        project(f"{layer}.self_attn.o_proj", (heads, dim), ("heads", None))
-        if traits.has_qk_norm:
-            norm(f"{layer}.self_attn.q_norm", config.head_dim)
-            norm(f"{layer}.self_attn.k_norm", config.head_dim)
-        norm(f"{layer}.post_attention_layernorm", dim)
-        if traits.has_post_norms:
-            norm(f"{layer}.pre_feedforward_layernorm", dim)
-            norm(f"{layer}.post_feedforward_layernorm", dim)
-        project(f"{layer}.mlp.gate_proj", (dim, mlp), (None, "mlp"))
-        project(f"{layer}.mlp.up_proj", (dim, mlp), (None, "mlp"))
-        project(f"{layer}.mlp.down_proj", (mlp, dim), ("mlp", None))
-    norm("model.norm", dim)
-    if not config.tie_word_embeddings:
-        table("lm_head")
-    return specs
+    options: AttentionOptions
+    rope: tuple[RopeConfig, int]
+    head_dim: int
+    owns_kv: bool
 
 
 class _Layers(NamedTuple):
@@ -137,6 +91,7 @@ class _Layers(NamedTuple):
     attend: Attend
     tokens: Tokens
     adapters: jax.Array | None = None
+    kind: _LayerKind | None = None
 
     def forward(
         self,
@@ -145,39 +100,71 @@ class _Layers(NamedTuple):
         kv: tuple[LayerCache, ...] | None,
         adapters: jax.Array | None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
-        config = self.context.config
-        attention = config.attention
+        config, tokens = self.context.config, self.tokens
+        kinds = [self.kind_of(i) for i in range(config.num_layers)]
         # Each distinct rotary embedding is computed once.
-        both = (config.rope, attention.sliding_rope or config.rope)
-        split_positions = self.tokens.split(positions)
+        split_positions = tokens.split(positions)
         ropes = {
-            rope: self.tokens.map(functools.partial(self.rope_tables, rope), split_positions)
-            for rope in dict.fromkeys(both)
+            rope: tokens.map(functools.partial(self.rope_tables, *rope), split_positions)
+            for rope in dict.fromkeys(kind.rope for kind in kinds)
         }
-        x = self.tokens.map(self.embed, self.tokens.split(input_ids))
-        slots = None if adapters is None else self.tokens.split(adapters)
-        scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
-        new_kv: list[LayerCache] = []
+        ids = tokens.split(input_ids)
+        x = tokens.map(self.embed, ids)
+        slots = None if adapters is None else tokens.split(adapters)
+        inputs: tuple[jax.Array | None, ...] = (None,) * config.num_layers
+        if config.per_layer_input_size:
+            inputs = tokens.map(self.layer_inputs, (ids, x, slots))
         # Equal layers are traced and lowered once; XLA compiles them as if unrolled.
-        layer = jax.jit(self.layer, static_argnames="options")
-        for i in range(config.num_layers):
-            slides = bool(attention.sliding_layers) and attention.sliding_layers[i]
-            window = attention.sliding_window if slides else None
-            options = AttentionOptions(scale, window, attention.logit_softcap)
-            rope = (attention.sliding_rope if slides else None) or config.rope
-            layer_kv = None if kv is None else kv[i]
-            weights = self.weights_of(i)
-            x, layer_kv = layer(weights, x, ropes[rope], slots, layer_kv, options=options)
-            if layer_kv is not None:
-                new_kv.append(layer_kv)
-        hidden = self.tokens.join(self.tokens.map(self.last_norm, x))
-        return hidden, None if kv is None else tuple(new_kv)
+        layer = jax.jit(self.layer, static_argnames="kind")
+        caches: dict[int, LayerCache | None] = dict.fromkeys(config.cached_layers)
+        if kv is not None:
+            caches.update(zip(caches, kv, strict=True))
+        for i, kind in enumerate(kinds):
+            source = config.kv_layer(i)
+            args = (x, ropes[kind.rope], slots, inputs[i], caches[source])
+            x, caches[source] = layer(self.weights_of(i), *args, kind=kind)
+        hidden = tokens.join(tokens.map(self.last_norm, x))
+        return hidden, None if kv is None else tuple(cache for cache in caches.values() if cache)
+
+    def kind_of(self, index: int) -> _LayerKind:
+        config = self.context.config
+        attention, kv = config.attention, config.kv_shape(index)
+        slides = attention.slides(index)
+        scale = config.head_dim**-0.5 if attention.scale is None else attention.scale
+        window = attention.sliding_window if slides else None
+        return _LayerKind(
+            AttentionOptions(scale, window, attention.logit_softcap),
+            ((attention.sliding_rope if slides else None) or config.rope, kv.head_dim),
+            kv.head_dim,
+            config.kv_layer(index) == index,
+        )
 
     def embed(self, ids: jax.Array) -> jax.Array:
         x = self.layout.place(embed(self.params["model.embed_tokens.weight"], ids))
         if self.traits.scales_embeddings:
             x = x * jnp.asarray(self.context.config.hidden_size**0.5, x.dtype)
         return x
+
+    def layer_inputs(
+        self, args: tuple[jax.Array, jax.Array, jax.Array | None]
+    ) -> tuple[jax.Array, ...]:
+        """What each layer takes of the tokens besides hidden states (Gemma 4)."""
+        ids, x, adapters = args
+        config, size = self.context.config, self.context.config.per_layer_input_size
+        inner = self._replace(adapters=adapters)
+        of_token = self.layout.place(embed(self.params["model.embed_tokens_per_layer.weight"], ids))
+        of_token = of_token * jnp.asarray(size**0.5, x.dtype)
+        of_state = inner.linear("model.per_layer_model_projection", x)
+        of_state = of_state * jnp.asarray(config.hidden_size**-0.5, x.dtype)
+        of_state = self.norm(
+            "model.per_layer_projection_norm", self.layout.split_heads(of_state, size)
+        )
+        both = of_state + self.layout.split_heads(of_token, size)
+        both = both * jnp.asarray(2**-0.5, x.dtype)
+        axis = self.layout.head_axis
+        return tuple(
+            jax.lax.index_in_dim(both, i, axis, keepdims=False) for i in range(config.num_layers)
+        )
 
     def last_norm(self, x: jax.Array) -> jax.Array:
         return self.layout.materialize(self.layout.tokens_first(self.norm("model.norm", x)))
@@ -197,25 +184,33 @@ class _Layers(NamedTuple):
         x: jax.Array,
         rope: Rope,
         adapters: jax.Array | None,
+        layer_input: jax.Array | None,
         kv: LayerCache | None,
-        options: AttentionOptions,
+        kind: _LayerKind,
     ) -> tuple[jax.Array, LayerCache | None]:
-        inner, tokens = self._replace(params=weights), self.tokens
-        q, k, v = map(tokens.join, tokens.map(inner.before_attention, (x, rope, adapters)))
-        out, kv = self.attend(q, k, v, kv, options)
+        inner, tokens = self._replace(params=weights, kind=kind), self.tokens
+        q, new = tokens.map(inner.before_attention, (x, rope, adapters))
+        q, new = jax.tree.map(tokens.join, (q, new))
+        out, kv = self.attend(q, new, kv, kind.options)
         out = tokens.split(out.reshape(out.shape[0], -1))
-        return tokens.map(inner.after_attention, (x, out, adapters)), kv
+        return tokens.map(inner.after_attention, (x, out, adapters, layer_input)), kv
 
     def before_attention(
         self, args: tuple[jax.Array, Rope, jax.Array | None]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, NewKV | None]:
         x, rope, adapters = args
         inner = self._replace(adapters=adapters)
         return inner.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
 
-    def after_attention(self, args: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-        x, out, adapters = args
-        return self._replace(adapters=adapters).project_out(x, out)
+    def after_attention(
+        self, args: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+    ) -> jax.Array:
+        x, out, adapters, layer_input = args
+        inner = self._replace(adapters=adapters)
+        x = inner.project_out(x, out)
+        if layer_input is not None:
+            x = inner.add_layer_input(x, layer_input)
+        return x * self.params["layer_scalar"] if self.traits.has_layer_scale else x
 
     def project_out(self, x: jax.Array, out: jax.Array) -> jax.Array:
         out = self.layout.materialize(self.layout.place(out))
@@ -227,23 +222,36 @@ class _Layers(NamedTuple):
         out = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
         return x + self.norm("post_feedforward_layernorm", out)
 
+    def add_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
+        gate = self.traits.activation(self.linear("per_layer_input_gate", x))
+        out = self.linear("per_layer_projection", gate * layer_input)
+        return x + self.norm("post_per_layer_input_norm", out)
+
     def project_qkv(
         self, prefix: str, h: jax.Array, sin: jax.Array, cos: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        layout = self.layout
+    ) -> tuple[jax.Array, NewKV | None]:
+        layout, kind = self.layout, self.kind
+        assert kind is not None
 
         def project(name: str) -> jax.Array:
             out = self.linear(prefix + name, h)
             if self.traits.has_qkv_bias:
                 out = out + layout.per_feature(self.params[f"{prefix}{name}.bias"])
-            return layout.split_heads(out, self.context.config.head_dim)
+            return layout.split_heads(out, kind.head_dim)
 
-        q, k = project("q_proj"), project("k_proj")
-        if self.traits.has_qk_norm:
-            q, k = self.norm(prefix + "q_norm", q), self.norm(prefix + "k_norm", k)
-        q, k = (apply_rope(x, sin, cos, layout.feature_axis) for x in (q, k))
-        v = project("v_proj")
-        return layout.tokens_first(q), layout.tokens_first(k), layout.tokens_first(v)
+        def rotate(x: jax.Array, name: str) -> jax.Array:
+            if self.traits.has_qk_norm:
+                x = self.norm(prefix + name, x)
+            return layout.tokens_first(apply_rope(x, sin, cos, layout.feature_axis))
+
+        q = project("q_proj")
+        if not kind.owns_kv:
+            return rotate(q, "q_norm"), None
+        k = project("k_proj")
+        v = k if f"{prefix}v_proj.weight" not in self.params else project("v_proj")
+        if self.traits.has_value_norm:
+            v = self.norm(None, v)
+        return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v))
 
     def mlp(self, prefix: str, h: jax.Array) -> jax.Array:
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
@@ -254,19 +262,24 @@ class _Layers(NamedTuple):
         change = _adapter_change(self.params, self.context, name, x, self.adapters)
         return out if change is None else out + change
 
-    def norm(self, name: str, x: jax.Array) -> jax.Array:
+    def norm(self, name: str | None, x: jax.Array) -> jax.Array:
+        """The norm of that name; without a name, one without a weight."""
         offset = 1.0 if self.traits.has_offset_norms else 0.0
         eps = self.context.config.rms_norm_eps
-        weight = self.layout.per_feature(self.params[f"{name}.weight"])
+        weight = None
+        if name is not None:
+            weight = self.layout.per_feature(self.params[f"{name}.weight"])
         axis, is_ordered = self.layout.feature_axis, self.context.is_deterministic
         return rms_norm(x, weight, eps, offset, axis, is_ordered=is_ordered)
 
-    def rope_tables(self, rope: RopeConfig, positions: jax.Array) -> Rope:
-        timescales = rope_timescales(self.context.config.head_dim, rope.theta)
+    def rope_tables(self, rope: RopeConfig, head_dim: int, positions: jax.Array) -> Rope:
+        timescales = rope_timescales(head_dim, rope.theta)
         if rope.linear_factor != 1.0:
             timescales = timescales * rope.linear_factor
         if rope.llama3 is not None:
             timescales = stretch_llama3(timescales, **dataclasses.asdict(rope.llama3))
+        if rope.rotary_fraction != 1.0:
+            timescales = keep_fastest(timescales, rope.rotary_fraction)
 
         def make(positions: jax.Array) -> Rope:
             sin, cos = rope_tables(positions, timescales)

@@ -12,7 +12,8 @@ import jax
 
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import hf
-from sgljax_engine.models.decoder import DecoderTraits, decoder
+from sgljax_engine.models.decoder import decoder
+from sgljax_engine.models.decoder_params import DecoderTraits
 
 GELU = "gelu_pytorch_tanh"
 """HF's name of the activation, the tanh approximation of GELU."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import hf
-from sgljax_engine.models.decoder import DecoderTraits, decoder
+from sgljax_engine.models.decoder import decoder
+from sgljax_engine.models.decoder_params import DecoderTraits
 
 
 def _config_from_hf(config: hf.HfConfig) -> ModelConfig:

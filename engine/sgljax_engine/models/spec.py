@@ -19,22 +19,33 @@ from sgljax_engine.model_config import ModelConfig
 Params = Mapping[str, jax.Array]
 """Physical weights by parameter name: a pytree that programs take as an argument."""
 
+NewKV = tuple[jax.Array, jax.Array]
+"""Keys and values of the tokens of a pass, each [T, K, H]."""
+
 LayerCache = LayerKV | PagedRows
 """One layer's cache. Models only pass it on."""
 
 Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, LayerCache | None, AttentionOptions],
-    tuple[jax.Array, LayerCache | None],
+    [jax.Array, NewKV | None, LayerCache | None, AttentionOptions],
+    tuple[jax.Array, LayerCache],
 ]
-"""`attend(q[T, N, H], k[T, K, H], v[T, K, H], layer_kv, options) -> (out[T, N, H], new layer_kv)`.
+"""`attend(q[T, N, H], (k[T, K, H], v[T, K, H]), layer_kv, options) -> (out[T, N, H], layer_kv)`.
 
 The model computes q, k and v and gives the layer's options; the caller decides where keys live: in
-pages, also in contiguous KV (decode on CPUs), or nowhere (scoring), with `layer_kv` None.
+pages, also in contiguous KV (decode on CPUs), or only in the batch (scoring), where `layer_kv` is
+None at first. With None instead of k and v it attends to what an earlier layer of the same pass has
+put into `layer_kv`.
 """
 
 
-KV_HEADS_AXIS = "kv_heads"
-"""The logical axis of key and value heads, which may be fewer than the devices of the mesh axis."""
+class KVHeads(NamedTuple):
+    """The logical axis of so many key or value heads, which may be fewer than the devices."""
+
+    num_heads: int
+
+
+ParamAxis = str | KVHeads | None
+"""A logical axis that tensor parallelism shards; None is never sharded."""
 
 
 class ParamKind(enum.Enum):
@@ -46,6 +57,8 @@ class ParamKind(enum.Enum):
     OFFSET_NORM = "offset_norm"
     """A norm's weight minus one."""
     BIAS = "bias"
+    SCALE = "scale"
+    """A factor of activations."""
 
 
 class ParamSpec(NamedTuple):
@@ -54,14 +67,13 @@ class ParamSpec(NamedTuple):
     Attributes:
         shape: Logical shape: linear weights are [in, out], embedding tables [vocab, dim].
         kind: See `ParamKind`.
-        axes: Logical axis names for sharding, one per dimension; None is never sharded. An axis of
-            key or value heads is called `KV_HEADS_AXIS`.
+        axes: Logical axes for sharding, one per dimension.
         alias: The name that Tunix's `sglang_jax` mappings use for it.
     """
 
     shape: tuple[int, ...]
     kind: ParamKind
-    axes: tuple[str | None, ...]
+    axes: tuple[ParamAxis, ...]
     alias: str
 
 
@@ -107,8 +119,9 @@ class ModelDefinition(NamedTuple):
             implemented.
         param_specs: All parameters of a config, by Hugging Face's dotted names.
         forward: (params, context, input_ids[T], positions[T], attend, kv, tokens, adapters[T]) ->
-            (hidden[T, D], kv). `tokens` says how tokens go through the layers. `adapters` holds the
-            adapter slot of each token, int32, -1 for none; None if no token has one.
+            (hidden[T, D], kv), with a cache for each of `ModelConfig.cached_layers`. `tokens` says
+            how tokens go through the layers. `adapters` holds the adapter slot of each token,
+            int32, -1 for none; None if no token has one.
         logits: (params, context, hidden[T, D], adapters[T]) -> [T, V] float32.
     """
 

@@ -6,7 +6,8 @@ group of engines, each of which has a submesh without them; see `submeshes`.
 
 Where "tp" is larger than the number of kv heads, it is split in two: kv heads are sharded over the
 first part, one per device, and copied over the second; everything else is sharded over both. The
-query heads of a device are then neighbours that share its kv head, so keys never move.
+query heads of a device are then neighbours that share its kv head, so keys never move. If layers
+have different numbers of kv heads, there is a split for each number.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sgljax_engine.cache.kv_pages import PageLayout
+from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
-from sgljax_engine.layers.target import Target
-from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models.spec import KV_HEADS_AXIS, ParamKind, ParamSpec
+from sgljax_engine.layers.target import Target, kv_axes
+from sgljax_engine.model_config import KVShape, ModelConfig
+from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
 
-TENSOR_AXIS = "tp"
-COPIES_AXIS = "tp_copies"
-"""The second part of a split `TENSOR_AXIS`, over which kv heads are copied."""
+TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies")
+"""The tensor axis, and the further parts of a split one."""
 
 _NORMS = (ParamKind.NORM, ParamKind.OFFSET_NORM)
 """Kinds of parameters that are always float32.
@@ -38,11 +38,15 @@ alone undoes the gain of computing in the trainer's dtype (docs/mismatch.md).
 """
 
 
+_MeshAxes = str | tuple[str, ...] | None
+"""An entry of a PartitionSpec."""
+
+
 class Placement(NamedTuple):
     """Devices, dtype and layout of an engine, or of a group of engines.
 
     Attributes:
-        mesh: The devices of an engine, or of a group, with a split "tp" axis where kv heads are
+        mesh: The devices of an engine, or of a group, with a split tensor axis where kv heads are
             copied.
         dtype: Dtype of weights except norms, of activations and of the KV cache.
         layout: Layout of activations and projection weights.
@@ -57,20 +61,32 @@ class Placement(NamedTuple):
         """Sharding of arrays replicated on every device of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    @property
-    def kv_sharding(self) -> NamedSharding:
-        """Sharding of pages: heads, or rows of them, over the tensor axis."""
-        return NamedSharding(self.mesh, PartitionSpec(None, self._kv_axis))
+    def page_layouts(self, model: ModelConfig, heads_per_row: int) -> tuple[PageLayout, ...]:
+        """Where the heads of a token are in a page, for each of the model's cached layers."""
+        return tuple(
+            PageLayout(*shape, heads_per_row, self.num_tensor_shards // self.kv_copies(shape))
+            for shape in model.cached_kv
+        )
 
-    def page_layout(self, model: ModelConfig, heads_per_row: int) -> PageLayout:
-        """Where the heads of a token are in a page."""
-        num_shards = self.num_tensor_shards // self.num_kv_copies
-        return PageLayout(model.num_kv_heads, model.head_dim, heads_per_row, num_shards)
+    def kv_sharding(self, kv: KVShape) -> NamedSharding:
+        """Sharding of pages: heads, or rows of them, over tensor axes."""
+        return NamedSharding(self.mesh, PartitionSpec(None, self._kv_axes(kv.num_heads)))
 
-    @property
-    def contiguous_kv_sharding(self) -> NamedSharding:
+    def contiguous_kv_sharding(self, kv: KVShape) -> NamedSharding:
         """Sharding of `cache.contiguous_kv.LayerContiguousKV`."""
-        return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axis))
+        return NamedSharding(self.mesh, PartitionSpec(None, None, self._kv_axes(kv.num_heads)))
+
+    def kv_copies(self, kv: KVShape) -> int:
+        """Number of devices with the same kv heads of a layer, of those that share a weight."""
+        return max(self.num_tensor_shards // kv.num_heads, 1)
+
+    def kv_bytes_per_token(self, model: ModelConfig, heads_per_row: int) -> int:
+        """Bytes of a token's keys and values on an engine's devices, every copy counted."""
+        layouts = self.page_layouts(model, heads_per_row)
+        return sum(
+            self.kv_copies(shape) * kv_bytes_per_token([layout], self.dtype)
+            for shape, layout in zip(model.cached_kv, layouts, strict=True)
+        )
 
     @property
     def platform(self) -> str:
@@ -85,7 +101,7 @@ class Placement(NamedTuple):
     @property
     def num_tensor_shards(self) -> int:
         """Number of devices that share one weight."""
-        return math.prod(self.mesh.shape.get(axis, 1) for axis in (TENSOR_AXIS, COPIES_AXIS))
+        return math.prod(self._tensor_shape.values())
 
     @property
     def target(self) -> Target:
@@ -101,17 +117,18 @@ class Placement(NamedTuple):
         )
 
     @property
-    def num_kv_copies(self) -> int:
-        """Number of devices with the same kv heads, of those that share a weight."""
-        return self.mesh.shape.get(COPIES_AXIS, 1)
+    def _tensor_shape(self) -> dict[str, int]:
+        """Sizes of the tensor axes."""
+        return {axis: self.mesh.shape[axis] for axis in TENSOR_AXES if axis in self.mesh.shape}
 
     @property
-    def _kv_axis(self) -> str | None:
-        return TENSOR_AXIS if self.num_tensor_shards > 1 else None
+    def _tensor_axes(self) -> _MeshAxes:
+        return _as_axes(self._tensor_shape) if self.num_tensor_shards > 1 else None
 
-    @property
-    def _tensor_axes(self) -> str | tuple[str, ...] | None:
-        return (TENSOR_AXIS, COPIES_AXIS) if self.num_kv_copies > 1 else self._kv_axis
+    def _kv_axes(self, num_heads: int) -> _MeshAxes:
+        if self.num_tensor_shards == 1:
+            return None
+        return _as_axes(kv_axes(self._tensor_shape, num_heads))
 
     def weight_targets(self, specs: Mapping[str, ParamSpec]) -> dict[str, TargetSpec]:
         """The weight-sync targets of a model's parameters."""
@@ -134,8 +151,14 @@ class Placement(NamedTuple):
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays
         )
 
-    def _mesh_axes(self, axis: str | None) -> str | tuple[str, ...] | None:
+    def _mesh_axes(self, axis: ParamAxis) -> _MeshAxes:
         """The mesh axes over which a logical axis is sharded."""
         if axis is None:
             return None
-        return self._kv_axis if axis == KV_HEADS_AXIS else self._tensor_axes
+        return self._kv_axes(axis.num_heads) if isinstance(axis, KVHeads) else self._tensor_axes
+
+
+def _as_axes(names: Iterable[str]) -> _MeshAxes:
+    """An entry of a PartitionSpec."""
+    axes = tuple(names)
+    return axes if len(axes) > 1 else next(iter(axes), None)

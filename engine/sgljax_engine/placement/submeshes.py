@@ -19,7 +19,7 @@ from sgljax_engine.config import ParallelConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import default_layout
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.placement.shardings import COPIES_AXIS, TENSOR_AXIS, Placement
+from sgljax_engine.placement.shardings import TENSOR_AXES, Placement
 from sgljax_engine.weights.controllers import local_submesh
 
 DATA_AXIS = "data"
@@ -76,11 +76,9 @@ def place(
     """
     parallel = parallel or ParallelConfig()
     devices, tensor_dim = share_out(mesh, parallel)
-    tp_size, num_kv_heads = devices.shape[tensor_dim], model.num_kv_heads
+    tp_size = devices.shape[tensor_dim]
     check_divides(model, tp_size)
-    tensor = [(TENSOR_AXIS, tp_size)]
-    if tp_size > num_kv_heads:
-        tensor = [(TENSOR_AXIS, num_kv_heads), (COPIES_AXIS, tp_size // num_kv_heads)]
+    tensor = _split_tensor_axis(model, tp_size)
     axes = [(f"{DATA_AXIS}{dim}", size) for dim, size in enumerate(devices.shape)]
     axes[tensor_dim : tensor_dim + 1] = tensor
     layout = default_layout(devices.flat[0].platform)
@@ -96,6 +94,17 @@ def place(
     return GroupPlacement(placement(devices, axes), engines)
 
 
+def _split_tensor_axis(model: ModelConfig, tp_size: int) -> list[tuple[str, int]]:
+    """Sizes of the tensor axes: each number of kv heads is a product of the first ones."""
+    sizes, done = [], 1
+    for count in (*model.kv_head_counts, tp_size):
+        size = min(count, tp_size)
+        if size > done:
+            sizes.append(size // done)
+            done = size
+    return list(zip(TENSOR_AXES, sizes or [1], strict=False))
+
+
 def check_divides(model: ModelConfig, tp_size: int) -> None:
     """Raises InvalidConfigError unless a model can be sharded over so many devices."""
     for name in ("num_heads", "intermediate_size", "vocab_size"):
@@ -104,12 +113,27 @@ def check_divides(model: ModelConfig, tp_size: int) -> None:
             raise InvalidConfigError(
                 f"{name} must be a multiple of the size of the tensor axis ({tp_size}), got {size}"
             )
-    num_kv_heads = model.num_kv_heads
-    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+    if (
+        model.shared_kv_intermediate_size is not None
+        and model.shared_kv_intermediate_size % tp_size
+    ):
         raise InvalidConfigError(
-            f"num_kv_heads must be a multiple of the size of the tensor axis ({tp_size}) or divide "
-            f"it, got {num_kv_heads}"
+            f"shared_kv_intermediate_size must be a multiple of the size of the tensor axis "
+            f"({tp_size}), got {model.shared_kv_intermediate_size}"
         )
+    smaller = 1
+    for num_kv_heads in model.kv_head_counts:
+        if num_kv_heads % tp_size and tp_size % num_kv_heads:
+            raise InvalidConfigError(
+                f"num_kv_heads must be a multiple of the size of the tensor axis ({tp_size}) or "
+                f"divide it, got {num_kv_heads}"
+            )
+        if min(num_kv_heads, tp_size) % smaller:
+            raise InvalidConfigError(
+                f"num_kv_heads of layers must divide each other over a tensor axis of {tp_size}, "
+                f"got {' and '.join(map(str, model.kv_head_counts))}"
+            )
+        smaller = min(num_kv_heads, tp_size)
 
 
 def share_out(mesh: Mesh | None, parallel: ParallelConfig) -> tuple[np.ndarray, int]:

@@ -30,7 +30,7 @@ class KVMemory:
         contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
             empty.
         contiguous_slots: Which requests these copies are of.
-        layout: Where the heads of a token are in a page.
+        layouts: Where the heads of a token are in a page, for each cached layer.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KVMemory:
         static: ProgramContext,
         placement: Placement,
         num_pages: int,
-        contiguous_shapes: ContiguousShapes | None,
+        contiguous_shapes: Sequence[ContiguousShapes] | None,
         make_zeros: MakeZeros,
     ) -> None:
         """Allocates the pages.
@@ -50,7 +50,8 @@ class KVMemory:
             static: What programs are compiled for.
             placement: Devices and shardings.
             num_pages: Pages in the pool.
-            contiguous_shapes: Shapes of contiguous KV; None if decode attention reads pages.
+            contiguous_shapes: Of contiguous KV in each cached layer; None if decode attention reads
+                pages.
             make_zeros: Makes the arrays.
         """
         self._make_zeros = make_zeros
@@ -61,7 +62,9 @@ class KVMemory:
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self._kv: KVPages = ()
         self.num_pages = num_pages
-        self.layout: PageLayout = placement.page_layout(static.context.config, static.heads_per_row)
+        self.layouts: tuple[PageLayout, ...] = placement.page_layouts(
+            static.context.config, static.heads_per_row
+        )
         self.contiguous_kv: ContiguousKV = ()
         self.contiguous_slots = ContiguousSlots()
         self._allocate()
@@ -77,16 +80,18 @@ class KVMemory:
         self._kv = pages
 
     @property
-    def geometry(self) -> dict[str, int | str]:
+    def geometry(self) -> dict[str, Any]:
         """What the contents of a page depend on, beside weights and tokens."""
-        config = self._static.context.config
         return {
             "page_size": self._static.page_size,
             "dtype": self._placement.dtype.name,
-            "num_layers": config.num_layers,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
+            "kv_shapes": list(map(tuple, self._static.context.config.cached_kv)),
         }
+
+    @property
+    def _shardings(self) -> list[jax.sharding.NamedSharding]:
+        """Of the pages of each cached layer."""
+        return list(map(self._placement.kv_sharding, self._static.context.config.cached_kv))
 
     @property
     def is_deterministic(self) -> bool:
@@ -164,23 +169,21 @@ class KVMemory:
         return self._placement.held_bytes(jax.tree.leaves((self.kv, self.contiguous_kv)))
 
     def _allocate(self) -> None:
-        config, placement = self._static.context.config, self._placement
+        placement, layers = self._placement, self._static.context.config.cached_kv
         kv = allocate_kv_pages(
-            num_layers=config.num_layers,
+            self.layouts,
+            self._shardings,
             num_pages=self.num_pages,
             page_size=self._static.page_size,
-            layout=self.layout,
             dtype=placement.dtype,
-            sharding=placement.kv_sharding,
             make_zeros=self._make_zeros,
         )
         rows: ContiguousKV = ()
         if self._contiguous_shapes is not None:
             rows = allocate_contiguous_kv(
                 self._contiguous_shapes,
-                num_layers=config.num_layers,
+                list(map(placement.contiguous_kv_sharding, layers)),
                 dtype=placement.dtype,
-                sharding=placement.contiguous_kv_sharding,
                 make_zeros=self._make_zeros,
             )
         self.kv, self.contiguous_kv = kv, rows  # both or, if memory is short, none
@@ -209,7 +212,7 @@ class KVMemory:
     ) -> None:
         """Puts row `rows[i]` of each layer's bits of k and v into `pages[i]`; as `load_pages`.
 
-        Bits are [R, num_kv_heads, page_size, head_dim], whatever the layout.
+        Bits are [R, num_kv_heads, page_size, head_dim] of the layer, whatever the layout.
         """
         self.take()
         chunks = page_chunks(
@@ -218,8 +221,8 @@ class KVMemory:
             layers,
             size=self.pages_per_copy,
             num_pages=self.num_pages,
-            layout=self.layout,
-            sharding=self._placement.kv_sharding,
+            layouts=self.layouts,
+            shardings=self._shardings,
         )
         self._load_chunks(chunks)
 

@@ -13,7 +13,6 @@ import jax
 
 from sgljax_engine.attention.base import ContiguousKV
 from sgljax_engine.cache.contiguous_kv import LANES, ContiguousShapes, contiguous_shapes
-from sgljax_engine.cache.kv_pages import kv_bytes_per_token
 from sgljax_engine.config import EngineConfig, ParallelConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
@@ -26,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryPlan(NamedTuple):
-    """The memory of an engine: the report, and the shapes of contiguous KV."""
+    """The memory of an engine: the report, and the shapes of contiguous KV in each cached layer."""
 
     report: MemoryReport
-    contiguous_shapes: ContiguousShapes | None
+    contiguous_shapes: tuple[ContiguousShapes, ...] | None
 
 
 def plan_memory(
@@ -65,7 +64,7 @@ def plan_memory(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     cache = config.cache
-    per_page = cache.page_size * _bytes_per_token(model, placement, heads_per_row)
+    per_page = cache.page_size * placement.kv_bytes_per_token(model, heads_per_row)
     free = engine_free_bytes(placement, num_engines, device_bytes)
     if free is not None and not are_loaded:
         if free < weights_bytes:
@@ -137,7 +136,7 @@ def _plan_rows(
     contiguous_kv: ContiguousKV,
     free_bytes: int | None,
     kv_bytes: int,
-) -> tuple[ContiguousShapes | None, int]:
+) -> tuple[tuple[ContiguousShapes, ...] | None, int]:
     """Shapes and bytes of contiguous KV for decode attention on CPUs: all rows or none.
 
     Pages and rows together stay within `mem_fraction_static`. With "if_it_fits" there are also none
@@ -146,12 +145,16 @@ def _plan_rows(
     if contiguous_kv == "never":
         return None, 0
     num_rows = (config.runtime.batch_buckets or (config.scheduler.max_running_requests,))[-1]
-    if model.head_dim % LANES:
-        problem = f"needs a head_dim that is a multiple of {LANES}, got {model.head_dim}"
+    odd = [head_dim for head_dim in model.head_dims if head_dim % LANES]
+    if odd:
+        problem = f"needs a head_dim that is a multiple of {LANES}, got {odd[0]}"
     else:
-        shapes = contiguous_shapes(num_rows, max_model_len, model.num_kv_heads, model.head_dim)
-        elements = sum(math.prod(shape) for shape in shapes) * model.num_layers
-        size = elements * placement.dtype.itemsize * placement.num_kv_copies
+        shapes = tuple(contiguous_shapes(num_rows, max_model_len, *kv) for kv in model.cached_kv)
+        elements = sum(
+            placement.kv_copies(kv) * sum(map(math.prod, layer))
+            for kv, layer in zip(model.cached_kv, shapes, strict=True)
+        )
+        size = elements * placement.dtype.itemsize
         left = size
         if free_bytes is not None:
             left = max(int(free_bytes * config.cache.mem_fraction_static) - kv_bytes, 0)
@@ -284,7 +287,7 @@ def _needed_and_free(
     group = place(model, mesh, dtype, parallel)
     engine = group.engines[0]
     tokens = config.max_model_len or model.context_length
-    kv = math.ceil(tokens * _bytes_per_token(model, engine) / config.cache.mem_fraction_static)
+    kv = math.ceil(tokens * engine.kv_bytes_per_token(model, 1) / config.cache.mem_fraction_static)
     free = engine_free_bytes(engine, len(group.engines), device_bytes)
     return expected_weights_bytes(model, engine) + kv, free
 
@@ -293,10 +296,3 @@ def expected_weights_bytes(model: ModelConfig, placement: Placement) -> int:
     """Bytes of a model's weights on an engine's devices, before there are any."""
     targets = placement.weight_targets(get_model(model.architecture).param_specs(model))
     return placement.held_bytes(target.stored for target in targets.values())
-
-
-def _bytes_per_token(model: ModelConfig, placement: Placement, heads_per_row: int = 1) -> int:
-    """Bytes of a token's keys and values on an engine's devices."""
-    layout = placement.page_layout(model, heads_per_row)
-    copies = placement.num_kv_copies
-    return copies * kv_bytes_per_token(model.num_layers, layout, placement.dtype)

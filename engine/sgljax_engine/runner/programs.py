@@ -23,7 +23,14 @@ from sgljax_engine.attention.contiguous import row_attention, shared_keys
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, PagedRows, gather_rows, write_rows
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
-from sgljax_engine.models.spec import Attend, LayerCache, ModelContext, ModelDefinition, Params
+from sgljax_engine.models.spec import (
+    Attend,
+    LayerCache,
+    ModelContext,
+    ModelDefinition,
+    NewKV,
+    Params,
+)
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -88,21 +95,33 @@ class RowOptions(NamedTuple):
     logprobs: LogprobBatch | None = None
 
 
-def _paged_attend(static: ProgramContext, slots: jax.Array, tables: BlockTables) -> Attend:
-    """An `attend` that writes the new keys to `slots`, then reads the pages."""
+def _paged_attend(
+    static: ProgramContext,
+    slots: jax.Array,
+    tables: BlockTables,
+    write_and_attend: PrefillAttention | None,
+) -> Attend:
+    """An `attend` of blocks over pages: by `write_and_attend`, or by `static.attention`.
+
+    New keys go to `slots` before the latter, and so does every read of another layer's keys.
+    """
     num_blocks, num_queries = tables.positions.shape
 
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(num_blocks, num_queries, *x.shape[1:])
+
     def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        layer: LayerCache | None,
-        options: AttentionOptions,
+        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerKV]:
         assert isinstance(layer, LayerKV)
-        layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
-        blocks = q.reshape(num_blocks, num_queries, *q.shape[1:])
-        return static.attention(blocks, layer, tables, options).reshape(q.shape), layer
+        if write_and_attend is not None and new is not None:
+            k, v = map(split, new)
+            out, layer = write_and_attend(split(q), k, v, layer, tables, options)
+            return out.reshape(q.shape), layer
+        if new is not None:
+            k, v = new
+            layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
+        return static.attention(split(q), layer, tables, options).reshape(q.shape), layer
 
     return attend
 
@@ -116,56 +135,32 @@ def _rows_attend(
     """
 
     def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        layer: LayerCache | None,
-        options: AttentionOptions,
+        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, PagedRows]:
         assert isinstance(layer, PagedRows)
-        k, v = k.astype(layer.pages.k.dtype), v.astype(layer.pages.v.dtype)
-        pages = write_kv(layer.pages, k, v, slots)
-        rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
-        out = row_attention(q, rows, tables.kv_lens, shared, options)
-        return out, PagedRows(pages, rows)
+        if new is not None:
+            k, v = (x.astype(layer.pages.k.dtype) for x in new)
+            pages = write_kv(layer.pages, k, v, slots)
+            rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
+            layer = PagedRows(pages, rows)
+        return row_attention(q, layer.rows, tables.kv_lens, shared, options), layer
 
     return attend
 
 
-def _decode_attend(attention: DecodeAttention, tables: BlockTables) -> Attend:
-    """An `attend` of one token per row that lets the attention write its key."""
+def _of_blocks(attention: DecodeAttention) -> PrefillAttention:
+    """Attention of one token per row, for blocks of one token."""
 
     def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        layer: LayerCache | None,
+        q_NQDh: jax.Array,
+        k_NQKh: jax.Array,
+        v_NQKh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        assert isinstance(layer, LayerKV)
+        q, k, v = q_NQDh[:, 0], k_NQKh[:, 0], v_NQKh[:, 0]
         return attention(q, k, v, layer, tables, options)
-
-    return attend
-
-
-def _prefill_attend(attention: PrefillAttention, tables: BlockTables) -> Attend:
-    """An `attend` of blocks that lets the attention write their keys."""
-    num_blocks, num_queries = tables.positions.shape
-
-    def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        layer: LayerCache | None,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV]:
-        assert isinstance(layer, LayerKV)
-
-        def split(x: jax.Array) -> jax.Array:
-            return x.reshape(num_blocks, num_queries, *x.shape[1:])
-
-        out, written = attention(split(q), split(k), split(v), layer, tables, options)
-        return out.reshape(q.shape), written
 
     return attend
 
@@ -198,10 +193,7 @@ def _prefill_pass(
         positions=batch.positions.reshape(batch.seq_lens.shape[0], -1),
         kv_lens=batch.seq_lens,
     )
-    if static.prefill_attention is None:
-        attend = _paged_attend(static, batch.slot_mapping, tables)
-    else:
-        attend = _prefill_attend(static.prefill_attention, tables)
+    attend = _paged_attend(static, batch.slot_mapping, tables, static.prefill_attention)
     num_blocks, num_queries = tables.positions.shape
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
     tokens = tokens_in_tiles(static.context.tile_widths, num_blocks * num_queries, num_used)
@@ -366,10 +358,9 @@ def _next_logits(
     slots = jnp.where(active, slots, NO_SLOT)
     if shared is not None:
         attend = _rows_attend(slots, tables, active, shared)
-    elif static.decode_attention is not None:
-        attend = _decode_attend(static.decode_attention, tables)
     else:
-        attend = _paged_attend(static, slots, tables)
+        own = static.decode_attention
+        attend = _paged_attend(static, slots, tables, None if own is None else _of_blocks(own))
     logits, new_caches = static.model.token_logits(
         params,
         static.context,

@@ -63,7 +63,7 @@ class ModelRunner:
         weights: Mapping[str, Any],
         num_pages: int,
         shapes: BatchShapes,
-        contiguous_shapes: ContiguousShapes | None,
+        contiguous_shapes: Sequence[ContiguousShapes] | None,
         slots: AdapterSlots | None = None,
         lowerings: Lowerings | None = None,
         make_zeros: MakeZeros = zeros,

@@ -39,7 +39,9 @@ class SavedPages(NamedTuple):
             if (wanted < num_pages).any():
                 yield wanted, contents
 
-    def take(self, pages: Sequence[int], layout: PageLayout) -> list[tuple[np.ndarray, np.ndarray]]:
+    def take(
+        self, pages: Sequence[int], layouts: Sequence[PageLayout]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each layer, the bits of k and v of some pages.
 
         Shape: [len(pages), num_kv_heads, page_size, head_dim] each, whatever the layout was.
@@ -50,7 +52,7 @@ class SavedPages(NamedTuple):
             found = [(row, places[page]) for row, page in enumerate(ids.tolist()) if page in places]
             rows, targets = [row for row, _ in found], [target for _, target in found]
             for index, layer in enumerate(contents):
-                bits = tuple(layout.unpack(to_numpy(part)) for part in layer)
+                bits = tuple(layouts[index].unpack(to_numpy(part)) for part in layer)
                 if index == len(layers):
                     shape = (len(pages), *bits[0].shape[1:])
                     layers.append((np.empty(shape, bits[0].dtype), np.empty(shape, bits[1].dtype)))
@@ -66,8 +68,8 @@ def page_chunks(
     *,
     size: int,
     num_pages: int,
-    layout: PageLayout,
-    sharding: jax.sharding.Sharding,
+    layouts: Sequence[PageLayout],
+    shardings: Sequence[jax.sharding.Sharding],
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Chunks as in `SavedPages` that put row `rows[i]` of each layer's bits into `pages[i]`."""
     for start, ids in enumerate(chunk_ids(pages, size, num_pages)):
@@ -75,7 +77,8 @@ def page_chunks(
         wanted = rows[start * size : (start + 1) * size]
         part[: len(wanted)] = wanted
         contents: list[Any] = [
-            [from_numpy(layout.pack(bits[part]), sharding) for bits in layer] for layer in layers
+            [from_numpy(layout.pack(bits[part]), sharding) for bits in layer]
+            for layer, layout, sharding in zip(layers, layouts, shardings, strict=True)
         ]
         yield ids, tuple(LayerKV(*pair) for pair in contents)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.tiles import tokens_in_tiles
-from sgljax_engine.models.spec import LayerCache, Params
+from sgljax_engine.models.spec import LayerCache, NewKV, Params
 from sgljax_engine.runner.packing import ScoreBatch
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
@@ -60,18 +60,16 @@ def score(
         batch.page_table, batch.positions.reshape(num_blocks, block), batch.seq_lens
     )
 
-    def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        _: LayerCache | None,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        def split(x: jax.Array) -> jax.Array:
-            return x.reshape(num_blocks, block, *x.shape[1:])
+    def in_blocks(x: jax.Array) -> jax.Array:
+        return x.reshape(num_blocks, block, *x.shape[1:])
 
-        pages = LayerKV(split(k).swapaxes(1, 2), split(v).swapaxes(1, 2))
-        return static.attention(split(q), pages, tables, options).reshape(q.shape), None
+    def attend(
+        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
+    ) -> tuple[jax.Array, LayerCache]:
+        if new is not None:
+            layer = LayerKV(*(in_blocks(x).swapaxes(1, 2) for x in new))
+        assert isinstance(layer, LayerKV)
+        return static.attention(in_blocks(q), layer, tables, options).reshape(q.shape), layer
 
     widths, per_pass = static.context.tile_widths, static.prefill_pass
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * block
@@ -110,8 +108,8 @@ def score(
     places = tokens_in_tiles(
         widths or (min(_LOGITS_TILE, num_tokens),), num_tokens, batch.num_scored
     )
-    split = jax.tree.map(places.split, (batch.places, batch.targets))
-    return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, split)))
+    wanted = jax.tree.map(places.split, (batch.places, batch.targets))
+    return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, wanted)))
 
 
 def _repeated(adapter: jax.Array | None, num_tokens: int) -> jax.Array | None:

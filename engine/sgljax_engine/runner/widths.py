@@ -3,7 +3,7 @@
 Within one width, a token's bits depend on nothing else, by construction: every tile goes through
 the same compiled loop body (`layers.tiles`), and attention sums in a fixed order
 (`attention.batch_invariant`). One width for everything would be slow for few tokens, or for many.
-So before an engine starts, it runs the same tokens through one layer of the model in tiles of each
+So before an engine starts, it runs the same tokens through a layer of each kind in tiles of each
 width, and uses only widths whose logits have the bits of `SMALL_BATCH`. These are all widths if
 matrix products of every width sum in the same order, as in XLA's CPU library they mostly do.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ import numpy as np
 from jax import lax
 
 from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
-from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, Params
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.spec import LayerCache, ModelContext, ModelDefinition, NewKV, Params
 from sgljax_engine.xla_options import compiler_options
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ CANDIDATES = (16, SMALL_BATCH, 128, 256)
 """Widths to try, ascending."""
 
 _NUM_TOKENS = 2 * CANDIDATES[-1]
-_ONE_LAYER = "model.layers.0."
+_LAYERS = "model.layers."
 
 
 def agreeing_widths(
@@ -55,15 +57,13 @@ def agreeing_widths(
     rng = np.random.default_rng(0)
     ids = rng.integers(0, context.config.vocab_size, _NUM_TOKENS, dtype=np.int32)
     positions = rng.integers(0, context.config.context_length, _NUM_TOKENS, dtype=np.int32)
-    used = {
-        name: weight
-        for name, weight in weights.items()
-        if name.startswith(_ONE_LAYER) or not name.startswith("model.layers.")
-    }
+    config, layers = _one_of_each_layer(context.config)
+    context = context._replace(config=config)
+    used = _weights_of_layers(weights, layers)
     order = rng.permutation(_NUM_TOKENS)
 
     # One function for both orders of a width, so that each width is compiled once.
-    run = jax.jit(_one_layer, static_argnums=(0, 1), compiler_options=compiler_options(is_own_cpu))
+    run = jax.jit(_few_layers, static_argnums=(0, 1), compiler_options=compiler_options(is_own_cpu))
 
     def logits(width: int, order: np.ndarray) -> jax.Array:
         tiled = context._replace(tile_widths=(width,))
@@ -92,7 +92,44 @@ def _has_bits_of(found: jax.Array, expected: jax.Array, order: jax.Array) -> jax
     return (found == expected[order]).all()
 
 
-def _one_layer(
+def _one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
+    """A model of the first layer of each kind, and which layers these are.
+
+    Layers that differ in their window alone are of one kind.
+    """
+    attention = config.attention
+    are_alike = attention.full_kv is None and not attention.kv_layers
+    kinds: dict[tuple[bool, bool], int] = {}
+    for layer in range(config.num_layers):
+        slides = attention.slides(layer) and not are_alike
+        kinds.setdefault((config.kv_layer(layer) == layer, slides), layer)
+    owners = {slides: place for place, (owns_kv, slides) in enumerate(kinds) if owns_kv}
+    attention = dataclasses.replace(
+        attention,
+        sliding_layers=() if are_alike else tuple(slides for _, slides in kinds),
+        kv_layers=tuple(owners[slides] for _, slides in kinds) if attention.kv_layers else (),
+    )
+    few = dataclasses.replace(config, num_layers=len(kinds), attention=attention)
+    return few, list(kinds.values())
+
+
+def _weights_of_layers(
+    weights: Mapping[str, jax.Array], layers: Sequence[int]
+) -> dict[str, jax.Array]:
+    """The weights of some layers, numbered anew, and those of no layer."""
+    places = {str(layer): str(place) for place, layer in enumerate(layers)}
+    found: dict[str, jax.Array] = {}
+    for name, weight in weights.items():
+        if not name.startswith(_LAYERS):
+            found[name] = weight
+            continue
+        layer, rest = name.removeprefix(_LAYERS).split(".", 1)
+        if layer in places:
+            found[f"{_LAYERS}{places[layer]}.{rest}"] = weight
+    return found
+
+
+def _few_layers(
     model: ModelDefinition,
     context: ModelContext,
     weights: Params,
@@ -100,24 +137,18 @@ def _one_layer(
     positions: jax.Array,
     num_tokens: jax.Array,
 ) -> jax.Array:
-    """Logits [T, V] of a one-layer model in which each token sees only itself."""
-    config = context.config
-    attention = dataclasses.replace(config.attention, sliding_layers=())
-    context = context._replace(
-        config=dataclasses.replace(config, num_layers=1, attention=attention)
-    )
-    group = config.num_heads // config.num_kv_heads
+    """Logits [T, V] of a model of few layers in which each token sees only itself."""
 
     def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        _: LayerCache | None,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerCache | None]:
+        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
+    ) -> tuple[jax.Array, LayerCache]:
         del options
+        if new is not None:
+            layer = LayerKV(*new)
+        assert isinstance(layer, LayerKV)
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in layer)
         # Meaningless values, but bits of each input reach the output.
-        return jnp.repeat(v, group, axis=1) + 0.125 * q * jnp.repeat(k, group, axis=1), None
+        return v + 0.125 * q * k, layer
 
     tokens = tokens_in_tiles(context.tile_widths, ids.shape[0], num_tokens)
     logits, _ = model.token_logits(weights, context, ids, positions, attend, None, tokens)

@@ -1,0 +1,121 @@
+"""The parameters of the decoder: their names, shapes, and axes to shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
+
+
+class DecoderTraits(NamedTuple):
+    """Traits of an architecture that its config does not hold.
+
+    Attributes:
+        activation: Activation of the MLP's gate.
+        has_qkv_bias: Query, key and value projections add a bias.
+        has_qk_norm: Queries and keys are normalised, head by head, before the rotary embedding.
+        has_post_norms: The outputs of attention and MLP are normalised too, before they are added.
+        has_offset_norms: Norm weights are stored minus one.
+        scales_embeddings: Embeddings are multiplied by sqrt(hidden_size).
+        has_value_norm: Values are normalised, head by head, without a weight.
+        has_layer_scale: The output of a layer is multiplied by a number of its own.
+    """
+
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    has_post_norms: bool = False
+    has_offset_norms: bool = False
+    scales_embeddings: bool = False
+    has_value_norm: bool = False
+    has_layer_scale: bool = False
+
+
+def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSpec]:
+    """All parameters of a decoder, by Hugging Face's names."""
+    specs = _Specs({}, config, traits)
+    dim, has_inputs = config.hidden_size, config.per_layer_input_size > 0
+    specs.table("model.embed_tokens", dim)
+    if has_inputs:
+        width = config.num_layers * config.per_layer_input_size
+        specs.table("model.embed_tokens_per_layer", width)
+        specs.project("model.per_layer_model_projection", dim, width)
+        specs.norm("model.per_layer_projection_norm", config.per_layer_input_size)
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        specs.norm(f"{layer}.input_layernorm", dim)
+        specs.attention(f"{layer}.self_attn", i)
+        specs.norm(f"{layer}.post_attention_layernorm", dim)
+        if traits.has_post_norms:
+            specs.norm(f"{layer}.pre_feedforward_layernorm", dim)
+            specs.norm(f"{layer}.post_feedforward_layernorm", dim)
+        specs.mlp(f"{layer}.mlp", config.mlp_size(i))
+        if has_inputs:
+            specs.project(f"{layer}.per_layer_input_gate", dim, config.per_layer_input_size)
+            specs.project(f"{layer}.per_layer_projection", config.per_layer_input_size, dim)
+            specs.norm(f"{layer}.post_per_layer_input_norm", dim)
+        if traits.has_layer_scale:
+            name = f"{layer}.layer_scalar"
+            specs.found[name] = ParamSpec((1,), ParamKind.SCALE, (None,), name)
+    specs.norm("model.norm", dim)
+    if not config.tie_word_embeddings:
+        specs.table("lm_head", dim)
+    return specs.found
+
+
+class _Specs(NamedTuple):
+    """Collects the parameters of a decoder in `found`."""
+
+    found: dict[str, ParamSpec]
+    config: ModelConfig
+    traits: DecoderTraits
+
+    def project(
+        self,
+        name: str,
+        num_in: int,
+        num_out: int,
+        axes: tuple[ParamAxis, ParamAxis] = (None, None),
+    ) -> None:
+        name += ".weight"
+        self.found[name] = ParamSpec((num_in, num_out), ParamKind.LINEAR, axes, name)
+
+    def norm(self, name: str, size: int) -> None:
+        kind = ParamKind.OFFSET_NORM if self.traits.has_offset_norms else ParamKind.NORM
+        self.found[f"{name}.weight"] = ParamSpec((size,), kind, (None,), f"{name}.scale")
+
+    def table(self, name: str, width: int) -> None:
+        shape, alias = (self.config.vocab_size, width), f"{name}.embedding"
+        self.found[f"{name}.weight"] = ParamSpec(shape, ParamKind.EMBEDDING, ("vocab", None), alias)
+
+    def attention(self, name: str, layer: int) -> None:
+        config, kv = self.config, self.config.kv_shape(layer)
+        num_out, dim = config.num_heads * kv.head_dim, config.hidden_size
+        self.heads(f"{name}.q_proj", num_out, "heads")
+        owns_kv = config.kv_layer(layer) == layer
+        if owns_kv:
+            axis = KVHeads(kv.num_heads)
+            self.heads(f"{name}.k_proj", kv.num_heads * kv.head_dim, axis)
+            if not config.values_are_keys(layer):
+                self.heads(f"{name}.v_proj", kv.num_heads * kv.head_dim, axis)
+        self.project(f"{name}.o_proj", num_out, dim, ("heads", None))
+        if self.traits.has_qk_norm:
+            self.norm(f"{name}.q_norm", kv.head_dim)
+            if owns_kv:
+                self.norm(f"{name}.k_norm", kv.head_dim)
+
+    def heads(self, name: str, size: int, axis: ParamAxis) -> None:
+        self.project(name, self.config.hidden_size, size, (None, axis))
+        if self.traits.has_qkv_bias:
+            name += ".bias"
+            self.found[name] = ParamSpec((size,), ParamKind.BIAS, (axis,), name)
+
+    def mlp(self, name: str, size: int) -> None:
+        dim = self.config.hidden_size
+        self.project(f"{name}.gate_proj", dim, size, (None, "mlp"))
+        self.project(f"{name}.up_proj", dim, size, (None, "mlp"))
+        self.project(f"{name}.down_proj", size, dim, ("mlp", None))
