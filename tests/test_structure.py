@@ -207,6 +207,7 @@ def test_exported_names():
         "HfTensor",
         "InvalidConfigError",
         "InvalidRequestError",
+        "KVShape",
         "Llama3Scaling",
         "LoraConfig",
         "LoraRule",

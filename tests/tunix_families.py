@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from tunix.models.gemma import model as gemma
 from tunix.models.gemma3 import model as gemma3
+from tunix.models.gemma4 import model as gemma4
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 
@@ -45,6 +46,15 @@ _GEMMA1: dict[str, Any] = {
     "use_post_ffw_norm": False,
     "attention_types": (gemma.AttentionType.GLOBAL,) * 2,
 }
+
+
+_GEMMA4: dict[str, Any] = {
+    **_GEMMA_LIKE,
+    "final_logit_softcap": 16.0,
+    "sliding_window_size": 13,
+    "global_base_frequency": 100_000,
+}
+_LOCAL, _GLOBAL = gemma4.AttentionType.LOCAL_SLIDING, gemma4.AttentionType.GLOBAL
 
 
 class Family(NamedTuple):
@@ -122,6 +132,33 @@ FAMILIES = {
         ),
         seed=3,
     ),
+    # As E2B: the last layers read the keys of the second and third, with wider MLPs.
+    "gemma4_shared_keys": Family(
+        gemma4.Gemma4,
+        gemma4.ModelConfig(
+            **{**_GEMMA4, "num_layers": 5},
+            num_kv_heads=1,
+            global_key_size=32,
+            per_layer_input_dim=8,
+            frac_shared_layers=0.4,
+            override_kv_shared_ffw_hidden=96,
+            attention_pattern=(_LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL),
+        ),
+        seed=0,
+    ),
+    # As 31B: the keys of global layers are their values.
+    "gemma4_keys_as_values": Family(
+        gemma4.Gemma4,
+        gemma4.ModelConfig(
+            **{**_GEMMA4, "num_layers": 3, "num_heads": 6},
+            num_kv_heads=3,
+            num_global_kv_heads=1,
+            global_key_size=32,
+            k_eq_v_global=True,
+            attention_pattern=(_LOCAL, _LOCAL, _GLOBAL),
+        ),
+        seed=0,
+    ),
 }
 
 
@@ -158,7 +195,15 @@ def _draw(family: str, rng: np.random.Generator, path: str, shape: tuple[int, ..
         # Gemma's embeddings are large, as they are scaled: large outputs of the layers, too, keep
         # the model from repeating its last token.
         is_post_norm = "post_" in path
-        return (12.0 if is_post_norm else 0.0) + 0.25 * noise
+        whole = 0.0
+        if family.startswith("gemma4"):
+            # Its products are not scaled: larger ones would amplify rounding errors.
+            whole = 0.4 if "query" in path or "key_norm" in path else 1.0
+        if is_post_norm and "per_layer" in path:
+            return 3.0 + 0.25 * noise
+        return (12.0 if is_post_norm else whole) + 0.25 * noise
+    if "skip_scale" in path:
+        return 0.8 + 0.1 * noise
     if "bias" in path:
         return noise
     if "embedder" in path:

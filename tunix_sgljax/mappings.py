@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tunix.generate.mappings import MappingConfig
 
 from sgljax_engine import (
+    ModelConfig,
     Rule,
     UnsupportedModelError,
     WeightRule,
@@ -71,6 +72,27 @@ _GEMMA2 = (
     _norm("post_feedforward_layernorm", "post_ffw_norm.scale"),
 )
 
+_GEMMA4 = (
+    *_GEMMA_SHARED,
+    _heads("k_einsum", "k"),
+    _norm("post_attention_layernorm", "post_attention_norm.scale"),
+    _norm("pre_feedforward_layernorm", "pre_ffw_norm.scale"),
+    _norm("post_feedforward_layernorm", "post_ffw_norm.scale"),
+    _norm("self_attn.q_norm", "attn._query_norm.scale"),
+    _norm("self_attn.k_norm", "attn._key_norm.scale"),
+    _norm("post_per_layer_input_norm", "post_per_layer_input_norm.scale"),
+    *(
+        Rule(f"{_LAYER}{name}.w", f"{_HF_LAYER}{name}.weight")
+        for name in ("per_layer_input_gate", "per_layer_projection")
+    ),
+    Rule(f"{_LAYER}skip_scale", f"{_HF_LAYER}layer_scalar"),
+    Rule("embedder.per_layer_input_embedding", "model.embed_tokens_per_layer.weight"),
+    Rule("embedder.per_layer_model_projection.w", "model.per_layer_model_projection.weight"),
+    Rule("embedder.per_layer_projection_norm.scale", "model.per_layer_projection_norm.weight"),
+)
+_OWN_KEYS = ("kv_einsum.w", "k_einsum.w", "_key_norm.scale")
+"""Parameters of Tunix's attention that a layer has and never reads if it reads another's keys."""
+
 _BUILT_IN: dict[str, tuple[Rule, ...]] = {
     "Qwen2ForCausalLM": (*_LLAMA, *_BIASES),
     "Qwen3ForCausalLM": (*_LLAMA, *_QK_NORMS),
@@ -86,6 +108,7 @@ _BUILT_IN: dict[str, tuple[Rule, ...]] = {
         _norm("self_attn.q_norm", "attn._query_norm.scale"),
         _norm("self_attn.k_norm", "attn._key_norm.scale"),
     ),
+    "Gemma4ForCausalLM": _GEMMA4,
 }
 """Rules by architecture, for models with Tunix's names and no `sglang_jax` mapping, as Gemma."""
 
@@ -94,6 +117,7 @@ _LORA_IN_AXES = {
     "o_proj.w": (0, 1),
     "attn_vec_einsum.w": (0, 1),
     "q_einsum.w": (1,),
+    "k_einsum.w": (1,),
     "kv_einsum.w": (2,),
     "qkv_einsum.w": (2,),
 }
@@ -145,17 +169,17 @@ class WeightMapper:
     """
 
     def __init__(
-        self, mapping: MappingConfig | None, architecture: str, lora: LoraActor | None = None
+        self, mapping: MappingConfig | None, model: ModelConfig, lora: LoraActor | None = None
     ) -> None:
         """Sets the mapping.
 
         Args:
             mapping: Result of `find_mapping`.
-            architecture: The engine's name of the architecture.
+            model: The engine's model.
             lora: The pairs of a LoRA actor.
         """
         self._mapping = mapping
-        self._architecture = architecture
+        self._model = model
         self._lora = lora
         self._rules: dict[tuple[Any, ...], tuple[WeightRule, ...]] = {}
 
@@ -188,7 +212,7 @@ class WeightMapper:
         """Kinds of the engine's projections that the actor's pairs change, such as "q_proj"."""
         weights = [] if self._lora is None else self._lora.weights
         kinds: dict[str, None] = {}
-        for rule in to_rules(self._mapping, weights, self._architecture):
+        for rule in self._to_rules(weights):
             if rule.target is not None and _matching(rule.source, weights):
                 # Tunix's mappings call tables "embedding", the engine calls them "weight".
                 kinds[rule.target.rsplit(".", 2)[-2]] = None
@@ -206,14 +230,21 @@ class WeightMapper:
         key = (with_lora, *source)
         if key not in self._rules:
             plain = [name for name in source if not is_lora_name(name)]
-            rules = to_rules(self._mapping, plain, self._architecture)
+            rules = self._to_rules(plain)
             pairs = self._lora.rules if self._lora is not None and with_lora else ()
             self._rules[key] = (*rules, *pairs)
         return self._rules[key]
 
+    def _to_rules(self, names: Iterable[str]) -> tuple[Rule, ...]:
+        model = self._model
+        return to_rules(self._mapping, names, model.architecture, model.attention.kv_layers)
+
 
 def to_rules(
-    mapping: MappingConfig | None, source_names: Iterable[str], architecture: str
+    mapping: MappingConfig | None,
+    source_names: Iterable[str],
+    architecture: str,
+    kv_layers: Sequence[int] = (),
 ) -> tuple[Rule, ...]:
     """Engine rules for a mapping, with transposes and hooks resolved for each source name.
 
@@ -221,6 +252,8 @@ def to_rules(
         mapping: The mapping; None takes the built-in rules of the architecture.
         source_names: Names of the trainer's parameters.
         architecture: The engine's name of the architecture.
+        kv_layers: The layer whose keys each layer reads, see `AttentionConfig.kv_layers`; what the
+            others have of their own is ignored by the built-in rules.
 
     Layers stacked in one array (scanned) have "layer" in the sharding of their mapping; its place
     there is their axis, and the target's last `*` is the layer. Transposes and hooks apply to one
@@ -235,7 +268,13 @@ def to_rules(
                 f"no weight mapping is built in for {architecture}, and the model ships none: "
                 "set RolloutConfig.rollout_mapping_config"
             )
-        return _BUILT_IN[architecture]
+        unread = [
+            Rule(f"layers.{layer}.attn.{name}", None)
+            for layer, source in enumerate(kv_layers)
+            if layer != source
+            for name in _OWN_KEYS
+        ]
+        return (*unread, *_BUILT_IN[architecture])
     patterns = dict(mapping.to_hf_mappings or {})
     transposes = dict(mapping.to_hf_transpose_keys or {})
     hooks = dict(mapping.to_hf_hook_fns or {})

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from sgljax_engine import (
     AttentionConfig,
+    KVShape,
     ModelConfig,
     RopeConfig,
     UnsupportedModelError,
@@ -237,6 +238,54 @@ def _gemma3(config: Any, context_length: int) -> ModelConfig:
     )
 
 
+def _gemma4(config: Any, context_length: int) -> ModelConfig:
+    module = sys.modules[_module(config)]
+    pattern = config.attention_pattern or module.GEMMA4_ATTENTION_PATTERN
+    types = tuple(pattern[i % len(pattern)] for i in range(config.num_layers))
+    kv_layers = tuple(
+        module.create_kv_cache_sharing_patterns(
+            num_layers=config.num_layers,
+            frac_shared_layers=config.frac_shared_layers,
+            share_global=True,
+            share_local=True,
+            attention_types=types,
+        )
+    )
+    are_shared = kv_layers != tuple(range(config.num_layers))
+    model = _gemma_like(
+        "Gemma4ForCausalLM",
+        config,
+        context_length,
+        rope=RopeConfig(
+            theta=float(config.global_base_frequency),
+            linear_factor=config.global_scale_factor,
+            rotary_fraction=config.global_rope_proportion,
+        ),
+        attention=AttentionConfig(
+            scale=1.0,
+            sliding_window=config.sliding_window_size,
+            sliding_layers=_sliding_layers(types, config.num_layers),
+            sliding_rope=RopeConfig(
+                theta=float(config.local_base_frequency),
+                linear_factor=config.local_scale_factor,
+                rotary_fraction=config.local_rope_proportion,
+            ),
+            full_kv=KVShape(
+                config.num_global_kv_heads or config.num_kv_heads,
+                config.global_key_size or config.head_dim,
+            ),
+            full_values_are_keys=config.k_eq_v_global,
+            kv_layers=kv_layers if are_shared else (),
+        ),
+        final_logit_softcap=config.final_logit_softcap,
+    )
+    return dataclasses.replace(
+        model,
+        per_layer_input_size=config.per_layer_input_dim,
+        shared_kv_intermediate_size=config.override_kv_shared_ffw_hidden if are_shared else None,
+    )
+
+
 def _sliding_layers(types: Any, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer slides; empty when none does."""
     sliding = tuple(kind.name == "LOCAL_SLIDING" for kind in types)[:num_layers]
@@ -271,6 +320,7 @@ _CONVERTERS: dict[str, Callable[[Any, int], ModelConfig]] = {
     "tunix.models.llama3.model": _llama3,
     "tunix.models.gemma.model": _gemma,
     "tunix.models.gemma3.model": _gemma3,
+    "tunix.models.gemma4.model": _gemma4,
 }
 """Converters by the module of a config's class, so that no unused model is imported."""
 

@@ -211,7 +211,7 @@ class SglJaxRollout(BaseRollout):
         asked_scaling = scaling_of(rollout_config)
         scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
         lora = find_lora(self._actor, scaling)
-        mapper = mappings.WeightMapper(mapping, self._model_config.architecture, lora)
+        mapper = mappings.WeightMapper(mapping, self._model_config, lora)
         self._weights = PolicyWeights(mapper, lora, self._lora_mode)
         slots = self._weights.adapter_config(
             self._engine_config.lora, self._explicit_options, max_lora_rank(rollout_config)

@@ -41,7 +41,7 @@ def config_of(**changes):
     return rollout_config(max_tokens_to_generate=NUM_TOKENS, return_logprobs=True, **changes)
 
 
-FAST = ("gemma3", "gemma_mqa", "llama3_tied", "qwen2_untied")
+FAST = ("gemma3", "gemma4_shared_keys", "gemma_mqa", "llama3_tied", "qwen2_untied")
 """The others are of the long tier."""
 
 

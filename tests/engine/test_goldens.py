@@ -21,6 +21,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FAST = (
     "gemma2_window",
     "gemma3_window",
+    "gemma4_shared_keys",
     "gemma_mqa",
     "llama_scaled_untied",
     "qwen2_bias_untied",
@@ -71,6 +72,7 @@ def test_greedy_tokens_and_logprobs(model):
         "qwen2_bias_untied",
         pytest.param("gemma2_window", marks=pytest.mark.slow),
         "gemma3_window",
+        "gemma4_shared_keys",
     ],
 )
 def test_without_jit_compiled_kernels(name, monkeypatch):

@@ -27,6 +27,7 @@ class GoldenSpec:
         settings: Further fields of the config.
         wrong_settings: Fields of the config and values that must be seen if used instead.
         wrong_weights: Endings of parameter names that must be seen if those were zero.
+        unit_weights: Endings of names that must be seen if those were one.
         legacy_config: Rewrite config.json as transformers 4 wrote it: top-level `rope_theta`,
             `rope_scaling` and `torch_dtype`. Otherwise it holds `rope_parameters` only.
         num_special: Ids below this are special: in no prompt, in no greedy continuation.
@@ -50,6 +51,7 @@ class GoldenSpec:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     wrong_settings: tuple[tuple[str, Any], ...] = ()
     wrong_weights: tuple[str, ...] = ()
+    unit_weights: tuple[str, ...] = ()
     rms_norm_eps: float = DEFAULT_EPS
     legacy_config: bool = False
     num_special: int = 3
@@ -70,6 +72,11 @@ class GoldenSpec:
     @property
     def has_offset_norms(self) -> bool:
         """Whether norm weights are stored minus one."""
+        return self.family in ("gemma", "gemma2", "gemma3")
+
+    @property
+    def scales_embeddings(self) -> bool:
+        """Whether embeddings are multiplied by sqrt(hidden_size)."""
         return self.family.startswith("gemma")
 
 
@@ -80,6 +87,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
 }
 """Config and model classes of transformers."""
 
@@ -97,6 +105,39 @@ GLOBAL_ROPE = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}
 
 def _gemma3_rope(**changes: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_attention": SLIDING_ROPE, "full_attention": GLOBAL_ROPE} | changes
+
+
+PROPORTIONAL_ROPE = {
+    "rope_type": "proportional",
+    "rope_theta": 100_000.0,
+    "partial_rotary_factor": 0.25,
+}
+
+
+def _gemma4_rope(**changes: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_attention": SLIDING_ROPE, "full_attention": PROPORTIONAL_ROPE} | changes
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+GEMMA4_SETTINGS: dict[str, Any] = {
+    "sliding_window": 13,
+    "final_logit_softcapping": 16.0,
+    "vocab_size_per_layer_input": 112,
+}
+GEMMA4_WRONG_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("sliding_window", 12),
+    ("sliding_window", 14),
+    ("final_logit_softcapping", None),
+    ("rope_parameters", _gemma4_rope(sliding_attention=GLOBAL_ROPE)),
+    (
+        "rope_parameters",
+        _gemma4_rope(full_attention=PROPORTIONAL_ROPE | {"rope_theta": 10_000.0}),
+    ),
+    (
+        "rope_parameters",
+        _gemma4_rope(full_attention=PROPORTIONAL_ROPE | {"partial_rotary_factor": 0.5}),
+    ),
+)
 
 
 SPECS = (
@@ -280,5 +321,65 @@ SPECS = (
             ("rope_parameters", _gemma3_rope(full_attention=GLOBAL_ROPE | {"factor": 1.0})),
         ),
         wrong_weights=("q_norm.weight", "k_norm.weight", "post_attention_layernorm.weight"),
+    ),
+    # As E2B: the last two layers read the keys of the second and third, with wider MLPs.
+    GoldenSpec(
+        name="shared_keys",
+        family="gemma4",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=5,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=16,
+        tied=True,
+        rope_theta=100_000.0,
+        rope=_gemma4_rope(),
+        settings={
+            **GEMMA4_SETTINGS,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+        },
+        wrong_settings=GEMMA4_WRONG_SETTINGS,
+        wrong_weights=(
+            "q_norm.weight",
+            "k_norm.weight",
+            "embed_tokens_per_layer.weight",
+            "per_layer_model_projection.weight",
+            "per_layer_input_gate.weight",
+            "post_per_layer_input_norm.weight",
+        ),
+        unit_weights=("layer_scalar", "per_layer_projection_norm.weight"),
+    ),
+    # As 31B: three query heads share keys in sliding layers, six in full ones, whose keys are their
+    # values.
+    GoldenSpec(
+        name="keys_as_values",
+        family="gemma4",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=True,
+        rope_theta=100_000.0,
+        rope=_gemma4_rope(),
+        settings={
+            **GEMMA4_SETTINGS,
+            "global_head_dim": 24,
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "layer_types": [_SLIDING, _SLIDING, _FULL],
+        },
+        wrong_settings=GEMMA4_WRONG_SETTINGS,
+        wrong_weights=("q_norm.weight", "k_norm.weight"),
+        unit_weights=("layer_scalar",),
     ),
 )

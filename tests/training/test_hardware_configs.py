@@ -132,7 +132,7 @@ state = {
     )
     for (path, param), (_, sharding) in zip(nnx.to_flat_state(params), shardings)
 }
-mapper = WeightMapper(find_mapping(None, spec.abstract()), model.architecture)
+mapper = WeightMapper(find_mapping(None, spec.abstract()), model)
 plan, arrays = sync.WeightMaker(targets).plan(state, mapper.rules_for(state))
 run = plan.program.at_source(tuple(trainer.devices.flat))
 assert run is not None, "shards of the trainer's devices cannot be those of the engine's"

@@ -107,7 +107,8 @@ def read_tunix_model(source: Path, step: int | None, base: Path) -> TunixModel:
     }
     tensors = None
     if weights or not pairs:
-        tensors = to_hf_tensors(model, weights, to_rules(None, weights, model.architecture))
+        rules = to_rules(None, weights, model.architecture, model.attention.kv_layers)
+        tensors = to_hf_tensors(model, weights, rules)
         if model.tie_word_embeddings and _HEAD in originals:
             tensors[_HEAD] = tensors[_EMBEDDING]
         check_like(tensors, originals, str(base))

@@ -28,6 +28,7 @@ _ONLY_SUPPORTED: dict[str, Any] = {
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("partial_rotary_factor",),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -125,6 +126,8 @@ def parse_rope(settings: HfConfig, theta: float | None) -> RopeConfig:
             f"rope_type={kind!r} is not supported, only {', '.join(map(repr, _ROPE_FIELDS))}"
         )
     known = {"rope_type", "type", "rope_theta", *_ROPE_FIELDS[kind]}
+    if kind == "proportional":
+        known.add("factor")
     for name, value in settings.items():
         if name not in known and value is not None:
             raise UnsupportedModelError(f"{name}={value!r} is not supported for rope_type={kind!r}")
@@ -136,6 +139,11 @@ def parse_rope(settings: HfConfig, theta: float | None) -> RopeConfig:
     fields = {name: require(settings, name) for name in _ROPE_FIELDS[kind]}
     if kind == "linear":
         return RopeConfig(theta=float(theta), linear_factor=float(fields["factor"]))
+    if kind == "proportional":
+        fraction, factor = fields["partial_rotary_factor"], settings.get("factor") or 1.0
+        return RopeConfig(
+            theta=float(theta), linear_factor=float(factor), rotary_fraction=float(fraction)
+        )
     if kind == "llama3":
         length = fields.pop("original_max_position_embeddings")
         scaling = Llama3Scaling(**fields, original_context_length=length)
@@ -150,6 +158,8 @@ def dense_config(
     tied_by_default: bool,
     attention: AttentionConfig = _PLAIN_ATTENTION,
     final_logit_softcap: float | None = None,
+    per_layer_input_size: int = 0,
+    shared_kv_intermediate_size: int | None = None,
 ) -> ModelConfig:
     """Builds the config from the fields that all models name alike, and those given.
 
@@ -174,6 +184,8 @@ def dense_config(
         eos_token_ids=as_ids(hf.get("eos_token_id")),
         attention=attention,
         final_logit_softcap=final_logit_softcap,
+        per_layer_input_size=per_layer_input_size,
+        shared_kv_intermediate_size=shared_kv_intermediate_size,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import gemma, gemma2, gemma3, llama, qwen2, qwen3
+from sgljax_engine.models import gemma, gemma2, gemma3, gemma4, llama, qwen2, qwen3
 from sgljax_engine.models.hf import as_ids
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_generation_config, read_json
@@ -17,6 +17,7 @@ from sgljax_engine.weights.hf_json import read_generation_config, read_json
 MODELS: dict[str, ModelDefinition] = {
     "Gemma2ForCausalLM": gemma2.MODEL,
     "Gemma3ForCausalLM": gemma3.MODEL,
+    "Gemma4ForCausalLM": gemma4.MODEL,
     "GemmaForCausalLM": gemma.MODEL,
     "LlamaForCausalLM": llama.MODEL,
     "Qwen2ForCausalLM": qwen2.MODEL,

@@ -17,7 +17,8 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
 
     Projections are [out, in], embeddings and an untied `lm_head` [vocabulary, hidden], norms and
     biases vectors. The rules ignore extra tensors of a checkpoint: the frequencies of old rotary
-    embeddings, and a copy of tied embeddings as `lm_head.weight`.
+    embeddings, a copy of tied embeddings as `lm_head.weight`, and keys of layers that read those of
+    another layer.
 
     Args:
         model_config: Config of the model.
@@ -31,6 +32,12 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
         for name, spec in specs.items()
     ]
     rules.append(Rule("model.layers.*.self_attn.rotary_emb.inv_freq", None))
+    for layer in range(model_config.num_layers):
+        if model_config.kv_layer(layer) != layer:
+            rules.extend(
+                Rule(f"model.layers.{layer}.self_attn.{name}.weight", None)
+                for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+            )
     if model_config.tie_word_embeddings:
         rules.append(Rule("lm_head.weight", None))
     return tuple(rules)

@@ -1,0 +1,115 @@
+"""Gemma 4, text: E2B, E4B, 12B and 31B (Gemma 4 model card, 2026).
+
+Gemma 3 with norm weights stored whole, values that are normalised too, unscaled products of queries
+and keys, and a factor for the output of each layer. Layers with full attention have other heads
+than sliding ones. The last layers may read the keys of earlier ones, layers with full attention may
+take their keys as values, and each layer may take further embeddings of the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgljax_engine.errors import UnsupportedModelError
+from sgljax_engine.model_config import AttentionConfig, KVShape, ModelConfig, RopeConfig
+from sgljax_engine.models import gemma, hf
+from sgljax_engine.models.decoder import decoder
+
+_SLIDING_PATTERN = 6
+_DEFAULT_ROPES = {
+    hf.SLIDING: RopeConfig(theta=10_000.0),
+    hf.FULL: RopeConfig(theta=1_000_000.0, rotary_fraction=0.25),
+}
+
+
+def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
+    # Only tokens of images attend to later tokens with "vision".
+    bidirectional = config.get("use_bidirectional_attention")
+    if bidirectional == "vision":
+        config = {**config, "use_bidirectional_attention": None}
+    hf.check_settings(config, hidden_activation=gemma.GELU, enable_moe_block=False)
+    inputs = config.get("hidden_size_per_layer_input", 256) or 0
+    table = config.get("vocab_size_per_layer_input")
+    if inputs and table is not None and table != config.get("vocab_size"):
+        raise UnsupportedModelError(
+            f"vocab_size_per_layer_input={table!r} is not supported, only that of vocab_size "
+            f"({config.get('vocab_size')})"
+        )
+    wide = config.get("use_double_wide_mlp") and config.get("num_kv_shared_layers")
+    size = hf.require(config, "intermediate_size")
+    return hf.dense_config(
+        config,
+        rope=_rope(config, hf.FULL),
+        tied_by_default=True,
+        attention=_attention(config),
+        final_logit_softcap=config.get("final_logit_softcapping"),
+        per_layer_input_size=inputs,
+        shared_kv_intermediate_size=2 * size if wide else None,
+    )
+
+
+def _rope(config: hf.HfConfig, kind: str) -> RopeConfig:
+    nested = config.get("rope_parameters")
+    if nested is None:
+        return _DEFAULT_ROPES[kind]
+    return hf.parse_rope(hf.require(nested, kind), None)
+
+
+def _attention(config: hf.HfConfig) -> AttentionConfig:
+    sliding = hf.sliding_layers(config, _SLIDING_PATTERN)
+    # As transformers does it: the last layer is a full one whatever its type is called.
+    sliding = (*sliding[:-1], False)
+    keys_are_values = bool(config.get("attention_k_eq_v"))
+    num_heads = config.get("num_key_value_heads") or hf.require(config, "num_attention_heads")
+    full_heads = hf.require(config, "num_global_key_value_heads") if keys_are_values else num_heads
+    full_dim = config.get("global_head_dim", 512) or hf.require(config, "head_dim")
+    return AttentionConfig(
+        scale=1.0,
+        sliding_window=hf.require(config, "sliding_window") if any(sliding) else None,
+        sliding_layers=sliding,
+        sliding_rope=_rope(config, hf.SLIDING),
+        full_kv=KVShape(full_heads, full_dim),
+        full_values_are_keys=keys_are_values,
+        kv_layers=shared_kv_layers(sliding, config.get("num_kv_shared_layers") or 0),
+    )
+
+
+def shared_kv_layers(sliding: Sequence[bool], num_shared: int) -> tuple[int, ...]:
+    """`AttentionConfig.kv_layers` of a model whose last layers read keys of earlier ones.
+
+    Each reads those of the last layer of its own kind that has some.
+
+    Args:
+        sliding: Whether each layer slides.
+        num_shared: Layers without keys.
+
+    Raises:
+        UnsupportedModelError: when no layer of that kind has keys.
+    """
+    if not num_shared:
+        return ()
+    num_owners = len(sliding) - num_shared
+    last = {sliding[layer]: layer for layer in range(max(num_owners, 0))}
+    missing = [
+        layer for layer in range(max(num_owners, 0), len(sliding)) if sliding[layer] not in last
+    ]
+    if missing:
+        raise UnsupportedModelError(
+            f"num_kv_shared_layers={num_shared} leaves layer {missing[0]} without a layer of its "
+            "kind to read keys from"
+        )
+    return tuple(
+        layer if layer < num_owners else last[slides] for layer, slides in enumerate(sliding)
+    )
+
+
+MODEL = decoder(
+    gemma.TRAITS._replace(
+        has_offset_norms=False,
+        has_post_norms=True,
+        has_qk_norm=True,
+        has_value_norm=True,
+        has_layer_scale=True,
+    ),
+    _config_from_hf,
+)
