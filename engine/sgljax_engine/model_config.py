@@ -153,6 +153,8 @@ class ModelConfig:
             (Gemma 4 E2B and E4B); 0 without.
         shared_kv_intermediate_size: `intermediate_size` of layers that read another layer's keys;
             None for the same.
+        attention_bias: All four projections of attention add a bias.
+        mlp_bias: All three projections of the MLP add a bias.
     """
 
     architecture: str
@@ -172,6 +174,8 @@ class ModelConfig:
     final_logit_softcap: float | None = None
     per_layer_input_size: int = 0
     shared_kv_intermediate_size: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the first field that is out of range."""

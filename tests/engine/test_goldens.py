@@ -23,6 +23,7 @@ FAST = (
     "gemma3_window",
     "gemma4_shared_keys",
     "gemma_mqa",
+    "llama_bias_untied",
     "llama_scaled_untied",
     "qwen2_bias_untied",
     "qwen3_gqa_tied",

@@ -156,8 +156,6 @@ def test_embeddings_are_tied_as_the_family_does_by_default(family, tied):
 # ------------------------------------------------------------------ refusals
 
 EVERYWHERE = (
-    ({"attention_bias": True}, "attention_bias=True"),
-    ({"mlp_bias": True}, "mlp_bias=True"),
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -175,6 +173,15 @@ EVERYWHERE = (
 def test_what_is_not_implemented_is_refused_by_name(family, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         read(family, **changes)
+
+
+@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
+@pytest.mark.parametrize("family", FOLDERS.keys() - {"llama"})
+def test_biases_are_refused_but_for_llama(family, name):
+    assert getattr(read("llama", **{name: True}), name)
+    assert not getattr(read("llama", **{name: False}), name)
+    with pytest.raises(UnsupportedModelError, match=f"{name}=True"):
+        read(family, **{name: True})
 
 
 def test_sliding_layers_are_refused_where_not_implemented():

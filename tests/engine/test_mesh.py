@@ -153,7 +153,7 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
 
 # Biases, a window, soft caps, tied and untied heads: as transformers computes them.
 mesh = Mesh(devices[:2].reshape(1, 2), ("fsdp", "tp"))
-for name in ("qwen2_bias_untied", "gemma2_window"):
+for name in ("qwen2_bias_untied", "llama_bias_untied", "gemma2_window"):
     golden = np.load(f"{GOLDEN}/{name}/golden.npz")
     with Engine(f"{GOLDEN}/{name}", mesh=mesh, dtype="float32", page_size=4, **few) as engine:
         rows = range(int(golden["num_prompts"]))

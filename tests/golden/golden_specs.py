@@ -139,6 +139,7 @@ GEMMA4_WRONG_SETTINGS: tuple[tuple[str, Any], ...] = (
     ),
 )
 
+_MLP = ("gate", "up", "down")
 
 SPECS = (
     GoldenSpec(
@@ -246,6 +247,36 @@ SPECS = (
             ("rope_parameters", LLAMA3_ROPE | {"high_freq_factor": 1.5}),
             ("rope_parameters", LLAMA3_ROPE | {"original_max_position_embeddings": 64}),
         ),
+    ),
+    GoldenSpec(
+        name="bias_untied",
+        family="llama",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tied=False,
+        rope_theta=500_000.0,
+        settings={"attention_bias": True, "mlp_bias": True},
+        wrong_weights=tuple(f"{name}_proj.bias" for name in ("q", "k", "v", "o", *_MLP)),
+    ),
+    GoldenSpec(
+        name="attention_bias_tied",
+        family="llama",
+        vocab_size=112,
+        hidden_size=48,
+        intermediate_size=72,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=12,
+        tied=True,
+        rope_theta=500_000.0,
+        settings={"attention_bias": True},
+        wrong_weights=tuple(f"{name}_proj.bias" for name in "qkvo"),
     ),
     GoldenSpec(
         name="mqa",

@@ -234,10 +234,7 @@ class _Layers(NamedTuple):
         assert kind is not None
 
         def project(name: str) -> jax.Array:
-            out = self.linear(prefix + name, h)
-            if self.traits.has_qkv_bias:
-                out = out + layout.per_feature(self.params[f"{prefix}{name}.bias"])
-            return layout.split_heads(out, kind.head_dim)
+            return layout.split_heads(self.linear(prefix + name, h), kind.head_dim)
 
         def rotate(x: jax.Array, name: str) -> jax.Array:
             if self.traits.has_qk_norm:
@@ -260,7 +257,9 @@ class _Layers(NamedTuple):
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         out = self.context.linear(self.params[f"{name}.weight"], x)
         change = _adapter_change(self.params, self.context, name, x, self.adapters)
-        return out if change is None else out + change
+        out = out if change is None else out + change
+        bias = self.params.get(f"{name}.bias")
+        return out if bias is None else out + self.layout.per_feature(bias)
 
     def norm(self, name: str | None, x: jax.Array) -> jax.Array:
         """The norm of that name; without a name, one without a weight."""

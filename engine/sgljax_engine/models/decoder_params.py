@@ -80,9 +80,13 @@ class _Specs(NamedTuple):
         num_in: int,
         num_out: int,
         axes: tuple[ParamAxis, ParamAxis] = (None, None),
+        *,
+        has_bias: bool = False,
     ) -> None:
-        name += ".weight"
-        self.found[name] = ParamSpec((num_in, num_out), ParamKind.LINEAR, axes, name)
+        shape, weight, bias = (num_in, num_out), f"{name}.weight", f"{name}.bias"
+        self.found[weight] = ParamSpec(shape, ParamKind.LINEAR, axes, weight)
+        if has_bias:
+            self.found[bias] = ParamSpec(shape[1:], ParamKind.BIAS, axes[1:], bias)
 
     def norm(self, name: str, size: int) -> None:
         kind = ParamKind.OFFSET_NORM if self.traits.has_offset_norms else ParamKind.NORM
@@ -102,20 +106,19 @@ class _Specs(NamedTuple):
             self.heads(f"{name}.k_proj", kv.num_heads * kv.head_dim, axis)
             if not config.values_are_keys(layer):
                 self.heads(f"{name}.v_proj", kv.num_heads * kv.head_dim, axis)
-        self.project(f"{name}.o_proj", num_out, dim, ("heads", None))
+        has_bias = config.attention_bias
+        self.project(f"{name}.o_proj", num_out, dim, ("heads", None), has_bias=has_bias)
         if self.traits.has_qk_norm:
             self.norm(f"{name}.q_norm", kv.head_dim)
             if owns_kv:
                 self.norm(f"{name}.k_norm", kv.head_dim)
 
     def heads(self, name: str, size: int, axis: ParamAxis) -> None:
-        self.project(name, self.config.hidden_size, size, (None, axis))
-        if self.traits.has_qkv_bias:
-            name += ".bias"
-            self.found[name] = ParamSpec((size,), ParamKind.BIAS, (axis,), name)
+        has_bias = self.traits.has_qkv_bias or self.config.attention_bias
+        self.project(name, self.config.hidden_size, size, (None, axis), has_bias=has_bias)
 
     def mlp(self, name: str, size: int) -> None:
-        dim = self.config.hidden_size
-        self.project(f"{name}.gate_proj", dim, size, (None, "mlp"))
-        self.project(f"{name}.up_proj", dim, size, (None, "mlp"))
-        self.project(f"{name}.down_proj", size, dim, ("mlp", None))
+        dim, has_bias = self.config.hidden_size, self.config.mlp_bias
+        self.project(f"{name}.gate_proj", dim, size, (None, "mlp"), has_bias=has_bias)
+        self.project(f"{name}.up_proj", dim, size, (None, "mlp"), has_bias=has_bias)
+        self.project(f"{name}.down_proj", size, dim, ("mlp", None), has_bias=has_bias)
