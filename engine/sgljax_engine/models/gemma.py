@@ -7,6 +7,7 @@ build on the traits that are defined here.
 from __future__ import annotations
 
 import functools
+import logging
 
 import jax
 
@@ -14,6 +15,8 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models import hf
 from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
+
+logger = logging.getLogger(__name__)
 
 GELU = "gelu_pytorch_tanh"
 """HF's name of the activation, the tanh approximation of GELU."""
@@ -28,7 +31,12 @@ TRAITS = DecoderTraits(
 def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
     # transformers 4 reads `hidden_activation` where it is set, and `hidden_act` never.
     name = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
-    hf.check_settings(config, **{name: GELU})
+    if name == "hidden_act" and config.get(name) == "gelu":
+        logger.warning(
+            "hidden_act='gelu', the slip of Gemma's first config.json, is read as %s", GELU
+        )
+    else:
+        hf.check_settings(config, **{name: GELU})
     hf.check_full_attention(config)
     return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=True)
 
