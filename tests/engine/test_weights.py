@@ -60,6 +60,13 @@ class TestRules:
         assert self.target(rules, "skip.this") is None
         assert match(rules, "layersX1Xmlp.up.w") == []
 
+    def test_double_wildcards_match_any_number(self):
+        rules = [Rule("vision.**", None), Rule("a.*.**.w", "b.*.*")]
+        assert self.target(rules, "vision.x") is None
+        assert self.target(rules, "vision.x.0.y") is None
+        assert match(rules, "vision") == match(rules, "the.vision.x") == []
+        assert self.target(rules, "a.0.x.y.w") == "b.0.x.y"
+
     def test_first_rule_wins(self):
         rules = [Rule("a.0", "first"), Rule("a.*", "second")]
         assert self.target(rules, "a.0") == "first"

@@ -70,6 +70,11 @@ class GoldenSpec:
         return self.rope or {"rope_type": "default", "rope_theta": self.rope_theta}
 
     @property
+    def is_multimodal(self) -> bool:
+        """Whether the language model is part of a multimodal one."""
+        return self.family.endswith("_multimodal")
+
+    @property
     def has_offset_norms(self) -> bool:
         """Whether norm weights are stored minus one."""
         return self.family in ("gemma", "gemma2", "gemma3")
@@ -88,8 +93,23 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "gemma3_multimodal": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForConditionalGeneration,
+    ),
 }
-"""Config and model classes of transformers."""
+"""Config of the language model, and model classes of transformers."""
+
+VISION_CONFIG = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+"""The rest of a multimodal model, of which nothing is computed."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -412,5 +432,30 @@ SPECS = (
         wrong_settings=GEMMA4_WRONG_SETTINGS,
         wrong_weights=("q_norm.weight", "k_norm.weight"),
         unit_weights=("layer_scalar",),
+    ),
+    GoldenSpec(
+        name="window",
+        family="gemma3_multimodal",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=16,
+        tied=True,
+        rope_theta=100_000.0,
+        rope=_gemma3_rope(),
+        settings={
+            "sliding_window": 13,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        wrong_settings=(
+            ("sliding_window", 12),
+            ("layer_types", ["full_attention"] * 3),
+            ("query_pre_attn_scalar", 16),
+        ),
+        wrong_weights=("q_norm.weight", "post_attention_layernorm.weight"),
     ),
 )

@@ -45,7 +45,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from golden_specs import DEFAULT_EPS, FAMILIES, SPECIAL_TOKENS, SPECS, GoldenSpec
+from golden_specs import (
+    DEFAULT_EPS,
+    FAMILIES,
+    SPECIAL_TOKENS,
+    SPECS,
+    VISION_CONFIG,
+    GoldenSpec,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 logger = logging.getLogger("make_goldens")
@@ -114,6 +121,9 @@ def build_model(spec: GoldenSpec, seed: int) -> transformers.PreTrainedModel:
         **own_head_dim,
         **spec.settings,
     )
+    if spec.is_multimodal:
+        vision = transformers.SiglipVisionConfig(**VISION_CONFIG)
+        config = transformers.Gemma3Config(text_config=config, vision_config=vision)
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -166,7 +176,8 @@ def save_checkpoint(spec: GoldenSpec, seed: int, folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size=spec.max_shard_size)
     path = folder / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="ascii"))
-    if "rope_theta" in config or config["rope_parameters"] != spec.rope_parameters:
+    text = config.get("text_config", config)
+    if "rope_theta" in text or text["rope_parameters"] != spec.rope_parameters:
         raise RuntimeError(f"unexpected rope layout in {path}: {config}")
     if spec.legacy_config:
         del config["rope_parameters"]
@@ -194,10 +205,10 @@ def load_model(
     Returns:
         The model, in evaluation mode.
     """
-    config_class, model_class = FAMILIES[spec.family]
-    config = config_class.from_pretrained(folder, local_files_only=True)
+    _, model_class = FAMILIES[spec.family]
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     if override is not None:
-        setattr(config, *override)
+        setattr(config.get_text_config(), *override)
     model = model_class.from_pretrained(
         folder,
         config=config,
@@ -308,7 +319,7 @@ def check_sensitivity(spec: GoldenSpec, folder: Path, golden: Golden) -> None:
         _check_seen(spec, model, golden, "norm weights without their offset")
     if spec.scales_embeddings:
         model = load_model(spec, folder)
-        model.model.embed_tokens.embed_scale = torch.tensor(1.0)
+        model.get_input_embeddings().embed_scale = torch.tensor(1.0)
         _check_seen(spec, model, golden, "embeddings not scaled")
 
 

@@ -25,6 +25,9 @@ _ONLY_SUPPORTED: dict[str, Any] = {
     "use_sliding_window": False,
 }
 
+_OF_THE_WHOLE = ("eos_token_id", "quantization_config")
+"""Settings that a multimodal model's config.json has outside `text_config`, where they decide."""
+
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -48,6 +51,22 @@ def require(hf: HfConfig, name: str) -> Any:
     if hf.get(name) is None:
         raise InvalidConfigError(f"config.json has no {name!r}")
     return hf[name]
+
+
+def text_config(hf: HfConfig, architecture: str, defaults: HfConfig) -> HfConfig:
+    """The config of the language model inside a multimodal model's config.json.
+
+    Args:
+        hf: The config.json, with the language model under `text_config`.
+        architecture: Architecture of the language model.
+        defaults: Settings that `text_config` may leave out, as transformers' class has them.
+
+    Returns:
+        The contents of a config.json of the language model alone.
+    """
+    text = {**defaults, **require(hf, "text_config"), "architectures": [architecture]}
+    outer = {name: hf[name] for name in _OF_THE_WHOLE if hf.get(name) is not None}
+    return {"tie_word_embeddings": hf.get("tie_word_embeddings"), **text, **outer}
 
 
 def check_settings(hf: HfConfig, **supported: Any) -> None:

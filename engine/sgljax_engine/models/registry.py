@@ -18,6 +18,7 @@ MODELS: dict[str, ModelDefinition] = {
     "Gemma2ForCausalLM": gemma2.MODEL,
     "Gemma3ForCausalLM": gemma3.MODEL,
     "Gemma4ForCausalLM": gemma4.MODEL,
+    "Gemma3ForConditionalGeneration": gemma3.MULTIMODAL,
     "GemmaForCausalLM": gemma.MODEL,
     "LlamaForCausalLM": llama.MODEL,
     "Qwen2ForCausalLM": qwen2.MODEL,

@@ -7,9 +7,22 @@ most JAX models [in, out], and a square one fits both. So each orientation has i
 from __future__ import annotations
 
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.registry import MODELS, get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.weights.rules import Rule
+
+_INSIDE_MULTIMODAL = ("language_model.model.", "model.language_model.")
+"""What a multimodal checkpoint has for the "model." of its language model: in files, and in modules
+of transformers 5."""
+
+_BESIDE_TEXT = (
+    "vision_tower",
+    "multi_modal_projector",
+    "audio_tower",
+    "embed_vision",
+    "embed_audio",
+)
+"""Modules of a multimodal checkpoint beside its language model."""
 
 
 def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
@@ -18,7 +31,8 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
     Projections are [out, in], embeddings and an untied `lm_head` [vocabulary, hidden], norms and
     biases vectors. The rules ignore extra tensors of a checkpoint: the frequencies of old rotary
     embeddings, a copy of tied embeddings as `lm_head.weight`, and keys of layers that read those of
-    another layer.
+    another layer. For a language model that is also part of a multimodal one, they take its weights
+    out of that, and ignore all that is beside it.
 
     Args:
         model_config: Config of the model.
@@ -40,7 +54,32 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
             )
     if model_config.tie_word_embeddings:
         rules.append(Rule("lm_head.weight", None))
+    if _multimodal(model_config.architecture) in MODELS:
+        rules += _multimodal_rules(rules)
     return tuple(rules)
+
+
+def _multimodal(architecture: str) -> str:
+    return architecture.replace("ForCausalLM", "ForConditionalGeneration")
+
+
+def _multimodal_rules(rules: list[Rule]) -> list[Rule]:
+    """`rules` for the names in a multimodal checkpoint, and rules that ignore its other modules."""
+    inside = [
+        rule._replace(source=prefix + rule.source.removeprefix("model."))
+        for prefix in _INSIDE_MULTIMODAL
+        for rule in rules
+        if rule.source.startswith("model.")
+    ]
+    heads = [
+        rule._replace(source=f"language_model.{rule.source}")
+        for rule in rules
+        if rule.source.startswith("lm_head.")
+    ]
+    beside = [
+        Rule(f"{prefix}{module}.**", None) for prefix in ("", "model.") for module in _BESIDE_TEXT
+    ]
+    return [*inside, *heads, *beside]
 
 
 def logical_rules(model_config: ModelConfig) -> tuple[Rule, ...]:

@@ -19,7 +19,8 @@ class Rule(NamedTuple):
     """One mapping of source parameters to engine parameters.
 
     Attributes:
-        source: Dotted source name; `*` stands for one component, such as a layer number.
+        source: Dotted source name; `*` stands for one component, such as a layer number, and `**`
+            for one or more.
         target: Engine name, with `*`s filled from the source's matches; None ignores the source
             parameter on purpose.
         transpose: Permutation of the source's axes (those of the part, if `part` is set).
@@ -115,7 +116,7 @@ def match(rules: Sequence[Rule], source: str, shape: Sequence[int] = ()) -> list
 
 
 def _pattern(source: str) -> str:
-    return re.escape(source).replace(r"\*", r"([^.]+)")
+    return re.escape(source).replace(r"\*\*", r"(.+)").replace(r"\*", r"([^.]+)")
 
 
 def _fill(target: str | None, groups: Sequence[str]) -> str | None:

@@ -1,0 +1,114 @@
+"""A multimodal checkpoint is read as its language model; the golden of one is in test_goldens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from sgljax_engine import (
+    Engine,
+    InvalidConfigError,
+    SamplingParams,
+    UnsupportedModelError,
+    WeightSyncError,
+    load_model_config,
+    model_config_from_hf,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gemma3_window"
+OPTIONS = {"dtype": "float32", "page_size": 4, "max_running_requests": 8}
+NAMES = {
+    "files": ("language_model.model.", ""),
+    "modules": ("model.language_model.", "model."),
+}
+"""What the language model's and the other modules' names begin with: on the hub, where transformers
+4 and 5 write it too; and as the modules of transformers 5 are called."""
+
+
+def nested(**changes):
+    """The golden's config.json as that of a multimodal model."""
+    text = json.loads((GOLDEN / "config.json").read_text())
+    for name in ("architectures", "dtype", "transformers_version"):
+        text.pop(name, None)
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "dtype": "float32",
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model"},
+    } | changes
+
+
+def write_folder(folder, names, **extra):
+    """The golden's weights under a multimodal checkpoint's names, beside a vision tower."""
+    text, rest = NAMES[names]
+    weights = {
+        text + name.removeprefix("model."): array
+        for name, array in load_file(GOLDEN / "model.safetensors").items()
+    }
+    beside = {
+        f"{rest}vision_tower.vision_model.embeddings.patch_embedding.weight": (4, 3, 2, 2),
+        f"{rest}vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.bias": (4,),
+        f"{rest}multi_modal_projector.mm_input_projection_weight": (4, 32),
+        f"{rest}multi_modal_projector.mm_soft_emb_norm.weight": (4,),
+    }
+    weights |= {name: np.ones(shape, np.float32) for name, shape in beside.items()}
+    save_file(weights | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(nested()))
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_it_computes_what_the_language_model_does(tmp_path, names):
+    write_folder(tmp_path, names)
+    golden = np.load(GOLDEN / "golden.npz")
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    with Engine(tmp_path, **OPTIONS) as engine:
+        outputs = engine.generate_requests([golden["prompt_4"].tolist()], params)
+        assert outputs[0].output_ids == golden["greedy_4"][:12].tolist()
+        np.testing.assert_allclose(outputs[0].logprobs, golden["greedy_logps_4"][:12], atol=1e-4)
+        assert engine.find_differing_weights(GOLDEN) == []
+
+
+def test_a_copy_of_the_tied_head_is_ignored(tmp_path):
+    write_folder(tmp_path, "files", **{"language_model.lm_head.weight": np.ones((112, 32), "f4")})
+    with Engine(tmp_path, **OPTIONS) as engine:
+        assert engine.find_differing_weights(GOLDEN) == []
+
+
+def test_other_modules_are_not_ignored(tmp_path):
+    write_folder(tmp_path, "files", **{"language_model.model.gate.weight": np.ones(4, "f4")})
+    with pytest.raises(WeightSyncError, match=r"language_model\.model\.gate\.weight"):
+        Engine(tmp_path, **OPTIONS)
+
+
+def test_the_config_is_that_of_the_language_model(tmp_path):
+    write_folder(tmp_path, "files")
+    assert load_model_config(tmp_path) == load_model_config(GOLDEN)
+
+
+def test_settings_of_the_whole_model_win():
+    model = model_config_from_hf(nested(eos_token_id=[1, 106]))
+    assert model.eos_token_ids == (1, 106)
+    with pytest.raises(UnsupportedModelError, match="quantization_config="):
+        model_config_from_hf(nested(quantization_config={"bits": 4}))
+
+
+def test_embeddings_may_be_untied_on_either_level():
+    text = nested()["text_config"]
+    assert not model_config_from_hf(
+        nested(text_config=text | {"tie_word_embeddings": False})
+    ).tie_word_embeddings
+    del text["tie_word_embeddings"]
+    assert not model_config_from_hf(
+        nested(text_config=text, tie_word_embeddings=False)
+    ).tie_word_embeddings
+    assert model_config_from_hf(nested(text_config=text)).tie_word_embeddings
+
+
+def test_a_config_without_the_language_model_is_refused():
+    with pytest.raises(InvalidConfigError, match="no 'text_config'"):
+        model_config_from_hf(nested(text_config=None))
