@@ -458,7 +458,9 @@ def test_missing_files_of_a_folder(facts_here, tmp_path, capsys):
     assert "has no tokenizer: only token ids can be completed" in capsys.readouterr().out
     os.remove(folder / "model.safetensors")
     assert doctor("--model", folder) == 1
-    assert "fix: download the folder again" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "fix: download the folder again" in text
+    assert f"An engine for {folder} would use" in text, "config.json is enough to plan"
     assert doctor("--model", folder, "--engine", "page_size=0") == 2
 
 

@@ -104,7 +104,7 @@ class Model:
         has_chat_template: Whether the tokenizer has a chat template.
         pad_id: The tokenizer's pad token.
         eos_ids: End tokens: the tokenizer's, and the config's.
-        vocab_size: Vocabulary size of the model.
+        vocab_size: Vocabulary size of the model; 0 if its config.json is refused.
         tokenizer_size: Vocabulary size of the tokenizer.
     """
 
@@ -206,7 +206,8 @@ def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = Tru
     facts = dataclasses.replace(facts, devices=devices, num_processes=num_processes)
     model = None if folder is None else look_at_model(folder)
     facts = dataclasses.replace(facts, model=model, is_example=folder is None)
-    if not has_preview or (model is not None and model.problem is not None):
+    # A folder whose config.json alone is there can be planned for.
+    if not has_preview or (model is not None and not model.vocab_size):
         return facts
     try:
         preview = preview_of(folder, config)
@@ -312,17 +313,16 @@ def look_at_model(folder: Path) -> Model:
     """Reads a folder's config, the names of its weights, and its tokenizer."""
     from sgljax_engine import EngineError, load_model_config, read_hf_tensors
 
+    model = Model(path=str(folder))
     try:
         config = load_model_config(folder)
-        num_tensors = len(read_hf_tensors(folder))
+        model = dataclasses.replace(
+            model, vocab_size=config.vocab_size, eos_ids=config.eos_token_ids
+        )
+        model = dataclasses.replace(model, num_tensors=len(read_hf_tensors(folder)))
     except EngineError as error:
-        return Model(path=str(folder), problem=str(error), problem_kind=type(error).__name__)
-    model = Model(
-        path=str(folder),
-        num_tensors=num_tensors,
-        vocab_size=config.vocab_size,
-        eos_ids=config.eos_token_ids,
-    )
+        kind = type(error).__name__
+        return dataclasses.replace(model, problem=str(error), problem_kind=kind)
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any((folder / name).exists() for name in names):
         return model
