@@ -121,6 +121,13 @@ def test_what_tunix_loaded_and_saved_is_what_the_folder_had(name, tmp_path, caps
     )
 
 
+def test_a_multimodal_base_is_refused(tmp_path, capsys):
+    save(load_into_tunix("gemma3_window"), tmp_path / "root" / "actor", 3)
+    base = GOLDEN / "gemma3_multimodal_window"
+    assert convert(tmp_path / "root", "--base", base, "--output", tmp_path / "out") == 2
+    assert f"--base {base} is a multimodal model" in capsys.readouterr().err
+
+
 def test_gemma_1_whose_folders_tunix_does_not_load():
     model = families.make("gemma_mqa")
     weights = {name: np.asarray(value) for name, value in named_params(model).items()}

@@ -87,6 +87,7 @@ def read_tunix_model(source: Path, step: int | None, base: Path) -> TunixModel:
     """Reads a checkpoint, and the headers of the folder that training began with.
 
     Raises:
+        InvalidConfigError: for the folder of a multimodal model.
         WeightLoadError: for a checkpoint that cannot be read.
         WeightSyncError: names all tensors that are missing, unknown or of another shape.
     """
@@ -105,6 +106,11 @@ def read_tunix_model(source: Path, step: int | None, base: Path) -> TunixModel:
         for name, tensor in read_hf_tensors(base).items()
         if not name.endswith(".rotary_emb.inv_freq")
     }
+    if any("language_model." in name for name in originals):
+        raise InvalidConfigError(
+            f"--base {base} is a multimodal model, of which Tunix trains the language model: "
+            "convert needs a base that holds that alone"
+        )
     tensors = None
     if weights or not pairs:
         rules = to_rules(None, weights, model.architecture, model.attention.kv_layers)
