@@ -39,7 +39,13 @@ from sgljax_engine.io_struct import (
     FlushCacheReqOutput,
     PauseGenerationReqInput,
 )
-from sgljax_engine.model_config import AttentionConfig, KVShape, Llama3Scaling, ModelConfig, RopeConfig
+from sgljax_engine.model_config import (
+    AttentionConfig,
+    KVShape,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+)
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import RecordedEvent, RecordedSample, Recording

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,12 +73,12 @@ class GoldenSpec:
     @property
     def is_multimodal(self) -> bool:
         """Whether the language model is part of a multimodal one."""
-        return self.family.endswith("_multimodal")
+        return self.family in MULTIMODAL
 
     @property
     def has_offset_norms(self) -> bool:
         """Whether norm weights are stored minus one."""
-        return self.family in ("gemma", "gemma2", "gemma3")
+        return self.family.startswith("gemma") and not self.family.startswith("gemma4")
 
     @property
     def scales_embeddings(self) -> bool:
@@ -93,6 +94,14 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "gemma4_multimodal": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForConditionalGeneration,
+    ),
+    "gemma4_unified": (
+        transformers.Gemma4UnifiedTextConfig,
+        transformers.Gemma4UnifiedForConditionalGeneration,
+    ),
     "gemma3_multimodal": (
         transformers.Gemma3TextConfig,
         transformers.Gemma3ForConditionalGeneration,
@@ -109,7 +118,20 @@ VISION_CONFIG = {
     "patch_size": 14,
     "vision_use_head": False,
 }
-"""The rest of a multimodal model, of which nothing is computed."""
+"""The rest of a multimodal Gemma 3, of which nothing is computed."""
+
+
+def _of_gemma3(text: Any) -> Any:
+    vision = transformers.SiglipVisionConfig(**VISION_CONFIG)
+    return transformers.Gemma3Config(text_config=text, vision_config=vision)
+
+
+MULTIMODAL: dict[str, Callable[[Any], Any]] = {
+    "gemma3_multimodal": _of_gemma3,
+    "gemma4_multimodal": lambda text: transformers.Gemma4Config(text_config=text),
+    "gemma4_unified": lambda text: transformers.Gemma4UnifiedConfig(text_config=text),
+}
+"""Configs of multimodal models, by family, around that of the language model."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -410,7 +432,7 @@ SPECS = (
     # values.
     GoldenSpec(
         name="keys_as_values",
-        family="gemma4",
+        family="gemma4_multimodal",
         vocab_size=112,
         hidden_size=32,
         intermediate_size=48,
@@ -457,5 +479,30 @@ SPECS = (
             ("query_pre_attn_scalar", 16),
         ),
         wrong_weights=("q_norm.weight", "post_attention_layernorm.weight"),
+    ),
+    # As 12B, whose class has neither further embeddings nor experts.
+    GoldenSpec(
+        name="window",
+        family="gemma4_unified",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=True,
+        rope_theta=100_000.0,
+        rope=_gemma4_rope(),
+        settings={
+            "sliding_window": 13,
+            "final_logit_softcapping": 16.0,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "layer_types": [_SLIDING, _FULL],
+        },
+        wrong_settings=(("sliding_window", 12), ("sliding_window", 14)),
+        unit_weights=("layer_scalar",),
     ),
 )

@@ -48,9 +48,9 @@ import transformers
 from golden_specs import (
     DEFAULT_EPS,
     FAMILIES,
+    MULTIMODAL,
     SPECIAL_TOKENS,
     SPECS,
-    VISION_CONFIG,
     GoldenSpec,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -122,8 +122,7 @@ def build_model(spec: GoldenSpec, seed: int) -> transformers.PreTrainedModel:
         **spec.settings,
     )
     if spec.is_multimodal:
-        vision = transformers.SiglipVisionConfig(**VISION_CONFIG)
-        config = transformers.Gemma3Config(text_config=config, vision_config=vision)
+        config = MULTIMODAL[spec.family](config)
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -160,7 +159,7 @@ def _norm_centre(spec: GoldenSpec, name: str) -> float:
     """The mean of a norm's weights; around it they differ, so that none can be left out."""
     if not spec.scales_embeddings:
         return 1.0
-    if spec.family == "gemma4" and ("q_norm" in name or "k_norm" in name):
+    if spec.family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):
         return 0.4  # its products are not scaled: larger ones would amplify rounding errors
     # Gemma's scaled embeddings are large: with small outputs of the layers, and the embeddings as
     # the head, it would repeat its last token forever.

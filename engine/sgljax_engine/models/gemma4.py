@@ -16,6 +16,27 @@ from sgljax_engine.models import gemma, hf
 from sgljax_engine.models.decoder import decoder
 
 _SLIDING_PATTERN = 6
+_TEXT_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": gemma.GELU,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "vocab_size": 262_144,
+}
+"""Settings that a `text_config` may leave out; transformers' Gemma4TextConfig."""
+_UNIFIED_DEFAULTS = {
+    **_TEXT_DEFAULTS,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+}
+"""The same of Gemma4UnifiedTextConfig, the 12B."""
 _DEFAULT_ROPES = {
     hf.SLIDING: RopeConfig(theta=10_000.0),
     hf.FULL: RopeConfig(theta=1_000_000.0, rotary_fraction=0.25),
@@ -46,6 +67,14 @@ def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
         per_layer_input_size=inputs,
         shared_kv_intermediate_size=2 * size if wide else None,
     )
+
+
+def _config_from_multimodal(config: hf.HfConfig) -> ModelConfig:
+    return _config_from_hf(hf.text_config(config, "Gemma4ForCausalLM", _TEXT_DEFAULTS))
+
+
+def _config_from_unified(config: hf.HfConfig) -> ModelConfig:
+    return _config_from_hf(hf.text_config(config, "Gemma4ForCausalLM", _UNIFIED_DEFAULTS))
 
 
 def _rope(config: hf.HfConfig, kind: str) -> RopeConfig:
@@ -113,3 +142,5 @@ MODEL = decoder(
     ),
     _config_from_hf,
 )
+MULTIMODAL = MODEL._replace(config_from_hf=_config_from_multimodal)
+UNIFIED = MODEL._replace(config_from_hf=_config_from_unified)

@@ -18,6 +18,8 @@ MODELS: dict[str, ModelDefinition] = {
     "Gemma2ForCausalLM": gemma2.MODEL,
     "Gemma3ForCausalLM": gemma3.MODEL,
     "Gemma4ForCausalLM": gemma4.MODEL,
+    "Gemma4ForConditionalGeneration": gemma4.MULTIMODAL,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.UNIFIED,
     "Gemma3ForConditionalGeneration": gemma3.MULTIMODAL,
     "GemmaForCausalLM": gemma.MODEL,
     "LlamaForCausalLM": llama.MODEL,
