@@ -22,9 +22,9 @@ from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.memory_plan import (
     engine_free_bytes,
     expected_weights_bytes,
-    fit_parallel,
     plan_memory,
 )
+from sgljax_engine.runner.parallel_fit import fit_parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.batch import (
     prefill_sizes,
 )
-from sgljax_engine.runner.memory_plan import fit_parallel
+from sgljax_engine.runner.parallel_fit import fit_parallel
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler

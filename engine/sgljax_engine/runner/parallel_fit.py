@@ -1,0 +1,95 @@
+"""Chooses how many devices an engine takes, where the configuration leaves that open."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from sgljax_engine.config import EngineConfig, ParallelConfig
+from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.placement.submeshes import check_divides, place, share_out
+from sgljax_engine.runner.memory_plan import (
+    engine_free_bytes,
+    expected_weights_bytes,
+)
+
+
+def fit_parallel(
+    model: ModelConfig,
+    config: EngineConfig,
+    mesh: jax.sharding.Mesh | None,
+    dtype: str,
+    device_bytes: int | None = None,
+) -> ParallelConfig:
+    """Replaces "auto", and sizes that cannot fit the devices' memory, by those that fit.
+
+    An engine fits if its weights, and the KV cache of one sequence of `max_model_len` within
+    `mem_fraction_static` of what they leave, fit the free memory of its devices.
+
+    Args:
+        model: The model to place.
+        config: Has the sizes that were asked for.
+        mesh: The caller's mesh.
+        dtype: Dtype of weights and KV cache.
+        device_bytes: As for `engine_free_bytes`.
+
+    Raises:
+        InvalidConfigError: for "auto" on devices that do not report their memory, and when nothing
+            fits.
+    """
+    asked = config.parallel
+    is_auto = asked.tp_size == "auto"
+    by_mesh = dataclasses.replace(asked, tp_size=None) if is_auto else asked
+    is_sized = by_mesh.tp_size is not None or asked.data_parallel_size is not None
+    if is_sized or mesh is None or mesh.empty:
+        return by_mesh
+    devices, tensor_dim = share_out(mesh, by_mesh)
+    first = 1
+    if not is_auto:
+        first = devices.shape[tensor_dim]
+        check_divides(model, first)
+    tried: list[str] = []
+    for tp_size in range(first, devices.size + 1):
+        if devices.size % tp_size:
+            continue
+        try:
+            check_divides(model, tp_size)
+        except InvalidConfigError as error:
+            tried.append(f"tp_size {tp_size}: {error}")
+            continue
+        sized = dataclasses.replace(asked, tp_size=tp_size)
+        needed, free = _needed_and_free(model, config, mesh, dtype, sized, device_bytes)
+        if free is None:
+            if is_auto:
+                raise InvalidConfigError(
+                    "tp_size 'auto' needs devices that report their memory; give a number"
+                )
+            return asked
+        if needed <= free:
+            return sized if is_auto or tp_size != first else asked
+        tried.append(f"tp_size {tp_size} needs {needed} of {free} free bytes")
+    if is_auto:
+        raise InvalidConfigError(
+            f"tp_size 'auto' finds no size that fits {devices.size} devices: {'; '.join(tried)}"
+        )
+    return asked  # `plan_memory` says what does not fit
+
+
+def _needed_and_free(
+    model: ModelConfig,
+    config: EngineConfig,
+    mesh: jax.sharding.Mesh,
+    dtype: str,
+    parallel: ParallelConfig,
+    device_bytes: int | None,
+) -> tuple[int, int | None]:
+    """Bytes that an engine needs at least, and those that are free on its devices."""
+    group = place(model, mesh, dtype, parallel)
+    engine = group.engines[0]
+    tokens = config.max_model_len or model.context_length
+    kv = math.ceil(tokens * engine.kv_bytes_per_token(model, 1) / config.cache.mem_fraction_static)
+    free = engine_free_bytes(engine, len(group.engines), device_bytes)
+    return expected_weights_bytes(model, engine) + kv, free
