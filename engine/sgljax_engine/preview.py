@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from sgljax_engine.attention.registry import pick_attention
+from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.builder.compilation_cache import compilation_cache_path
 from sgljax_engine.builder.group import pick_max_model_len
 from sgljax_engine.builder.sources import pick_dtype
@@ -103,9 +103,7 @@ def preview_engine(
     held = expected_weights_bytes(model, placement)
     max_model_len = pick_max_model_len(model, config)
     free = engine_free_bytes(placement, num_engines, device_bytes)
-    attention = pick_attention(
-        config.runtime.attention_backend, placement.target, model.head_dims
-    ).for_engine(is_deterministic=config.runtime.enable_deterministic_sampling)
+    attention = engine_attention(config.runtime, placement.target, model.head_dims)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
     plan, problem = None, None
     try:

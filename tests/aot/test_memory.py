@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 from sgljax_engine import EngineConfig, InvalidConfigError, preview_engine
 from sgljax_engine.aot import CHIPS
 from sgljax_engine.builder.group import build_shapes
-from tests.aot.programs import QWEN3_8B
+from sgljax_engine.placement.shardings import Placement
+from tests.aot.programs import QWEN3_8B, TWO_LAYERS
 from tests.engine.remote_devices import remote_devices
 
 V5E = CHIPS["v5e"].usable_bytes
@@ -97,3 +99,33 @@ def test_engines_get_as_many_devices_as_the_model_needs():
     auto = config(tp_size="auto")
     found = preview_engine(QWEN3_8B, mesh=mesh(8, 1), config=auto, device_bytes=V6E)
     assert (found.tp_size, found.num_engines) == (1, 8)
+
+
+THREE_HEADS = dataclasses.replace(
+    TWO_LAYERS,
+    vocab_size=300,
+    hidden_size=96,
+    intermediate_size=192,
+    num_heads=3,
+    num_kv_heads=3,
+    head_dim=64,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "tp_size"),
+    [({}, 3), ({"attention_backend": "xla"}, 1), ({"enable_deterministic_sampling": True}, 1)],
+    ids=["packed", "xla", "ordered"],
+)
+def test_auto_counts_what_pages_pad(monkeypatch, options, tp_size):
+    """Three heads of 64 take two rows of 128 on a TPU, and three on three of them."""
+    monkeypatch.setattr(Placement, "platform", "tpu")
+    asked = config(tp_size="auto", max_model_len=1024, max_running_requests=1, **options)
+    alone = preview_engine(THREE_HEADS, mesh=mesh(1, 1), config=asked, device_bytes=V5E)
+    rows = 1.8  # of one token in each layer; more than heads fill, less than pages have
+    kv_bytes = 1024 * rows * 2 * THREE_HEADS.num_layers * 128 * 2
+    device_bytes = int(alone.weights_bytes + kv_bytes / asked.cache.mem_fraction_static)
+    found = preview_engine(THREE_HEADS, mesh=mesh(3, 1), config=asked, device_bytes=device_bytes)
+    assert (found.tp_size, found.problem) == (tp_size, None)
+    assert found.memory is not None
+    assert found.memory.kv_tokens == 1024

@@ -12,6 +12,7 @@ from sgljax_engine.attention.base import AttentionBackend, ContiguousKV, PagedAt
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_backend, native_problem
 from sgljax_engine.attention.xla import xla_attention, xla_tiles_attention
+from sgljax_engine.config import RuntimeConfig
 from sgljax_engine.layers.target import Target
 
 PORTABLE: dict[str, PagedAttention] = {
@@ -96,3 +97,18 @@ def pick_attention(name: str, target: Target, head_dims: Sequence[int]) -> Atten
         InvalidConfigError: when the named backend is not available.
     """
     return BACKENDS[name](target, head_dims)
+
+
+def engine_attention(runtime: RuntimeConfig, target: Target, head_dims: Sequence[int]) -> AttentionBackend:
+    """What an engine uses, with deterministic sampling too.
+
+    Args:
+        runtime: Names the backend.
+        target: As for `pick_attention`.
+        head_dims: As for `pick_attention`.
+
+    Raises:
+        InvalidConfigError: when the named backend is not available.
+    """
+    picked = pick_attention(runtime.attention_backend, target, head_dims)
+    return picked.for_engine(is_deterministic=runtime.enable_deterministic_sampling)

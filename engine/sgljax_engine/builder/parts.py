@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from sgljax_engine.attention.base import AttentionBackend
-from sgljax_engine.attention.registry import pick_attention
+from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
@@ -85,9 +85,7 @@ def plan_parts(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     page_size = config.cache.page_size
-    attention = pick_attention(
-        config.runtime.attention_backend, placement.target, model.head_dims
-    ).for_engine(is_deterministic=config.runtime.enable_deterministic_sampling)
+    attention = engine_attention(config.runtime, placement.target, model.head_dims)
     definition = get_model(model.architecture)
     static = _program_context(config, definition, model, placement, weights, attention)
     plan = functools.partial(

@@ -7,6 +7,7 @@ import math
 
 import jax
 
+from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.config import EngineConfig, ParallelConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
@@ -55,13 +56,12 @@ def fit_parallel(
     for tp_size in range(first, devices.size + 1):
         if devices.size % tp_size:
             continue
+        sized = dataclasses.replace(asked, tp_size=tp_size)
         try:
-            check_divides(model, tp_size)
+            needed, free = _needed_and_free(model, config, mesh, dtype, sized, device_bytes)
         except InvalidConfigError as error:
             tried.append(f"tp_size {tp_size}: {error}")
             continue
-        sized = dataclasses.replace(asked, tp_size=tp_size)
-        needed, free = _needed_and_free(model, config, mesh, dtype, sized, device_bytes)
         if free is None:
             if is_auto:
                 raise InvalidConfigError(
@@ -86,10 +86,17 @@ def _needed_and_free(
     parallel: ParallelConfig,
     device_bytes: int | None,
 ) -> tuple[int, int | None]:
-    """Bytes that an engine needs at least, and those that are free on its devices."""
+    """Bytes that an engine needs at least, and those that are free on its devices.
+
+    Raises:
+        InvalidConfigError: when the model cannot be sharded so, or the attention backend that was
+            asked for is not available then.
+    """
     group = place(model, mesh, dtype, parallel)
     engine = group.engines[0]
+    attention = engine_attention(config.runtime, engine.target, model.head_dims)
     tokens = config.max_model_len or model.context_length
-    kv = math.ceil(tokens * engine.kv_bytes_per_token(model, 1) / config.cache.mem_fraction_static)
+    kv = tokens * engine.kv_bytes_per_token(model, attention.heads_per_row)
+    kv = math.ceil(kv / config.cache.mem_fraction_static)
     free = engine_free_bytes(engine, len(group.engines), device_bytes)
     return expected_weights_bytes(model, engine) + kv, free
