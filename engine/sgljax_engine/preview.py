@@ -24,7 +24,7 @@ from sgljax_engine.runner.memory_plan import (
     expected_weights_bytes,
     plan_memory,
 )
-from sgljax_engine.runner.parallel_fit import fit_parallel
+from sgljax_engine.runner.parallel_fit import NoSizeFits, fit_parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class EnginePreview:
         max_model_len: Maximum number of prompt plus output tokens of one request.
         num_parameters: Number of parameters in the weights.
         num_engines: Engines that would share out the devices: the data-parallel size.
-        tp_size: Devices of each engine.
+        tp_size: Devices of each engine; of "auto" that fits nowhere, the largest that was tried.
         weights_bytes: Bytes of the weights of one engine, in that dtype.
         free_bytes: Free bytes of memory for one engine, before the weights; None when the devices
             do not say.
@@ -95,7 +95,12 @@ def preview_engine(
     """
     config = config or EngineConfig()
     dtype = pick_dtype(config, folder)
-    group = place(model, mesh, dtype, fit_parallel(model, config, mesh, dtype, device_bytes))
+    problem = None
+    try:
+        parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
+    except NoSizeFits as error:
+        parallel, problem = error.tried_last, str(error)
+    group = place(model, mesh, dtype, parallel)
     num_engines = len(group.engines)
     config, placement = config.per_engine(num_engines), group.engines[0]
     specs = get_model(model.architecture).param_specs(model)
@@ -105,20 +110,21 @@ def preview_engine(
     free = engine_free_bytes(placement, num_engines, device_bytes)
     attention = engine_attention(config.runtime, placement.target, model.head_dims)
     linear = pick_projections(config.runtime.linear_backend, placement.target)
-    plan, problem = None, None
+    plan = None
     try:
-        plan = plan_memory(
-            model,
-            config,
-            placement,
-            max_model_len,
-            held,
-            contiguous_kv=attention.contiguous_kv,
-            heads_per_row=attention.heads_per_row,
-            num_engines=num_engines,
-            are_loaded=False,
-            device_bytes=device_bytes,
-        )
+        if problem is None:
+            plan = plan_memory(
+                model,
+                config,
+                placement,
+                max_model_len,
+                held,
+                contiguous_kv=attention.contiguous_kv,
+                heads_per_row=attention.heads_per_row,
+                num_engines=num_engines,
+                are_loaded=False,
+                device_bytes=device_bytes,
+            )
     except InvalidConfigError as error:
         problem = str(error)
     has_contiguous_kv = plan is not None and plan.contiguous_shapes is not None

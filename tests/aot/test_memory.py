@@ -129,3 +129,18 @@ def test_auto_counts_what_pages_pad(monkeypatch, options, tp_size):
     assert (found.tp_size, found.problem) == (tp_size, None)
     assert found.memory is not None
     assert found.memory.kv_tokens == 1024
+
+
+def test_auto_that_fits_nowhere_is_said():
+    auto, where, device_bytes = config(tp_size="auto"), mesh(4, 1), 10**9
+    found = preview_engine(QWEN3_8B, mesh=where, config=auto, device_bytes=device_bytes)
+    assert (found.tp_size, found.num_engines, found.memory) == (4, 1, None)
+    problem = "tp_size 'auto' finds no size that fits 4 devices: tp_size 1 needs "
+    assert found.problem is not None
+    assert found.problem.startswith(problem)
+    with pytest.raises(InvalidConfigError, match=re.escape(found.problem)):
+        build_shapes(QWEN3_8B, auto, "bfloat16", where, device_bytes)
+    # Without the attention that was asked for, memory does not matter.
+    tpu = config(tp_size="auto", attention_backend="tpu")
+    with pytest.raises(InvalidConfigError, match="attention_backend 'tpu' cannot be had here"):
+        preview_engine(QWEN3_8B, mesh=where, config=tpu, device_bytes=device_bytes)

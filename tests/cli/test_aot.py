@@ -8,6 +8,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from sgljax_engine import EngineConfig, preview_engine
@@ -15,8 +17,9 @@ from sgljax_engine.aot import CHIPS, AotReport, OpCount, ProgramMemory, ProgramR
 from sgljax_engine.aot.roofline import estimate
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.topologies import needs_libtpu, run_compiler
+from tests.engine.remote_devices import remote_devices
 from tests.engine.small_tokenizers import GOLDEN
-from tunix_sgljax.cli import topologies
+from tunix_sgljax.cli import aot, topologies
 from tunix_sgljax.cli.aot_report import NOT_RUN, describe, markdown
 from tunix_sgljax.cli.main import main
 
@@ -173,6 +176,24 @@ def test_what_does_not_fit():
     assert report.problem is not None
     assert report.problem.startswith("weights, KV and programs take ")
     assert report.problem.endswith(" bytes of a device; 100000000 can be used")
+
+
+@pytest.mark.parametrize("tp_size", ["auto", 4])
+def test_the_exit_code_is_1_whichever_size_does_not_fit(monkeypatch, capsys, tp_size):
+    devices = np.array(remote_devices(4)).reshape(4, 1)
+    target = topologies.Target(
+        model=TWO_LAYERS,
+        folder=None,
+        title="a model",
+        config=EngineConfig.from_options({"tp_size": tp_size, "dtype": "float32"}),
+        chip=dataclasses.replace(CHIPS["v5e"], usable_bytes=10**6),
+        mesh=jax.sharding.Mesh(devices, ("data", "tp")),
+    )
+    monkeypatch.setattr(aot, "find_target", lambda args: target)
+    assert main(["aot", "--model", "x", "--topology", "v5e:2x2", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["problem"] == found["preview"]["problem"] is not None
+    assert (found["preview"]["tp_size"], found["programs"]) == (4, [])
 
 
 def run_command(*arguments) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,14 @@ from sgljax_engine.runner.memory_plan import (
 )
 
 
+class NoSizeFits(InvalidConfigError):
+    """`tp_size` "auto" finds no size whose memory suffices; `tried_last` is the largest."""
+
+    def __init__(self, message: str, tried_last: ParallelConfig) -> None:
+        super().__init__(message)
+        self.tried_last = tried_last
+
+
 def fit_parallel(
     model: ModelConfig,
     config: EngineConfig,
@@ -38,8 +46,9 @@ def fit_parallel(
         device_bytes: As for `engine_free_bytes`.
 
     Raises:
-        InvalidConfigError: for "auto" on devices that do not report their memory, and when nothing
-            fits.
+        NoSizeFits: for "auto" that finds none.
+        InvalidConfigError: for "auto" on devices that do not report their memory, and when the
+            model or its attention backend cannot be had on any number of them.
     """
     asked = config.parallel
     is_auto = asked.tp_size == "auto"
@@ -53,6 +62,7 @@ def fit_parallel(
         first = devices.shape[tensor_dim]
         check_divides(model, first)
     tried: list[str] = []
+    tried_last: ParallelConfig | None = None
     for tp_size in range(first, devices.size + 1):
         if devices.size % tp_size:
             continue
@@ -71,11 +81,13 @@ def fit_parallel(
         if needed <= free:
             return sized if is_auto or tp_size != first else asked
         tried.append(f"tp_size {tp_size} needs {needed} of {free} free bytes")
-    if is_auto:
-        raise InvalidConfigError(
-            f"tp_size 'auto' finds no size that fits {devices.size} devices: {'; '.join(tried)}"
-        )
-    return asked  # `plan_memory` says what does not fit
+        tried_last = sized
+    if not is_auto:
+        return asked  # `plan_memory` says what does not fit
+    message = f"tp_size 'auto' finds no size that fits {devices.size} devices: {'; '.join(tried)}"
+    if tried_last is None:
+        raise InvalidConfigError(message)
+    raise NoSizeFits(message, tried_last)
 
 
 def _needed_and_free(
