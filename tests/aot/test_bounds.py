@@ -96,6 +96,15 @@ def test_decode_moves_little_more_than_it_must():
     assert needed <= decode["memory_bytes"] <= 1.25 * needed
 
 
+def test_prefill_reads_keys_once_for_128_tokens():
+    """Weights once, and the keys and values of 16 full rows for 2,048 tokens: 1.21."""
+    name = "qwen3-0.6b on v5e"
+    memory, prefill = compiled(name)["preview"]["memory"], program_of(name, "prefill")
+    rows = prefill["size"] / 128
+    needed = memory["weights_bytes"] + memory["kv_bytes"] * rows * 1024 / memory["kv_tokens"]
+    assert needed <= prefill["memory_bytes"] <= 1.25 * needed
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_decode_is_a_kernel_call_a_layer_and_copies_nothing_large(name):
     """No copy of a layer's KV pages or of a weight."""

@@ -17,6 +17,7 @@ from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.tpu import TpuAttention, backend_of, heads_per_row
 from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
 from sgljax_engine.kernels.tpu import paged_attention as kernel
+from sgljax_engine.kernels.tpu.paged_sizes import Sizes
 from sgljax_engine.placement.submeshes import place
 from tests.engine.models import TINY
 from tests.engine.paged_cases import (
@@ -107,8 +108,10 @@ class Writing:
         self.layer = LayerKV(*(jnp.asarray(as_pages(pool, page_size)) for pool in pools))
         self.owners = [i for i, request in enumerate(blocks) for _ in request[1:]]
 
-    def check(self, attention: Any, options: AttentionOptions) -> None:
-        """Compares outputs and pages with what they must be."""
+    def check(
+        self, attention: Any, options: AttentionOptions, *, is_read_again: bool = False
+    ) -> None:
+        """Compares outputs and pages with what they must be, and what reads the pages then."""
         tables = BlockTables(
             *(jnp.asarray(np.stack(x), jnp.int32) for x in zip(*self.tables, strict=True))
         )
@@ -119,6 +122,18 @@ class Writing:
         pages = LayerKV(*(jnp.asarray(layout.pack(np.asarray(part))) for part in self.layer))
         out, layer = call(queries, new[:, 0], new[:, 1], pages, tables, options)
         layer = [layout.unpack(np.asarray(part)) for part in layer]
+        self.check_outputs(out, queries, options)
+        for which, pages in enumerate(layer):
+            want = np.asarray(self.layer[which]).swapaxes(1, 2).reshape(-1, *new.shape[3:]).copy()
+            for slots, kv in self.requests:
+                want[slots] = kv[which]
+            np.testing.assert_array_equal(pages, as_pages(want, self.page_size))
+        if is_read_again:
+            read = jax.jit(attention.attend, static_argnums=3)
+            out = read(queries, LayerKV(*map(jnp.asarray, layer)), tables, options)
+            self.check_outputs(out, queries, options)
+
+    def check_outputs(self, out: Any, queries: np.ndarray, options: AttentionOptions) -> None:
         for n, (owner, (_, positions, end)) in enumerate(
             zip(self.owners, self.tables, strict=True)
         ):
@@ -128,15 +143,12 @@ class Writing:
             _, kv = self.requests[owner]
             want = reference(queries[n, :used], kv[0][:end], kv[1][:end], positions[:used], options)
             np.testing.assert_allclose(out[n, :used], want, atol=2e-5)
-        for which, pages in enumerate(layer):
-            want = np.asarray(self.layer[which]).swapaxes(1, 2).reshape(-1, *new.shape[3:]).copy()
-            for slots, kv in self.requests:
-                want[slots] = kv[which]
-            np.testing.assert_array_equal(pages, as_pages(want, self.page_size))
 
 
 DECODE = [[40, 1], [0, 1], [63, 1], [5, 0], [64, 1], [150, 1], [0, 0], [7, 1]]
 PREFILL = [[0, 16, 16, 5], [37, 16, 9], [8, 0], [70, 3], [0, 1], [127, 16]]
+STEPS = [[0, 16, 3], [70, 3], [0, 0], [21, *[16] * 11, 9]]
+"""Two steps of eight blocks; the second one is a part of one request."""
 
 
 @pytest.mark.parametrize(("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS)))
@@ -146,8 +158,19 @@ def test_writing(shape, options):
 
 
 @pytest.mark.parametrize(
+    ("shape", "options"), spread([x for x in SHAPES | PACKED if "prefill" in x], list(OPTIONS))
+)
+def test_steps_of_several_blocks(shape, options):
+    sizes = {**SHAPES, **PACKED}[shape]
+    queries = jnp.zeros((16, 16, sizes[1], max(sizes[4], 128)))
+    assert kernel._step_blocks(queries, sizes[2]) == 8
+    is_read_again = (shape, options) == ("prefill-gqa-3", "default")
+    Writing(sizes, STEPS).check(SIMPLE, OPTIONS[options], is_read_again=is_read_again)
+
+
+@pytest.mark.parametrize(
     ("shape", "blocks"),
-    [("decode-gqa-2", DECODE), ("prefill-gqa-3", PREFILL), ("prefill-small-pages", PREFILL)],
+    [("decode-gqa-2", DECODE), ("prefill-gqa-3", PREFILL), ("prefill-small-pages", STEPS)],
 )
 def test_no_copies_race(shape, blocks):
     """Copies that run beside one another, and beside arithmetic, touch different memory."""
@@ -156,6 +179,39 @@ def test_no_copies_race(shape, blocks):
     races = interpret_pallas_call.races
     assert races is not None
     assert not races.races_found
+
+
+@pytest.mark.parametrize(
+    ("step_blocks", "lengths"),
+    [(8, [2, 0, 1, 2, 0, 1, 1, 1]), (2, [2, 0, 1, 1, 1, 1, 1, 1]), (1, [1] * 8)],
+)
+def test_blocks_that_share_their_reads(step_blocks, lengths):
+    """A block goes on with those before it whose keys it has, as blocks that are scored may."""
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4], [0, 1, 3, 4, 5], [], []]
+    lens = [16, 32, 32, 48, 50, 66, 0, 0]
+    starts = [0, 16, 16, 32, 48, 50, 0, 0]
+    table = np.array([path + [0] * (6 - len(path)) for path in paths], np.int32)
+    sizes = Sizes(step_blocks=step_blocks, num_queries=16, chunk_pages=1, page_size=16)
+    found = kernel._run_lengths(jnp.array(table), jnp.array(starts), jnp.array(lens), sizes)
+    assert found.tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "heads", "dtype", "count"),
+    [
+        (256, (16, 8, 128), "bfloat16", 8),
+        (256, (32, 8, 128), "bfloat16", 4),
+        (256, (16, 1, 256), "bfloat16", 2),
+        (20, (4, 1, 128), "bfloat16", 4),
+        (9, (4, 1, 128), "bfloat16", 1),
+    ],
+    ids=["qwen3-0.6b", "qwen3-8b", "mqa-16", "a few blocks", "an odd number"],
+)
+def test_blocks_of_a_step(num_blocks, heads, dtype, count):
+    num_heads, num_kv_heads, head_dim = heads
+    queries = jnp.zeros((num_blocks, 16, num_heads, head_dim), dtype)
+    assert kernel._step_blocks(queries, num_kv_heads) == count
+    assert kernel._step_blocks(queries[:, :1], num_kv_heads) == 1
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.cache.kv_pages import LayerKV, pack_heads
-from sgljax_engine.kernels.tpu.paged_attention import Scores, paged_attention
+from sgljax_engine.kernels.tpu.paged_attention import paged_attention
+from sgljax_engine.kernels.tpu.paged_sizes import Scores
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
 LANES = 128
@@ -151,22 +152,24 @@ class _Packing(NamedTuple):
             more = ((0, 0), (0, 0), (0, self._num_missing), (0, 0))
             rows = (*new[0].shape[:2], self.num_rows, self.per_row * self.head_dim)
             new = tuple(jnp.pad(x, more).reshape(rows) for x in new)
-        lead = q.shape[:2]
-        heads = q.reshape(*lead, self.num_kv_heads, self.group, self.head_dim)
-        heads = jnp.pad(heads, ((0, 0), (0, 0), (0, self._num_missing), (0, 0), (0, 0)))
-        parts = heads.reshape(*lead, self.num_rows, self.per_row, self.group, 1, self.head_dim)
-        is_own = jnp.eye(self.per_row, dtype=bool)[:, None, :, None]
-        wide = jnp.where(is_own, parts, jnp.zeros((), q.dtype))
-        return wide.reshape(*lead, -1, self.per_row * self.head_dim), new, k, v
+        heads = jnp.pad(q, ((0, 0), (0, 0), (0, self._num_missing * self.group), (0, 0)))
+        zero = jnp.zeros((), q.dtype)
+        places = self._places[:, None]
+        parts = [jnp.where(places == place, heads, zero) for place in range(self.per_row)]
+        return jnp.concatenate(parts, axis=-1), new, k, v
 
     def unpack(self, out: Any) -> Any:
         """The output of the model's heads."""
-        shape = (self.num_rows, self.per_row, self.group, self.per_row, self.head_dim)
-        parts = out.reshape(*out.shape[:2], *shape)
-        own = [parts[:, :, :, place, :, place] for place in range(self.per_row)]
-        heads = jnp.stack(own, axis=3).reshape(*out.shape[:2], -1, self.group, self.head_dim)
-        used = heads[:, :, : self.num_kv_heads]
-        return used.reshape(*out.shape[:2], -1, self.head_dim)
+        first, *others = jnp.split(out, self.per_row, axis=-1)
+        for place, part in enumerate(others, start=1):
+            first = jnp.where((self._places == place)[:, None], part, first)
+        return first[:, :, : self.num_kv_heads * self.group]
+
+    @property
+    def _places(self) -> jax.Array:
+        """The part of its row that each query head has, those of missing heads included."""
+        num_heads = self.num_rows * self.per_row * self.group
+        return jnp.arange(num_heads) // self.group % self.per_row
 
     @property
     def _num_missing(self) -> int:

@@ -1,0 +1,72 @@
+"""Softmax accumulated over chunks of keys, within a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.kernels.tpu.paged_sizes import Scores
+
+MASKED = -1e30
+
+
+def softmax_part(
+    q: Any,
+    k: Any,
+    v: Any,
+    old: tuple[Any, Any],
+    position: Any,
+    first_token: Any,
+    kv_len: Any,
+    scores: Scores,
+) -> tuple[Any, Any, Any, Any]:
+    """Adds a chunk of keys to the running softmax of queries that share a kv head.
+
+    Args:
+        q: [R, head_dim] queries.
+        k: [S, head_dim] keys.
+        v: Their values.
+        old: Maximum and sum of the scores before, [R, 1] float32.
+        position: [R, S] int32, of the queries.
+        first_token: Position of the first key.
+        kv_len: Keys that exist.
+        scores: How scores are made.
+
+    Returns:
+        The new maximum and sum; the factor of the weighted sum of values before, and what is added
+        to it.
+    """
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    s = lax.dot_general(
+        q,
+        k,
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    s *= scores.scale
+    if scores.logit_softcap is not None:
+        s = scores.logit_softcap * jnp.tanh(s / scores.logit_softcap)
+    token = first_token + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    is_seen = (token <= position) & (token < kv_len)
+    if scores.sliding_window is not None:
+        is_seen &= token > position - scores.sliding_window
+    s = jnp.where(is_seen, s, MASKED)
+    old_max, old_sum = old
+    new_max = jnp.maximum(old_max, jnp.max(s, axis=1, keepdims=True))
+    p = jnp.where(is_seen, jnp.exp(s - new_max), 0.0)
+    # Memory that holds no key may hold NaN, which a weight of 0 does not undo.
+    exists = first_token + lax.broadcasted_iota(jnp.int32, v.shape, 0) < kv_len
+    v = jnp.where(exists, v.astype(jnp.float32), 0.0).astype(v.dtype)
+    kept = jnp.exp(old_max - new_max)
+    new_sum = kept * old_sum + jnp.sum(p, axis=1, keepdims=True)
+    change = lax.dot_general(
+        p.astype(v.dtype),
+        v,
+        (((1,), (0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return new_max, new_sum, kept, change

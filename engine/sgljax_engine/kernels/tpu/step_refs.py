@@ -1,0 +1,136 @@
+"""What a step of the kernel in `paged_attention` works on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from sgljax_engine.kernels.tpu.paged_sizes import Scores, Sizes
+
+
+class Run(NamedTuple):
+    """Blocks that follow each other in one request.
+
+    Attributes:
+        first: Its first block.
+        last: Its last block, whose page table has all its keys.
+        start: Position of its first token.
+        kv_len: Keys that exist, its own included.
+        chunk: The first chunk that it needs.
+        end_chunk: The one after its last; `chunk` for an unused block.
+    """
+
+    first: Any
+    last: Any
+    start: Any
+    kv_len: Any
+    chunk: Any
+    end_chunk: Any
+
+
+class Step(NamedTuple):
+    """The references of a step.
+
+    Attributes:
+        table_ref: [N, P] page table.
+        starts_ref: [N] first positions.
+        lens_ref: [N] numbers of keys.
+        runs_ref: [N] blocks of the run that each block starts.
+        q_ref: Queries.
+        out_ref: Outputs.
+        pools: Pages, buffer for two chunks, and the new ones or None, of keys and of values.
+        state: Maximum and sum of the scores, and weighted sum of the values, of each query.
+        next_ref: Which half of the buffers the next run's first chunk is for, and whether its
+            copies have started.
+        load_sems: For each half of the buffers.
+        store_sems: For pages that go back.
+        first_block: The first block of the step.
+        num_blocks: Blocks of all steps.
+        sizes: Static sizes.
+        scores: How scores are made.
+    """
+
+    table_ref: Any
+    starts_ref: Any
+    lens_ref: Any
+    runs_ref: Any
+    q_ref: Any
+    out_ref: Any
+    pools: tuple[tuple[Any, Any, Any], ...]
+    state: tuple[Any, Any, Any]
+    next_ref: Any
+    load_sems: Any
+    store_sems: Any
+    first_block: Any
+    num_blocks: Any
+    sizes: Sizes
+    scores: Scores
+
+    @classmethod
+    def of(
+        cls,
+        refs: Any,
+        is_writing: bool,
+        first_block: Any,
+        num_blocks: Any,
+        sizes: Sizes,
+        scores: Scores,
+    ) -> Step:
+        """Names the references."""
+        table_ref, starts_ref, lens_ref, runs_ref, q_ref, *rest = refs
+        if is_writing:  # the pools come in and go out, in the same memory
+            k_new, v_new, _, _, out_ref, k_ref, v_ref, *scratch = rest
+        else:
+            k_ref, v_ref, out_ref, *scratch = rest
+            k_new = v_new = None
+        k_chunks, v_chunks, max_ref, sum_ref, acc_ref, next_ref, load_sems, store_sems = scratch
+        return cls(
+            table_ref=table_ref,
+            starts_ref=starts_ref,
+            lens_ref=lens_ref,
+            runs_ref=runs_ref,
+            q_ref=q_ref,
+            out_ref=out_ref,
+            pools=((k_ref, k_chunks, k_new), (v_ref, v_chunks, v_new)),
+            state=(max_ref, sum_ref, acc_ref),
+            next_ref=next_ref,
+            load_sems=load_sems,
+            store_sems=store_sems,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            sizes=sizes,
+            scores=scores,
+        )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether there are new keys and values."""
+        return self.pools[0][2] is not None
+
+    def run_from(self, first: Any) -> Run:
+        """The run that a block starts."""
+        last = first + self.runs_ref[first] - 1
+        start, kv_len = self.starts_ref[first], self.lens_ref[last]
+        end = (kv_len + self.sizes.chunk_tokens - 1) // self.sizes.chunk_tokens
+        return Run(first, last, start, kv_len, self.first_chunk(start, end), end)
+
+    def first_chunk(self, start: Any, end: Any) -> Any:
+        """The first chunk that a query at `start` sees, at most `end`."""
+        if self.scores.sliding_window is None:
+            return jnp.int32(0)
+        oldest = jnp.maximum(start - self.scores.sliding_window + 1, 0)
+        return jnp.minimum(oldest // self.sizes.chunk_tokens, end)
+
+    def place_of(self, head: int, group: int, tokens: Any) -> Any:
+        """Where the queries and outputs of a kv head's group are."""
+        _, num_groups, _, head_dim = self.state[2].shape
+        if self.sizes.num_queries == 1:
+            return 0, head
+        return 0, tokens, pl.ds((head * num_groups + group) * head_dim, head_dim)
+
+    def tokens_before(self, block: Any) -> Any:
+        """Tokens of the step before a block of it."""
+        num_tokens = (block - self.first_block) * self.sizes.num_queries
+        return pl.multiple_of(num_tokens, self.sizes.num_queries)
