@@ -99,7 +99,9 @@ def pick_attention(name: str, target: Target, head_dims: Sequence[int]) -> Atten
     return BACKENDS[name](target, head_dims)
 
 
-def engine_attention(runtime: RuntimeConfig, target: Target, head_dims: Sequence[int]) -> AttentionBackend:
+def engine_attention(
+    runtime: RuntimeConfig, target: Target, head_dims: Sequence[int]
+) -> AttentionBackend:
     """What an engine uses, with deterministic sampling too.
 
     Args:
