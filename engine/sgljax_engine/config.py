@@ -57,12 +57,15 @@ class CacheConfig:
         mem_fraction_static: See `num_kv_tokens`; on CPUs it also bounds pages plus contiguous KV
             together. In (0, 1).
         disable_radix_cache: Do not share pages between requests or keep pages after a request ends.
+        disable_hybrid_swa_memory: Keep keys of sliding layers that have left their window, in the
+            same pages as those of the other layers.
     """
 
     page_size: int = 16
     num_kv_tokens: int | None = None
     mem_fraction_static: float = 0.2
     disable_radix_cache: bool = False
+    disable_hybrid_swa_memory: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -76,8 +79,9 @@ class CacheConfig:
             fraction,
             "a number in (0, 1)",
         )
-        disable = self.disable_radix_cache
-        require(isinstance(disable, bool), "disable_radix_cache", disable, "True or False")
+        for name in ("disable_radix_cache", "disable_hybrid_swa_memory"):
+            disable = getattr(self, name)
+            require(isinstance(disable, bool), name, disable, "True or False")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -242,6 +242,8 @@ class SchedulerOutput:
         max_finished: End the dispatch once this many rows have finished, since other requests wait
             for room. None if none waits; then it ends once the remaining rows fit a smaller
             program.
+        window_pages: int32, the window page of each page or -1, see `cache.window`; changes after
+            the dispatch. None without such pages.
     """
 
     prefill: list[PrefillChunk]
@@ -253,6 +255,7 @@ class SchedulerOutput:
     started: list[Request]
     prefill_tokens: int = 0
     max_finished: int | None = None
+    window_pages: np.ndarray | None = None
 
     @property
     def touched(self) -> list[Request]:

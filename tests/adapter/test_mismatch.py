@@ -137,8 +137,8 @@ def test_a_corrupt_page_between_prefill_and_decode_is_found(spoilt, model):
     rollout, runner = spoilt
     prefill, kv_memory = runner.prefill, runner.kv_memory
 
-    def faulty(chunks):
-        prefill(chunks)
+    def faulty(chunks, windows):
+        prefill(chunks, windows)
         for chunk in chunks:
             if request_of([chunk.request]) and chunk.start == 0:
                 kv_memory.kv = corrupted(kv_memory.kv, chunk.pages[1])

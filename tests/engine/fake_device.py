@@ -3,6 +3,7 @@
 What a key or value depends on is the weights and the tokens up to its position, so that is what
 the slots keep. Whoever reads a slot that holds anything else gets an AssertionError: a page shared
 with the wrong request, rewritten by another one, copied too late or left over from older weights.
+Window pages likewise, of which a query reads its window.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from sgljax_engine.cache.window import WindowPages
 from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput, StepTimes
 
 GARBAGE = object()
@@ -23,12 +25,21 @@ def times_of(dispatch_s: float) -> StepTimes:
 class FakeDevice:
     """Runs what the scheduler decides, in the order in which the runner dispatches it."""
 
-    def __init__(self, num_pages: int, page_size: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        rng: random.Random,
+        windows: WindowPages | None = None,
+    ) -> None:
         self.version = 0
         self.num_prefilled = 0
         self._page_size = page_size
         self._rng = rng
         self._pages: list[list[object]] = [[GARBAGE] * page_size for _ in range(num_pages)]
+        self._map = windows
+        count = 0 if windows is None else windows.sizes.num_pages
+        self._windows: list[list[object]] = [[GARBAGE] * page_size for _ in range(count)]
 
     def run(self, output: SchedulerOutput, stop_chance: float = 0.0) -> StepOutput:
         """Prefills, copies and decodes; each row takes up to its limit, perhaps stops early."""
@@ -36,10 +47,12 @@ class FakeDevice:
             self._write(chunk.request, chunk.pages, chunk.start, chunk.start + chunk.num_tokens)
             self.num_prefilled += chunk.num_tokens
         for chunk in output.prefill:
-            self._read(chunk.request, chunk.pages, chunk.start + chunk.num_tokens)
-        sources = [list(self._pages[copy.source]) for copy in output.copies]
-        for copy, slots in zip(output.copies, sources, strict=True):
-            self._pages[copy.target] = slots
+            end = chunk.start + chunk.num_tokens
+            self._read(chunk.request, chunk.pages, end, first_query=chunk.start)
+        sources = [[list(slots) for slots in self._both(copy.source)] for copy in output.copies]
+        for copy, contents in zip(output.copies, sources, strict=True):
+            for slots, new in zip(self._both(copy.target), contents, strict=True):
+                slots[:] = new
         for request in output.decode:
             self._read(request, request.pages, request.kv_len)
         rows = [
@@ -58,18 +71,17 @@ class FakeDevice:
         """Fails half-way: what the dispatch was to write is anything now."""
         for chunk in output.prefill:
             for at in range(chunk.start, chunk.start + chunk.num_tokens):
-                page = chunk.pages[at // self._page_size]
-                self._pages[page][at % self._page_size] = GARBAGE
+                self._put(chunk.pages, at, GARBAGE)
         for copy in output.copies:
-            self._pages[copy.target] = [GARBAGE] * self._page_size
+            for slots in self._both(copy.target):
+                slots[:] = [GARBAGE] * self._page_size
         for request, limit in zip(output.decode, output.step_limits, strict=True):
-            for at in range(request.kv_len, request.kv_len + limit):
-                page = request.pages[at // self._page_size]
-                self._pages[page][at % self._page_size] = GARBAGE
+            for at in range(request.kv_len, request.kv_len + min(limit, output.num_steps)):
+                self._put(request.pages, at, GARBAGE)
 
     def lose_everything(self) -> None:
         """The pages were donated to a program that failed."""
-        for slots in self._pages:
+        for slots in (*self._pages, *self._windows):
             slots[:] = [GARBAGE] * self._page_size
 
     def _decode(self, request: Request, count: int, stop_chance: float) -> RowOutput:
@@ -81,19 +93,41 @@ class FakeDevice:
         start = request.kv_len
         written = [*request.tokens(0, start + 1), *tokens]
         for at in range(start, start + count):
-            page, offset = request.pages[at // self._page_size], at % self._page_size
-            self._pages[page][offset] = self._content(written[: at + 1])
+            self._put(request.pages, at, self._content(written[: at + 1]))
         zeros = [0.0] * count
         return RowOutput(tokens, zeros, zeros, zeros, stopped)
 
     def _write(self, request: Request, pages: tuple[int, ...], start: int, end: int) -> None:
         tokens = request.tokens(0, end)
         for at in range(start, end):
-            page, offset = pages[at // self._page_size], at % self._page_size
-            self._pages[page][offset] = self._content(tokens[: at + 1])
+            self._put(pages, at, self._content(tokens[: at + 1]))
 
-    def _read(self, request: Request, pages: Sequence[int], end: int) -> None:
+    def _put(self, pages: Sequence[int], at: int, content: object) -> None:
+        both = self._both(pages[at // self._page_size])
+        assert self._map is None or len(both) == 2, f"position {at} has no window page"
+        for slots in both:
+            slots[at % self._page_size] = content
+
+    def _both(self, page: int) -> list[list[object]]:
+        """The slots of a page, and of its window page if it has one."""
+        found = [self._pages[page]]
+        if self._map is not None and self._map.of[page] >= 0:
+            found.append(self._windows[self._map.of[page]])
+        return found
+
+    def _read(
+        self, request: Request, pages: Sequence[int], end: int, first_query: int | None = None
+    ) -> None:
+        """By a query behind `end`, or from `first_query` on."""
         tokens = request.tokens(0, end)
+        if self._map is not None:
+            first = (end if first_query is None else first_query) - self._map.sizes.num_tokens + 1
+            for at in range(max(first, 0), end):
+                page, offset = pages[at // self._page_size], at % self._page_size
+                assert self._map.of[page] >= 0, f"{request.rid} lost its window at {at}"
+                assert self._windows[self._map.of[page]][offset] == self._content(
+                    tokens[: at + 1]
+                ), f"request {request.rid} reads another's window at position {at}, page {page}"
         for at in range(end):
             page, offset = pages[at // self._page_size], at % self._page_size
             assert self._pages[page][offset] == self._content(tokens[: at + 1]), (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sgljax_engine import RequestOutput, SamplingParams
+from sgljax_engine import ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.builder import group
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
@@ -36,13 +36,13 @@ class SteppedEngine:
         core: The core.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, model: ModelConfig = TINY, **options: Any) -> None:
         """Builds a tiny model's core; options are those of `Engine`."""
         built, limits = group.build_group(
-            model=TINY,
+            model=model,
             config=EngineConfig.from_options(options),
             dtype="float32",
-            weights=WeightSource(spread_weights(), hf_rules(TINY)),
+            weights=WeightSource(spread_weights(model), hf_rules(model)),
             adapters={},
             tokenizer=None,
             mesh=None,
@@ -51,7 +51,7 @@ class SteppedEngine:
         (self.core,) = built.cores
         self._weight_maker = built.weight_maker
         self.core.outputs.connect(_no_text, thread_name=None)
-        self._factory = RequestFactory(TINY, limits, None, SeedSource(0))
+        self._factory = RequestFactory(model, limits, None, SeedSource(0))
 
     def ask(self, make: Callable[[Future[Any]], cmd.Command]) -> Future[Any]:
         """Does a command; its future may have to wait for steps."""

@@ -368,13 +368,13 @@ class TestScoring:
             updates: list[threading.Thread] = []
             real = runner.prefill
 
-            def prefill(chunks):
+            def prefill(chunks, windows):
                 if not updates:  # between the first chunk of the prompt and the second
                     updates.append(threading.Thread(target=chunked.update_weights, args=(other,)))
                     updates[0].start()
                     while commands.empty():
                         time.sleep(0.001)
-                real(chunks)
+                real(chunks, windows)
 
             monkeypatch.setattr(runner, "prefill", prefill)
             out = generate(chunked, prompt, return_logprob=True, logprob_start_len=0)

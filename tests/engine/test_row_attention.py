@@ -17,6 +17,7 @@ from sgljax_engine.attention.contiguous import row_attention, shared_keys
 from sgljax_engine.cache import contiguous_kv as contiguous_kv
 from sgljax_engine.cache.contiguous_kv import (
     LayerContiguousKV,
+    RowTable,
     contiguous_shapes,
     gather_rows,
     write_rows,
@@ -71,7 +72,7 @@ def over_rows(max_len):
         rows = poisoned_rows(len(q), max_len, num_kv_heads, head_dim, layer.k.dtype)
         end = jnp.max(tables.kv_lens)
         (rows,) = gather_rows(
-            (rows,), (layer,), tables.page_table, tables.kv_lens, end, jnp.int32(0)
+            (rows,), (layer,), [RowTable(tables.page_table)], tables.kv_lens, end, jnp.int32(0)
         )
         shared = shared_keys(tables.page_table, tables.kv_lens, layer.k.shape[2])
         return row_attention(q[:, 0], rows, tables.kv_lens, shared, options)[:, None]
@@ -146,8 +147,13 @@ def test_new_tokens_join_the_copied_ones():
     rng = np.random.default_rng(2)
     rows = poisoned_rows(4, 140, 2, 16)
     end = jnp.max(case.tables.kv_lens) + num_steps
-    (rows,) = jax.jit(gather_rows)(
-        (rows,), (case.layer,), case.tables.page_table, case.tables.kv_lens, end, jnp.int32(0)
+    (rows,) = gather_rows(
+        (rows,),
+        (case.layer,),
+        [RowTable(case.tables.page_table)],
+        case.tables.kv_lens,
+        end,
+        jnp.int32(0),
     )
     keys, values = list(case.keys), list(case.values)
     is_used = jnp.asarray([True, True, True, False])
@@ -232,8 +238,13 @@ class TestSharing:
         expected = [(128, 64, 0)[row // 4 % 3] for row in range(num_rows)]
         assert shared.tolist() == expected
         rows = poisoned_rows(num_rows, 200, 2, 16)
-        (rows,) = jax.jit(gather_rows)(
-            (rows,), (case.layer,), tables.page_table, tables.kv_lens, jnp.int32(200), jnp.int32(0)
+        (rows,) = gather_rows(
+            (rows,),
+            (case.layer,),
+            [RowTable(tables.page_table)],
+            tables.kv_lens,
+            jnp.int32(200),
+            jnp.int32(0),
         )
         q = jnp.asarray(np.random.default_rng(4).normal(size=(num_rows, 4, 16)), jnp.float32)
         attend = jax.jit(row_attention, static_argnums=4)

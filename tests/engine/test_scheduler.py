@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.cache.window import WindowPages, WindowSizes
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.sampling_params import SamplingParams
@@ -40,9 +41,18 @@ BLOCK = 8
 
 
 def make_scheduler(
-    num_pages=16, max_running=4, steps=4, budget=32, *, page_size=PAGE, is_sharing=True, **config
+    num_pages=16,
+    max_running=4,
+    steps=4,
+    budget=32,
+    *,
+    page_size=PAGE,
+    is_sharing=True,
+    windows=None,
+    **config,
 ):
-    pool = PagePool(PageAllocator(num_pages), page_size, is_sharing=is_sharing)
+    allocator = PageAllocator(num_pages, None if windows is None else windows.forget)
+    pool = PagePool(allocator, page_size, is_sharing=is_sharing, windows=windows)
     scheduler = Scheduler(
         SchedulerConfig(max_running_requests=max_running, decode_steps=steps, **config),
         pool,
@@ -117,6 +127,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ratio=st.sampled_from([0.0, 0.3, 1.0]),
         is_sharing=st.sampled_from([True, True, True, False]),
         stream_interval=st.integers(1, 8),
+        window=st.sampled_from([None, 1, 2, 5, 11]),
+        spare=st.integers(0, 8),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -129,10 +141,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         ratio,
         is_sharing,
         stream_interval,
+        window,
+        spare,
         seed,
     ):
         self.num_pages, self.max_running, self.budget = num_pages, max_running, budget
         self.page_size = page_size
+        windows = None
+        if window is not None:
+            per_request = -(-(window + steps) // page_size) + 4
+            for_prefill = -(-self.budget // page_size)
+            sizes = WindowSizes(per_request + for_prefill + spare, window, per_request, for_prefill)
+            windows = WindowPages(num_pages, sizes, page_size)
         self.scheduler, self.pool = make_scheduler(
             num_pages,
             max_running,
@@ -140,11 +160,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.budget,
             page_size=page_size,
             is_sharing=is_sharing,
+            windows=windows,
             stream_interval=stream_interval,
             init_new_token_ratio=ratio,
             min_new_token_ratio=0.0,
         )
-        self.device = FakeDevice(num_pages, page_size, random.Random(seed))
+        self.device = FakeDevice(num_pages, page_size, random.Random(seed), windows)
         self.added: dict[str, Request] = {}
         self.finished: list[str] = []
 
@@ -254,6 +275,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool.reset_cache()
         assert self.pool.num_cached == 0
         self.scheduler.check_integrity()
+        if self.pool.windows is not None:
+            assert (self.pool.windows.num_held, self.pool.windows.num_idle) == (0, 0)
         for request in self.added.values():
             if request.finish == FinishReason("length"):
                 assert len(request.output_ids) == request.params.max_new_tokens

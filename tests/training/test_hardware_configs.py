@@ -84,6 +84,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.placement import shardings, submeshes
 from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.page_ids import PageIds
 from sgljax_engine.runner.warmup import warm_calls
 from sgljax_engine.weights import sync
 from tunix_sgljax.mappings import WeightMapper, find_mapping
@@ -147,7 +148,7 @@ for name, weight in made.items():
 runner, memory = build_shapes(model, engine, config.model.dtype, mesh)
 assert runner.weights == weights and memory == preview.memory
 state, lowered = runner.kv_memory.state(weights), []
-read = ProgramCall("read_pages", (np.zeros(2, np.int32),))
+read = ProgramCall("read_pages", (PageIds(np.zeros(2, np.int32)),))
 for call in (*warm_calls(runner, include_score=True, include_table=False), read):
     runner.programs.lower(call, state)
     lowered.append(call.name)

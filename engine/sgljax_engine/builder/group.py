@@ -15,6 +15,7 @@ from sgljax_engine.builder.parts import EngineParts, build_runner, plan_parts
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.kv_pages import shape_of_zeros, zeros
 from sgljax_engine.cache.pool import PagePool
+from sgljax_engine.cache.window import WindowPages
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.engine_core import EngineCore
@@ -199,10 +200,14 @@ def _build_core(
     place: int,
 ) -> EngineCore:
     runner = build_runner(parts, placement, weights, slots, zeros)
+    page_size, windows = config.cache.page_size, None
+    if parts.memory.windows is not None:
+        windows = WindowPages(parts.num_pages, parts.memory.windows, page_size)
     pool = PagePool(
-        PageAllocator(parts.num_pages),
-        config.cache.page_size,
+        PageAllocator(parts.num_pages, None if windows is None else windows.forget),
+        page_size,
         is_sharing=not config.cache.disable_radix_cache,
+        windows=windows,
     )
     scheduler = Scheduler(
         config.scheduler,

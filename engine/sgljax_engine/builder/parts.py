@@ -104,7 +104,7 @@ def plan_parts(
     batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
     table_width = -(-max_model_len // page_size)
     shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
-    parts = EngineParts(static, plan(), shapes, Lowerings.for_engines(num_engines))
+    parts = _parts(static, plan(), shapes, Lowerings.for_engines(num_engines))
     is_accelerator = device_bytes is not None or not placement.is_own_cpu
     if not is_accelerator or _is_roomy(parts.memory.report):
         return parts
@@ -120,7 +120,15 @@ def plan_parts(
     needed = program_bytes(probe, facts, config.runtime.compilation_cache_dir)
     if needed is None:  # what does not fit is said by whoever compiles it
         return parts
-    return parts._replace(memory=plan(program_bytes=needed * placement.num_tensor_shards))
+    memory = plan(program_bytes=needed * placement.num_tensor_shards)
+    return _parts(static, memory, shapes, parts.lowerings)
+
+
+def _parts(
+    static: ProgramContext, memory: MemoryPlan, shapes: BatchShapes, lowerings: Lowerings | None
+) -> EngineParts:
+    static = static._replace(has_windows=memory.windows is not None)
+    return EngineParts(static, memory, shapes, lowerings)
 
 
 def _is_roomy(memory: MemoryReport) -> bool:
@@ -150,6 +158,7 @@ def build_runner(
         weights=weights,
         num_pages=parts.num_pages,
         shapes=parts.shapes,
+        num_window_pages=0 if parts.memory.windows is None else parts.memory.windows.num_pages,
         contiguous_shapes=parts.memory.contiguous_shapes,
         slots=slots,
         lowerings=parts.lowerings,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sgljax_engine.errors import EngineError
 
@@ -14,9 +14,17 @@ class PageAllocator:
     Freed pages are reused last-in first-out, so that a small working set stays in cache.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        """Starts with pages 0 .. num_pages - 1 free."""
+    def __init__(
+        self, num_pages: int, on_free: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
+        """Starts with pages 0 .. num_pages - 1 free.
+
+        Args:
+            num_pages: Number of pages.
+            on_free: Told of pages that are freed.
+        """
         self.num_pages = num_pages
+        self._on_free = on_free
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_used = bytearray(num_pages)
         self._num_uses = array("Q", bytes(8 * num_pages))
@@ -64,6 +72,8 @@ class PageAllocator:
                 raise EngineError(f"KV page {page} freed but it is not in use")
             self._is_used[page] = 0
             self._free.append(page)
+        if self._on_free is not None:
+            self._on_free(pages)
 
     def check_integrity(self) -> None:
         """Raises EngineError unless free and used pages add up to the pool."""

@@ -112,10 +112,22 @@ def allocate_contiguous_kv(
     )
 
 
+class RowTable(NamedTuple):
+    """Where the keys of a dispatch's rows are in one layer.
+
+    Attributes:
+        page_table: [B, P] int32.
+        has_gaps: Whether entries may be negative: those pages are not there. Static.
+    """
+
+    page_table: jax.Array
+    has_gaps: bool = False
+
+
 def gather_rows(
     contiguous_kv: ContiguousKV,
     kv: KVPages,
-    page_table_BP: jax.Array,
+    tables: Sequence[RowTable],
     kv_lens_B: jax.Array,
     end: jax.Array,
     num_ready: jax.Array,
@@ -125,7 +137,7 @@ def gather_rows(
     Args:
         contiguous_kv: Rows from B on stay unchanged. Donate it.
         kv: The pages.
-        page_table_BP: [B, P] int32.
+        tables: Where the keys are, for each layer.
         kv_lens_B: [B] int32, tokens in the pages; what follows them becomes 0.
         end: Scalar int32; chunks up to this token are copied, later ones stay unchanged.
         num_ready: Scalar int32; this many chunks are ready already, and stay unchanged.
@@ -133,21 +145,30 @@ def gather_rows(
 
     def body(chunk: jax.Array, contiguous_kv: ContiguousKV) -> ContiguousKV:
         return tuple(
-            _gather_chunk(rows, layer, page_table_BP, kv_lens_B, chunk)
-            for rows, layer in zip(contiguous_kv, kv, strict=True)
+            _gather_chunk(rows, layer, table, kv_lens_B, chunk)
+            for rows, layer, table in zip(contiguous_kv, kv, tables, strict=True)
         )
 
     return lax.fori_loop(num_ready, (end + CHUNK - 1) // CHUNK, body, contiguous_kv)
 
 
 def load_chunk(
-    pages: jax.Array, page_table_BP: jax.Array, kv_lens_B: jax.Array, chunk: jax.Array
+    pages: jax.Array,
+    page_table_BP: jax.Array,
+    kv_lens_B: jax.Array,
+    chunk: jax.Array,
+    *,
+    has_gaps: bool = False,
 ) -> jax.Array:
     """Loads a chunk of each row's keys or values from their pages, [B, K, CHUNK, h].
 
-    Positions without a token become 0: memory there may hold anything, NaN included.
+    Positions without a token become 0: memory there may hold anything, NaN included. With
+    `has_gaps`, neither are the pages of negative entries there.
     """
     batch, size = page_table_BP.shape[0], pages.shape[2]
+    gaps_BP = page_table_BP < 0
+    if has_gaps:
+        page_table_BP = jnp.where(gaps_BP, 0, page_table_BP)
     at = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
     if CHUNK % size:
         last = page_table_BP.shape[1] - 1
@@ -160,17 +181,21 @@ def load_chunk(
         found = pages.at[ids].get(mode="promise_in_bounds").swapaxes(1, 2)
         found = found.reshape(batch, found.shape[1], CHUNK, -1)
     exists_BC = at[None] < kv_lens_B[:, None]
+    if has_gaps:
+        places = jnp.minimum(at // size, page_table_BP.shape[1] - 1)
+        exists_BC &= ~jnp.take(gaps_BP, places, axis=1)
     return jnp.where(exists_BC[:, None, :, None], found, jnp.zeros((), found.dtype))
 
 
 def _gather_chunk(
     rows: LayerContiguousKV,
     layer: LayerKV,
-    page_table_BP: jax.Array,
+    table: RowTable,
     kv_lens_B: jax.Array,
     chunk: jax.Array,
 ) -> LayerContiguousKV:
-    k, v = (load_chunk(pages, page_table_BP, kv_lens_B, chunk) for pages in layer)
+    ids, has_gaps = table
+    k, v = (load_chunk(x, ids, kv_lens_B, chunk, has_gaps=has_gaps) for x in layer)
     lead = k.shape[:2]
     k = k.reshape(*lead, CHUNK // LANES, LANES, -1).swapaxes(-2, -1)
     v = v.reshape(*lead, CHUNK, -1, LANES).swapaxes(-3, -2)

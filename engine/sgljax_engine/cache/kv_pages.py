@@ -108,18 +108,18 @@ def allocate_kv_pages(
     layouts: Sequence[PageLayout],
     shardings: Sequence[jax.sharding.Sharding],
     *,
-    num_pages: int,
+    num_pages: Sequence[int],
     page_size: int,
     dtype: jnp.dtype,
     make_zeros: MakeZeros,
 ) -> KVPages:
     """Makes a zeroed cache, of one layer for each layout and sharding. Engine thread only."""
 
-    def layer(layout: PageLayout, sharding: jax.sharding.Sharding) -> LayerKV:
-        shape = (num_pages, layout.num_rows, page_size, layout.row_size)
+    def layer(layout: PageLayout, sharding: jax.sharding.Sharding, count: int) -> LayerKV:
+        shape = (count, layout.num_rows, page_size, layout.row_size)
         return LayerKV(make_zeros(shape, dtype, sharding), make_zeros(shape, dtype, sharding))
 
-    return tuple(map(layer, layouts, shardings))
+    return tuple(map(layer, layouts, shardings, num_pages))
 
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:

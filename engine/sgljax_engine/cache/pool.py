@@ -1,25 +1,38 @@
 """Pages of requests: their own, and those shared through the prefix cache.
 
 Host-only; no JAX. A running request's `pages` begin with shared pages, which the cache owns and no
-one writes to; the rest are its own.
+one writes to; the rest are its own. With a pool of window pages (`cache.window`), a running request
+holds those of a span of its pages: from the first that its next query sees to the last written.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.radix import PrefixHandle, RadixCache
+from sgljax_engine.cache.window import WindowPages
 from sgljax_engine.errors import EngineError
 from sgljax_engine.types import NO_ADAPTER, PageCopy, PageStamp, Request
 
 
 class PagePool:
-    """All pages, and who owns each. Engine thread only."""
+    """All pages, and who owns each. Engine thread only.
+
+    Attributes:
+        page_size: Tokens in a page.
+        is_sharing: Whether there is a prefix cache.
+        windows: The window pages of models with sliding layers; None where all layers share pages.
+    """
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, *, is_sharing: bool = True
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        *,
+        is_sharing: bool = True,
+        windows: WindowPages | None = None,
     ) -> None:
         """Starts with every page free.
 
@@ -27,9 +40,12 @@ class PagePool:
             allocator: The pages; this pool is its only user.
             page_size: Tokens in a page.
             is_sharing: False keeps the prefix cache empty.
+            windows: The window pages, which the allocator tells of freed pages; None without.
         """
         self.page_size = page_size
         self.is_sharing = is_sharing
+        self.windows = windows
+        self._spans: dict[str, tuple[int, int]] = {}
         self._allocator = allocator
         self._cache = RadixCache(allocator, page_size)
         self._handles: dict[str, PrefixHandle] = {}
@@ -65,7 +81,13 @@ class PagePool:
     def find_prefix(self, request: Request) -> PrefixHandle:
         """The cached prefix of a waiting request; pass it to `start`, or release it."""
         tokens = request.tokens(0, request.kv_len) if self.is_sharing else []
-        return self._cache.acquire(tokens, request.adapter - NO_ADAPTER)
+        handle = self._cache.acquire(tokens, request.adapter - NO_ADAPTER)
+        if self.windows is None:
+            return handle
+        pages, tail = handle.pages(), handle.tail
+        if tail is not None and self.windows.is_usable([*pages, tail.page], len(tokens)):
+            return handle
+        return self._cache.shorten(handle, self.windows.usable(pages))
 
     def release_prefix(self, handle: PrefixHandle) -> None:
         """Releases a prefix with which no request was started."""
@@ -85,6 +107,8 @@ class PagePool:
         request.num_computed = handle.num_tokens(self.page_size)
         if request.num_retractions == 0:
             request.num_cached = request.num_computed
+        if self.windows is not None:
+            self._start_window(request, handle)
         if handle.tail is None:
             self._handles[request.rid] = handle
             return []
@@ -126,6 +150,8 @@ class PagePool:
             self._copied.append(tail)
             copies.append(PageCopy(request.pages[num_full], own))
             request.pages[num_full] = own
+            if self.windows is not None:  # that of the tail is held until `settle`
+                self.windows.attach(own)
         self._handles[request.rid] = handle
         return copies
 
@@ -136,6 +162,9 @@ class PagePool:
         """
         handle = self._handles.pop(request.rid)
         size = self.page_size
+        if self.windows is not None:
+            first, end = self._spans.pop(request.rid)
+            self.windows.let_go(request.pages[first:end], keep=True)
         if self.is_sharing and self._cache.is_current(handle):
             first, num_full = handle.num_pages, request.num_computed // size
             handle = self._cache.extend(
@@ -184,8 +213,61 @@ class PagePool:
     def settle(self) -> None:
         """Releases the sources of the requested copies, once these are dispatched."""
         for handle in self._copied:
+            if self.windows is not None and handle.tail is not None:
+                self.windows.let_go([handle.tail.page], keep=True)
             self._cache.release(handle)
         self._copied.clear()
+
+    # ------------------------------------------------------------------ windows
+
+    def window_need(self, request: Request) -> int:
+        """The most window pages that a request needs while it runs, beside a chunk's."""
+        if self.windows is None:
+            return 0
+        longest = self.pages_for(request.kv_len + request.num_remaining) + 1  # with a copied tail
+        return min(longest, self.windows.sizes.per_request)
+
+    def window_room(self, running: Iterable[Request]) -> int:
+        """Window pages that running requests leave, whatever they come to need."""
+        if self.windows is None:
+            return 0
+        sizes = self.windows.sizes
+        return sizes.num_pages - sizes.for_prefill - sum(map(self.window_need, running))
+
+    def open_window(self, request: Request, num_tokens: int) -> None:
+        """Gives a running request the window pages of its first `num_tokens` tokens, from its span.
+
+        Call it before the tokens are written.
+        """
+        if self.windows is None:
+            return
+        first, end = self._spans[request.rid]
+        count = self.pages_for(num_tokens)
+        for page in request.pages[end:count]:
+            self.windows.attach(page)
+        self._spans[request.rid] = first, max(end, count)
+
+    def close_window(self, request: Request) -> None:
+        """Lets go of the window pages that a running request's next query does not see."""
+        if self.windows is None:
+            return
+        first, end = self._spans[request.rid]
+        start = min(self.windows.first_needed(request.num_computed), end)
+        own = max(first, min(start, self._handles[request.rid].num_pages))
+        self.windows.let_go(request.pages[first:own], keep=True)
+        self.windows.let_go(request.pages[own:start], keep=False)
+        self._spans[request.rid] = max(first, start), end
+
+    def _start_window(self, request: Request, handle: PrefixHandle) -> None:
+        assert self.windows is not None
+        first, end = self.windows.first_needed(request.num_computed), handle.num_pages
+        for page in request.pages[first:end]:
+            self.windows.hold(page)
+        if handle.tail is not None:
+            self.windows.hold(handle.tail.page)  # until `settle`
+            self.windows.attach(request.pages[end])
+            end += 1
+        self._spans[request.rid] = first, end
 
     # ------------------------------------------------------------------ integrity
 
@@ -193,6 +275,10 @@ class PagePool:
         """Raises EngineError unless free, own and cached pages are disjoint and form the pool."""
         self._allocator.check_integrity()
         self._cache.check_integrity()
+        if self.windows is not None:
+            spans = [r.pages[slice(*self._spans[r.rid])] for r in running]
+            tails = [[handle.tail.page] for handle in self._copied if handle.tail is not None]
+            self.windows.check_integrity([*spans, *tails])
         if {r.rid for r in running} != set(self._handles):
             raise EngineError("the pool has other requests than the running batch")
         own: list[int] = []

@@ -179,6 +179,16 @@ class RadixCache:
             self._let_go(handle.tail, handle.root)
         return handle._replace(tail=None)
 
+    def shorten(self, handle: PrefixHandle, num_pages: int) -> PrefixHandle:
+        """Releases what is beyond the first `num_pages` pages; returns the handle of these."""
+        handle = self.without_tail(handle)
+        node = handle.node
+        for _ in range(handle.num_pages - num_pages):
+            assert node.parent is not None
+            self._let_go(node, handle.root)
+            node = node.parent
+        return PrefixHandle(handle.root, node, num_pages)
+
     def release(self, handle: PrefixHandle) -> None:
         """Ends the use of a prefix. Frees its pages if the cache was reset meanwhile."""
         if handle.tail is not None:

@@ -65,6 +65,10 @@ def _mark(request: Request, error: str | None) -> RequestMark:
 def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
     if not core.pool.is_sharing:
         logger.warning("include_kv: with disable_radix_cache=True there are no pages to save")
+    if core.pool.windows is not None:
+        # Of many cached pages there are no keys of sliding layers, which a prefix ends with.
+        logger.warning("include_kv: pages of sliding windows are not saved; they are computed anew")
+        return None
     nodes = core.pool.cached_prefixes(core.scheduler.running)
     stamps = [core.pool.stamp(page) for _, _, page in nodes]
     kv_memory = core.runner.kv_memory
@@ -145,6 +149,9 @@ def restore(core: EngineCore, restoration: Restoration, *, is_same: bool) -> Non
 def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
     """Fills the prefix cache as far as there is room. Without, requests are prefilled again."""
     kv_memory = core.runner.kv_memory
+    if core.pool.windows is not None:
+        logger.warning("the checkpoint's KV pages are left out: this engine has sliding windows")
+        return
     if kv_memory.is_deterministic:
         logger.warning(
             "the checkpoint's KV pages are left out: it does not say in which order their engine "

@@ -263,6 +263,7 @@ class EngineCore:
     def state(self) -> EngineState:
         """One consistent look."""
         size, scheduler, asleep = self.pool.page_size, self.scheduler, self.sleep_manager.asleep
+        windows = self.pool.windows
         return EngineState(
             running_batch_size=len(scheduler.running),
             waiting_queue_size=len(scheduler.waiting),
@@ -276,6 +277,7 @@ class EngineCore:
             available_kv_tokens=self.pool.num_available * size,
             cached_kv_tokens=self.pool.num_cached * size,
             total_kv_tokens=self.pool.num_pages * size,
+            held_window_tokens=windows.num_held * size if windows is not None else 0,
             is_kv_allocated=self.runner.kv_memory.is_allocated,
             weight_version=self.serving.version,
             adapters=self.serving.adapters.names,

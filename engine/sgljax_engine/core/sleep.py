@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.errors import OffloadError, forget_locals
@@ -99,7 +100,7 @@ class SleepManager:
         if not self._kv_memory.is_allocated:  # the cache was released, and is empty
             return None
         with _copying():
-            return self._kv_memory.save_pages(pages)
+            return self._kv_memory.save_pages(pages, self._window_pages)
 
     def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
         """Gives back the memory of what is awake; returns its bytes. Cannot fail.
@@ -130,6 +131,10 @@ class SleepManager:
         finally:
             self._counters.wake_s += time.perf_counter() - started_s
 
+    @property
+    def _window_pages(self) -> np.ndarray | None:
+        return None if self._pool.windows is None else self._pool.windows.of
+
     def prepare_wake_up(self, tags: Sequence[SleepTag]) -> int:
         """Takes the memory of all these tags again, or of none; returns its bytes.
 
@@ -148,7 +153,9 @@ class SleepManager:
             if "kv_cache" in tags:
                 taken += self._kv_memory.take()
                 if kept.pages is not None:
-                    self._kv_memory.load_pages(kept.pages, self._pool.used_pages)
+                    self._kv_memory.load_pages(
+                        kept.pages, self._pool.used_pages, self._window_pages
+                    )
         except Exception as error:
             self.undo_wake_up(tags)
             forget_locals(error)

@@ -31,6 +31,7 @@ _SUMS_OF_STATES = (
     "available_kv_tokens",
     "cached_kv_tokens",
     "total_kv_tokens",
+    "held_window_tokens",
     "forward_ct_decode",
     "num_compiles",
     "compile_s",
@@ -50,7 +51,15 @@ def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
 
 def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
     """What all engines take."""
-    names = ("weights_bytes", "kv_bytes", "contiguous_kv_bytes", "kv_tokens", "program_bytes")
+    names = (
+        "weights_bytes",
+        "kv_bytes",
+        "contiguous_kv_bytes",
+        "kv_tokens",
+        "window_kv_tokens",
+        "saved_window_bytes",
+        "program_bytes",
+    )
     free = [report.free_bytes for report in reports]
     return dataclasses.replace(
         reports[0],

@@ -81,6 +81,10 @@ class MemoryReport:
             pages.
         kv_tokens: Tokens that the pages hold.
         page_size: Tokens in a page.
+        window_kv_tokens: Tokens that the window pages of sliding layers hold; 0 if these layers
+            have the same pages as the others.
+        saved_window_bytes: Bytes that the pages of as many tokens would take in addition without
+            window pages.
         rule: The rule that set `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
             "max_running_requests x max_model_len" if that fits.
         free_bytes: Memory that was free once the weights were loaded, on all devices, or on the
@@ -101,6 +105,8 @@ class MemoryReport:
     program_bytes: int = 0
     num_engines: int = 1
     tp_size: int = 1
+    window_kv_tokens: int = 0
+    saved_window_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +130,8 @@ class EngineState:
         cached_kv_tokens: Tokens that the prefix cache's pages hold, in use or not: the size of
             its tree.
         total_kv_tokens: Tokens that all pages hold.
+        held_window_tokens: Tokens of the window pages that running requests need; 0 where sliding
+            layers have the same pages as the others.
         is_kv_allocated: Whether the pages take memory; False between `release_kv_cache` and the
             next dispatch, and while they sleep.
         weight_version: Version of the serving weights: 0 at first, incremented by every update.
@@ -152,6 +160,7 @@ class EngineState:
     available_kv_tokens: int
     cached_kv_tokens: int
     total_kv_tokens: int
+    held_window_tokens: int
     is_kv_allocated: bool
     weight_version: int
     adapters: tuple[str, ...]

@@ -80,12 +80,18 @@ class Placement(NamedTuple):
         """Number of devices with the same kv heads of a layer, of those that share a weight."""
         return max(self.num_tensor_shards // kv.num_heads, 1)
 
-    def kv_bytes_per_token(self, model: ModelConfig, heads_per_row: int) -> int:
-        """Bytes of a token's keys and values on an engine's devices, every copy counted."""
+    def kv_bytes_per_token(
+        self, model: ModelConfig, heads_per_row: int, *, slides: bool | None = None
+    ) -> int:
+        """Bytes of a token's keys and values on an engine's devices, every copy counted.
+
+        `slides` counts layers with a sliding window alone, or those without; None counts all.
+        """
         layouts = self.page_layouts(model, heads_per_row)
         return sum(
-            self.kv_copies(shape) * kv_bytes_per_token([layout], self.dtype)
-            for shape, layout in zip(model.cached_kv, layouts, strict=True)
+            self.kv_copies(model.kv_shape(layer)) * kv_bytes_per_token([layout], self.dtype)
+            for layer, layout in zip(model.cached_layers, layouts, strict=True)
+            if slides in (None, model.attention.slides(layer))
         )
 
     @property

@@ -17,13 +17,8 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import CHUNK, SHARING_UNIT
-from sgljax_engine.types import NO_ADAPTER, PageCopy, PrefillChunk, Request
-
-NO_SLOT = np.iinfo(np.int32).max
-"""A slot beyond any pool: writes to it are dropped."""
-
-_COPY_GROUP = 8
-"""Pages that are copied together."""
+from sgljax_engine.runner.page_ids import NO_SLOT, window_slots, window_table
+from sgljax_engine.types import NO_ADAPTER, PrefillChunk, Request
 
 
 class ForwardBatch(NamedTuple):
@@ -33,7 +28,9 @@ class ForwardBatch(NamedTuple):
         token's K and V; `NO_SLOT` for padding. page_table: [N, P] int32, the pages of each block's
         request. seq_lens: [N] int32, keys that each block may see, itself included; 0 for unused
         blocks. adapters: [N] int32, the adapter slot of each block's request, -1 for none; None for
-        an engine without adapters.
+        an engine without adapters. window_slots, window_table: The same as slot_mapping and
+        page_table for window pages, see `cache.window`; None without. Entries of pages without one
+        are negative.
     """
 
     input_ids: jax.Array
@@ -42,6 +39,8 @@ class ForwardBatch(NamedTuple):
     page_table: jax.Array
     seq_lens: jax.Array
     adapters: jax.Array | None = None
+    window_slots: jax.Array | None = None
+    window_table: jax.Array | None = None
 
 
 class DecodeBatch(NamedTuple):
@@ -52,7 +51,7 @@ class DecodeBatch(NamedTuple):
         take; 0 for padding rows. ends_at_limit: bool, whether the row reaches its max_new_tokens at
         `step_limits`. num_ready: Scalar int32, chunks of contiguous KV that match the pages
         already. adapters: int32, the adapter slot of each request, -1 for none; None for an engine
-        without adapters.
+        without adapters. window_table: See `ForwardBatch`.
     """
 
     input_ids: jax.Array
@@ -62,6 +61,7 @@ class DecodeBatch(NamedTuple):
     ends_at_limit: jax.Array
     num_ready: jax.Array
     adapters: jax.Array | None = None
+    window_table: jax.Array | None = None
 
 
 def pick_bucket(buckets: Sequence[int], size: int) -> int:
@@ -167,10 +167,14 @@ def build_prefill_batches(
     page_size: int,
     table_width: int,
     has_adapters: bool = False,
+    windows: np.ndarray | None = None,
 ) -> list[ForwardBatch]:
-    """Packs chunks block by block into one batch for each of `prefill_parts`, in order."""
+    """Packs chunks block by block into one batch for each of `prefill_parts`, in order.
+
+    `windows` has the window page of each page, or -1; see `cache.window`.
+    """
     num_tokens = sum(-(-chunk.num_tokens // block) for chunk in chunks) * block
-    packed = _pack(chunks, num_tokens, block, page_size, table_width, has_adapters)
+    packed = _pack(chunks, num_tokens, block, page_size, table_width, has_adapters, windows)
     batches, start = [], 0
     for count, bucket in prefill_parts(num_tokens, buckets, per_pass):
         batches.append(_cut(packed, start, count, bucket, block))
@@ -179,10 +183,16 @@ def build_prefill_batches(
 
 
 def empty_prefill_batch(
-    bucket: int, *, block: int, table_width: int, has_adapters: bool = False
+    bucket: int,
+    *,
+    block: int,
+    table_width: int,
+    has_adapters: bool = False,
+    has_windows: bool = False,
 ) -> ForwardBatch:
     """A batch with a bucket's shapes and no tokens."""
-    return _cut(_pack([], 0, block, 1, table_width, has_adapters), 0, 0, bucket, block)
+    windows = np.zeros(1, np.int32) if has_windows else None
+    return _cut(_pack([], 0, block, 1, table_width, has_adapters, windows), 0, 0, bucket, block)
 
 
 def _pack(
@@ -192,6 +202,7 @@ def _pack(
     page_size: int,
     table_width: int,
     has_adapters: bool,
+    windows: np.ndarray | None,
 ) -> ForwardBatch:
     """Packs all chunks into arrays of exactly their blocks, `size` tokens."""
     input_ids = np.zeros(size, np.int32)
@@ -218,6 +229,9 @@ def _pack(
         token += count * block
         row += count
     arrays: Any = (input_ids, positions, slot_mapping, page_table, seq_lens, adapters)
+    if windows is not None:
+        slots = window_slots(slot_mapping, windows, page_size)
+        arrays = (*arrays, slots, window_table(page_table, windows))
     return ForwardBatch(*arrays)
 
 
@@ -236,22 +250,9 @@ def _cut(packed: ForwardBatch, start: int, count: int, bucket: int, block: int) 
         page_table=cut(packed.page_table, block),
         seq_lens=cut(packed.seq_lens, block),
         adapters=None if packed.adapters is None else cut(packed.adapters, block, NO_ADAPTER),
+        window_slots=None if packed.window_slots is None else cut(packed.window_slots, 1, NO_SLOT),
+        window_table=None if packed.window_table is None else cut(packed.window_table, block),
     )
-
-
-def build_copies(
-    copies: Sequence[PageCopy], *, max_copies: int, num_pages: int
-) -> tuple[np.ndarray, np.ndarray, np.int32]:
-    """Source and target page ids in groups, int32 [G, C] each, and the number of used groups.
-
-    There are groups for `max_copies` copies; padding writes beyond the pool, to no page.
-    """
-    shape = (-(-max_copies // _COPY_GROUP), _COPY_GROUP)
-    sources = np.zeros(shape, np.int32)
-    targets = np.full(shape, num_pages, np.int32)
-    if copies:
-        sources.flat[: len(copies)], targets.flat[: len(copies)] = zip(*copies, strict=True)
-    return sources, targets, np.int32(-(-len(copies) // _COPY_GROUP))
 
 
 def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
@@ -290,6 +291,7 @@ def build_decode_batch(
     buckets: Sequence[int],
     table_width: int,
     has_adapters: bool = False,
+    windows: np.ndarray | None = None,
 ) -> DecodeBatch:
     """One row per request, padded to a batch bucket with rows that take no step."""
     size = pick_bucket(buckets, len(requests))
@@ -309,5 +311,16 @@ def build_decode_batch(
     if has_adapters:
         adapters = np.full(size, NO_ADAPTER, np.int32)
         adapters[used] = [request.adapter for request in requests]
-    arrays: Any = (input_ids, positions, page_table, limits, ends_at_limit, np.int32(0), adapters)
+    table = None if windows is None else window_table(page_table, windows)
+    num_ready = np.int32(0)
+    arrays: Any = (
+        input_ids,
+        positions,
+        page_table,
+        limits,
+        ends_at_limit,
+        num_ready,
+        adapters,
+        table,
+    )
     return DecodeBatch(*arrays)

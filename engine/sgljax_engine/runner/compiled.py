@@ -295,11 +295,9 @@ def _jitted(
         structure: Structure of that tree.
     """
     function, takes, gives = _PROGRAMS[name]
-    if "weights" in takes:
-        function = functools.partial(function, static=static)
     in_shardings, out_shardings = jax.tree.unflatten(structure, shardings)
     return jax.jit(
-        function,
+        functools.partial(function, static=static),
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=tuple(i for i, part in enumerate(takes) if part in gives),

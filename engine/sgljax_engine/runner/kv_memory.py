@@ -16,6 +16,7 @@ from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
 from sgljax_engine.runner.host_arrays import HostMemory, host_memory, to_device, to_host
+from sgljax_engine.runner.page_ids import page_ids
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
 
@@ -27,6 +28,7 @@ class KVMemory:
 
     Attributes:
         num_pages: Pages in the pool.
+        num_window_pages: Window pages; 0 without.
         contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
             empty.
         contiguous_slots: Which requests these copies are of.
@@ -40,6 +42,7 @@ class KVMemory:
         static: ProgramContext,
         placement: Placement,
         num_pages: int,
+        num_window_pages: int,
         contiguous_shapes: Sequence[ContiguousShapes] | None,
         make_zeros: MakeZeros,
     ) -> None:
@@ -50,6 +53,7 @@ class KVMemory:
             static: What programs are compiled for.
             placement: Devices and shardings.
             num_pages: Pages in the pool.
+            num_window_pages: Window pages, see `cache.window`; 0 without.
             contiguous_shapes: Of contiguous KV in each cached layer; None if decode attention reads
                 pages.
             make_zeros: Makes the arrays.
@@ -62,6 +66,7 @@ class KVMemory:
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self._kv: KVPages = ()
         self.num_pages = num_pages
+        self.num_window_pages = num_window_pages
         self.layouts: tuple[PageLayout, ...] = placement.page_layouts(
             static.context.config, static.heads_per_row
         )
@@ -173,7 +178,10 @@ class KVMemory:
         kv = allocate_kv_pages(
             self.layouts,
             self._shardings,
-            num_pages=self.num_pages,
+            num_pages=[
+                self.num_window_pages if in_window else self.num_pages
+                for in_window in self._static.in_windows
+            ],
             page_size=self._static.page_size,
             dtype=placement.dtype,
             make_zeros=self._make_zeros,
@@ -190,19 +198,31 @@ class KVMemory:
 
     # ------------------------------------------------------------------ contents
 
-    def save_pages(self, pages: Sequence[int]) -> SavedPages:
-        """Copies pages to the host; waits for it."""
+    def save_pages(self, pages: Sequence[int], windows: np.ndarray | None = None) -> SavedPages:
+        """Copies pages to the host; waits for it.
+
+        Args:
+            pages: Their ids.
+            windows: The window page of each page, or -1, see `cache.window`; None without.
+        """
         chunks: list[tuple[np.ndarray, Any]] = []
         for ids in chunk_ids(pages, self.pages_per_copy, self.num_pages):
-            # Padding would be read from beyond the pool.
-            call = ProgramCall("read_pages", (np.minimum(ids, self.num_pages - 1),))
+            call = ProgramCall("read_pages", (page_ids(ids, windows),))
             state, _ = self._programs.run(call, self.state({}))
             chunks.append((ids, to_host(state.moved, self._host_memory)))
         return SavedPages(chunks)
 
-    def load_pages(self, saved: SavedPages, pages: Collection[int]) -> None:
-        """Puts back those of these pages that were saved. What fails leaves no pages at all."""
-        self._load_chunks(saved.only(pages, self.num_pages))
+    def load_pages(
+        self, saved: SavedPages, pages: Collection[int], windows: np.ndarray | None = None
+    ) -> None:
+        """Puts back those of these pages that were saved. What fails leaves no pages at all.
+
+        Args:
+            saved: What was saved.
+            pages: Ids.
+            windows: The window pages of now: of no page that had none when it was saved.
+        """
+        self._load_chunks(saved.only(pages, self.num_pages), windows)
 
     def load_rows(
         self,
@@ -226,13 +246,17 @@ class KVMemory:
         )
         self._load_chunks(chunks)
 
-    def _load_chunks(self, chunks: Iterable[tuple[np.ndarray, Any]]) -> None:
+    def _load_chunks(
+        self, chunks: Iterable[tuple[np.ndarray, Any]], windows: np.ndarray | None = None
+    ) -> None:
         """Puts chunks as of `SavedPages` into the pages; waits for it."""
         self.take()
         try:
             for ids, contents in chunks:
                 state = self.state({})._replace(moved=to_device(contents))
-                state, _ = self._programs.run(ProgramCall("write_pages", (ids,)), state)
+                state, _ = self._programs.run(
+                    ProgramCall("write_pages", (page_ids(ids, windows),)), state
+                )
                 self.kv = state.kv
             self.check()
         except BaseException:

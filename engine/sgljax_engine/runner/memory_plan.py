@@ -10,21 +10,30 @@ from typing import NamedTuple
 
 from sgljax_engine.attention.base import ContiguousKV
 from sgljax_engine.cache.contiguous_kv import LANES, ContiguousShapes, contiguous_shapes
+from sgljax_engine.cache.window import WindowSizes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.shardings import Placement
+from sgljax_engine.runner.window_plan import FITS, split_windows
 
 logger = logging.getLogger(__name__)
 
 
 class MemoryPlan(NamedTuple):
-    """The memory of an engine: the report, and the shapes of contiguous KV in each cached layer."""
+    """The memory of an engine.
+
+    Attributes:
+        report: What it takes.
+        contiguous_shapes: Shapes of contiguous KV in each cached layer; None without.
+        windows: Sizes of the window pages, see `cache.window`; None without.
+    """
 
     report: MemoryReport
     contiguous_shapes: tuple[ContiguousShapes, ...] | None
+    windows: WindowSizes | None
 
 
 def plan_memory(
@@ -78,7 +87,7 @@ def plan_memory(
                 f"{most * cache.page_size} tokens fit the {free} bytes that are free{programs}"
             )
     else:
-        rule = "max_running_requests x max_model_len"
+        rule = FITS
         num_pages = config.scheduler.max_running_requests * -(-max_model_len // cache.page_size)
         if fitting is not None and most is not None:
             affordable = _round_down(min(int(fitting * cache.mem_fraction_static), most))
@@ -90,6 +99,15 @@ def plan_memory(
                 )
             if affordable < num_pages:
                 rule, num_pages = "mem_fraction_static", affordable
+    pools = split_windows(
+        model,
+        config,
+        placement,
+        max_model_len,
+        heads_per_row=heads_per_row,
+        num_pages=num_pages,
+        rule=rule,
+    )
     rows, rows_bytes = _plan_rows(
         model,
         config,
@@ -97,30 +115,34 @@ def plan_memory(
         max_model_len,
         contiguous_kv=contiguous_kv,
         free_bytes=free,
-        kv_bytes=num_pages * per_page,
+        kv_bytes=pools.kv_bytes,
     )
+    num_window_pages = 0 if pools.windows is None else pools.windows.num_pages
     report = MemoryReport(
         weights_bytes=weights_bytes,
-        kv_bytes=num_pages * per_page,
+        kv_bytes=pools.kv_bytes,
         contiguous_kv_bytes=rows_bytes,
-        kv_tokens=num_pages * cache.page_size,
+        kv_tokens=pools.num_pages * cache.page_size,
+        window_kv_tokens=num_window_pages * cache.page_size,
+        saved_window_bytes=pools.saved_bytes,
         page_size=cache.page_size,
-        rule=rule,
+        rule=pools.rule,
         free_bytes=free,
         program_bytes=program_bytes,
         tp_size=placement.mesh.size,
     )
     logger.info(
-        "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says; "
-        "copies of decode rows take %d",
+        "weights take %d bytes; the KV cache takes %d for %d tokens in pages of %d, as %s says, "
+        "and %d in sliding windows; copies of decode rows take %d",
         report.weights_bytes,
         report.kv_bytes,
         report.kv_tokens,
         report.page_size,
-        rule,
+        report.rule,
+        report.window_kv_tokens,
         report.contiguous_kv_bytes,
     )
-    return MemoryPlan(report, rows)
+    return MemoryPlan(report, rows, pools.windows)
 
 
 def _plan_rows(

@@ -6,6 +6,7 @@ the input of a decode step, so every sampled token comes from the decode program
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,13 @@ from sgljax_engine.attention.base import (
     PrefillAttention,
 )
 from sgljax_engine.attention.contiguous import row_attention, shared_keys
-from sgljax_engine.cache.contiguous_kv import ContiguousKV, PagedRows, gather_rows, write_rows
+from sgljax_engine.cache.contiguous_kv import (
+    ContiguousKV,
+    PagedRows,
+    RowTable,
+    gather_rows,
+    write_rows,
+)
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import (
@@ -31,7 +38,8 @@ from sgljax_engine.models.spec import (
     NewKV,
     Params,
 )
-from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
+from sgljax_engine.runner.batch import DecodeBatch, ForwardBatch
+from sgljax_engine.runner.page_ids import NO_SLOT, PageIds
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
@@ -51,6 +59,7 @@ class ProgramContext(NamedTuple):
         prefill_attention: Attention of prefill; None for `attention`.
         num_vocab_shards: Devices that share the vocabulary.
         heads_per_row: Kv heads in a row of the pages, see `PageLayout`.
+        has_windows: Whether sliding layers have window pages, see `cache.window`.
     """
 
     model: ModelDefinition
@@ -63,6 +72,13 @@ class ProgramContext(NamedTuple):
     prefill_attention: PrefillAttention | None = None
     num_vocab_shards: int = 1
     heads_per_row: int = 1
+    has_windows: bool = False
+
+    @property
+    def in_windows(self) -> tuple[bool, ...]:
+        """Whether each cached layer has window pages."""
+        config = self.context.config
+        return tuple(self.has_windows and config.attention.slides(i) for i in config.cached_layers)
 
 
 class DecodeOutput(NamedTuple):
@@ -95,17 +111,45 @@ class RowOptions(NamedTuple):
     logprobs: LogprobBatch | None = None
 
 
+class _Pages(NamedTuple):
+    """Where a pass finds keys, and the slots of its new ones; for sliding layers, in window pages.
+
+    `windows` is for these; None where they have the pages of the other layers.
+    """
+
+    tables: BlockTables
+    slots: jax.Array
+    windows: _Pages | None = None
+
+    def of(self, options: AttentionOptions) -> _Pages:
+        if self.windows is None or options.sliding_window is None:
+            return self
+        return self.windows
+
+    @classmethod
+    def make(
+        cls,
+        tables: BlockTables,
+        slots: jax.Array,
+        window_table: jax.Array | None,
+        window_slots: jax.Array | None,
+    ) -> _Pages:
+        if window_table is None or window_slots is None:
+            return cls(tables, slots)
+        # Attention never uses what lies before a window, but wants pages that are there.
+        there = tables._replace(page_table=jnp.maximum(window_table, 0))
+        windows = cls(there, window_slots)
+        return cls(tables, slots, windows)
+
+
 def _paged_attend(
-    static: ProgramContext,
-    slots: jax.Array,
-    tables: BlockTables,
-    write_and_attend: PrefillAttention | None,
+    static: ProgramContext, pages: _Pages, write_and_attend: PrefillAttention | None
 ) -> Attend:
     """An `attend` of blocks over pages: by `write_and_attend`, or by `static.attention`.
 
-    New keys go to `slots` before the latter, and so does every read of another layer's keys.
+    New keys are written to slots before the latter, as before every read of another layer's keys.
     """
-    num_blocks, num_queries = tables.positions.shape
+    num_blocks, num_queries = pages.tables.positions.shape
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(num_blocks, num_queries, *x.shape[1:])
@@ -114,6 +158,7 @@ def _paged_attend(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, LayerKV]:
         assert isinstance(layer, LayerKV)
+        tables, slots, _ = pages.of(options)
         if write_and_attend is not None and new is not None:
             k, v = map(split, new)
             out, layer = write_and_attend(split(q), k, v, layer, tables, options)
@@ -126,9 +171,7 @@ def _paged_attend(
     return attend
 
 
-def _rows_attend(
-    slots: jax.Array, tables: BlockTables, active: jax.Array, shared: jax.Array
-) -> Attend:
+def _rows_attend(pages: _Pages, active: jax.Array, shared: jax.Array) -> Attend:
     """An `attend` of one token per row that writes its key to both caches and reads contiguous KV.
 
     `shared` is the result of `contiguous.shared_keys`.
@@ -138,11 +181,11 @@ def _rows_attend(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
     ) -> tuple[jax.Array, PagedRows]:
         assert isinstance(layer, PagedRows)
+        tables, slots, _ = pages.of(options)
         if new is not None:
             k, v = (x.astype(layer.pages.k.dtype) for x in new)
-            pages = write_kv(layer.pages, k, v, slots)
             rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
-            layer = PagedRows(pages, rows)
+            layer = PagedRows(write_kv(layer.pages, k, v, slots), rows)
         return row_attention(q, layer.rows, tables.kv_lens, shared, options), layer
 
     return attend
@@ -193,7 +236,8 @@ def _prefill_pass(
         positions=batch.positions.reshape(batch.seq_lens.shape[0], -1),
         kv_lens=batch.seq_lens,
     )
-    attend = _paged_attend(static, batch.slot_mapping, tables, static.prefill_attention)
+    pages = _Pages.make(tables, batch.slot_mapping, batch.window_table, batch.window_slots)
+    attend = _paged_attend(static, pages, static.prefill_attention)
     num_blocks, num_queries = tables.positions.shape
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
     tokens = tokens_in_tiles(static.context.tile_widths, num_blocks * num_queries, num_used)
@@ -206,7 +250,12 @@ def _prefill_pass(
 
 
 def copy_pages(
-    kv: KVPages, sources: jax.Array, targets: jax.Array, num_groups: jax.Array
+    kv: KVPages,
+    sources: PageIds,
+    targets: PageIds,
+    num_groups: jax.Array,
+    *,
+    static: ProgramContext,
 ) -> KVPages:
     """Copies page `sources[g, i]` to `targets[g, i]`; targets beyond the pool are dropped.
 
@@ -217,36 +266,56 @@ def copy_pages(
     """
 
     def copy_group(group: jax.Array, kv: KVPages) -> KVPages:
-        def copy(pages: jax.Array) -> jax.Array:
+        def copy(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
             return pages.at[targets[group]].set(pages[sources[group]], mode="drop")
 
-        return tuple(LayerKV(copy(layer.k), copy(layer.v)) for layer in kv)
+        return _each_layer(copy, kv, static, sources, targets)
 
     return lax.fori_loop(0, num_groups, copy_group, kv)
 
 
-def read_pages(kv: KVPages, page_ids: jax.Array) -> KVPages:
-    """The contents of some pages, in the order of `page_ids`, int32 [N], all in the pool.
+def read_pages(kv: KVPages, page_ids: PageIds, *, static: ProgramContext) -> KVPages:
+    """The contents of some pages, in the order of `page_ids`, int32 [N].
 
-    They are returned as unsigned integers of the same bits, since numpy lacks some dtypes. `kv` is
-    not donated.
+    They are returned as unsigned integers of the same bits, since numpy lacks some dtypes; of pages
+    beyond the pool, something. `kv` is not donated.
     """
 
-    def read(pages: jax.Array) -> jax.Array:
-        contents = pages.at[page_ids].get(mode="promise_in_bounds")
+    def read(pages: jax.Array, ids: jax.Array) -> jax.Array:
+        contents = pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
         return lax.bitcast_convert_type(contents, BITS[pages.dtype.itemsize])
 
-    return jax.tree.map(read, kv)
+    return _each_layer(read, kv, static, page_ids)
 
 
-def write_pages(kv: KVPages, moved: KVPages, page_ids: jax.Array) -> KVPages:
+def write_pages(
+    kv: KVPages, moved: KVPages, page_ids: PageIds, *, static: ProgramContext
+) -> KVPages:
     """Writes the result of `read_pages` to pages; drops ids beyond the pool. `kv` is donated."""
 
-    def write(pages: jax.Array, bits: jax.Array) -> jax.Array:
+    def write(pages: jax.Array, ids: jax.Array, bits: jax.Array) -> jax.Array:
         contents = lax.bitcast_convert_type(bits, pages.dtype)
-        return pages.at[page_ids].set(contents, mode="drop")
+        return pages.at[ids].set(contents, mode="drop")
 
-    return jax.tree.map(write, kv, moved)
+    return tuple(
+        LayerKV(*(write(*each) for each in zip(layer, (ids, ids), bits, strict=True)))
+        for layer, ids, bits in zip(kv, _ids_of_layers(static, page_ids), moved, strict=True)
+    )
+
+
+def _each_layer(
+    function: Callable[..., jax.Array], kv: KVPages, static: ProgramContext, *ids: PageIds
+) -> KVPages:
+    """Applies a function to each layer's pages and its ids."""
+    of_layers = zip(*(_ids_of_layers(static, each) for each in ids), strict=True)
+    return tuple(
+        LayerKV(function(layer.k, *own), function(layer.v, *own))
+        for layer, own in zip(kv, of_layers, strict=True)
+    )
+
+
+def _ids_of_layers(static: ProgramContext, ids: PageIds) -> list[jax.Array]:
+    return [ids.window_pages if in_window else ids.pages for in_window in static.in_windows]
 
 
 class _Carry(NamedTuple):
@@ -279,7 +348,8 @@ def decode(
     if contiguous_kv:
         lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
         end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
-        contiguous_kv = gather_rows(contiguous_kv, kv, rows.page_table, lens, end, rows.num_ready)
+        tables = _tables_of_layers(rows, static)
+        contiguous_kv = gather_rows(contiguous_kv, kv, tables, lens, end, rows.num_ready)
         caches = tuple(PagedRows(*both) for both in zip(kv, contiguous_kv, strict=True))
         shared = shared_keys(rows.page_table, lens, static.page_size)
 
@@ -331,6 +401,15 @@ def decode(
     return kv, contiguous_kv, end.output
 
 
+def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTable]:
+    """Where each cached layer's keys are."""
+    everything = RowTable(rows.page_table)
+    if rows.window_table is None:
+        return [everything] * len(static.in_windows)
+    windows = RowTable(rows.window_table, has_gaps=True)
+    return [windows if in_window else everything for in_window in static.in_windows]
+
+
 def _split_caches(caches: tuple[LayerCache, ...]) -> tuple[KVPages, ContiguousKV]:
     pages = tuple(c.pages if isinstance(c, PagedRows) else c for c in caches)
     return pages, tuple(c.rows for c in caches if isinstance(c, PagedRows))
@@ -347,20 +426,25 @@ def _next_logits(
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """One forward pass over each row's newest token: logits [B, V] and the caches with its keys."""
     positions = rows.positions + carry.step
-    page = jnp.minimum(positions // static.page_size, rows.page_table.shape[1] - 1)
-    page_id = jnp.take_along_axis(rows.page_table, page[:, None], axis=1)[:, 0]
-    slots = page_id * static.page_size + positions % static.page_size
     tables = BlockTables(
         page_table=rows.page_table,
         positions=positions[:, None],
         kv_lens=jnp.where(active, positions + 1, 0),
     )
-    slots = jnp.where(active, slots, NO_SLOT)
+
+    def slots_in(table: jax.Array) -> jax.Array:
+        page = jnp.minimum(positions // static.page_size, table.shape[1] - 1)
+        page_id = jnp.take_along_axis(table, page[:, None], axis=1)[:, 0]
+        slots = page_id * static.page_size + positions % static.page_size
+        return jnp.where(active, slots, NO_SLOT)
+
+    of_windows = None if rows.window_table is None else slots_in(rows.window_table)
+    pages = _Pages.make(tables, slots_in(rows.page_table), rows.window_table, of_windows)
     if shared is not None:
-        attend = _rows_attend(slots, tables, active, shared)
+        attend = _rows_attend(pages, active, shared)
     else:
         own = static.decode_attention
-        attend = _paged_attend(static, slots, tables, None if own is None else _of_blocks(own))
+        attend = _paged_attend(static, pages, None if own is None else _of_blocks(own))
     logits, new_caches = static.model.token_logits(
         params,
         static.context,

@@ -18,7 +18,6 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import (
-    build_copies,
     build_decode_batch,
     build_prefill_batches,
     decode_order,
@@ -27,6 +26,7 @@ from sgljax_engine.runner.batch import (
 from sgljax_engine.runner.compiled import Lowerings, ProgramCache, ProgramCall
 from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.kv_memory import KVMemory
+from sgljax_engine.runner.page_ids import build_copies
 from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,
@@ -62,6 +62,7 @@ class ModelRunner:
         placement: Placement,
         weights: Mapping[str, Any],
         num_pages: int,
+        num_window_pages: int = 0,
         shapes: BatchShapes,
         contiguous_shapes: Sequence[ContiguousShapes] | None,
         slots: AdapterSlots | None = None,
@@ -76,6 +77,7 @@ class ModelRunner:
             weights: Physical weights by name: arrays, or their `jax.ShapeDtypeStruct`s where
                 programs are only compiled.
             num_pages: KV pages in the pool.
+            num_window_pages: Window pages, see `cache.window`; 0 without.
             shapes: Sizes of the batches.
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
                 pages.
@@ -96,6 +98,7 @@ class ModelRunner:
             static=static,
             placement=placement,
             num_pages=num_pages,
+            num_window_pages=num_window_pages,
             contiguous_shapes=contiguous_shapes,
             make_zeros=make_zeros,
         )
@@ -112,6 +115,11 @@ class ModelRunner:
     def model_config(self) -> ModelConfig:
         """The model's shape."""
         return self._static.context.config
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether sliding layers have window pages, so that batches say which."""
+        return self._static.has_windows
 
     @property
     def has_adapters(self) -> bool:
@@ -141,9 +149,9 @@ class ModelRunner:
             failures = self._score_prompts(to_score)
         scored_s = time.perf_counter()
         if plan.prefill:
-            self.prefill(plan.prefill)
+            self.prefill(plan.prefill, plan.window_pages)
         if plan.copies:
-            self.copy_pages(plan.copies)
+            self.copy_pages(plan.copies, plan.window_pages)
         if is_timed and plan.decode:
             self.kv_memory.check()
         prefilled_s = time.perf_counter()
@@ -178,8 +186,11 @@ class ModelRunner:
                 failures[request.rid] = failure
         return failures
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Dispatches the chunks; does not wait for the device."""
+    def prefill(self, chunks: Sequence[PrefillChunk], windows: np.ndarray | None = None) -> None:
+        """Dispatches the chunks; does not wait for the device.
+
+        `windows` is `SchedulerOutput.window_pages`.
+        """
         self.kv_memory.contiguous_slots.changed(chunk.request for chunk in chunks)
         batches = build_prefill_batches(
             chunks,
@@ -189,14 +200,18 @@ class ModelRunner:
             page_size=self._static.page_size,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
+            windows=windows,
         )
         for batch in batches:
             self.run(ProgramCall("prefill", (batch,)))
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Dispatches page copies; does not wait for the device. No page is source and target."""
+    def copy_pages(self, copies: Sequence[PageCopy], windows: np.ndarray | None = None) -> None:
+        """Dispatches page copies; does not wait for the device. No page is source and target.
+
+        `windows` is `SchedulerOutput.window_pages`.
+        """
         max_copies, num_pages = self.shapes.batch_buckets[-1], self.kv_memory.num_pages
-        args = build_copies(copies, max_copies=max_copies, num_pages=num_pages)
+        args = build_copies(copies, max_copies=max_copies, num_pages=num_pages, windows=windows)
         self.run(ProgramCall("copy_pages", args))
 
     def decode(self, output: SchedulerOutput) -> PendingDecode:
@@ -209,6 +224,7 @@ class ModelRunner:
             buckets=self.shapes.batch_buckets,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
+            windows=output.window_pages,
         )
         self.kv_memory.contiguous_slots.changed(output.started)
         if self.kv_memory.contiguous_kv:

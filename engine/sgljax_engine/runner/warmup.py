@@ -9,8 +9,9 @@ import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
-from sgljax_engine.runner.batch import build_copies, build_decode_batch, empty_prefill_batch
+from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
 from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.page_ids import build_copies, no_windows
 from sgljax_engine.runner.programs import RowOptions
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.sampling_batch import build_sampling_batch, empty_table, table_buckets
@@ -57,7 +58,8 @@ class Warmup:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
             for call in calls:
                 jax.block_until_ready(runner.run(call))
-            kv_memory.load_pages(kv_memory.save_pages([0]), [0])
+            windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
+            kv_memory.load_pages(kv_memory.save_pages([0], windows), [0], windows)
         except BaseException:
             programs.is_sealed = was_sealed
             raise
@@ -90,6 +92,7 @@ def warm_calls(
 ) -> Iterator[ProgramCall]:
     """A call of every program; those that take longest to compile come first."""
     shapes = runner.shapes
+    windows = no_windows(runner.kv_memory.num_pages) if runner.has_windows else None
     vocab_size = runner.model_config.vocab_size
     for size in shapes.batch_buckets:
         batch = build_decode_batch(
@@ -98,6 +101,7 @@ def warm_calls(
             buckets=[size],
             table_width=shapes.table_width,
             has_adapters=runner.has_adapters,
+            windows=windows,
         )
         rows = batch, build_sampling_batch([], size, vocab_size)
         widths = table_buckets(vocab_size) if include_table else ()
@@ -110,12 +114,14 @@ def warm_calls(
             block=shapes.token_block,
             table_width=shapes.table_width,
             has_adapters=runner.has_adapters,
+            has_windows=runner.has_windows,
         )
         yield ProgramCall("prefill", (batch,))
     if include_score:
         yield from runner.scorer.warm_calls()
     max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
-    yield ProgramCall("copy_pages", build_copies([], max_copies=max_copies, num_pages=num_pages))
+    copies = build_copies([], max_copies=max_copies, num_pages=num_pages, windows=windows)
+    yield ProgramCall("copy_pages", copies)
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:

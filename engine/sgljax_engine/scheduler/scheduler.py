@@ -173,6 +173,9 @@ class Scheduler:
 
         decode = [r for r in self.running if plan.ends.get(r.rid, r.num_computed) == r.kv_len]
         num_steps = min(num_steps, self._most_steps(len(decode), decode, plan.num_tokens))
+        for request in decode:
+            steps = min(num_steps, self._room(request), request.num_remaining)
+            self._pool.open_window(request, request.kv_len + steps)
         return SchedulerOutput(
             prefill=plan.chunks,
             copies=plan.copies,
@@ -183,6 +186,7 @@ class Scheduler:
             retracted=retracted,
             started=started,
             max_finished=self._max_finished(len(decode)),
+            window_pages=None if self._pool.windows is None else self._pool.windows.of,
         )
 
     def update(self, plan: SchedulerOutput, result: StepOutput) -> StepChanges:
@@ -202,6 +206,8 @@ class Scheduler:
                 self.finish(request, FinishReason("stop", matched=request.output_ids[-1]))
             elif request.num_remaining == 0:
                 self.finish(request, FinishReason("length"))
+        for request in self.running:
+            self._pool.close_window(request)
         finished = [request for request in plan.decode if request.finish is not None]
         finished += self._finish_failed(plan.started, result.failures)
         if plan.decode:
@@ -287,6 +293,7 @@ class Scheduler:
         plan.budget -= cost
         plan.num_tokens += cost
         end = plan.ends[request.rid] = start + num_tokens
+        self._pool.open_window(request, end)
         with_tail = end == request.kv_len and self.waiting.has_same_prompt(request)
         plan.copies.extend(self._pool.share(request, end, with_tail=with_tail))
 
@@ -297,6 +304,7 @@ class Scheduler:
         if not self._num_startable or len(self.running) >= self._config.max_running_requests:
             return []
         reserved = sum(self._expected_pages(r, len(r.pages)) for r in self.running)
+        window_room = self._pool.window_room(self.running)
         started: list[Request] = []
         while self._num_startable and len(self.running) < self._config.max_running_requests:
             request = self.waiting.oldest
@@ -308,6 +316,8 @@ class Scheduler:
                 prefix = self._pool.without_tail(prefix)
             needs_prefill = prefix.num_tokens(self._pool.page_size) < request.kv_len
             has_room = max(now, expected) + reserved <= self._pool.num_available
+            window_room -= self._pool.window_need(request)
+            has_room &= window_room >= 0
             # Alone in the batch a request always starts: the engine refused it unless it fits.
             if (needs_prefill and plan.budget <= 0) or (self.running and not has_room):
                 self._pool.release_prefix(prefix)

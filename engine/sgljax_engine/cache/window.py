@@ -1,0 +1,161 @@
+"""Pages of sliding layers: only those whose keys a window may still need. Host-only; no JAX.
+
+A model with sliding windows has two pools. A page of the first holds keys of the layers with full
+attention; requests and the prefix cache count in these pages. To each of them belongs a *window
+page* of the second pool, with the same tokens' keys of the sliding layers, for as long as some
+query may look at them. The idea is that of vLLM's hybrid KV cache manager and SGLang's
+SWARadixCache; here tree and requests know pages of the first pool alone, and one array has the
+pairs.
+
+A window page is *held* by the running requests that see some of it. One that nobody holds is freed
+if its page is a request's own. Else it stays *idle* with the cached page, for requests that
+continue from there, until its room is needed: the longest idle goes first. A cached prefix without
+the window pages at its end cannot be continued: see `usable`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.errors import EngineError
+
+NONE = -1
+"""The window page of a page without one."""
+
+
+class WindowSizes(NamedTuple):
+    """Sizes of the second pool, in pages unless said.
+
+    Attributes:
+        num_pages: In the pool; at least `per_request + for_prefill`.
+        num_tokens: Tokens that a query sees, its own included.
+        per_request: The most that a running request needs beside the chunk that it prefills.
+        for_prefill: The most that the chunks of a dispatch need.
+    """
+
+    num_pages: int
+    num_tokens: int
+    per_request: int
+    for_prefill: int
+
+
+class WindowPages:
+    """The second pool, and which page has which of its pages. Engine thread only.
+
+    Attributes:
+        of: int32 [num_pages], the window page of each page, or `NONE`. Batches read it.
+        sizes: Of the pool.
+    """
+
+    def __init__(self, num_pages: int, sizes: WindowSizes, page_size: int) -> None:
+        """Starts with every window page free.
+
+        Args:
+            num_pages: Pages of the first pool.
+            sizes: Of the second.
+            page_size: Tokens in a page of either.
+        """
+        self.of = np.full(num_pages, NONE, np.int32)
+        self.sizes = sizes
+        self._page_size = page_size
+        self._allocator = PageAllocator(sizes.num_pages)
+        self._num_holders = np.zeros(num_pages, np.int32)
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_held(self) -> int:
+        """Window pages that running requests need."""
+        return self._allocator.num_used - len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Window pages of cached pages that nobody needs now."""
+        return len(self._idle)
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Index of the first page with a key that the query after `num_tokens` tokens sees."""
+        return max(num_tokens - self.sizes.num_tokens + 1, 0) // self._page_size
+
+    def usable(self, pages: Sequence[int]) -> int:
+        """The most of these first pages of a prefix that a request can continue after."""
+        run, best = 0, 0
+        for count, page in enumerate(pages, 1):
+            run = run + 1 if self.of[page] != NONE else 0
+            if run >= count - self.first_needed(count * self._page_size):
+                best = count
+        return best
+
+    def is_usable(self, pages: Sequence[int], num_tokens: int) -> bool:
+        """Whether a request can continue after the tokens that end in the last of these pages."""
+        needed = pages[self.first_needed(num_tokens) :]
+        return all(self.of[page] != NONE for page in needed)
+
+    def attach(self, page: int) -> None:
+        """Holds the window page of a page, which gets one if it has none.
+
+        Raises EngineError if all are held, which admission rules out: see `PagePool.window_room`.
+        """
+        if self.of[page] == NONE:
+            if not self._allocator.num_free and self._idle:
+                self._detach(next(iter(self._idle)))
+            (self.of[page],) = self._allocator.allocate(1)
+            self._idle[page] = None
+        self.hold(page)
+
+    def hold(self, page: int) -> None:
+        """Holds the window page that a page has."""
+        assert self.of[page] != NONE, page
+        self._idle.pop(page, None)
+        self._num_holders[page] += 1
+
+    def let_go(self, pages: Iterable[int], *, keep: bool) -> None:
+        """Ends the holding of window pages; of those that nobody holds, keeps or frees them."""
+        for page in pages:
+            self._num_holders[page] -= 1
+            assert self._num_holders[page] >= 0, page
+            if self._num_holders[page] == 0:
+                self._idle[page] = None
+                if not keep:
+                    self._detach(page)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Frees the window pages of pages that are freed themselves."""
+        for page in pages:
+            if self.of[page] != NONE:
+                if self._num_holders[page]:
+                    raise EngineError(f"KV page {page} is freed, but its window page is needed")
+                self._detach(page)
+
+    def _detach(self, page: int) -> None:
+        """Frees an idle window page."""
+        del self._idle[page]
+        self._allocator.free([int(self.of[page])])
+        self.of[page] = NONE
+
+    def check_integrity(self, spans: Iterable[Sequence[int]]) -> None:
+        """Raises EngineError unless pages and holders add up.
+
+        Args:
+            spans: The pages whose window pages each request holds, once for each holder.
+        """
+        self._allocator.check_integrity()
+        holders = np.zeros_like(self._num_holders)
+        for pages in spans:
+            np.add.at(holders, np.asarray(pages, np.int64), 1)
+        if not np.array_equal(holders, self._num_holders):
+            page = int(np.flatnonzero(holders != self._num_holders)[0])
+            raise EngineError(
+                f"{holders[page]} requests need the window page of {page}, "
+                f"{self._num_holders[page]} are counted"
+            )
+        attached = np.flatnonzero(self.of != NONE)
+        if sorted(self.of[attached].tolist()) != self._allocator.used:
+            raise EngineError("a window page is in use without a page, or by two")
+        idle = {int(page) for page in attached if not holders[page]}
+        if idle != set(self._idle) or (holders > 0).sum() != len(attached) - len(idle):
+            raise EngineError("window pages are idle and needed at once, or neither")

@@ -1,0 +1,101 @@
+"""Plans the pool of window pages, for models of which some layers have a sliding window."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sgljax_engine.cache.window import WindowSizes
+from sgljax_engine.config import EngineConfig
+from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.placement.shardings import Placement
+
+FITS = "max_running_requests x max_model_len"
+"""The rule of a pool that holds the longest requests, all at once."""
+
+_SPARE_PAGES = 4
+"""Of a request: two that it shares with what comes before and behind, and a copied tail's two."""
+
+
+class KVPools(NamedTuple):
+    """The pages of an engine.
+
+    Attributes:
+        num_pages: Pages, of the layers that have no others.
+        windows: Sizes of the window pages; None if all layers have the same pages.
+        kv_bytes: Bytes of both.
+        saved_bytes: Bytes that pages of all layers for as many tokens would take beside that.
+        rule: See `MemoryReport.rule`.
+    """
+
+    num_pages: int
+    windows: WindowSizes | None
+    kv_bytes: int
+    saved_bytes: int
+    rule: str
+
+
+def split_windows(
+    model: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    max_model_len: int,
+    *,
+    heads_per_row: int,
+    num_pages: int,
+    rule: str,
+) -> KVPools:
+    """Shares the memory of `num_pages` pages of all layers out to pages and window pages.
+
+    Window pages suffice for `max_running_requests`, and for as many windows again at the ends of
+    cached prefixes, but take at most half of a limited memory. There are none if that is not less
+    than before.
+
+    Args:
+        model: The engine's model.
+        config: The engine's configuration.
+        placement: The engine's placement.
+        max_model_len: Maximum number of tokens of a sequence.
+        heads_per_row: Kv heads in a row of a page.
+        num_pages: Pages of all layers.
+        rule: The rule that set their number.
+    """
+    page_size = config.cache.page_size
+    full, sliding = (
+        page_size * placement.kv_bytes_per_token(model, heads_per_row, slides=slides)
+        for slides in (False, True)
+    )
+    one_pool = KVPools(num_pages, None, num_pages * (full + sliding), 0, rule)
+    if not (full and sliding) or config.cache.disable_hybrid_swa_memory:
+        return one_pool
+    sizes = _wanted_sizes(model, config, max_model_len)
+    if rule == "mem_fraction_static":
+        affordable = one_pool.kv_bytes // 2 // sliding
+        least = sizes.per_request + sizes.for_prefill
+        sizes = sizes._replace(num_pages=max(min(sizes.num_pages, affordable), least))
+        wanted = config.scheduler.max_running_requests * -(-max_model_len // page_size)
+        left = (one_pool.kv_bytes - sizes.num_pages * sliding) // full
+        num_pages, rule = (left, rule) if left < wanted else (wanted, FITS)
+    if sizes.num_pages >= num_pages or num_pages < one_pool.num_pages:
+        return one_pool
+    kv_bytes = num_pages * full + sizes.num_pages * sliding
+    saved = num_pages * (full + sliding) - kv_bytes
+    return KVPools(num_pages, sizes, kv_bytes, saved, rule)
+
+
+def _wanted_sizes(model: ModelConfig, config: EngineConfig, max_model_len: int) -> WindowSizes:
+    """Sizes with room for every running request, and for as many cached prefixes."""
+    page_size, scheduler = config.cache.page_size, config.scheduler
+    window = model.attention.sliding_window
+    assert window is not None
+
+    def pages_for(num_tokens: int) -> int:
+        return -(-num_tokens // page_size)
+
+    longest = pages_for(max_model_len) + 1
+    per_request = min(longest, pages_for(window + scheduler.decode_steps) + _SPARE_PAGES)
+    for_prefill = min(
+        pages_for(config.max_prefill_tokens), scheduler.max_running_requests * longest
+    )
+    per_prefix = min(longest, pages_for(window) + 1)
+    count = scheduler.max_running_requests * (per_request + per_prefix) + for_prefill
+    return WindowSizes(count, window, per_request, for_prefill)

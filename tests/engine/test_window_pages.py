@@ -1,0 +1,325 @@
+"""Pages of sliding layers leave with their window: the same tokens from less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgljax_engine import (
+    AttentionConfig,
+    Engine,
+    EngineConfig,
+    EngineError,
+    InvalidConfigError,
+    KVShape,
+    ModelConfig,
+    RequestOutput,
+    RopeConfig,
+    SamplingParams,
+    preview_engine,
+)
+from sgljax_engine.cache.allocator import PageAllocator
+from sgljax_engine.cache.window import NONE, WindowPages, WindowSizes
+from tests.engine.models import random_prompts, spread_weights
+from tests.engine.stepping import SteppedEngine
+from tests.real_configs import real_config
+
+WINDOW, PAGE = 16, 4
+MODEL = ModelConfig(
+    architecture="Gemma3ForCausalLM",
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=RopeConfig(theta=1e5),
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    context_length=512,
+    attention=AttentionConfig(
+        sliding_window=WINDOW,
+        sliding_layers=(True, True, False),
+        sliding_rope=RopeConfig(theta=1e4),
+    ),
+)
+OPTIONS: dict[str, Any] = {
+    "page_size": PAGE,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 32,
+    "decode_steps": 4,
+    "num_kv_tokens": 2048,
+}
+GREEDY = SamplingParams(temperature=0, max_new_tokens=16 * WINDOW, ignore_eos=True)
+
+
+def make(**options: Any) -> Engine:
+    return Engine(model_config=MODEL, weights=spread_weights(MODEL), **OPTIONS | options)
+
+
+def pool_of(engine: Engine) -> Any:
+    return engine._group.loops[0]._core.pool
+
+
+def prompts() -> list[list[int]]:
+    """Short and long ones, some with a common beginning."""
+    (common,) = random_prompts(1, 90, 90, seed=5)
+    return [
+        *random_prompts(4, 1, 200, seed=1),
+        *(common + more for more in random_prompts(2, 1, 9, seed=6)),
+        *[common] * 3,
+    ]
+
+
+def check_pool(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.get_internal_state().held_window_tokens == 0
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[RequestOutput]:
+    with make(disable_hybrid_swa_memory=True) as engine:
+        assert pool_of(engine).windows is None
+        return engine.generate_requests(prompts(), GREEDY)
+
+
+class TestEngine:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            pytest.param({"attention_backend": "xla"}, marks=pytest.mark.slow),
+            pytest.param({"attention_backend": "xla_rows"}, marks=pytest.mark.slow),
+            pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
+            pytest.param({"num_kv_tokens": 520}, marks=pytest.mark.slow),  # so that some retract
+        ],
+        ids=str,
+    )
+    def test_same_tokens_at_sixteen_times_the_window(self, options, expected):
+        with make(**options) as engine:
+            windows = pool_of(engine).windows
+            assert windows.sizes.num_pages * PAGE < 512
+            for _ in range(2):  # the second time with a prefix cache of what is left
+                outputs = engine.generate_requests(prompts(), GREEDY)
+                check_pool(engine)
+                for output, want in zip(outputs, expected, strict=True):
+                    assert output.output_ids == want.output_ids
+                    np.testing.assert_allclose(output.logprobs, want.logprobs, atol=1e-5)
+
+    def test_what_the_pools_hold(self):
+        """One request alone, up to 16 times its window, step by step."""
+        engine = SteppedEngine(MODEL, **OPTIONS)
+        (future,) = engine.add([[1, 2, 3]], GREEDY)
+        most = 0
+        while engine.step():
+            state = engine.core.state()
+            engine.core.check_integrity()
+            most = max(most, state.held_window_tokens)
+            used = state.total_kv_tokens - state.available_kv_tokens
+            length = max((r.kv_len for r in engine.core.scheduler.running), default=0)
+            assert state.held_window_tokens <= used
+            if length > 4 * WINDOW:
+                assert used >= length > 2 * state.held_window_tokens
+        assert len(future.result(0).output_ids) == 16 * WINDOW
+        # The window, the tokens of a dispatch, and a page at each end.
+        assert WINDOW <= most <= WINDOW + OPTIONS["decode_steps"] + 2 * PAGE
+        memory = engine.core.state().memory
+        assert memory.saved_window_bytes > memory.kv_bytes / 2
+
+    @pytest.mark.slow
+    def test_deterministic_samples_are_the_same(self):
+        params = SamplingParams(temperature=1.0, max_new_tokens=100, ignore_eos=True)
+        found = []
+        for is_off in (True, False):
+            with make(
+                disable_hybrid_swa_memory=is_off, enable_deterministic_sampling=True, random_seed=3
+            ) as engine:
+                outputs = engine.generate_requests(prompts(), params)
+                found.append([(out.output_ids, out.logprobs) for out in outputs])
+        assert found[0] == found[1]
+
+    def test_sleep_keeps_windows(self, expected):
+        """With running requests, whose pages go to the host and come back."""
+        engine = SteppedEngine(MODEL, **OPTIONS)
+        futures = engine.add(prompts(), GREEDY)
+        for _ in range(3):
+            engine.step(20)
+            core = engine.core
+            assert core.pool.windows is not None
+            before = core.pool.windows.of.copy()
+            kept = core.sleep_manager.keep(weights=False, pages=True)
+            assert kept.pages is not None
+            core.runner.kv_memory.release()
+            core.runner.kv_memory.take()  # zeros
+            core.runner.kv_memory.load_pages(kept.pages, core.pool.used_pages, before)
+            core.check_integrity()
+        engine.step(10_000)
+        found = [future.result(0).output_ids for future in futures]
+        assert found == [output.output_ids for output in expected]
+
+    def test_checkpoints_leave_pages_out(self, tmp_path, caplog):
+        with make() as engine:
+            engine.generate_requests(prompts(), GREEDY)
+            engine.save_checkpoint(tmp_path, include_kv=True)
+        assert "pages of sliding windows are not saved" in caplog.text
+        with make() as engine:
+            engine.restore_checkpoint(tmp_path)
+            assert pool_of(engine).num_cached == 0
+
+
+class TestSizes:
+    def test_gemma_3_4b_at_32k(self):
+        """29 of 34 layers slide over 1,024 tokens."""
+        model = real_config("gemma-3-4b")
+        found = {}
+        for is_off in (True, False):
+            config = EngineConfig.from_options(
+                {
+                    "max_model_len": 32_768,
+                    "max_running_requests": 16,
+                    "num_kv_tokens": 16 * 32_768,
+                    "dtype": "bfloat16",
+                    "disable_hybrid_swa_memory": is_off,
+                }
+            )
+            memory = preview_engine(model, config=config, device_bytes=10**12).memory
+            assert memory is not None
+            found[is_off] = memory
+        before, after = found[True], found[False]
+        assert before.kv_tokens == after.kv_tokens == 16 * 32_768
+        assert (before.window_kv_tokens, before.saved_window_bytes) == (0, 0)
+        assert after.saved_window_bytes == before.kv_bytes - after.kv_bytes
+        per_layer = 2 * 4 * 256 * 2
+        assert before.kv_bytes == 16 * 32_768 * 34 * per_layer
+        sliding = after.window_kv_tokens * 29 * per_layer
+        assert after.kv_bytes == 16 * 32_768 * 5 * per_layer + sliding
+        assert after.kv_bytes < 0.25 * before.kv_bytes
+
+    def test_a_limited_memory_holds_more_tokens(self):
+        model = real_config("gemma-3-4b")
+        tokens = []
+        for is_off in (True, False):
+            config = EngineConfig.from_options(
+                {
+                    "max_model_len": 32_768,
+                    "max_running_requests": 64,
+                    "mem_fraction_static": 0.9,
+                    "dtype": "bfloat16",
+                    "disable_hybrid_swa_memory": is_off,
+                }
+            )
+            memory = preview_engine(model, config=config, device_bytes=32 * 2**30).memory
+            assert memory is not None
+            assert memory.rule == "mem_fraction_static"
+            assert memory.kv_bytes <= 0.9 * 32 * 2**30
+            tokens.append(memory.kv_tokens)
+        assert tokens[1] > 2 * tokens[0]
+
+    def test_not_where_it_saves_nothing(self):
+        with make(max_model_len=24, num_kv_tokens=None) as engine:
+            assert pool_of(engine).windows is None
+
+    def test_the_switch_is_a_flag(self):
+        with pytest.raises(InvalidConfigError, match="disable_hybrid_swa_memory must be True or"):
+            EngineConfig.from_options({"disable_hybrid_swa_memory": "yes"})
+
+
+class TestPages:
+    def make(self, num_window_pages: int = 4, size: int = 6) -> tuple[PageAllocator, WindowPages]:
+        windows = WindowPages(10, WindowSizes(num_window_pages, size, 3, 1), PAGE)
+        return PageAllocator(10, windows.forget), windows
+
+    def test_first_needed(self):
+        _, windows = self.make()
+        # The query at position 9 sees keys 4 to 9, that at 8 sees 3 to 8.
+        assert [windows.first_needed(n) for n in (0, 5, 8, 9, 13)] == [0, 0, 0, 1, 2]
+
+    def test_a_prefix_is_usable_up_to_pages_with_their_window(self):
+        _, windows = self.make()
+        for page in (0, 1, 3):
+            windows.attach(page)
+        assert windows.usable([0, 1, 2, 3]) == 2
+        windows.attach(2)
+        assert windows.usable([0, 1, 2, 3]) == 4
+        windows.let_go([0, 1], keep=False)
+        assert windows.usable([0, 1, 2, 3]) == 4  # keys 11 to 15 are in pages 2 and 3
+        assert windows.usable([0, 1, 2]) == 0
+        assert windows.is_usable([0, 1, 2, 3], 14)
+        assert not windows.is_usable([0, 1, 2, 3], 12)
+
+    def test_the_longest_idle_goes_first(self):
+        _, windows = self.make()
+        for page in range(4):
+            windows.attach(page)
+        windows.let_go([2, 0], keep=True)
+        windows.attach(5)
+        assert [windows.of[page] != NONE for page in (0, 1, 2, 3, 5)] == [
+            True,
+            True,
+            False,
+            True,
+            True,
+        ]
+        assert (windows.num_held, windows.num_idle) == (3, 1)
+        windows.check_integrity([[1, 3], [5]])
+
+    def test_pages_that_are_held_are_not_taken(self):
+        allocator, windows = self.make()
+        pages = allocator.allocate(5)
+        for page in pages[:4]:
+            windows.attach(page)
+        with pytest.raises(EngineError, match="cannot allocate 1 KV pages"):
+            windows.attach(pages[4])
+        with pytest.raises(EngineError, match="its window page is needed"):
+            allocator.free(pages[:1])
+
+    def test_integrity_check_finds_planted_faults(self):
+        _, windows = self.make()
+        windows.attach(1)
+        windows.check_integrity([[1]])
+        with pytest.raises(EngineError, match="0 requests need the window page of 1"):
+            windows.check_integrity([])
+        windows.of[2] = windows.of[1]
+        with pytest.raises(EngineError, match="by two"):
+            windows.check_integrity([[1]])
+
+
+def test_layers_of_two_shapes_in_two_pools():
+    """Gemma 4's: heads of full layers differ, and shared keys are in the pool of their own kind."""
+    attention = AttentionConfig(
+        scale=1.0,
+        sliding_window=WINDOW,
+        sliding_layers=(True, False, True, False),
+        sliding_rope=RopeConfig(theta=1e4),
+        full_kv=KVShape(1, 32),
+        kv_layers=(0, 1, 0, 1),
+    )
+    model = ModelConfig(
+        architecture="Gemma4ForCausalLM",
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope=RopeConfig(theta=1e5, rotary_fraction=0.25),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        context_length=512,
+        attention=attention,
+    )
+    found = []
+    for is_off in (True, False):
+        options: dict[str, Any] = OPTIONS | {"disable_hybrid_swa_memory": is_off}
+        with Engine(model_config=model, weights=spread_weights(model), **options) as engine:
+            kv = engine._group.loops[0]._core.runner.kv_memory
+            kv.take()
+            shapes = [layer.k.shape for layer in kv.kv]
+            found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])
+    assert [shape[1:] for shape in shapes] == [(2, PAGE, 16), (1, PAGE, 32)]
+    assert shapes[0][0] < shapes[1][0] == 2048 // PAGE
+    np.testing.assert_array_equal(found[0], found[1])
