@@ -211,6 +211,7 @@ def test_exported_names():
         "LoraConfig",
         "LoraRule",
         "MemoryReport",
+        "MoEConfig",
         "ModelConfig",
         "OffloadError",
         "ParallelConfig",

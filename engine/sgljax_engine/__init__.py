@@ -39,7 +39,13 @@ from sgljax_engine.io_struct import (
     FlushCacheReqOutput,
     PauseGenerationReqInput,
 )
-from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
+from sgljax_engine.model_config import (
+    AttentionConfig,
+    Llama3Scaling,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+)
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import RecordedEvent, RecordedSample, Recording
@@ -125,6 +131,7 @@ __all__ = [
     "LoraConfig",
     "LoraRule",
     "MemoryReport",
+    "MoEConfig",
     "ModelConfig",
     "OffloadError",
     "ParallelConfig",

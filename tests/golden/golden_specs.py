@@ -68,6 +68,11 @@ class GoldenSpec:
         return self.rope or {"rope_type": "default", "rope_theta": self.rope_theta}
 
     @property
+    def has_experts(self) -> bool:
+        """Whether MLPs are mixtures of experts."""
+        return self.family.endswith("_moe")
+
+    @property
     def has_offset_norms(self) -> bool:
         """Whether norm weights are stored minus one."""
         return self.family.startswith("gemma")
@@ -76,6 +81,7 @@ class GoldenSpec:
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
@@ -97,6 +103,15 @@ GLOBAL_ROPE = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0}
 
 def _gemma3_rope(**changes: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_attention": SLIDING_ROPE, "full_attention": GLOBAL_ROPE} | changes
+
+
+def _moe(*, num_experts: int, per_token: int, width: int, norm_topk_prob: bool) -> dict[str, Any]:
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": norm_topk_prob,
+    }
 
 
 SPECS = (
@@ -280,5 +295,44 @@ SPECS = (
             ("rope_parameters", _gemma3_rope(full_attention=GLOBAL_ROPE | {"factor": 1.0})),
         ),
         wrong_weights=("q_norm.weight", "k_norm.weight", "post_attention_layernorm.weight"),
+    ),
+    GoldenSpec(
+        name="normalised",
+        family="qwen3_moe",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=72,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=False,
+        rope_theta=1_000_000.0,
+        settings=_moe(num_experts=8, per_token=2, width=24, norm_topk_prob=True),
+        wrong_settings=(("num_experts_per_tok", 1), ("norm_topk_prob", False)),
+        wrong_weights=("mlp.gate.weight", "q_norm.weight", "k_norm.weight"),
+    ),
+    # Nothing divides anything: heads 3 to 1, 5 experts of 20 channels, 3 of them for a token.
+    GoldenSpec(
+        name="odd_sharded",
+        family="qwen3_moe",
+        vocab_size=112,
+        hidden_size=36,
+        intermediate_size=44,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=12,
+        tied=False,
+        rope_theta=30_000.0,
+        settings=_moe(num_experts=5, per_token=3, width=20, norm_topk_prob=False),
+        wrong_settings=(
+            ("num_experts_per_tok", 2),
+            ("num_experts_per_tok", 4),
+            ("norm_topk_prob", True),
+        ),
+        wrong_weights=("mlp.gate.weight",),
+        legacy_config=True,
+        max_shard_size="64KB",
     ),
 )

@@ -126,7 +126,7 @@ def build_model(spec: GoldenSpec, seed: int) -> transformers.PreTrainedModel:
                 param.copy_(3.0 * noise / spec.hidden_size**0.5)
             else:
                 gain = 10.0 if spec.family == "gemma" and "down_proj" in name else 2.0
-                param.copy_(gain * noise / param.shape[1] ** 0.5)
+                param.copy_(gain * noise / param.shape[-1] ** 0.5)
         # Special tokens stay unlikely, as in a trained model; the head is the embedding if tied.
         model.lm_head.weight[: spec.num_special] *= 0.1
     if spec.with_tokenizer:
@@ -196,6 +196,8 @@ def load_model(
         dtype=torch.float32,
         attn_implementation="eager",
         local_files_only=True,
+        # A plain loop over experts, also in float64.
+        **({"experts_implementation": "eager"} if spec.has_experts else {}),
     )
     return model.eval()
 

@@ -1,4 +1,6 @@
-"""The decoder shared by the dense models: grouped-query attention and a gated MLP, with RMS norms.
+"""The decoder shared by all models: grouped-query attention and a gated MLP, with RMS norms.
+
+Where the config has experts, they take the place of the MLP.
 
 Settings in the config are read from it; `DecoderTraits` holds what only the architecture defines. A
 model that differs in more than that has its own forward function.
@@ -20,6 +22,7 @@ from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, 
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.hf import HfConfig
+from sgljax_engine.models.mixture import mixture, mixture_specs
 from sgljax_engine.models.spec import (
     KV_HEADS_AXIS,
     Attend,
@@ -115,9 +118,12 @@ def _param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamS
         if traits.has_post_norms:
             norm(f"{layer}.pre_feedforward_layernorm", dim)
             norm(f"{layer}.post_feedforward_layernorm", dim)
-        project(f"{layer}.mlp.gate_proj", (dim, mlp), (None, "mlp"))
-        project(f"{layer}.mlp.up_proj", (dim, mlp), (None, "mlp"))
-        project(f"{layer}.mlp.down_proj", (mlp, dim), ("mlp", None))
+        if config.moe is not None:
+            specs |= mixture_specs(f"{layer}.mlp.", dim, config.moe)
+        else:
+            project(f"{layer}.mlp.gate_proj", (dim, mlp), (None, "mlp"))
+            project(f"{layer}.mlp.up_proj", (dim, mlp), (None, "mlp"))
+            project(f"{layer}.mlp.down_proj", (mlp, dim), ("mlp", None))
     norm("model.norm", dim)
     if not config.tie_word_embeddings:
         table("lm_head")
@@ -137,6 +143,7 @@ class _Layers(NamedTuple):
     attend: Attend
     tokens: Tokens
     adapters: jax.Array | None = None
+    is_used: jax.Array | None = None
 
     def forward(
         self,
@@ -204,7 +211,8 @@ class _Layers(NamedTuple):
         q, k, v = map(tokens.join, tokens.map(inner.before_attention, (x, rope, adapters)))
         out, kv = self.attend(q, k, v, kv, options)
         out = tokens.split(out.reshape(out.shape[0], -1))
-        return tokens.map(inner.after_attention, (x, out, adapters)), kv
+        is_used = None if tokens.is_used is None else tokens.split(tokens.is_used)
+        return tokens.map(inner.after_attention, (x, out, adapters, is_used)), kv
 
     def before_attention(
         self, args: tuple[jax.Array, Rope, jax.Array | None]
@@ -213,9 +221,11 @@ class _Layers(NamedTuple):
         inner = self._replace(adapters=adapters)
         return inner.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
 
-    def after_attention(self, args: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-        x, out, adapters = args
-        return self._replace(adapters=adapters).project_out(x, out)
+    def after_attention(
+        self, args: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+    ) -> jax.Array:
+        x, out, adapters, is_used = args
+        return self._replace(adapters=adapters, is_used=is_used).project_out(x, out)
 
     def project_out(self, x: jax.Array, out: jax.Array) -> jax.Array:
         out = self.layout.materialize(self.layout.place(out))
@@ -246,6 +256,9 @@ class _Layers(NamedTuple):
         return layout.tokens_first(q), layout.tokens_first(k), layout.tokens_first(v)
 
     def mlp(self, prefix: str, h: jax.Array) -> jax.Array:
+        if self.context.config.moe is not None:
+            activation = self.traits.activation
+            return mixture(self.params, self.context, prefix, h, activation, self.is_used)
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 

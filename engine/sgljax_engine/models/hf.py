@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
-from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
+from sgljax_engine.model_config import (
+    AttentionConfig,
+    Llama3Scaling,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+)
 
 HfConfig = Mapping[str, Any]
 """The contents of a config.json."""
@@ -47,6 +53,11 @@ def require(hf: HfConfig, name: str) -> Any:
     if hf.get(name) is None:
         raise InvalidConfigError(f"config.json has no {name!r}")
     return hf[name]
+
+
+def require_any(hf: HfConfig, *names: str) -> Any:
+    """The first of several names of one setting that is there; as `require`, by the first name."""
+    return require(hf, next((name for name in names if hf.get(name) is not None), names[0]))
 
 
 def check_settings(hf: HfConfig, **supported: Any) -> None:
@@ -150,6 +161,7 @@ def dense_config(
     tied_by_default: bool,
     attention: AttentionConfig = _PLAIN_ATTENTION,
     final_logit_softcap: float | None = None,
+    moe: MoEConfig | None = None,
 ) -> ModelConfig:
     """Builds the config from the fields that all models name alike, and those given.
 
@@ -174,6 +186,7 @@ def dense_config(
         eos_token_ids=as_ids(hf.get("eos_token_id")),
         attention=attention,
         final_logit_softcap=final_logit_softcap,
+        moe=moe,
     )
 
 

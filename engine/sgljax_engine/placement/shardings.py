@@ -1,8 +1,8 @@
 """Shardings and physical layout of an engine's arrays.
 
-Tensor parallelism shards attention heads, MLP columns and the vocabulary over the mesh axis "tp";
-XLA inserts the collectives. All other axes replicate: they are there only in the mesh of a whole
-group of engines, each of which has a submesh without them; see `submeshes`.
+Tensor parallelism shards attention heads, MLP columns, experts and the vocabulary over the mesh
+axis "tp"; XLA inserts the collectives. All other axes replicate: they are there only in the mesh of
+a whole group of engines, each of which has a submesh without them; see `submeshes`.
 
 Where "tp" is larger than the number of kv heads, it is split in two: kv heads are sharded over the
 first part, one per device, and copied over the second; everything else is sharded over both. The
@@ -21,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sgljax_engine.cache.kv_pages import PageLayout
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
+from sgljax_engine.layers.experts import shards_width
 from sgljax_engine.layers.target import Target
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models.spec import KV_HEADS_AXIS, ParamKind, ParamSpec
+from sgljax_engine.models.spec import EXPERTS_AXIS, KV_HEADS_AXIS, ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
 
 TENSOR_AXIS = "tp"
@@ -117,12 +118,22 @@ class Placement(NamedTuple):
         """The weight-sync targets of a model's parameters."""
         targets = {}
         for name, spec in specs.items():
-            swap = spec.kind is ParamKind.LINEAR and self.layout is Layout.FEATURES_FIRST
-            axes = [self._mesh_axes(axis) for axis in spec.axes]
-            sharding = NamedSharding(self.mesh, PartitionSpec(*(axes[::-1] if swap else axes)))
+            swap = spec.kind.is_projection and self.layout is Layout.FEATURES_FIRST
+            axes = [self._mesh_axes(axis) for axis in self._sharded_axes(spec)]
+            if swap:
+                axes[-2:] = axes[:-3:-1]
+            sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
             dtype = jnp.dtype(jnp.float32) if spec.kind in _NORMS else self.dtype
             targets[name] = TargetSpec(spec.shape, dtype, swap, sharding, spec.alias)
         return targets
+
+    def _sharded_axes(self, spec: ParamSpec) -> tuple[str | None, ...]:
+        """The logical axes that are sharded: of experts their width, else the experts."""
+        if spec.kind is not ParamKind.EXPERTS:
+            return spec.axes
+        (width,) = (size for size, axis in zip(spec.shape, spec.axes, strict=True) if axis == "mlp")
+        whole = EXPERTS_AXIS if shards_width(width, self.num_tensor_shards) else "mlp"
+        return tuple(None if axis == whole else axis for axis in spec.axes)
 
     def held_bytes(self, arrays: Iterable[Any]) -> int:
         """Bytes of arrays on the devices that share a weight, with every copy there.

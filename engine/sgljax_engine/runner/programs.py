@@ -22,7 +22,7 @@ from sgljax_engine.attention.base import (
 from sgljax_engine.attention.contiguous import row_attention, shared_keys
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, PagedRows, gather_rows, write_rows
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
-from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
+from sgljax_engine.layers.tiles import Tiles, Together, Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, ModelContext, ModelDefinition, Params
 from sgljax_engine.runner.batch import NO_SLOT, DecodeBatch, ForwardBatch
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
@@ -204,7 +204,12 @@ def _prefill_pass(
         attend = _prefill_attend(static.prefill_attention, tables)
     num_blocks, num_queries = tables.positions.shape
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
-    tokens = tokens_in_tiles(static.context.tile_widths, num_blocks * num_queries, num_used)
+    tokens = tokens_in_tiles(
+        static.context.tile_widths,
+        num_blocks * num_queries,
+        num_used,
+        batch.slot_mapping != NO_SLOT if static.context.has_experts else None,
+    )
     adapters = None if batch.adapters is None else jnp.repeat(batch.adapters, num_queries)
     _, caches = static.model.forward(
         params, static.context, batch.input_ids, batch.positions, attend, kv, tokens, adapters
@@ -350,10 +355,12 @@ def _next_logits(
     rows: DecodeBatch,
     active: jax.Array,
     shared: jax.Array | None,
-    tokens: Tokens,
+    tokens: Together | Tiles,
     static: ProgramContext,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """One forward pass over each row's newest token: logits [B, V] and the caches with its keys."""
+    if static.context.has_experts:
+        tokens = tokens._replace(is_used=active)
     positions = rows.positions + carry.step
     page = jnp.minimum(positions // static.page_size, rows.page_table.shape[1] - 1)
     page_id = jnp.take_along_axis(rows.page_table, page[:, None], axis=1)[:, 0]
