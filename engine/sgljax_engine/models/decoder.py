@@ -22,7 +22,7 @@ from sgljax_engine.layers.rope import apply_rope, rope_tables, rope_timescales, 
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.hf import HfConfig
-from sgljax_engine.models.mixture import mixture, mixture_specs
+from sgljax_engine.models.mixture import mixture, mixture_specs, router_logits
 from sgljax_engine.models.spec import (
     KV_HEADS_AXIS,
     Attend,
@@ -257,8 +257,10 @@ class _Layers(NamedTuple):
 
     def mlp(self, prefix: str, h: jax.Array) -> jax.Array:
         if self.context.config.moe is not None:
+            change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
+            logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
             activation = self.traits.activation
-            return mixture(self.params, self.context, prefix, h, activation, self.is_used)
+            return mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 

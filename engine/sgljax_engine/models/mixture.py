@@ -44,16 +44,18 @@ def mixture(
     context: ModelContext,
     prefix: str,
     x: jax.Array,
+    logits: jax.Array,
     activation: Callable[[jax.Array], jax.Array],
     is_used: jax.Array | None,
 ) -> jax.Array:
-    """The sum of each token's experts, chosen by the softmax of a linear router.
+    """The sum of each token's experts, chosen by the softmax of the router's logits.
 
     Args:
         params: The layer's weights.
         context: The model's context; its config has experts.
-        prefix: Of the names of router and experts: "mlp.".
-        x: [T, D] in the context's layout, input of both.
+        prefix: Of the experts' names: "mlp.".
+        x: [T, D] in the context's layout.
+        logits: [T, E] float32 in the context's layout, see `router_logits`.
         activation: Activation of an expert's gate.
         is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
 
@@ -62,16 +64,19 @@ def mixture(
     """
     moe, layout = context.config.moe, context.layout
     assert moe is not None
-    logits = layout.tokens_first(router_logits(params[f"{prefix}gate.weight"], x, context))
-    routing = route(logits, moe.num_experts_per_token, is_normalized=moe.norm_topk_prob)
+    routing = route(
+        layout.tokens_first(logits), moe.num_experts_per_token, is_normalized=moe.norm_topk_prob
+    )
     experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
     options = MixOptions(context.projections, layout, activation, context.is_deterministic)
     token_major = layout.materialize(layout.tokens_first(x))
     return layout.materialize(layout.place(mix(token_major, routing, experts, is_used, options)))
 
 
-def router_logits(weight: jax.Array, x: jax.Array, context: ModelContext) -> jax.Array:
-    """A router's logits, float32, in the context's layout.
+def router_logits(
+    weight: jax.Array, x: jax.Array, context: ModelContext, change: jax.Array | None = None
+) -> jax.Array:
+    """A router's logits, [T, E] float32 in the context's layout.
 
     Computed in float32 whatever the model's dtype, since a rounded logit may choose another expert.
 
@@ -79,6 +84,8 @@ def router_logits(weight: jax.Array, x: jax.Array, context: ModelContext) -> jax
         weight: [D, E] in the context's layout.
         x: [T, D] in the context's layout.
         context: The model's context.
+        change: [T, E] in the context's layout, added to them: the term of each token's adapter.
     """
     with jax.default_matmul_precision("highest"):
-        return context.linear(weight.astype(jnp.float32), x.astype(jnp.float32))
+        logits = context.linear(weight.astype(jnp.float32), x.astype(jnp.float32))
+    return logits if change is None else logits + change.astype(jnp.float32)
