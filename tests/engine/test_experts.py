@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, route
+from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, route, shards_width
 from sgljax_engine.layers.projections import CpuProjections, XlaProjections
 from sgljax_engine.layers.ragged import block_size
 
@@ -191,6 +191,20 @@ def test_the_time_follows_the_experts_that_are_hit():
 )
 def test_blocks_are_about_as_large_as_an_experts_share(num_tokens, num_experts, size):
     assert block_size(num_tokens, num_experts) == size
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "width", "num_shards", "by_width"),
+    [
+        (128, 768, 2, True),
+        (128, 768, 6, True),
+        (128, 768, 8, False),  # 96 channels do not fill the lanes
+        (6, 24, 4, True),  # there is no other way
+        (8, 22, 4, False),
+    ],
+)
+def test_how_experts_are_sharded(num_experts, width, num_shards, by_width):
+    assert shards_width(num_experts, width, num_shards) is by_width
 
 
 # ------------------------------------------------------------------ the router

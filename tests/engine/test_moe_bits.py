@@ -68,9 +68,8 @@ def results(engine):
     outputs = engine.generate_requests(prompts, greedy)
     return [o.output_ids for o in outputs], np.concatenate([o.logprobs for o in outputs])
 
-for width, sharded in ((24, "width"), (22, "experts")):
-    moe = dataclasses.replace(TINY_MOE.moe, intermediate_size=width)
-    model = dataclasses.replace(TINY_MOE, moe=moe, intermediate_size=width)
+for count, sharded in ((6, "width"), (8, "experts")):
+    model = dataclasses.replace(TINY_MOE, moe=dataclasses.replace(TINY_MOE.moe, num_experts=count))
     weights = spread_weights(model)
     with Engine(model_config=model, weights=weights, **few) as engine:
         ids, logprobs = results(engine)
@@ -79,7 +78,7 @@ for width, sharded in ((24, "width"), (22, "experts")):
         held = engine._group.loops[0]._core.runner.weights
         (shard,) = {s.data.shape for s in
                     held["model.layers.0.mlp.experts.gate_proj.weight"].addressable_shards}
-        assert shard == ((8, 6, 32) if sharded == "width" else (2, 22, 32)), shard
+        assert shard == ((6, 6, 32) if sharded == "width" else (2, 24, 32)), shard
         found, got = results(engine)
         assert found == ids, sharded
         np.testing.assert_allclose(got, logprobs, atol=1e-5)

@@ -21,6 +21,9 @@ from jax.sharding import PartitionSpec as P
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.projections import Projections
 
+_LANES = 128
+"""Of a TPU's registers."""
+
 
 class Routing(NamedTuple):
     """The experts of each token, in descending order of their probabilities.
@@ -98,7 +101,7 @@ def mix(
     if mesh is None:
         return _mix(x_TD, routing, experts, is_used, options).astype(x_TD.dtype)
     features = 1 if options.layout is Layout.FEATURES_FIRST else 2
-    by_width = shards_width(experts.gate.shape[features], mesh.size)
+    by_width = shards_width(num_experts, experts.gate.shape[features], mesh.size)
     axes = mesh.axis_names
 
     def on_device(x: jax.Array, routing: Routing, experts: Experts, used: jax.Array) -> jax.Array:
@@ -119,9 +122,14 @@ def mix(
     return run(x_TD, routing, experts, used).astype(x_TD.dtype)
 
 
-def shards_width(width: int, num_shards: int) -> bool:
-    """Whether devices share out the width of each expert, and not the experts."""
-    return width % num_shards == 0
+def shards_width(num_experts: int, width: int, num_shards: int) -> bool:
+    """Whether devices share out the width of each expert, and not the experts.
+
+    Parts of the width keep all devices equally busy, whichever experts are chosen. But TPU's
+    compiler copies all weights whose last axis does not fill its lanes in every step.
+    """
+    fills_lanes = width % (num_shards * _LANES) == 0
+    return fills_lanes or (width % num_shards == 0 and num_experts % num_shards != 0)
 
 
 def _mix(

@@ -38,7 +38,7 @@ KV_HEADS_AXIS = "kv_heads"
 
 
 EXPERTS_AXIS = "experts"
-"""The logical axis of experts, sharded where the experts' width does not divide."""
+"""The logical axis of experts, sharded where their width is not: see `layers.experts`."""
 
 
 class ParamKind(enum.Enum):

@@ -128,11 +128,12 @@ class Placement(NamedTuple):
         return targets
 
     def _sharded_axes(self, spec: ParamSpec) -> tuple[str | None, ...]:
-        """The logical axes that are sharded: of experts their width, else the experts."""
+        """The logical axes that are sharded: of experts their width, or the experts."""
         if spec.kind is not ParamKind.EXPERTS:
             return spec.axes
-        (width,) = (size for size, axis in zip(spec.shape, spec.axes, strict=True) if axis == "mlp")
-        whole = EXPERTS_AXIS if shards_width(width, self.num_tensor_shards) else "mlp"
+        sizes = dict(zip(spec.axes, spec.shape, strict=True))
+        by_width = shards_width(sizes[EXPERTS_AXIS], sizes["mlp"], self.num_tensor_shards)
+        whole = EXPERTS_AXIS if by_width else "mlp"
         return tuple(None if axis == whole else axis for axis in spec.axes)
 
     def held_bytes(self, arrays: Iterable[Any]) -> int:
