@@ -172,6 +172,14 @@ class SyncPlan(NamedTuple):
         return frozenset(step.target for step in self.steps)
 
     @property
+    def stacks(self) -> bool:
+        """Whether it stacks arrays, thousands where each expert is one.
+
+        One program of all would take minutes to compile. One by one, layers share their programs.
+        """
+        return any(step.stacked for step in self.steps)
+
+    @property
     def is_on_one_device(self) -> bool:
         """Whether all engine parameters live on one device."""
         return len(_target_devices(self.program.shardings) or ()) == 1
@@ -702,8 +710,7 @@ def _make(plan: SyncPlan, arrays: list[Sources]) -> Weights:
     takes longer to find that a hundred arrays need no move than to check the source.
     """
     arrays, source = _together(plan, arrays)
-    if any(step.stacked for step in plan.steps):
-        # One program of thousands of inputs would take long to compile; layers share theirs.
+    if plan.stacks:
         return _make_one_by_one(plan, arrays)
     is_at_target = source is None
     run = plan.program.at_target if source is None else plan.program.at_source(source)
@@ -759,9 +766,24 @@ def differing(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> li
     arrays, _ = _together(plan, [step.operands(source) for step in plan.steps])
     transposed = {name for name, target in plan.targets.items() if target.is_transposed}
     with _near(plan.targets[plan.steps[0].target]):
-        wanted = to_hex(plan.program.checksums(arrays))
+        wanted = to_hex(
+            _checksums_one_by_one(plan, arrays) if plan.stacks else plan.program.checksums(arrays)
+        )
     found = checksums(weights, transposed)
     return sorted(name for name in wanted if wanted[name] != found[name])
+
+
+def _checksums_one_by_one(plan: SyncPlan, arrays: list[Sources]) -> dict[str, jax.Array]:
+    found = {}
+    for step, sources in zip(plan.steps, arrays, strict=True):
+        target = plan.targets[step.target]
+        one = _mapped_alone(sources, step.without_names(), target._replace(alias=""))
+        found[step.target] = jax.block_until_ready(_checksum_alone(one))
+    return found
+
+
+_mapped_alone = jax.jit(_mapped, static_argnums=(1, 2))
+_checksum_alone = jax.jit(checksum)
 
 
 def checksums(weights: Mapping[str, jax.Array], transposed: AbstractSet[str]) -> dict[str, str]:
