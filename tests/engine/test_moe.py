@@ -102,7 +102,7 @@ def without(*experts):
     return lambda weights: [weights.pop(UP.format(expert)) for expert in experts]
 
 
-def also(expert, shape=(24, 32), dtype=np.float32):
+def also(expert, shape=(24, 32), dtype="float32"):
     return lambda weights: weights.update({UP.format(expert): np.zeros(shape, dtype)})
 
 
@@ -119,7 +119,7 @@ def with_whole(weights):
         (also("07"), r"experts\.7\.up.* and .*experts\.07\.up.* both map to index 7 of"),
         (also("x"), r"experts\.x\.up_proj\.weight' \[24, 32\] is mapped by no rule"),
         (also(3, (24, 31)), r"experts\.3\..* and .*experts\.0\..* differ: \[24, 31\] .*\[24, 32\]"),
-        (also(3, dtype=np.float16), r"differ: \[24, 32\] float16 and \[24, 32\] float32"),
+        (also(3, dtype="float16"), r"differ: \[24, 32\] float16 and \[24, 32\] float32"),
         (with_whole, r"gate_up_proj' and .*experts\.0\.gate_proj.* both map to"),
     ],
     ids=["missing", "all missing", "extra", "twice", "no index", "shape", "dtype", "both forms"],

@@ -171,7 +171,8 @@ def test_model_of_an_hf_folder_has_its_weights(config):
 
 
 def test_model_with_experts_of_an_hf_folder(config):
-    section = ModelSection(path=str(HF_FOLDER.with_name("qwen3_moe_normalised")), dtype="float32")
+    folder = HF_FOLDER.with_name("qwen3_moe_normalised")
+    section = ModelSection(path=str(folder), dtype="float32")
     spec = find_model(section)
     assert (spec.family, spec.config.num_experts, spec.config.num_experts_per_tok) == (
         "qwen3",
@@ -179,7 +180,7 @@ def test_model_with_experts_of_an_hf_folder(config):
         2,
     )
     model: Any = load_policy(section, spec, make_meshes(config)[0])
-    stored = load_file(Path(section.path) / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
     for expert in (0, 7):
         np.testing.assert_array_equal(
             np.asarray(model.layers[1].mlp.up_proj[...])[expert],
