@@ -85,7 +85,8 @@ def mix_of(way: str):
 def placed(experts: Any, layout: Layout) -> Any:
     if layout is Layout.TOKENS_FIRST:
         return experts
-    return Experts(*(np.ascontiguousarray(w.swapaxes(1, 2)) for w in experts))
+    swapped: Any = [np.ascontiguousarray(w.swapaxes(1, 2)) for w in experts]
+    return Experts(*swapped)
 
 
 def draw(shape: Shape, rng: np.random.Generator, kind: int):
