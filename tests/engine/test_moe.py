@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from sgljax_engine import (
     Engine,
+    EngineConfig,
     InvalidConfigError,
     LoraRule,
     Rule,
@@ -21,7 +22,11 @@ from sgljax_engine import (
     logical_rules,
     read_hf_tensors,
 )
+from sgljax_engine.builder.group import build_shapes
+from sgljax_engine.layers.experts import mix
+from sgljax_engine.models import mixture
 from sgljax_engine.placement.submeshes import check_divides
+from sgljax_engine.runner.warmup import warm_calls
 from tests.engine.models import TINY_MOE, logical_weights, random_prompts, spread_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe_odd_sharded"
@@ -164,6 +169,26 @@ def test_sources_with_unlike_rules_are_refused():
 
 
 # ------------------------------------------------------------------ padding
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_every_program_says_which_tokens_are_used(is_deterministic, monkeypatch):
+    said: list[bool] = []
+
+    def watched(x_TD, routing, experts, is_used, options):
+        said.append(is_used is not None and is_used.shape == x_TD.shape[:1])
+        return mix(x_TD, routing, experts, is_used, options)
+
+    monkeypatch.setattr(mixture, "mix", watched)
+    more = {"max_model_len": 64, "enable_deterministic_sampling": is_deterministic}
+    model = dataclasses.replace(TINY_MOE, vocab_size=120)  # that no other test has traced
+    runner, _ = build_shapes(model, EngineConfig.from_options(FEW | more), "float32", None)
+    state = runner.kv_memory.state(runner.weights)
+    for call in warm_calls(runner, include_score=True, include_table=False):
+        before = len(said)
+        runner.programs.lower(call, state)
+        assert (len(said) > before) == (call.name in ("decode", "prefill", "score")), call.name
+    assert all(said)
 
 
 def test_unused_rows_take_no_experts():
