@@ -29,6 +29,10 @@ and two with a rank and an alpha each. (".*" itself fails in qwix where embeddin
 MODELS = ("gqa2_tied", "gqa4_untied", "llama3_untied", "gemma_mha", "gemma2", "gemma3")
 """Qwen3, tied and not; Llama 3; Gemma with one fused projection, and with two."""
 
+WITH_EXPERTS = ("qwen3_moe", ({"module_path": ".*(attn|router).*", "rank": 4, "alpha": 8.0},))
+"""A model with experts and its rules: qwix 0.1.8 fails in Tunix's trainer where rules name experts,
+whose stacks it takes for one weight."""
+
 
 @ref.deprecations_ignored()
 def make(name: str, rules: str | Sequence[dict[str, Any]] = "all", **quantised: Any) -> Any:

@@ -212,6 +212,7 @@ def test_exported_names():
         "LoraConfig",
         "LoraRule",
         "MemoryReport",
+        "MoEConfig",
         "ModelConfig",
         "OffloadError",
         "ParallelConfig",

@@ -1,7 +1,7 @@
 """Small models of every family that Tunix trains and the rollout supports, beside Qwen3.
 
-Qwen3 itself is in `tunix_reference`, whose sampler and trainer serve these models too. Nothing here
-imports the engine.
+Dense Qwen3 itself is in `tunix_reference`, whose sampler and trainer serve these models too.
+Nothing here imports the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tunix.models.gemma3 import model as gemma3
 from tunix.models.gemma4 import model as gemma4
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
+from tunix.models.qwen3 import model as qwen3
 
 from tests import tunix_reference as ref
 
@@ -90,6 +91,13 @@ FAMILIES = {
     ),
     "llama3_untied": Family(
         llama3.Llama3, llama3.ModelConfig(**_LLAMA_LIKE, rope_theta=500_000), seed=0
+    ),
+    "qwen3_moe": Family(
+        qwen3.Qwen3,
+        qwen3.ModelConfig(
+            **_LLAMA_LIKE, rope_theta=1_000_000, num_experts=6, num_experts_per_tok=3
+        ),
+        seed=3,
     ),
     # The three forms of Gemma's projections: q and kv, all in one, q and kv of several heads.
     "gemma_mqa": Family(gemma.Gemma, gemma.ModelConfig(**_GEMMA1, num_kv_heads=1), seed=0),
@@ -214,7 +222,9 @@ def _draw(family: str, rng: np.random.Generator, path: str, shape: tuple[int, ..
         weight = 3.0 * noise / shape[0] ** 0.5
         weight[:, ref.PAD_ID] *= ref.PAD_LOGIT_SCALE
         return weight
-    if "o_proj" in path or "attn_vec_einsum" in path:  # [N, H, D]
+    if len(shape) == 3 and "mlp" in path:  # experts: [E, in, out]
+        fan_in = shape[1]
+    elif "o_proj" in path or "attn_vec_einsum" in path:  # [N, H, D]
         fan_in = shape[0] * shape[1]
     else:  # [D, ...], or Gemma's [..., N, D, H]
         fan_in = shape[-2] if "einsum" in path else shape[0]

@@ -35,6 +35,13 @@ _QK_NORMS = (_norm("self_attn.q_norm", "attn.q_norm.w"), _norm("self_attn.k_norm
 _BIASES = tuple(
     Rule(f"{_LAYER}attn.{name}_bias", f"{_HF_LAYER}self_attn.{name}_proj.bias") for name in "qkv"
 )
+_EXPERTS = (
+    Rule(f"{_LAYER}mlp.router.kernel", f"{_HF_LAYER}mlp.gate.weight"),
+    *(
+        Rule(f"{_LAYER}mlp.{name}", f"{_HF_LAYER}mlp.experts.{name}.weight")
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ),
+)
 _LLAMA = (
     _EMBEDDING,
     _HEAD,
@@ -96,6 +103,7 @@ _OWN_KEYS = ("kv_einsum.w", "k_einsum.w", "_key_norm.scale")
 _BUILT_IN: dict[str, tuple[Rule, ...]] = {
     "Qwen2ForCausalLM": (*_LLAMA, *_BIASES),
     "Qwen3ForCausalLM": (*_LLAMA, *_QK_NORMS),
+    "Qwen3MoeForCausalLM": (*_LLAMA, *_QK_NORMS, *_EXPERTS),
     "LlamaForCausalLM": _LLAMA,
     "GemmaForCausalLM": (
         *_GEMMA_SHARED,
@@ -111,6 +119,9 @@ _BUILT_IN: dict[str, tuple[Rule, ...]] = {
     "Gemma4ForCausalLM": _GEMMA4,
 }
 """Rules by architecture, for models with Tunix's names and no `sglang_jax` mapping, as Gemma."""
+
+_MISSING_IN_TUNIX = {"Qwen3MoeForCausalLM": _EXPERTS}
+"""Rules by architecture that the models' own mappings lack in Tunix 0.1.7."""
 
 
 _LORA_IN_AXES = {
@@ -290,7 +301,8 @@ def to_rules(
                 rules[name] = Rule(name, concrete, transpose, hook)
             else:
                 rules[name] = Rule(name, concrete, transpose, hook, "each", stacked)
-    return tuple(rules.values())
+    # The first rule that matches a name counts: these are for names that the mapping leaves out.
+    return (*rules.values(), *_MISSING_IN_TUNIX.get(architecture, ()))
 
 
 def _stacked_axis(sharding: Any) -> int | None:

@@ -20,6 +20,7 @@ from sgljax_engine import (
     AttentionConfig,
     KVShape,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
     UnsupportedModelError,
     model_config_from_hf,
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 _GEMMA_NORM_EPS = 1e-6
 """The constant in Tunix's Gemma RMSNorm."""
 
-_COMPUTED = ("rope", "rms_norm_eps", "attention", "final_logit_softcap")
+_COMPUTED = ("rope", "rms_norm_eps", "attention", "final_logit_softcap", "moe")
 """Fields that cannot be derived from the shapes of weights."""
 
 
@@ -124,7 +125,13 @@ def coarser_dtype(*dtypes: str) -> str:
 
 
 def _llama_like(
-    architecture: str, config: Any, context_length: int, *, theta: float, tied: bool
+    architecture: str,
+    config: Any,
+    context_length: int,
+    *,
+    theta: float,
+    tied: bool,
+    moe: MoEConfig | None = None,
 ) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
@@ -139,6 +146,7 @@ def _llama_like(
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=tied,
         context_length=context_length,
+        moe=moe,
     )
 
 
@@ -148,12 +156,17 @@ def _qwen2(config: Any, context_length: int) -> ModelConfig:
 
 
 def _qwen3(config: Any, context_length: int) -> ModelConfig:
-    if config.num_experts is not None:
-        raise UnsupportedModelError(
-            f"num_experts={config.num_experts} is not supported: only dense Qwen3 models are"
-        )
     theta, tied = _default_of_apply_rope(config, "rope_theta"), config.use_tied_embedding
-    return _llama_like("Qwen3ForCausalLM", config, context_length, theta=theta, tied=tied)
+    if config.num_experts is None:
+        return _llama_like("Qwen3ForCausalLM", config, context_length, theta=theta, tied=tied)
+    moe = MoEConfig(
+        num_experts=config.num_experts,
+        num_experts_per_token=config.num_experts_per_tok,
+        intermediate_size=config.hidden_dim,
+        norm_topk_prob=True,
+    )
+    name = "Qwen3MoeForCausalLM"
+    return _llama_like(name, config, context_length, theta=theta, tied=tied, moe=moe)
 
 
 def _llama3(config: Any, context_length: int) -> ModelConfig:
@@ -308,7 +321,11 @@ def trained_rope_theta(architecture: str) -> float | None:
 
     None if Tunix uses the config's base.
     """
-    modules = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama3"}
+    modules = {
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3",
+        "LlamaForCausalLM": "llama3",
+    }
     if architecture not in modules:
         return None
     return _rope_default(f"tunix.models.{modules[architecture]}.model", "rope_theta")

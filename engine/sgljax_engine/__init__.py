@@ -44,6 +44,7 @@ from sgljax_engine.model_config import (
     KVShape,
     Llama3Scaling,
     ModelConfig,
+    MoEConfig,
     RopeConfig,
 )
 from sgljax_engine.observability.metrics import EngineCounters, EngineState, MemoryReport
@@ -132,6 +133,7 @@ __all__ = [
     "LoraConfig",
     "LoraRule",
     "MemoryReport",
+    "MoEConfig",
     "ModelConfig",
     "OffloadError",
     "ParallelConfig",

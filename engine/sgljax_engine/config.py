@@ -32,12 +32,13 @@ LORA_TARGETS = (
     "k_proj",
     "v_proj",
     "o_proj",
+    "gate",
     "gate_proj",
     "up_proj",
     "down_proj",
     "lm_head",
 )
-"""Kinds of projections that adapters may change."""
+"""Kinds of projections that adapters may change; "gate" is the router of a mixture of experts."""
 
 TOKEN_BLOCK = 16
 """Query tokens of one request that prefill attention handles together."""

@@ -128,8 +128,36 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts: each token goes through a few of many gated MLPs.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        num_experts_per_token: Experts that a token goes through.
+        intermediate_size: Channels inside an expert.
+        norm_topk_prob: The probabilities of a token's experts are divided by their sum.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        for name in ("num_experts", "num_experts_per_token", "intermediate_size"):
+            check_count(name, getattr(self, name))
+        require(
+            self.num_experts_per_token <= self.num_experts,
+            "num_experts_per_token",
+            self.num_experts_per_token,
+            f"at most num_experts ({self.num_experts})",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a dense decoder-only transformer, named as in Hugging Face's config.json.
+    """Shape of a decoder-only transformer, named as in Hugging Face's config.json.
 
     `models.registry.load_model_config` reads it from a model folder.
 
@@ -137,7 +165,7 @@ class ModelConfig:
         architecture: HF class name, a key of `models.registry.MODELS`.
         vocab_size: Rows of the embedding table.
         hidden_size: Channels between layers.
-        intermediate_size: Channels inside an MLP.
+        intermediate_size: Channels inside an MLP; of an expert if there is no other MLP.
         num_layers: Decoder layers.
         num_heads: Query heads; a multiple of `num_kv_heads`.
         num_kv_heads: Key and value heads.
@@ -155,6 +183,7 @@ class ModelConfig:
             None for the same.
         attention_bias: All four projections of attention add a bias.
         mlp_bias: All three projections of the MLP add a bias.
+        moe: The experts of each layer; None for a dense model.
     """
 
     architecture: str
@@ -176,6 +205,7 @@ class ModelConfig:
     shared_kv_intermediate_size: int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the first field that is out of range."""

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tunix.models.qwen3 import model as qwen3
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import (
@@ -403,15 +402,8 @@ class UnknownModel(nnx.Module):
         self.config = fractions.Fraction(1)
 
 
-@ref.deprecations_ignored()
-def make_mixture_of_experts():
-    config = {**ref.CONFIGS[MODEL], "num_experts": 2, "num_experts_per_tok": 1}
-    return nnx.eval_shape(lambda: qwen3.Qwen3(qwen3.ModelConfig(**config), rngs=nnx.Rngs(0)))
-
-
 def test_other_models_are_refused(refuse):
     refuse("Fraction.*supported.*gemma3", UnsupportedModelError, UnknownModel())
-    refuse("num_experts=2", UnsupportedModelError, make_mixture_of_experts())
     refuse("NoneType.*supported", UnsupportedModelError, nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
     mamba = {"architectures": ["MambaForCausalLM"]}
     refuse("MambaForCausalLM", UnsupportedModelError, model_config=mamba)

@@ -41,7 +41,14 @@ def config_of(**changes):
     return rollout_config(max_tokens_to_generate=NUM_TOKENS, return_logprobs=True, **changes)
 
 
-FAST = ("gemma3", "gemma4_shared_keys", "gemma_mqa", "llama3_tied", "qwen2_untied")
+FAST = (
+    "gemma3",
+    "gemma4_shared_keys",
+    "gemma_mqa",
+    "llama3_tied",
+    "qwen2_untied",
+    "qwen3_moe",
+)
 """The others are of the long tier."""
 
 
@@ -97,8 +104,9 @@ def test_new_weights_arrive_in_every_parameter(case):
 
 def test_a_missing_parameter_is_named(case):
     state = named_params(case.model)
-    del state["layers.1.mlp.up_proj.kernel"]
-    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*missing"):
+    (name,) = (name for name in state if name.startswith("layers.1.mlp.up_proj"))
+    del state[name]
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\..*up_proj.*missing"):
         case.rollout.update_params(state, (nnx.Param,))
 
 
@@ -158,9 +166,28 @@ GEMMA3_4B = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
+QWEN3_30B_A3B = {
+    **GEMMA2_2B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_activation": None,
+    "rope_theta": 1000000.0,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 PUBLISHED = {
     "gemma2_2b": (families.gemma.ModelConfig.gemma2_2b, GEMMA2_2B),
     "gemma3_4b": (families.gemma3.ModelConfig.gemma3_4b_it, GEMMA3_4B),
+    "qwen3_30b_a3b": (families.qwen3.ModelConfig.qwen3_30b_a3b, QWEN3_30B_A3B),
 }
 
 
@@ -172,6 +199,14 @@ def test_tunix_computes_what_the_published_config_says(name, caplog):
     with caplog.at_level(logging.WARNING):
         assert as_trained(described, make_config()) == described
     assert not caplog.records
+
+
+def test_tunix_always_normalises_the_experts_of_a_token(caplog):
+    described = model_config_from_hf(QWEN3_30B_A3B | {"norm_topk_prob": False})
+    with caplog.at_level(logging.WARNING):
+        trained = as_trained(described, families.qwen3.ModelConfig.qwen3_30b_a3b())
+    assert trained == model_config_from_hf(QWEN3_30B_A3B)
+    assert "norm_topk_prob=False" in caplog.text
 
 
 def test_gemma3_scale_follows_the_normalisation_of_queries():

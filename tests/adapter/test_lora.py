@@ -39,6 +39,9 @@ def cases():
     for case in pairwise(*columns, first=[FAST]):
         marks = () if case == FAST else (pytest.mark.slow,)
         yield pytest.param(case, id="-".join(case), marks=marks)
+    name, rules = lora_models.WITH_EXPERTS
+    yield pytest.param((name, rules, "adapter"), id=f"{name}-adapter")
+    yield pytest.param((name, rules, "merged"), id=f"{name}-merged", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=cases())

@@ -59,6 +59,11 @@ FAMILIES = {
     "qwen2_bias_untied": ("qwen2", "params", {"rope_theta": 1_000_000}),
     "qwen3_gqa_tied": ("qwen3", "params", {"rope_theta": 1_000_000, "use_tied_embedding": True}),
     "qwen3_mha_sharded": ("qwen3", "params", {"rope_theta": 1_000_000}),
+    "qwen3_moe_normalised": (
+        "qwen3",
+        "params",
+        {"rope_theta": 1_000_000, "num_experts": 8, "num_experts_per_tok": 2},
+    ),
 }
 """Goldens: Tunix's package, the module of its loader, and what its config needs."""
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sgljax_engine import Engine, EngineConfig
+from sgljax_engine.placement.submeshes import check_divides
 from tests import tunix_reference as ref
 from tests.adapter.helpers import EndingTokenizer, new_rollout, params_of, rollout_config
 from tests.docs.error_cases import Parts, Producers, new_engine
@@ -258,10 +259,12 @@ def _(_: Parts):
     to_model_config(SimpleNamespace(num_layers=2), context_length=64)
 
 
-@produces("mixture_of_experts")
+@produces("experts_do_not_divide")
 def _(parts: Parts):
-    config = dataclasses.replace(parts.model.config, num_experts=8)
-    to_model_config(config, context_length=64)
+    config = dataclasses.replace(
+        parts.model.config, num_experts=6, num_experts_per_tok=2, hidden_dim=66
+    )
+    check_divides(to_model_config(config, context_length=64), 4)
 
 
 @produces("rollout_worker")

@@ -6,9 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from sgljax_engine import ModelConfig, RopeConfig, SamplingParams
+from sgljax_engine import ModelConfig, MoEConfig, RopeConfig, SamplingParams
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
+from sgljax_engine.models.weight_rules import expert_name
 from sgljax_engine.types import Request
 
 TINY = ModelConfig(
@@ -27,13 +28,26 @@ TINY = ModelConfig(
 )
 
 
+TINY_MOE = dataclasses.replace(
+    TINY,
+    architecture="Qwen3MoeForCausalLM",
+    intermediate_size=24,
+    moe=MoEConfig(
+        num_experts=8, num_experts_per_token=3, intermediate_size=24, norm_topk_prob=True
+    ),
+)
+
+
 def spread_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.ndarray]:
-    """`logical_weights` as Hugging Face has them: projections are [out, in]."""
+    """`logical_weights` as Hugging Face has them: projections are [out, in], experts alone."""
     specs = get_model(model.architecture).param_specs(model)
-    return {
-        name: np.ascontiguousarray(w.T) if specs[name].kind is ParamKind.LINEAR else w
-        for name, w in logical_weights(model, seed).items()
-    }
+    weights = {}
+    for name, w in logical_weights(model, seed).items():
+        if specs[name].kind is ParamKind.EXPERTS:
+            weights |= {expert_name(name, i): np.ascontiguousarray(e.T) for i, e in enumerate(w)}
+        else:
+            weights[name] = np.ascontiguousarray(w.T) if specs[name].kind.is_projection else w
+    return weights
 
 
 def logical_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.ndarray]:

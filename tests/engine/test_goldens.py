@@ -27,6 +27,7 @@ FAST = (
     "llama_scaled_untied",
     "qwen2_bias_untied",
     "qwen3_gqa_tied",
+    "qwen3_moe_odd_sharded",
 )
 """Those of the fast tier, one an architecture."""
 
@@ -74,6 +75,7 @@ def test_greedy_tokens_and_logprobs(model):
         pytest.param("gemma2_window", marks=pytest.mark.slow),
         "gemma3_window",
         "gemma4_shared_keys",
+        "qwen3_moe_odd_sharded",
     ],
 )
 def test_without_jit_compiled_kernels(name, monkeypatch):
@@ -103,6 +105,7 @@ def strict_ranks():
         "qwen2_bias_untied",
         pytest.param("gemma2_window", marks=pytest.mark.slow),
         pytest.param("gemma3_window", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_normalised", marks=pytest.mark.slow),
     ],
 )
 def test_layouts(name, layout, monkeypatch):

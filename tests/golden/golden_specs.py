@@ -76,6 +76,11 @@ class GoldenSpec:
         return self.family in MULTIMODAL
 
     @property
+    def has_experts(self) -> bool:
+        """Whether MLPs are mixtures of experts."""
+        return self.family.endswith("_moe")
+
+    @property
     def has_offset_norms(self) -> bool:
         """Whether norm weights are stored minus one."""
         return self.family.startswith("gemma") and not self.family.startswith("gemma4")
@@ -89,6 +94,7 @@ class GoldenSpec:
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
@@ -180,6 +186,16 @@ GEMMA4_WRONG_SETTINGS: tuple[tuple[str, Any], ...] = (
         _gemma4_rope(full_attention=PROPORTIONAL_ROPE | {"partial_rotary_factor": 0.5}),
     ),
 )
+
+
+def _moe(*, num_experts: int, per_token: int, width: int, norm_topk_prob: bool) -> dict[str, Any]:
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": norm_topk_prob,
+    }
+
 
 _MLP = ("gate", "up", "down")
 
@@ -504,5 +520,44 @@ SPECS = (
         },
         wrong_settings=(("sliding_window", 12), ("sliding_window", 14)),
         unit_weights=("layer_scalar",),
+    ),
+    GoldenSpec(
+        name="normalised",
+        family="qwen3_moe",
+        vocab_size=112,
+        hidden_size=32,
+        intermediate_size=72,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tied=False,
+        rope_theta=1_000_000.0,
+        settings=_moe(num_experts=8, per_token=2, width=24, norm_topk_prob=True),
+        wrong_settings=(("num_experts_per_tok", 1), ("norm_topk_prob", False)),
+        wrong_weights=("mlp.gate.weight", "q_norm.weight", "k_norm.weight"),
+    ),
+    # Nothing divides anything: heads 3 to 1, 5 experts of 20 channels, 3 of them for a token.
+    GoldenSpec(
+        name="odd_sharded",
+        family="qwen3_moe",
+        vocab_size=112,
+        hidden_size=36,
+        intermediate_size=44,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=12,
+        tied=False,
+        rope_theta=30_000.0,
+        settings=_moe(num_experts=5, per_token=3, width=20, norm_topk_prob=False),
+        wrong_settings=(
+            ("num_experts_per_tok", 2),
+            ("num_experts_per_tok", 4),
+            ("norm_topk_prob", True),
+        ),
+        wrong_weights=("mlp.gate.weight",),
+        legacy_config=True,
+        max_shard_size="64KB",
     ),
 )

@@ -136,7 +136,7 @@ def build_model(spec: GoldenSpec, seed: int) -> transformers.PreTrainedModel:
                 param.copy_(3.0 * noise / spec.hidden_size**0.5)
             else:
                 gain = 10.0 if spec.family == "gemma" and "down_proj" in name else 2.0
-                param.copy_(gain * noise / param.shape[1] ** 0.5)
+                param.copy_(gain * noise / param.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.8 + 0.1 * torch.rand(buffer.shape, generator=generator))
@@ -214,6 +214,8 @@ def load_model(
         dtype=torch.float32,
         attn_implementation="eager",
         local_files_only=True,
+        # A plain loop over experts, also in float64.
+        **({"experts_implementation": "eager"} if spec.has_experts else {}),
     )
     return model.eval()
 

@@ -170,6 +170,35 @@ def test_model_of_an_hf_folder_has_its_weights(config):
     )
 
 
+def test_model_with_experts_of_an_hf_folder(config):
+    folder = HF_FOLDER.with_name("qwen3_moe_normalised")
+    section = ModelSection(path=str(folder), dtype="float32")
+    spec = find_model(section)
+    assert (spec.family, spec.config.num_experts, spec.config.num_experts_per_tok) == (
+        "qwen3",
+        8,
+        2,
+    )
+    model: Any = load_policy(section, spec, make_meshes(config)[0])
+    stored = load_file(folder / "model.safetensors")
+    for expert in (0, 7):
+        np.testing.assert_array_equal(
+            np.asarray(model.layers[1].mlp.up_proj[...])[expert],
+            stored[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"].T,
+        )
+
+
+def test_random_model_with_experts(config):
+    shape = dataclasses.replace(config.model.shape, num_experts=4, num_experts_per_tok=2)
+    section = ModelSection(family="qwen3", shape=shape)
+    model: Any = load_policy(section, find_model(section), make_meshes(config)[0])
+    experts = np.asarray(model.layers[0].mlp.down_proj[...])
+    assert experts.shape == (4, shape.hidden_dim, shape.embed_dim)
+    assert experts.std() > 0
+    with pytest.raises(InvalidConfigError, match="num_experts must be null for llama3"):
+        find_model(ModelSection(family="llama3", shape=shape))
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -42,8 +42,8 @@ def check_fields(config: RolloutConfig) -> dict[str, str]:
 def _check_expert_parallel_size(config: RolloutConfig) -> None:
     if config.expert_parallel_size not in (-1, 1):
         raise InvalidConfigError(
-            "RolloutConfig.expert_parallel_size must be 1: mixtures of experts are not supported "
-            f"yet; got {config.expert_parallel_size}"
+            "RolloutConfig.expert_parallel_size must be 1: experts are sharded over the tensor "
+            f"axis, with all else (tensor_parallel_size); got {config.expert_parallel_size}"
         )
 
 

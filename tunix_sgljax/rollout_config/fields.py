@@ -131,7 +131,7 @@ MODEL_FIELDS = _table(
         "data_parallel_size",
         "-1 takes all devices that `tensor_parallel_size` leaves",
     ),
-    ("expert_parallel_size", "checked", None, "1 or -1; no mixture of experts yet"),
+    ("expert_parallel_size", "checked", None, "1 or -1; experts are sharded over the tensor axis"),
 )
 """Fields of model and mesh."""
 

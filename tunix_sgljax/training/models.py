@@ -22,6 +22,7 @@ from tunix_sgljax.training.schema import ModelSection, ShapeConfig
 _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama3",
 }
 _CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama3": "Llama3"}
@@ -182,6 +183,8 @@ def _read_folder(folder: str) -> tuple[str, ShapeConfig]:
         norm_eps=model.rms_norm_eps,
         rope_theta=int(model.rope.theta),
         use_tied_embedding=model.tie_word_embeddings,
+        num_experts=None if model.moe is None else model.moe.num_experts,
+        num_experts_per_tok=None if model.moe is None else model.moe.num_experts_per_token,
     )
     return _ARCHITECTURES[model.architecture], shape
 
@@ -189,6 +192,12 @@ def _read_folder(folder: str) -> tuple[str, ShapeConfig]:
 def _make_config(family: str, shape: ShapeConfig) -> Any:
     module = importlib.import_module(f"tunix.models.{family}.model")
     fields = dataclasses.asdict(shape)
+    if shape.num_experts is None or family != "qwen3":
+        if shape.num_experts is not None:
+            raise InvalidConfigError(
+                f"model.shape.num_experts must be null for {family}: only qwen3 has experts"
+            )
+        del fields["num_experts"], fields["num_experts_per_tok"]
     fields[_TIED[family]] = fields.pop("use_tied_embedding")
     return module.ModelConfig(**fields)
 
@@ -234,8 +243,10 @@ def _check_same_shape(section: ModelSection, config: Any) -> None:
         "num_heads",
         "num_kv_heads",
         "head_dim",
+        "num_experts",
+        "num_experts_per_tok",
     ):
-        ours, theirs = getattr(config, name), getattr(named, name)
+        ours, theirs = getattr(config, name, None), getattr(named, name, None)
         if ours != theirs:
             raise InvalidConfigError(
                 f"model.path {section.path} is no {section.name}: its {name} is {ours}, not "

@@ -25,6 +25,8 @@ class ShapeConfig:
         norm_eps: Added under the root of RMSNorm.
         rope_theta: Base of the rotary embedding; Tunix 0.1.7 ignores it for Qwen3 and Llama 3.
         use_tied_embedding: The output projection is the embedding table.
+        num_experts: Experts of each layer, of width `hidden_dim`; null for a dense model.
+        num_experts_per_tok: Experts that a token goes through; null for a dense model.
     """
 
     num_layers: int
@@ -37,6 +39,8 @@ class ShapeConfig:
     norm_eps: float = 1e-6
     rope_theta: int = 1_000_000
     use_tied_embedding: bool = True
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

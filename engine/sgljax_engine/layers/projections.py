@@ -6,14 +6,22 @@ import dataclasses
 from typing import NamedTuple, Protocol
 
 import jax
+from jax import lax
 
 from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
+from sgljax_engine.kernels.cpu.ragged_linear import ragged_linear as cpu_ragged_linear
 from sgljax_engine.layers.basic import SMALL_BATCH, Layout, linear, small_batch_linear, unembed
+from sgljax_engine.layers.ragged import linear_in_blocks
 from sgljax_engine.layers.target import Target, require_backend
 
 
 class Projections(Protocol):
     """Products of a backend. Hashable: programs are compiled for it."""
+
+    @property
+    def mesh(self) -> jax.sharding.AbstractMesh | None:
+        """Axes over which weights are sharded; None on a single device."""
+        ...
 
     def linear(
         self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
@@ -34,10 +42,39 @@ class Projections(Protocol):
         """Logits [T, V] float32."""
         ...
 
+    def ragged_linear(
+        self,
+        weights: jax.Array,
+        x: jax.Array,
+        group_sizes: jax.Array,
+        layout: Layout,
+        *,
+        is_batch_invariant: bool,
+    ) -> jax.Array:
+        """`x[t] @ W[e]` for each token t of each expert e, on one device.
+
+        Args:
+            weights: [E, out, in] features first, else [E, in, out].
+            x: [T, in]: first the tokens of expert 0, then those of expert 1, and so on.
+            group_sizes: [E] int32, tokens of each expert; together at most T.
+            layout: Layout of the weights.
+            is_batch_invariant: Give a token the same bits whichever others its expert has.
+
+        Returns:
+            [T, out]; undefined for tokens beyond the last expert's.
+        """
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class XlaProjections:
-    """XLA's products: all platforms and dtypes."""
+    """XLA's products: all platforms and dtypes.
+
+    Attributes:
+        mesh: See `Projections`.
+    """
+
+    mesh: jax.sharding.AbstractMesh | None = None
 
     def linear(
         self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
@@ -53,10 +90,35 @@ class XlaProjections:
         del is_batch_invariant
         return unembed(hidden_TD, table_VD)
 
+    def ragged_linear(
+        self,
+        weights: jax.Array,
+        x: jax.Array,
+        group_sizes: jax.Array,
+        layout: Layout,
+        *,
+        is_batch_invariant: bool,
+    ) -> jax.Array:
+        """See `Projections`.
+
+        For TPUs XLA has a kernel that reads each used weight once. For CPUs it would multiply all
+        tokens with all experts. Nothing promises the order of sums of either.
+        """
+        if is_batch_invariant or layout is Layout.FEATURES_FIRST:
+            return linear_in_blocks(
+                weights, x, group_sizes, layout, is_batch_invariant=is_batch_invariant
+            )
+        return lax.ragged_dot(x, weights, group_sizes)
+
 
 @dataclasses.dataclass(frozen=True)
 class CpuProjections:
     """The JIT-compiled CPU kernels: one CPU, float32, features first."""
+
+    @property
+    def mesh(self) -> None:
+        """See `Projections`."""
+        return None
 
     def linear(
         self, weight: jax.Array, x: jax.Array, layout: Layout, *, is_batch_invariant: bool
@@ -72,6 +134,20 @@ class CpuProjections:
         return cpu_linear(
             table_VD, hidden_TD.T, is_token_major=True, is_deterministic=is_batch_invariant
         )
+
+    def ragged_linear(
+        self,
+        weights: jax.Array,
+        x: jax.Array,
+        group_sizes: jax.Array,
+        layout: Layout,
+        *,
+        is_batch_invariant: bool,
+    ) -> jax.Array:
+        """See `Projections`. The kernel is batch-invariant."""
+        del is_batch_invariant
+        assert layout is Layout.FEATURES_FIRST, layout
+        return cpu_ragged_linear(weights, x, group_sizes)
 
 
 class LinearBackend(NamedTuple):
@@ -104,4 +180,5 @@ def pick_projections(name: str, target: Target) -> LinearBackend:
     if name != "xla" and problem is None:
         return LinearBackend("native", CpuProjections())
     is_cpu = name == "auto" and target.platform == "cpu"
-    return LinearBackend("xla", XlaProjections(), problem if is_cpu else None)
+    mesh = target.mesh if target.num_tensor_shards > 1 else None
+    return LinearBackend("xla", XlaProjections(mesh), problem if is_cpu else None)

@@ -22,6 +22,11 @@ Out = TypeVar("Out")
 class Tokens(Protocol):
     """A way to apply functions that treat each token alone."""
 
+    @property
+    def is_used(self) -> jax.Array | None:
+        """[num_tokens] bool, tokens whose results are read; None if all may be."""
+        ...
+
     def split(self, x: jax.Array) -> jax.Array:
         """Converts [T, ...] to the form that `map` takes."""
         ...
@@ -36,7 +41,13 @@ class Tokens(Protocol):
 
 
 class Together(NamedTuple):
-    """All tokens at once: least overhead, but rounding depends on their number."""
+    """All tokens at once: least overhead, but rounding depends on their number.
+
+    Attributes:
+        is_used: See `Tokens`.
+    """
+
+    is_used: jax.Array | None = None
 
     def split(self, x: jax.Array) -> jax.Array:
         """See `Tokens`."""
@@ -58,11 +69,13 @@ class Tiles(NamedTuple):
         width: Tokens in a tile. Static.
         num_tokens: Tokens in the arrays. Static.
         num_used: Scalar int32, number of leading tokens in use. Tiles without any become 0.
+        is_used: See `Tokens`.
     """
 
     width: int
     num_tokens: int
     num_used: jax.Array
+    is_used: jax.Array | None = None
 
     def split(self, x: jax.Array) -> jax.Array:
         """[num_tokens, ...] to [tiles, width, ...]."""
@@ -97,15 +110,21 @@ class Tiles(NamedTuple):
         return -(-self.num_tokens // self.width)
 
 
-def tokens_in_tiles(widths: Sequence[int], num_tokens: int, num_used: jax.Array) -> Tokens:
+def tokens_in_tiles(
+    widths: Sequence[int],
+    num_tokens: int,
+    num_used: jax.Array,
+    is_used: jax.Array | None = None,
+) -> Together | Tiles:
     """Tiles of the narrowest width that holds all tokens, else the widest; `Together` if no widths.
 
     Args:
         widths: Tile widths, ascending.
         num_tokens: See `Tiles`.
         num_used: See `Tiles`.
+        is_used: See `Tokens`.
     """
     if not widths:
-        return Together()
+        return Together(is_used)
     fitting = (width for width in widths if width >= num_tokens)
-    return Tiles(next(fitting, widths[-1]), num_tokens, num_used)
+    return Tiles(next(fitting, widths[-1]), num_tokens, num_used, is_used)

@@ -1,4 +1,6 @@
-"""The decoder shared by the dense models: grouped-query attention and a gated MLP, with RMS norms.
+"""The decoder shared by all models: grouped-query attention and a gated MLP, with RMS norms.
+
+Where the config has experts, they take the place of the MLP.
 
 Settings in the config are read from it; `DecoderTraits` holds what only the architecture defines. A
 model that differs in more than that has its own forward function.
@@ -27,6 +29,7 @@ from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig, RopeConfig
 from sgljax_engine.models.decoder_params import DecoderTraits, param_specs
 from sgljax_engine.models.hf import HfConfig
+from sgljax_engine.models.mixture import mixture, router_logits
 from sgljax_engine.models.spec import (
     Attend,
     LayerCache,
@@ -92,6 +95,7 @@ class _Layers(NamedTuple):
     tokens: Tokens
     adapters: jax.Array | None = None
     kind: _LayerKind | None = None
+    is_used: jax.Array | None = None
 
     def forward(
         self,
@@ -193,7 +197,9 @@ class _Layers(NamedTuple):
         q, new = jax.tree.map(tokens.join, (q, new))
         out, kv = self.attend(q, new, kv, kind.options)
         out = tokens.split(out.reshape(out.shape[0], -1))
-        return tokens.map(inner.after_attention, (x, out, adapters, layer_input)), kv
+        is_used = None if tokens.is_used is None else tokens.split(tokens.is_used)
+        args = (x, out, adapters, layer_input, is_used)
+        return tokens.map(inner.after_attention, args), kv
 
     def before_attention(
         self, args: tuple[jax.Array, Rope, jax.Array | None]
@@ -203,10 +209,11 @@ class _Layers(NamedTuple):
         return inner.project_qkv("self_attn.", self.norm("input_layernorm", x), *rope)
 
     def after_attention(
-        self, args: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+        self,
+        args: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None],
     ) -> jax.Array:
-        x, out, adapters, layer_input = args
-        inner = self._replace(adapters=adapters)
+        x, out, adapters, layer_input, is_used = args
+        inner = self._replace(adapters=adapters, is_used=is_used)
         x = inner.project_out(x, out)
         if layer_input is not None:
             x = inner.add_layer_input(x, layer_input)
@@ -251,6 +258,11 @@ class _Layers(NamedTuple):
         return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v))
 
     def mlp(self, prefix: str, h: jax.Array) -> jax.Array:
+        if self.context.config.moe is not None:
+            change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
+            logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
+            activation = self.traits.activation
+            return mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.models.mixture import mixture_specs
 from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
 
 
@@ -53,7 +54,10 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
         if traits.has_post_norms:
             specs.norm(f"{layer}.pre_feedforward_layernorm", dim)
             specs.norm(f"{layer}.post_feedforward_layernorm", dim)
-        specs.mlp(f"{layer}.mlp", config.mlp_size(i))
+        if config.moe is not None:
+            specs.found.update(mixture_specs(f"{layer}.mlp.", dim, config.moe))
+        else:
+            specs.mlp(f"{layer}.mlp", config.mlp_size(i))
         if has_inputs:
             specs.project(f"{layer}.per_layer_input_gate", dim, config.per_layer_input_size)
             specs.project(f"{layer}.per_layer_projection", config.per_layer_input_size, dim)

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgljax_engine.errors import InvalidConfigError, UnsupportedModelError
-from sgljax_engine.model_config import AttentionConfig, Llama3Scaling, ModelConfig, RopeConfig
+from sgljax_engine.model_config import (
+    AttentionConfig,
+    Llama3Scaling,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+)
 
 HfConfig = Mapping[str, Any]
 """The contents of a config.json."""
@@ -67,6 +73,11 @@ def text_config(hf: HfConfig, architecture: str, defaults: HfConfig) -> HfConfig
     text = {**defaults, **require(hf, "text_config"), "architectures": [architecture]}
     outer = {name: hf[name] for name in _OF_THE_WHOLE if hf.get(name) is not None}
     return {"tie_word_embeddings": hf.get("tie_word_embeddings"), **text, **outer}
+
+
+def require_any(hf: HfConfig, *names: str) -> Any:
+    """The first of several names of one setting that is there; as `require`, by the first name."""
+    return require(hf, next((name for name in names if hf.get(name) is not None), names[0]))
 
 
 def check_settings(hf: HfConfig, **supported: Any) -> None:
@@ -179,6 +190,7 @@ def dense_config(
     final_logit_softcap: float | None = None,
     per_layer_input_size: int = 0,
     shared_kv_intermediate_size: int | None = None,
+    moe: MoEConfig | None = None,
 ) -> ModelConfig:
     """Builds the config from the fields that all models name alike, and those given.
 
@@ -205,6 +217,7 @@ def dense_config(
         final_logit_softcap=final_logit_softcap,
         per_layer_input_size=per_layer_input_size,
         shared_kv_intermediate_size=shared_kv_intermediate_size,
+        moe=moe,
     )
 
 

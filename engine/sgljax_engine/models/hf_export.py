@@ -11,6 +11,7 @@ import numpy as np
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
+from sgljax_engine.models.weight_rules import expert_name
 from sgljax_engine.weights.hf_files import HfTensor, mapped_tensors
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.sync import TargetSpec
@@ -21,8 +22,8 @@ def to_hf_tensors(
 ) -> dict[str, HfTensor]:
     """A trainer's weights by Hugging Face's names, each computed when it is loaded.
 
-    The inverse of loading a Hugging Face folder into the trainer. An output projection tied to the
-    embeddings is left out.
+    The inverse of loading a Hugging Face folder into the trainer. Each expert has tensors of its
+    own, as on Hugging Face's hub. An output projection tied to the embeddings is left out.
 
     Args:
         model: Config of the model.
@@ -36,8 +37,20 @@ def to_hf_tensors(
     specs = get_model(model.architecture).param_specs(model)
     targets = {
         name: TargetSpec(
-            spec.shape, jnp.dtype("float32"), spec.kind is ParamKind.LINEAR, sharding, spec.alias
+            spec.shape, jnp.dtype("float32"), spec.kind.is_projection, sharding, spec.alias
         )
         for name, spec in specs.items()
     }
-    return mapped_tensors(weights, rules, targets)
+    tensors: dict[str, HfTensor] = {}
+    for name, tensor in mapped_tensors(weights, rules, targets).items():
+        if specs[name].kind is ParamKind.EXPERTS:
+            for expert in range(tensor.shape[0]):
+                tensors[expert_name(name, expert)] = _expert(tensor, expert)
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _expert(stack: HfTensor, expert: int) -> HfTensor:
+    # A trainer's weights are on the host, where the stack is a view of them.
+    return HfTensor(stack.shape[1:], stack.dtype, lambda: stack.load()[expert])

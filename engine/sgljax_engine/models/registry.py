@@ -9,7 +9,16 @@ from typing import Any
 
 from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import gemma, gemma2, gemma3, gemma4, llama, qwen2, qwen3
+from sgljax_engine.models import (
+    gemma,
+    gemma2,
+    gemma3,
+    gemma4,
+    llama,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from sgljax_engine.models.hf import as_ids
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_generation_config, read_json
@@ -25,6 +34,7 @@ MODELS: dict[str, ModelDefinition] = {
     "LlamaForCausalLM": llama.MODEL,
     "Qwen2ForCausalLM": qwen2.MODEL,
     "Qwen3ForCausalLM": qwen3.MODEL,
+    "Qwen3MoeForCausalLM": qwen3_moe.MODEL,
 }
 
 

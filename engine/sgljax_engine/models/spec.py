@@ -48,10 +48,16 @@ ParamAxis = str | KVHeads | None
 """A logical axis that tensor parallelism shards; None is never sharded."""
 
 
+EXPERTS_AXIS = "experts"
+"""The logical axis of experts, sharded where their width is not: see `layers.experts`."""
+
+
 class ParamKind(enum.Enum):
     """Kind of a parameter, which decides its physical layout and how HF stores it."""
 
     LINEAR = "linear"
+    EXPERTS = "experts"
+    """Projections of all experts of a layer, stacked along the first axis."""
     EMBEDDING = "embedding"
     NORM = "norm"
     OFFSET_NORM = "offset_norm"
@@ -60,12 +66,18 @@ class ParamKind(enum.Enum):
     SCALE = "scale"
     """A factor of activations."""
 
+    @property
+    def is_projection(self) -> bool:
+        """Whether its last two axes are [in, out], which the layout may swap."""
+        return self in (ParamKind.LINEAR, ParamKind.EXPERTS)
+
 
 class ParamSpec(NamedTuple):
     """One parameter in its *logical* form.
 
     Attributes:
-        shape: Logical shape: linear weights are [in, out], embedding tables [vocab, dim].
+        shape: Logical shape: linear weights are [in, out], those of experts [experts, in, out],
+            embedding tables [vocab, dim].
         kind: See `ParamKind`.
         axes: Logical axes for sharding, one per dimension.
         alias: The name that Tunix's `sglang_jax` mappings use for it.
@@ -97,6 +109,11 @@ class ModelContext(NamedTuple):
     def is_deterministic(self) -> bool:
         """Whether a token must have the same bits in any batch."""
         return bool(self.tile_widths)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether unused tokens would cost the time of their experts."""
+        return self.config.moe is not None
 
     def linear(self, weight: jax.Array, x: jax.Array) -> jax.Array:
         """`x @ W` over features, with activations and weight in the layout."""

@@ -6,6 +6,8 @@ most JAX models [in, out], and a square one fits both. So each orientation has i
 
 from __future__ import annotations
 
+import re
+
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import MODELS, get_model
 from sgljax_engine.models.spec import ParamKind
@@ -29,10 +31,12 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
     """Rules for weights as Hugging Face stores them; the default where no rules are given.
 
     Projections are [out, in], embeddings and an untied `lm_head` [vocabulary, hidden], norms and
-    biases vectors. The rules ignore extra tensors of a checkpoint: the frequencies of old rotary
-    embeddings, a copy of tied embeddings as `lm_head.weight`, and keys of layers that read those of
-    another layer. For a language model that is also part of a multimodal one, they take its weights
-    out of that, and ignore all that is beside it.
+    biases vectors. Experts are tensors of their own, as on the hub, or stacked and fused as in the
+    memory of transformers 5: `experts.gate_up_proj` and `experts.down_proj`. The rules ignore extra
+    tensors of a checkpoint: the frequencies of old rotary embeddings, a copy of tied embeddings as
+    `lm_head.weight`, and keys of layers that read those of another layer. For a language model that
+    is also part of a multimodal one, they take its weights out of that, and ignore all that is
+    beside it.
 
     Args:
         model_config: Config of the model.
@@ -44,7 +48,12 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
     rules = [
         Rule(name, name, (1, 0) if spec.kind is ParamKind.LINEAR else None)
         for name, spec in specs.items()
+        if spec.kind is not ParamKind.EXPERTS
     ]
+    stacks = [name for name, spec in specs.items() if spec.kind is ParamKind.EXPERTS]
+    # One rule for all layers: there are thousands of experts to match.
+    for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", stack) for stack in stacks):
+        rules += _expert_rules(name)
     rules.append(Rule("model.layers.*.self_attn.rotary_emb.inv_freq", None))
     for layer in range(model_config.num_layers):
         if model_config.kv_layer(layer) != layer:
@@ -80,6 +89,27 @@ def _multimodal_rules(rules: list[Rule]) -> list[Rule]:
         Rule(f"{prefix}{module}.**", None) for prefix in ("", "model.") for module in _BESIDE_TEXT
     ]
     return [*inside, *heads, *beside]
+
+
+def expert_name(stack: str, expert: int | str) -> str:
+    """Hugging Face's name of one expert's tensor.
+
+    Args:
+        stack: The engine's name of all experts' tensors.
+        expert: The expert's index, or "*".
+    """
+    return stack.replace(".experts.", f".experts.{expert}.")
+
+
+def _expert_rules(stack: str) -> list[Rule]:
+    """Rules for both forms of a stack of experts, whose name has a `*` for the layer."""
+    alone = Rule(expert_name(stack, "*"), stack, (1, 0), into="each")
+    prefix, projection = stack.removesuffix(".weight").rsplit(".", 1)
+    if projection == "down_proj":
+        return [alone, Rule(f"{prefix}.down_proj", stack, (0, 2, 1))]
+    part = ("gate_proj", "up_proj").index(projection)
+    fused = f"{prefix}.gate_up_proj"
+    return [alone, Rule(fused, stack, (0, 2, 1), part=part, part_axis=1, num_parts=2)]
 
 
 def logical_rules(model_config: ModelConfig) -> tuple[Rule, ...]:

@@ -1,8 +1,8 @@
 """Shardings and physical layout of an engine's arrays.
 
-Tensor parallelism shards attention heads, MLP columns and the vocabulary over the mesh axis "tp";
-XLA inserts the collectives. All other axes replicate: they are there only in the mesh of a whole
-group of engines, each of which has a submesh without them; see `submeshes`.
+Tensor parallelism shards attention heads, MLP columns, experts and the vocabulary over the mesh
+axis "tp"; XLA inserts the collectives. All other axes replicate: they are there only in the mesh of
+a whole group of engines, each of which has a submesh without them; see `submeshes`.
 
 Where "tp" is larger than the number of kv heads, it is split in two: kv heads are sharded over the
 first part, one per device, and copied over the second; everything else is sharded over both. The
@@ -22,9 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
+from sgljax_engine.layers.experts import shards_width
 from sgljax_engine.layers.target import Target, kv_axes
 from sgljax_engine.model_config import KVShape, ModelConfig
-from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
+from sgljax_engine.models.spec import EXPERTS_AXIS, KVHeads, ParamAxis, ParamKind, ParamSpec
 from sgljax_engine.weights.sync import TargetSpec
 
 TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies")
@@ -140,12 +141,23 @@ class Placement(NamedTuple):
         """The weight-sync targets of a model's parameters."""
         targets = {}
         for name, spec in specs.items():
-            swap = spec.kind is ParamKind.LINEAR and self.layout is Layout.FEATURES_FIRST
-            axes = [self._mesh_axes(axis) for axis in spec.axes]
-            sharding = NamedSharding(self.mesh, PartitionSpec(*(axes[::-1] if swap else axes)))
+            swap = spec.kind.is_projection and self.layout is Layout.FEATURES_FIRST
+            axes = [self._mesh_axes(axis) for axis in self._sharded_axes(spec)]
+            if swap:
+                axes[-2:] = axes[:-3:-1]
+            sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
             dtype = jnp.dtype(jnp.float32) if spec.kind in _NORMS else self.dtype
             targets[name] = TargetSpec(spec.shape, dtype, swap, sharding, spec.alias)
         return targets
+
+    def _sharded_axes(self, spec: ParamSpec) -> tuple[ParamAxis, ...]:
+        """The logical axes that are sharded: of experts their width, or the experts."""
+        if spec.kind is not ParamKind.EXPERTS:
+            return spec.axes
+        sizes = dict(zip(spec.axes, spec.shape, strict=True))
+        by_width = shards_width(sizes[EXPERTS_AXIS], sizes["mlp"], self.num_tensor_shards)
+        whole = EXPERTS_AXIS if by_width else "mlp"
+        return tuple(None if axis == whole else axis for axis in spec.axes)
 
     def held_bytes(self, arrays: Iterable[Any]) -> int:
         """Bytes of arrays on the devices that share a weight, with every copy there.

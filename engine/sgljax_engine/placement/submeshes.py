@@ -107,12 +107,18 @@ def _split_tensor_axis(model: ModelConfig, tp_size: int) -> list[tuple[str, int]
 
 def check_divides(model: ModelConfig, tp_size: int) -> None:
     """Raises InvalidConfigError unless a model can be sharded over so many devices."""
-    for name in ("num_heads", "intermediate_size", "vocab_size"):
+    moe = model.moe
+    for name in ("num_heads", "vocab_size", *(() if moe else ("intermediate_size",))):
         size = getattr(model, name)
         if size % tp_size:
             raise InvalidConfigError(
                 f"{name} must be a multiple of the size of the tensor axis ({tp_size}), got {size}"
             )
+    if moe and moe.intermediate_size % tp_size and moe.num_experts % tp_size:
+        raise InvalidConfigError(
+            f"moe.intermediate_size or moe.num_experts must be a multiple of the size of the "
+            f"tensor axis ({tp_size}), got {moe.intermediate_size} and {moe.num_experts}"
+        )
     if (
         model.shared_kv_intermediate_size is not None
         and model.shared_kv_intermediate_size % tp_size

@@ -29,7 +29,7 @@ from sgljax_engine.cache.contiguous_kv import (
     write_rows,
 )
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
-from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
+from sgljax_engine.layers.tiles import Tiles, Together, Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import (
     Attend,
     LayerCache,
@@ -240,7 +240,12 @@ def _prefill_pass(
     attend = _paged_attend(static, pages, static.prefill_attention)
     num_blocks, num_queries = tables.positions.shape
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
-    tokens = tokens_in_tiles(static.context.tile_widths, num_blocks * num_queries, num_used)
+    tokens = tokens_in_tiles(
+        static.context.tile_widths,
+        num_blocks * num_queries,
+        num_used,
+        batch.slot_mapping != NO_SLOT if static.context.has_experts else None,
+    )
     adapters = None if batch.adapters is None else jnp.repeat(batch.adapters, num_queries)
     _, caches = static.model.forward(
         params, static.context, batch.input_ids, batch.positions, attend, kv, tokens, adapters
@@ -421,10 +426,12 @@ def _next_logits(
     rows: DecodeBatch,
     active: jax.Array,
     shared: jax.Array | None,
-    tokens: Tokens,
+    tokens: Together | Tiles,
     static: ProgramContext,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """One forward pass over each row's newest token: logits [B, V] and the caches with its keys."""
+    if static.context.has_experts:
+        tokens = tokens._replace(is_used=active)
     positions = rows.positions + carry.step
     tables = BlockTables(
         page_table=rows.page_table,

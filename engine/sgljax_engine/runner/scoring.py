@@ -74,7 +74,8 @@ def score(
     widths, per_pass = static.context.tile_widths, static.prefill_pass
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * block
     in_passes = (per_pass,) if per_pass is not None and num_tokens > per_pass else ()
-    tokens = tokens_in_tiles(widths or in_passes, num_tokens, num_used)
+    is_used = _is_used(tables) if static.context.has_experts else None
+    tokens = tokens_in_tiles(widths or in_passes, num_tokens, num_used, is_used)
     hidden, _ = static.model.forward(
         params,
         static.context,
@@ -110,6 +111,12 @@ def score(
     )
     wanted = jax.tree.map(places.split, (batch.places, batch.targets))
     return ScoreOutput(*jax.tree.map(places.join, places.map(score_tile, wanted)))
+
+
+def _is_used(tables: BlockTables) -> jax.Array:
+    """[T] bool, whether a token is one of a sequence and not padding at the end of a block."""
+    places = jnp.arange(tables.positions.shape[1], dtype=jnp.int32)
+    return (tables.positions[:, :1] + places[None] < tables.kv_lens[:, None]).reshape(-1)
 
 
 def _repeated(adapter: jax.Array | None, num_tokens: int) -> jax.Array | None:

@@ -103,19 +103,26 @@ def mapped_tensors(
     def tensor(step: Step) -> HfTensor:
         source, target = weights[step.source], targets[step.target]
 
-        def load() -> np.ndarray:
-            x = source
+        def mapped(x: np.ndarray) -> np.ndarray:
             if step.lora is not None:
                 x = merge_on_host(x, weights[step.lora.a], weights[step.lora.b], step.lora)
                 x = x.astype(source.dtype)
-            x = x if step.part is None else x.take(step.part, axis=step.part_axis)
+            if step.part is not None and step.num_parts is not None:
+                x = np.split(x, step.num_parts, axis=step.part_axis)[step.part]
+            elif step.part is not None:
+                x = x.take(step.part, axis=step.part_axis)
             x = x if step.transpose is None else x.transpose(step.transpose)
-            y = x if step.hook is None else np.asarray(step.hook(jnp.asarray(x)))
-            y = y.reshape(target.shape)
-            return y.T if target.is_transposed else y
+            return x if step.hook is None else np.asarray(step.hook(jnp.asarray(x)))
 
-        shape = target.shape[::-1] if target.is_transposed else target.shape
-        return HfTensor(shape, np.dtype(source.dtype), load)
+        def load() -> np.ndarray:
+            if step.stacked:
+                y = np.stack([mapped(weights[name]) for name in step.stacked])
+            else:
+                y = mapped(source)
+            y = y.reshape(target.shape)
+            return y.swapaxes(-1, -2) if target.is_transposed else y
+
+        return HfTensor(target.stored_shape, np.dtype(source.dtype), load)
 
     steps = plan_sync(source_spec(weights), rules, targets).steps
     return {step.target: tensor(step) for step in steps}

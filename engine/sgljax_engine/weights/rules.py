@@ -30,6 +30,11 @@ class Rule(NamedTuple):
             index to its own target, whose last `*` is the index: layers stacked in one array
             (scanned, as in MaxText).
         part_axis: Axis of the source that `part` is taken from.
+        num_parts: Equal parts that `part_axis` is cut into, each of which keeps the axis. None cuts
+            it into its indices, without the axis.
+        into: For a target that stacks several sources along its first axis, such as the experts of
+            a layer, the index that this source becomes; the sources must together make all indices.
+            "each" takes the index from the source's last `*`.
     """
 
     source: str
@@ -38,6 +43,8 @@ class Rule(NamedTuple):
     hook: Hook | None = None
     part: int | Literal["each"] | None = None
     part_axis: int = 0
+    num_parts: int | None = None
+    into: int | Literal["each"] | None = None
 
 
 class LoraRule(NamedTuple):
@@ -69,11 +76,13 @@ class Match(NamedTuple):
         target: Engine name; None for a source parameter that is ignored.
         rule: The rule.
         part: The rule's part, with "each" resolved.
+        into: The index of a stacked target, with "each" resolved.
     """
 
     target: str | None
     rule: Rule
     part: int | None
+    into: int | None = None
 
 
 def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
@@ -100,23 +109,38 @@ def match(rules: Sequence[Rule], source: str, shape: Sequence[int] = ()) -> list
     for rule in rules:
         if found and rule.source != found[0].rule.source:
             continue
-        names = re.fullmatch(_pattern(rule.source), source)
-        if names is None:
+        groups = _wildcards(rule.source, source)
+        if groups is None:
             continue
         if rule.part == "each":
             size = shape[rule.part_axis] if -len(shape) <= rule.part_axis < len(shape) else 0
             for part in range(size):
-                filled = _fill(rule.target, (*names.groups(), str(part)))
+                filled = _fill(rule.target, (*groups, str(part)))
                 found.append(Match(filled, rule, part))
             break
-        found.append(Match(_fill(rule.target, names.groups()), rule, rule.part))
+        into = rule.into
+        if into == "each":
+            if not groups or not groups[-1].isdecimal():
+                continue
+            groups, into = groups[:-1], int(groups[-1])
+        found.append(Match(_fill(rule.target, groups), rule, rule.part, into))
         if rule.part is None:
             break
     return found
 
 
-def _pattern(source: str) -> str:
-    return re.escape(source).replace(r"\*\*", r"(.+)").replace(r"\*", r"([^.]+)")
+def _wildcards(pattern: str, source: str) -> tuple[str, ...] | None:
+    """What the `*`s of a rule's source stand for in a name; None if it does not match."""
+    if "*" not in pattern:
+        return () if pattern == source else None
+    names = _compiled(pattern).fullmatch(source)
+    return None if names is None else names.groups()
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    wild = re.escape(pattern).replace(r"\*\*", r"(.+)").replace(r"\*", r"([^.]+)")
+    return re.compile(wild)
 
 
 def _fill(target: str | None, groups: Sequence[str]) -> str | None:

@@ -58,7 +58,7 @@ class TargetSpec(NamedTuple):
     Attributes:
         shape: Logical shape, the one that rules map onto ([in, out] for projections).
         dtype: Dtype of the stored parameter.
-        is_transposed: The engine stores it with its two axes swapped.
+        is_transposed: The engine stores it with its last two axes swapped.
         sharding: Where it lives.
         alias: Another name that rules may use for it.
     """
@@ -72,8 +72,13 @@ class TargetSpec(NamedTuple):
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
         """The stored form: physical shape, dtype and sharding."""
-        shape = self.shape[::-1] if self.is_transposed else self.shape
-        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)
+        return jax.ShapeDtypeStruct(self.stored_shape, self.dtype, sharding=self.sharding)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The physical shape."""
+        *stacked, rows, columns = self.shape if self.is_transposed else (1, *self.shape, 1)
+        return (*stacked, columns, rows) if self.is_transposed else self.shape
 
 
 class SourceSpec(NamedTuple):
@@ -86,7 +91,12 @@ class SourceSpec(NamedTuple):
 class Step(NamedTuple):
     """How one engine parameter is made.
 
-    In this order: LoRA pair, part, transpose, hook, reshape, cast, physical layout.
+    In this order: LoRA pair, part, transpose, hook, stack, reshape, cast, physical layout.
+
+    Attributes:
+        stacked: The sources of a stacked parameter, in order; `source` is the first. Empty for a
+            parameter of one source.
+        others: See `Rule`.
     """
 
     source: str
@@ -95,17 +105,20 @@ class Step(NamedTuple):
     hook: Hook | None
     part: int | None
     part_axis: int = 0
+    num_parts: int | None = None
     lora: LoraTerm | None = None
+    stacked: tuple[str, ...] = ()
 
     def arrays(self, source: Mapping[str, Any]) -> Sources:
-        """The source arrays that it reads: a weight, and the pair added to it."""
-        names = (self.source,) if self.lora is None else (self.source, self.lora.a, self.lora.b)
-        return tuple(source[name] for name in names)
+        """The source arrays that it reads: a weight and the pair added to it, or those stacked."""
+        pair = () if self.lora is None else (self.lora.a, self.lora.b)
+        return tuple(source[name] for name in (*(self.stacked or (self.source,)), *pair))
 
     def without_names(self) -> Step:
         """The same step without names."""
         lora = None if self.lora is None else self.lora._replace(a="", b="")
-        return self._replace(source="", target="", lora=lora)
+        stacked = ("",) * len(self.stacked)
+        return self._replace(source="", target="", lora=lora, stacked=stacked)
 
     def operands(self, source: Mapping[str, Any]) -> Sources:
         """`arrays` in one kind of memory, as a computation with several of them needs."""
@@ -157,6 +170,14 @@ class SyncPlan(NamedTuple):
     def names(self) -> frozenset[str]:
         """The engine parameters that it makes."""
         return frozenset(step.target for step in self.steps)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether it stacks arrays, thousands where each expert is one.
+
+        One program of all would take minutes to compile. One by one, layers share their programs.
+        """
+        return any(step.stacked for step in self.steps)
 
     @property
     def is_on_one_device(self) -> bool:
@@ -213,6 +234,7 @@ def plan_sync(
     pairs = [rule for rule in rules if isinstance(rule, LoraRule)]
     terms, problems = lora_terms(pairs, source)
     factors = {name for pair in pairs for name in (pair.a, pair.b)}
+    stacks: dict[str, dict[int, Step]] = {}
     for name, spec in source.items():
         if name in factors:
             continue
@@ -226,20 +248,24 @@ def plan_sync(
             target = names.get(found.target)
             if target is None:
                 problems.append(f"{name!r} maps to {found.target!r}, which the model does not have")
-            elif target in steps:
-                problems.append(f"{name!r} and {steps[target].source!r} both map to {target!r}")
+            elif found.into is not None and target not in steps:
+                stack = stacks.setdefault(target, {})
+                if found.into in stack:
+                    other = stack[found.into].source
+                    problems.append(
+                        f"{name!r} and {other!r} both map to index {found.into} of {target!r}"
+                    )
+                else:
+                    stack[found.into] = _step(name, target, found, terms)
+            elif target in steps or target in stacks:
+                other = steps[target] if target in steps else next(iter(stacks[target].values()))
+                problems.append(f"{name!r} and {other.source!r} both map to {target!r}")
             else:
-                rule = found.rule
-                steps[target] = Step(
-                    name,
-                    target,
-                    rule.transpose,
-                    rule.hook,
-                    found.part,
-                    rule.part_axis,
-                    terms.get(name),
-                )
-                problems.extend(_shape_problems(spec, steps[target], targets[target]))
+                steps[target] = _step(name, target, found, terms)
+                problems.extend(_shape_problems(spec, steps[target], targets[target].shape))
+    for target, stack in stacks.items():
+        steps[target], found_problems = stacked_step(stack, source, targets[target].shape)
+        problems.extend(found_problems)
     problems.extend(
         f"parameter {name!r} {list(spec.shape)} is missing from the source"
         for name, spec in targets.items()
@@ -252,6 +278,20 @@ def plan_sync(
         )
     ordered = tuple(steps[name] for name in targets)
     return _with_program(dict(source), ordered, targets, check_finite)
+
+
+def _step(name: str, target: str, found: Match, terms: Mapping[str, LoraTerm]) -> Step:
+    rule = found.rule
+    return Step(
+        name,
+        target,
+        rule.transpose,
+        rule.hook,
+        found.part,
+        rule.part_axis,
+        rule.num_parts,
+        terms.get(name),
+    )
 
 
 def part_of_plan(plan: SyncPlan, names: AbstractSet[str]) -> SyncPlan:
@@ -287,14 +327,57 @@ def _coverage_problems(name: str, spec: SourceSpec, matches: Sequence[Match]) ->
     axes = {found.rule.part_axis for found in matches}
     if len(axes) > 1 or not all(-len(spec.shape) <= axis < len(spec.shape) for axis in axes):
         return [f"{where} has no axis that all of its rules take parts of: {sorted(axes)}"]
+    counts = {found.rule.num_parts for found in matches}
     size = spec.shape[axes.pop()]
+    if counts != {None}:
+        count = counts.pop()
+        if counts or count is None or count < 1 or size % count:
+            return [f"{where} cannot be cut into the num_parts of its rules"]
+        size = count
     if sorted(parts) != list(range(size)):
         return [f"{where} has {size} parts, the rules take {sorted(parts)}"]
     return []
 
 
-def _shape_problems(spec: SourceSpec, step: Step, target: TargetSpec) -> list[str]:
-    where = f"{step.source!r} {list(spec.shape)} for {step.target!r} {list(target.shape)}"
+def stacked_step(
+    stack: Mapping[int, Step], source: Mapping[str, SourceSpec], shape: tuple[int, ...]
+) -> tuple[Step, list[str]]:
+    """The step that stacks several sources, and the problems with them.
+
+    Args:
+        stack: Their steps by the index that each becomes.
+        source: Specifications of all source parameters.
+        shape: The target's logical shape, whose first axis they make.
+    """
+    indices = sorted(stack)
+    ordered = [stack[index] for index in indices]
+    first = ordered[0]
+    where = f"parameter {first.target!r} {list(shape)}"
+    problems = []
+    absent = sorted(set(range(shape[0])) - set(indices))
+    if absent:
+        listed = f"{absent[:8]}{' and more' if len(absent) > 8 else ''}"
+        problems.append(f"{where} lacks index(es) {listed} of its {shape[0]}")
+    beyond = [stack[index].source for index in indices if index >= shape[0]]
+    problems += [f"{name!r} is beyond the {shape[0]} indices of {where}" for name in beyond]
+    problems += _shape_problems(source[first.source], first, shape[1:])
+    for step in ordered:
+        if step.lora is not None:
+            problems.append(f"{step.source!r} has a LoRA pair, which stacked weights cannot have")
+        if step.without_names() != first.without_names():
+            problems.append(f"{step.source!r} and {first.source!r} of {where} have unlike rules")
+        if source[step.source] != source[first.source]:
+            specs = [source[name] for name in (step.source, first.source)]
+            listed = " and ".join(f"{list(x.shape)} {x.dtype.name}" for x in specs)
+            problems.append(f"{step.source!r} and {first.source!r} of {where} differ: {listed}")
+    return first._replace(stacked=tuple(step.source for step in ordered)), problems
+
+
+def _shape_problems(spec: SourceSpec, step: Step, wanted: tuple[int, ...]) -> list[str]:
+    """Describes why a source does not fit a target, or an index of it, of shape `wanted`."""
+    where = f"{step.source!r} {list(spec.shape)} for {step.target!r} {list(wanted)}"
+    if step.lora is not None and step.num_parts is not None:
+        return [f"{where}: a LoRA pair of a weight that is cut into num_parts is not supported"]
     if not jnp.issubdtype(spec.dtype, jnp.floating):
         return [f"{where}: dtype {spec.dtype.name} is not a floating-point type"]
     try:
@@ -303,12 +386,12 @@ def _shape_problems(spec: SourceSpec, step: Step, target: TargetSpec) -> list[st
         ).shape
     except Exception as error:  # a user's hook may raise anything
         return [f"{where}: {error}"]
-    if not _is_regrouping(shape, target.shape):
-        return [f"{where}: shapes do not fit{_after(spec, step, target, shape)}"]
+    if not _is_regrouping(shape, wanted):
+        return [f"{where}: shapes do not fit{_after(spec, step, wanted, shape)}"]
     return []
 
 
-def _after(spec: SourceSpec, step: Step, target: TargetSpec, shape: tuple[int, ...]) -> str:
+def _after(spec: SourceSpec, step: Step, wanted: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """Describes a shape that does not fit after a rule, and whether another transpose would fit."""
     done = [] if step.part is None else [f"part {step.part}"]
     if step.transpose is not None:
@@ -317,13 +400,13 @@ def _after(spec: SourceSpec, step: Step, target: TargetSpec, shape: tuple[int, .
         done.append("hook")
     after = f" (after {' and '.join(done)}: {list(shape)})" if done else ""
     taken = list(spec.shape)
-    if step.part is not None:
+    if step.part is not None and step.num_parts is None:
         del taken[step.part_axis]
     taken = tuple(taken)
     if step.hook is None and len(taken) == 2:
-        if step.transpose == (1, 0) and _is_regrouping(taken, target.shape):
+        if step.transpose == (1, 0) and _is_regrouping(taken, wanted):
             return f"{after}; without the transpose they do, see logical_rules"
-        if step.transpose is None and _is_regrouping(taken[::-1], target.shape):
+        if step.transpose is None and _is_regrouping(taken[::-1], wanted):
             return f"{after}; with transpose=(1, 0) they do"
     return after
 
@@ -344,6 +427,8 @@ def _is_regrouping(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 def _transform(sources: Sources, step: Step) -> jax.Array:
+    if step.stacked:
+        return jnp.stack([_mapped_axes(x, step) for x in sources])
     if step.lora is None:
         return _mapped_axes(sources[0], step)
     weight, a, b = sources
@@ -352,7 +437,10 @@ def _transform(sources: Sources, step: Step) -> jax.Array:
 
 
 def _mapped_axes(x: jax.Array, step: Step) -> jax.Array:
-    if step.part is not None:
+    if step.part is not None and step.num_parts is not None:
+        size = x.shape[step.part_axis] // step.num_parts
+        x = lax.slice_in_dim(x, step.part * size, (step.part + 1) * size, axis=step.part_axis)
+    elif step.part is not None:
         x = lax.index_in_dim(x, step.part, step.part_axis, keepdims=False)
     if step.transpose is not None:
         x = jnp.transpose(x, step.transpose)
@@ -371,12 +459,16 @@ def _stored(
 
     Copies keep JAX from returning the source itself.
     """
-    is_turned_back = step.transpose == (1, 0) and step.hook is None  # XLA drops both transposes
+    is_turned_back = step.transpose in ((1, 0), (0, 2, 1)) and step.hook is None
+    if step.stacked and is_turned_back and target.is_transposed:
+        # Each was to be transposed, and the stack of them back.
+        step, target = step._replace(transpose=None), _as_stored(target)
     x = _transform(sources, step)
     if is_native and x.dtype == target.dtype == jnp.float32:
-        if target.is_transposed and not is_turned_back:
+        is_turned = target.is_transposed and not is_turned_back  # else XLA drops both transposes
+        if is_turned and x.ndim == len(target.shape) == 2:
             return transpose(x.reshape(target.shape))
-        if step.part is None:  # a kernel would need the part sliced out first
+        if step.part is None and not is_turned:  # a kernel would need the part sliced out first
             return copy(
                 _swapped(x, target.shape) if target.is_transposed else x.reshape(target.shape)
             )
@@ -390,12 +482,20 @@ def _stored(
     return stored, is_finite(x.astype(target.dtype))  # in source order: sequential reads
 
 
+def _as_stored(target: TargetSpec) -> TargetSpec:
+    """The target as if its physical form were its logical one."""
+    return target._replace(shape=target.stored_shape, is_transposed=False)
+
+
 def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x.reshape(shape).T` of a matrix of that shape.
+    """`x.reshape(shape)` with its last two axes swapped.
 
     Permutes the axes of `x` where possible: XLA on CPUs copies an array that is reshaped before it
     is transposed.
     """
+    *stacked, _, _ = shape
+    if stacked:
+        return x.reshape(shape).swapaxes(-1, -2)
     for split in range(x.ndim + 1):
         if math.prod(x.shape[:split]) == shape[0]:
             axes = (*range(split, x.ndim), *range(split))
@@ -528,7 +628,7 @@ def apply_donating(
                 if step.target in old:  # absent after a failed update
                     old.pop(step.target).delete()
             with _near(target):
-                one = _store_one(plan, step.operands(source), step)
+                one, _ = _store_one(plan, step.operands(source), step)
             made[step.target] = jax.block_until_ready(move(one, target.sharding))
         if verify:
             check_same(plan, source, made)
@@ -539,11 +639,13 @@ def apply_donating(
     return made
 
 
-def _store_one(plan: SyncPlan, sources: Sources, step: Step) -> jax.Array:
+def _store_one(plan: SyncPlan, sources: Sources, step: Step) -> tuple[jax.Array, jax.Array]:
+    """One parameter in its stored form, and whether it is finite; equal steps share a program."""
     is_native = plan.program.is_native and all(
         not isinstance(x, jax.Array) or all(map(is_own_cpu, x.devices())) for x in sources
     )
-    return plan.program.one(sources, step, plan.targets[step.target], is_native)[0]
+    target = plan.targets[step.target]._replace(alias="")
+    return plan.program.one(sources, step.without_names(), target, is_native)
 
 
 def _check_finite(plan: SyncPlan, source: Mapping[str, Any]) -> None:
@@ -608,6 +710,8 @@ def _make(plan: SyncPlan, arrays: list[Sources]) -> Weights:
     takes longer to find that a hundred arrays need no move than to check the source.
     """
     arrays, source = _together(plan, arrays)
+    if plan.stacks:
+        return _make_one_by_one(plan, arrays)
     is_at_target = source is None
     run = plan.program.at_target if source is None else plan.program.at_source(source)
     if run is None:
@@ -622,7 +726,8 @@ def _make_one_by_one(plan: SyncPlan, arrays: list[Sources]) -> Weights:
     made, flags = {}, []
     for step, sources in zip(plan.steps, arrays, strict=True):
         target = plan.targets[step.target]
-        one, flag = plan.program.one(sources, step, target, False)
+        with _near(target):
+            one, flag = _store_one(plan, sources, step)
         made[step.target] = jax.block_until_ready(move(one, target.sharding))
         flags.append(flag)
     if plan.checks_finite:
@@ -661,9 +766,24 @@ def differing(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> li
     arrays, _ = _together(plan, [step.operands(source) for step in plan.steps])
     transposed = {name for name, target in plan.targets.items() if target.is_transposed}
     with _near(plan.targets[plan.steps[0].target]):
-        wanted = to_hex(plan.program.checksums(arrays))
+        wanted = to_hex(
+            _checksums_one_by_one(plan, arrays) if plan.stacks else plan.program.checksums(arrays)
+        )
     found = checksums(weights, transposed)
     return sorted(name for name in wanted if wanted[name] != found[name])
+
+
+def _checksums_one_by_one(plan: SyncPlan, arrays: list[Sources]) -> dict[str, jax.Array]:
+    found = {}
+    for step, sources in zip(plan.steps, arrays, strict=True):
+        target = plan.targets[step.target]
+        one = _mapped_alone(sources, step.without_names(), target._replace(alias=""))
+        found[step.target] = jax.block_until_ready(_checksum_alone(one))
+    return found
+
+
+_mapped_alone = jax.jit(_mapped, static_argnums=(1, 2))
+_checksum_alone = jax.jit(checksum)
 
 
 def checksums(weights: Mapping[str, jax.Array], transposed: AbstractSet[str]) -> dict[str, str]:
@@ -673,7 +793,10 @@ def checksums(weights: Mapping[str, jax.Array], transposed: AbstractSet[str]) ->
 
 @functools.partial(jax.jit, static_argnums=1)
 def _stored_checksums(weights: Weights, transposed: frozenset[str]) -> dict[str, jax.Array]:
-    return {name: checksum(w.T if name in transposed else w) for name, w in weights.items()}
+    return {
+        name: checksum(w.swapaxes(-1, -2) if name in transposed else w)
+        for name, w in weights.items()
+    }
 
 
 class WeightMaker:

@@ -6,12 +6,23 @@ They serve small batches, which take as long as reading the weight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_engine.kernels.cpu.emit import (
+    F32,
+    I64,
+    PTR,
+    VOID,
+    Code,
+    Module,
+    Number,
+    Value,
+    vector,
+)
 from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.math import sum_each
@@ -69,39 +80,89 @@ def _plan(code: Code, buffers: Sequence[Buffer], threads: Value, *, is_token_maj
 
 def _write_chunk(module: Module, vectors: Vectors) -> Value:
     """Writes f(values, chunk): rows of the weight with all tokens, a few tokens at a time."""
-    row_tiles = _ROWS[vectors.lanes]
-    tiles = {
-        (rows, count): _write_tile(module, vectors.lanes, rows, count)
-        for count, tile in row_tiles.items()
-        for rows in {tile, 1}
-    }
+    tiles = write_tiles(module, vectors)
     with Code(module, "chunk", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         weight, x, y, *sizes = read_values(code, values, 3, 6)
         num_inputs, num_tokens, num_rows, size, row_stride, token_stride = sizes
         first = code.mul(chunk, size)
         last = code.min(code.add(first, size), num_rows)
-        token = code.variable(0)
-        for count, tile in row_tiles.items():
-
-            def is_enough(count: int = count) -> Value:
-                return code.less(code.add(token.get(), count - 1), num_tokens)
-
-            with code.repeat(is_enough):
-
-                def one(row: Value, rows: int, count: int = count) -> None:
-                    place = code.add(code.mul(row, row_stride), code.mul(token.get(), token_stride))
-                    places = [
-                        code.at(weight, code.mul(row, num_inputs)),
-                        code.at(x, code.mul(token.get(), num_inputs)),
-                        code.at(y, place),
-                    ]
-                    sizes = [num_inputs, row_stride, token_stride]
-                    code.call(tiles[rows, count], VOID, [*places, *sizes])
-
-                in_row_tiles(code, first, last, tile, one)
-                token.set(code.add(token.get(), count))
+        arrays = Arrays(weight, x, y, num_inputs, row_stride, token_stride)
+        multiply(code, tiles, arrays, (first, last), (0, num_tokens))
     return code.function
+
+
+class Arrays(NamedTuple):
+    """The arrays of a product, in the code of its chunk function.
+
+    Attributes:
+        weight: Address of [out, in].
+        x: Address of [T, in].
+        y: Address of the result.
+        num_inputs: Inputs of a row.
+        row_stride: Floats between two rows of a token in the result.
+        token_stride: Floats between two tokens of a row in the result.
+    """
+
+    weight: Value
+    x: Value
+    y: Value
+    num_inputs: Value
+    row_stride: Value
+    token_stride: Value
+
+
+class Tiles(NamedTuple):
+    """Functions that compute tiles of a result.
+
+    Attributes:
+        rows: Rows of a tile by its number of tokens, in descending order.
+        functions: Functions by rows and tokens.
+    """
+
+    rows: Mapping[int, int]
+    functions: Mapping[tuple[int, int], Value]
+
+
+def write_tiles(module: Module, vectors: Vectors) -> Tiles:
+    """Writes the functions of all tiles. A sum has the same bits in each."""
+    row_tiles = _ROWS[vectors.lanes]
+    functions = {
+        (rows, count): _write_tile(module, vectors.lanes, rows, count)
+        for count, tile in row_tiles.items()
+        for rows in {tile, 1}
+    }
+    return Tiles(row_tiles, functions)
+
+
+def multiply(
+    code: Code,
+    tiles: Tiles,
+    arrays: Arrays,
+    rows: tuple[Value, Value],
+    tokens: tuple[Number, Value],
+) -> None:
+    """Multiplies a range of rows with a range of tokens, a few tokens at a time."""
+    token = code.variable(tokens[0])
+    for count, tile in tiles.rows.items():
+
+        def is_enough(count: int = count) -> Value:
+            return code.less(code.add(token.get(), count - 1), tokens[1])
+
+        with code.repeat(is_enough):
+
+            def one(row: Value, num_rows: int, count: int = count) -> None:
+                across = code.mul(token.get(), arrays.token_stride)
+                places = [
+                    code.at(arrays.weight, code.mul(row, arrays.num_inputs)),
+                    code.at(arrays.x, code.mul(token.get(), arrays.num_inputs)),
+                    code.at(arrays.y, code.add(code.mul(row, arrays.row_stride), across)),
+                ]
+                sizes = [arrays.num_inputs, arrays.row_stride, arrays.token_stride]
+                code.call(tiles.functions[num_rows, count], VOID, [*places, *sizes])
+
+            in_row_tiles(code, *rows, tile, one)
+            token.set(code.add(token.get(), count))
 
 
 def in_row_tiles(code: Code, first: Value, last: Value, tile: int, one: _RowTile) -> None:

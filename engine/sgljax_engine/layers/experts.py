@@ -1,0 +1,180 @@
+"""A mixture of experts: each token goes through a few of many gated MLPs (Shazeer et al., 2017).
+
+`route` chooses the experts of each token, and `mix` computes and adds them. Between the two, a
+caller may look at the choice, or change the weights. No token is dropped, however many choose the
+same expert.
+
+Shape legend of the suffixes: T tokens, E experts, k experts of a token, D model dim, F width of an
+expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sgljax_engine.layers.basic import Layout
+from sgljax_engine.layers.projections import Projections
+
+_LANES = 128
+"""Of a TPU's registers."""
+
+
+class Routing(NamedTuple):
+    """The experts of each token, in descending order of their probabilities.
+
+    Shape: weights: [T, k] float32, factors of the experts' outputs. ids: [T, k] int32.
+    """
+
+    weights: jax.Array
+    ids: jax.Array
+
+
+class Experts(NamedTuple):
+    """The weights of a layer's experts, in the layout of the context.
+
+    Shape: gate, up: [E, F, D] features first, else [E, D, F]. down: [E, D, F] features first, else
+        [E, F, D].
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+class MixOptions(NamedTuple):
+    """Static facts about how experts are computed.
+
+    Attributes:
+        projections: Products of the backend.
+        layout: Layout of the weights.
+        activation: Activation of an expert's gate.
+        is_batch_invariant: Give a token the same bits whichever others its experts have.
+    """
+
+    projections: Projections
+    layout: Layout
+    activation: Callable[[jax.Array], jax.Array]
+    is_batch_invariant: bool
+
+
+def route(logits_TE: jax.Array, num_chosen: int, *, is_normalized: bool) -> Routing:
+    """Chooses the most probable experts of each token; of equal ones, those of lower index.
+
+    Args:
+        logits_TE: The router's logits, float32.
+        num_chosen: Experts of a token, k.
+        is_normalized: Divide the probabilities of a token's experts by their sum.
+    """
+    probabilities = jax.nn.softmax(logits_TE, axis=-1)
+    weights, ids = lax.top_k(probabilities, num_chosen)
+    if is_normalized:
+        weights = weights / _sum_in_order([weights[:, i : i + 1] for i in range(num_chosen)])
+    return Routing(weights, ids)
+
+
+def mix(
+    x_TD: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    is_used: jax.Array | None,
+    options: MixOptions,
+) -> jax.Array:
+    """The weighted sum [T, D] of each token's experts, added in float32 in the routing's order.
+
+    Over several devices, each computes its part of all experts or all of its experts, as
+    `shards_width` says, and the results are added.
+
+    Args:
+        x_TD: The experts' input.
+        routing: The choice of experts.
+        experts: Their weights.
+        is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
+        options: Static facts.
+    """
+    mesh, num_experts = options.projections.mesh, experts.gate.shape[0]
+    if mesh is None:
+        return _mix(x_TD, routing, experts, is_used, options).astype(x_TD.dtype)
+    features = 1 if options.layout is Layout.FEATURES_FIRST else 2
+    by_width = shards_width(num_experts, experts.gate.shape[features], mesh.size)
+    axes = mesh.axis_names
+
+    def on_device(x: jax.Array, routing: Routing, experts: Experts, used: jax.Array) -> jax.Array:
+        if not by_width:
+            first = lax.axis_index(axes) * (num_experts // mesh.size)
+            routing = routing._replace(ids=routing.ids - first)
+        return lax.psum(_mix(x, routing, experts, used, options), axes)
+
+    widening, narrowing = (
+        P(*(axes if i == (axis if by_width else 0) else None for i in range(3)))
+        for axis in (features, 3 - features)
+    )
+    specs: Any = Experts(gate=widening, up=widening, down=narrowing)  # type: ignore[arg-type]
+    used = jnp.ones(x_TD.shape[0], bool) if is_used is None else is_used
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(P(), P(), specs, P()), out_specs=P(), check_vma=False
+    )
+    return run(x_TD, routing, experts, used).astype(x_TD.dtype)
+
+
+def shards_width(num_experts: int, width: int, num_shards: int) -> bool:
+    """Whether devices share out the width of each expert, and not the experts.
+
+    Parts of the width keep all devices equally busy, whichever experts are chosen. But TPU's
+    compiler copies all weights whose last axis does not fill its lanes in every step.
+    """
+    fills_lanes = width % (num_shards * _LANES) == 0
+    return fills_lanes or (width % num_shards == 0 and num_experts % num_shards != 0)
+
+
+def _mix(
+    x_TD: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    is_used: jax.Array | None,
+    options: MixOptions,
+) -> jax.Array:
+    """`mix` in float32 with the experts of one device; ids of others are out of their range."""
+    num_tokens, num_chosen = routing.ids.shape
+    num_experts = experts.gate.shape[0]
+    here = None
+    ids = routing.ids
+    if is_used is not None:
+        here = is_used[:, None] & (ids >= 0) & (ids < num_experts)
+        ids = jnp.where(here, ids, num_experts)  # sorted behind all others
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    numbers = jnp.arange(flat.size, dtype=order.dtype)
+    places = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+    is_of = flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None]
+    group_sizes = jnp.sum(is_of, axis=0, dtype=jnp.int32)
+
+    def multiply(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return options.projections.ragged_linear(
+            weights,
+            x,
+            group_sizes,
+            options.layout,
+            is_batch_invariant=options.is_batch_invariant,
+        )
+
+    x = jnp.take(x_TD, order // num_chosen, axis=0, mode="clip")
+    gate, up = multiply(experts.gate, x), multiply(experts.up, x)
+    out = multiply(experts.down, options.activation(gate) * up)
+    out = jnp.take(out, places, axis=0, mode="clip").astype(jnp.float32)
+    out = out.reshape(num_tokens, num_chosen, -1)
+    if here is not None:
+        out = jnp.where(here[:, :, None], out, 0)  # it may be anything there
+    return _sum_in_order([out[:, i] * routing.weights[:, i : i + 1] for i in range(num_chosen)])
+
+
+def _sum_in_order(terms: list[jax.Array]) -> jax.Array:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

@@ -1,0 +1,91 @@
+"""The experts of a decoder layer, and the router that chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine.layers.experts import Experts, MixOptions, mix, route
+from sgljax_engine.model_config import MoEConfig
+from sgljax_engine.models.spec import EXPERTS_AXIS, ModelContext, ParamKind, Params, ParamSpec
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Projections of an expert, by Hugging Face's names."""
+
+
+def mixture_specs(prefix: str, hidden_size: int, moe: MoEConfig) -> dict[str, ParamSpec]:
+    """The parameters of a layer's router and experts.
+
+    Args:
+        prefix: Of their names: "model.layers.0.mlp.".
+        hidden_size: Channels between layers.
+        moe: The experts.
+    """
+    router = f"{prefix}gate.weight"
+    specs = {
+        router: ParamSpec((hidden_size, moe.num_experts), ParamKind.LINEAR, (None, None), router)
+    }
+    widening = (moe.num_experts, hidden_size, moe.intermediate_size)
+    narrowing = (moe.num_experts, moe.intermediate_size, hidden_size)
+    for projection in PROJECTIONS:
+        name = f"{prefix}experts.{projection}.weight"
+        if projection == "down_proj":
+            shape, axes = narrowing, (EXPERTS_AXIS, "mlp", None)
+        else:
+            shape, axes = widening, (EXPERTS_AXIS, None, "mlp")
+        specs[name] = ParamSpec(shape, ParamKind.EXPERTS, axes, name)
+    return specs
+
+
+def mixture(
+    params: Params,
+    context: ModelContext,
+    prefix: str,
+    x: jax.Array,
+    logits: jax.Array,
+    activation: Callable[[jax.Array], jax.Array],
+    is_used: jax.Array | None,
+) -> jax.Array:
+    """The sum of each token's experts, chosen by the softmax of the router's logits.
+
+    Args:
+        params: The layer's weights.
+        context: The model's context; its config has experts.
+        prefix: Of the experts' names: "mlp.".
+        x: [T, D] in the context's layout.
+        logits: [T, E] float32 in the context's layout, see `router_logits`.
+        activation: Activation of an expert's gate.
+        is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
+
+    Returns:
+        [T, D] in the context's layout.
+    """
+    moe, layout = context.config.moe, context.layout
+    assert moe is not None
+    routing = route(
+        layout.tokens_first(logits), moe.num_experts_per_token, is_normalized=moe.norm_topk_prob
+    )
+    experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
+    options = MixOptions(context.projections, layout, activation, context.is_deterministic)
+    token_major = layout.materialize(layout.tokens_first(x))
+    return layout.materialize(layout.place(mix(token_major, routing, experts, is_used, options)))
+
+
+def router_logits(
+    weight: jax.Array, x: jax.Array, context: ModelContext, change: jax.Array | None = None
+) -> jax.Array:
+    """A router's logits, [T, E] float32 in the context's layout.
+
+    Computed in float32 whatever the model's dtype, since a rounded logit may choose another expert.
+
+    Args:
+        weight: [D, E] in the context's layout.
+        x: [T, D] in the context's layout.
+        context: The model's context.
+        change: [T, E] in the context's layout, added to them: the term of each token's adapter.
+    """
+    with jax.default_matmul_precision("highest"):
+        logits = context.linear(weight.astype(jnp.float32), x.astype(jnp.float32))
+    return logits if change is None else logits + change.astype(jnp.float32)

@@ -1,0 +1,31 @@
+"""Qwen3-MoE (Qwen3 Technical Report, 2025): Qwen3 with experts in the place of each MLP."""
+
+from __future__ import annotations
+
+from sgljax_engine.errors import UnsupportedModelError
+from sgljax_engine.model_config import ModelConfig, MoEConfig
+from sgljax_engine.models import hf
+from sgljax_engine.models.decoder import decoder
+from sgljax_engine.models.decoder_params import DecoderTraits
+
+
+def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
+    hf.check_settings(config, hidden_act="silu", decoder_sparse_step=1)
+    hf.check_full_attention(config)
+    if config.get("mlp_only_layers"):
+        raise UnsupportedModelError(
+            f"mlp_only_layers={config['mlp_only_layers']!r} is not supported, only []: all layers "
+            "must have experts"
+        )
+    moe = MoEConfig(
+        num_experts=hf.require_any(config, "num_experts", "num_local_experts"),
+        num_experts_per_token=hf.require(config, "num_experts_per_tok"),
+        intermediate_size=hf.require(config, "moe_intermediate_size"),
+        norm_topk_prob=bool(config.get("norm_topk_prob")),
+    )
+    # config.json's own intermediate_size is that of MLPs which no layer has.
+    config = {**config, "intermediate_size": moe.intermediate_size}
+    return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=False, moe=moe)
+
+
+MODEL = decoder(DecoderTraits(has_qk_norm=True), _config_from_hf)

@@ -1,0 +1,234 @@
+"""Engines with experts: loading their weights, and tokens that no request has."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sgljax_engine import (
+    Engine,
+    EngineConfig,
+    InvalidConfigError,
+    LoraRule,
+    Rule,
+    SamplingParams,
+    WeightSyncError,
+    hf_rules,
+    logical_rules,
+    read_hf_tensors,
+)
+from sgljax_engine.builder.group import build_shapes
+from sgljax_engine.layers.experts import mix
+from sgljax_engine.models import mixture
+from sgljax_engine.placement.submeshes import check_divides
+from sgljax_engine.runner.warmup import warm_calls
+from tests.engine.models import TINY_MOE, logical_weights, random_prompts, spread_weights
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe_odd_sharded"
+FEW = {"max_running_requests": 8, "batch_buckets": (8,), "page_size": 8, "num_kv_tokens": 1024}
+
+# ------------------------------------------------------------------ weights
+
+
+def fused(weights):
+    """The weights as the memory of transformers 5 has them: stacked, gate and up in one."""
+    kept = {name: w for name, w in weights.items() if ".experts." not in name}
+    layers = sorted({name.split(".experts.")[0] for name in weights if ".experts." in name})
+    for layer in layers:
+
+        def stack(projection, layer=layer):
+            pattern = re.compile(rf"{re.escape(layer)}\.experts\.(\d+)\.{projection}\.weight")
+            found = {int(m[1]): w for name, w in weights.items() if (m := pattern.fullmatch(name))}
+            return np.stack([found[i] for i in range(len(found))])
+
+        both = np.concatenate([stack("gate_proj"), stack("up_proj")], axis=1)
+        kept[f"{layer}.experts.gate_up_proj"] = both
+        kept[f"{layer}.experts.down_proj"] = stack("down_proj")
+    return kept
+
+
+def write_folder(folder, weights):
+    folder.mkdir()
+    (folder / "config.json").write_text((GOLDEN / "config.json").read_text())
+    save_file(
+        {k: np.ascontiguousarray(w) for k, w in weights.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return {name: tensor.load() for name, tensor in read_hf_tensors(GOLDEN).items()}
+
+
+def test_both_forms_of_a_folder_give_equal_weights(golden, tmp_path):
+    other = write_folder(tmp_path / "fused", fused(golden))
+    with Engine(GOLDEN, dtype="float32", **FEW) as engine:
+        checksums = engine.get_weights_checksum()
+    assert not any(re.search(r"experts\.\d", name) for name in checksums)  # stacks, not experts
+    with Engine(other, dtype="float32", **FEW) as engine:
+        assert engine.get_weights_checksum() == checksums
+
+
+@pytest.mark.parametrize("donate", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_updates_in_each_form(donate):
+    first, second = (spread_weights(TINY_MOE, seed) for seed in (0, 1))
+    logical = logical_weights(TINY_MOE, 1)
+    with Engine(model_config=TINY_MOE, weights=first, **FEW) as engine:
+        before = engine.get_weights_checksum()
+        engine.update_weights(second, donate=donate, verify=True)
+        after = engine.get_weights_checksum()
+        assert set(before.values()).isdisjoint(after.values())
+        for weights, rules in (
+            (fused(second), None),
+            (logical, logical_rules(TINY_MOE)),
+        ):
+            engine.update_weights(first, donate=donate)
+            assert engine.get_weights_checksum() == before
+            engine.update_weights(weights, rules, donate=donate, verify=True)
+            assert engine.get_weights_checksum() == after
+            assert engine.find_differing_weights(weights, rules) == []
+        bad = second | {"model.layers.1.mlp.experts.5.up_proj.weight": np.full((24, 32), np.nan)}
+        with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.experts\.up_proj"):
+            engine.update_weights(bad, donate=donate)
+        assert engine.get_weights_checksum() == after
+
+
+UP = "model.layers.1.mlp.experts.{}.up_proj.weight"
+STACK = r"model\.layers\.1\.mlp\.experts\.up_proj\.weight' \[8, 32, 24\]"
+
+
+def without(*experts):
+    return lambda weights: [weights.pop(UP.format(expert)) for expert in experts]
+
+
+def also(expert, shape=(24, 32), dtype="float32"):
+    return lambda weights: weights.update({UP.format(expert): np.zeros(shape, dtype)})
+
+
+def with_whole(weights):
+    weights["model.layers.1.mlp.experts.gate_up_proj"] = np.zeros((8, 48, 32), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(2), STACK + r" lacks index\(es\) \[2\] of its 8"),
+        (without(*range(8)), STACK + " is missing"),
+        (also(8), r"experts\.8\.up_proj\.weight' is beyond the 8 indices of .*" + STACK),
+        (also("07"), r"experts\.7\.up.* and .*experts\.07\.up.* both map to index 7 of"),
+        (also("x"), r"experts\.x\.up_proj\.weight' \[24, 32\] is mapped by no rule"),
+        (also(3, (24, 31)), r"experts\.3\..* and .*experts\.0\..* differ: \[24, 31\] .*\[24, 32\]"),
+        (also(3, dtype="float16"), r"differ: \[24, 32\] float16 and \[24, 32\] float32"),
+        (with_whole, r"gate_up_proj' and .*experts\.0\.gate_proj.* both map to"),
+    ],
+    ids=["missing", "all missing", "extra", "twice", "no index", "shape", "dtype", "both forms"],
+)
+def test_experts_that_do_not_fit_are_named(change, message):
+    weights = spread_weights(TINY_MOE)
+    change(weights)
+    with pytest.raises(WeightSyncError, match=message):
+        Engine(model_config=TINY_MOE, weights=weights, **FEW)
+
+
+def test_parts_that_cannot_be_cut_are_named():
+    weights = fused(spread_weights(TINY_MOE))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    weights[name] = weights[name][:, :47]
+    with pytest.raises(WeightSyncError, match=r"gate_up_proj' \[8, 47, 32\] cannot be cut into"):
+        Engine(model_config=TINY_MOE, weights=weights, **FEW)
+
+
+@pytest.mark.parametrize("form", ["alone", "fused"])
+def test_lora_pairs_of_experts_are_refused(form):
+    weights = spread_weights(TINY_MOE)
+    name = UP.format(0)
+    if form == "fused":
+        weights, name = fused(weights), "model.layers.1.mlp.experts.gate_up_proj"
+    shape = weights[name].shape
+    pair = {"a": np.zeros((*shape[:-1], 2), np.float32), "b": np.zeros((2, shape[-1]), np.float32)}
+    axes = tuple(range(len(shape) - 1))
+    rules = (*hf_rules(TINY_MOE), LoraRule(name, "a", "b", 1.0, axes))
+    with pytest.raises(WeightSyncError, match="a LoRA pair"):
+        Engine(model_config=TINY_MOE, weights=weights | pair, weight_rules=rules, **FEW)
+
+
+def test_sources_with_unlike_rules_are_refused():
+    weights = spread_weights(TINY_MOE)
+    odd = UP.format(4)
+    stack = odd.replace(".4.", ".")
+    rules = (Rule(odd, stack, None, into=4), *hf_rules(TINY_MOE))
+    weights[odd] = np.ascontiguousarray(weights[odd].T)
+    with pytest.raises(WeightSyncError, match=r"experts\.4\..* have unlike rules"):
+        Engine(model_config=TINY_MOE, weights=weights, weight_rules=rules, **FEW)
+
+
+# ------------------------------------------------------------------ padding
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_every_program_says_which_tokens_are_used(is_deterministic, monkeypatch):
+    said: list[bool] = []
+
+    def watched(x_TD, routing, experts, is_used, options):
+        said.append(is_used is not None and is_used.shape == x_TD.shape[:1])
+        return mix(x_TD, routing, experts, is_used, options)
+
+    monkeypatch.setattr(mixture, "mix", watched)
+    more = {"max_model_len": 64, "enable_deterministic_sampling": is_deterministic}
+    model = dataclasses.replace(TINY_MOE, vocab_size=120)  # that no other test has traced
+    runner, _ = build_shapes(model, EngineConfig.from_options(FEW | more), "float32", None)
+    state = runner.kv_memory.state(runner.weights)
+    for call in warm_calls(runner, include_score=True, include_table=False):
+        before = len(said)
+        runner.programs.lower(call, state)
+        assert (len(said) > before) == (call.name in ("decode", "prefill", "score")), call.name
+    assert all(said)
+
+
+def test_unused_rows_take_no_experts():
+    """A row that ended, and rows that no request has, cost no expert and change nothing."""
+    prompts = random_prompts(5, 1, 40)
+    limits = (1, 24, 3, 9, 24)
+    params = [SamplingParams(temperature=0, max_new_tokens=n, ignore_eos=True) for n in limits]
+    with Engine(model_config=TINY_MOE, weights=spread_weights(TINY_MOE), **FEW) as engine:
+        together = engine.generate_requests(prompts, params)
+        for prompt, each, output in zip(prompts, params, together, strict=True):
+            (alone,) = engine.generate_requests([prompt], each)
+            assert alone.output_ids == output.output_ids
+            np.testing.assert_allclose(alone.logprobs, output.logprobs, atol=1e-5)
+            whole = prompt + output.output_ids
+            (scored,) = engine.score([whole], 1.0, [len(prompt)])
+            np.testing.assert_allclose(scored, output.logprobs, atol=1e-5)
+
+
+def test_bfloat16_follows_float32():
+    """It runs on XLA's loop over blocks."""
+    weights, prompts = spread_weights(TINY_MOE), random_prompts(4, 30, 40)
+    scores = []
+    for dtype in ("float32", "bfloat16"):
+        with Engine(model_config=TINY_MOE, weights=weights, dtype=dtype, **FEW) as engine:
+            scores.append(np.concatenate(engine.score(prompts)))
+    # Rounded inputs of a router may choose other experts: nearly all tokens agree.
+    assert np.median(np.abs(scores[0] - scores[1])) < 0.3
+    assert np.corrcoef(scores)[0, 1] > 0.9
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def moe(**changes):
+    assert TINY_MOE.moe is not None
+    return dataclasses.replace(TINY_MOE, moe=dataclasses.replace(TINY_MOE.moe, **changes))
+
+
+def test_experts_that_divide_neither_way_are_refused():
+    check_divides(moe(intermediate_size=24, num_experts=7), 4)
+    check_divides(moe(intermediate_size=22, num_experts=8), 4)
+    with pytest.raises(InvalidConfigError, match=r"moe\.intermediate_size .*\(4\), got 22 and 6"):
+        check_divides(moe(intermediate_size=22, num_experts=6), 4)

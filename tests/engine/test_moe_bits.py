@@ -1,0 +1,103 @@
+"""Experts give a token the same bits in any batch, and the same tokens on several devices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sgljax_engine.layers import target
+from tests.devices import run_python
+from tests.engine.determinism_cases import Way, differing, make_engine, requests, run
+from tests.engine.models import TINY_MOE, spread_weights
+
+COMPARES_BITS = True  # see conftest
+
+BITS_MODEL = dataclasses.replace(TINY_MOE, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
+REQUESTS = [each for each in requests(40, 64) if not each.params.changes_logits][:16]
+ALONE = {
+    "page_size": 16,
+    "num_kv_tokens": 4096,
+    "max_running_requests": 1,
+    "batch_buckets": (1,),
+    "token_buckets": (64,),
+    "chunked_prefill_size": 64,
+    "decode_steps": 1,
+}
+TOGETHER = {
+    "page_size": 1,
+    "num_kv_tokens": 600,  # so that requests are retracted
+    "max_running_requests": 12,
+    "batch_buckets": (12,),
+    "token_buckets": (80,),
+    "chunked_prefill_size": 33,
+    "decode_steps": 5,
+}
+
+
+@pytest.mark.parametrize("backend", ["native", pytest.param("portable", marks=pytest.mark.slow)])
+def test_no_bit_differs(backend, monkeypatch):
+    """Alone or together, in other chunks, orders and pages; as XLA computes it too."""
+    if backend == "portable":
+        monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
+    weights = spread_weights(BITS_MODEL)
+    found = []
+    order = np.random.default_rng(1).permutation(len(REQUESTS)).tolist()
+    for options, way in ((ALONE, Way({})), (TOGETHER, Way({}, order=order, splits=2))):
+        with make_engine(options, BITS_MODEL, weights) as engine:
+            found.append(run(engine, REQUESTS, way))
+    assert differing(*found) == []
+
+
+SCRIPT = """
+import dataclasses
+import jax, numpy as np
+from jax.sharding import Mesh
+from sgljax_engine import Engine, SamplingParams
+from tests.engine.models import TINY_MOE, random_prompts, spread_weights
+
+few = {"batch_buckets": (8,), "max_running_requests": 8, "token_buckets": (256,),
+       "chunked_prefill_size": 256, "page_size": 4}
+prompts = random_prompts(8, 1, 40)
+greedy = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
+devices = np.asarray(jax.devices()[:4]).reshape(1, 4)
+mesh = Mesh(devices, ("fsdp", "tp"))
+
+def results(engine):
+    outputs = engine.generate_requests(prompts, greedy)
+    return [o.output_ids for o in outputs], np.concatenate([o.logprobs for o in outputs])
+
+for count, sharded in ((6, "width"), (8, "experts")):
+    model = dataclasses.replace(TINY_MOE, moe=dataclasses.replace(TINY_MOE.moe, num_experts=count))
+    weights = spread_weights(model)
+    with Engine(model_config=model, weights=weights, **few) as engine:
+        ids, logprobs = results(engine)
+        checksums = engine.get_weights_checksum()
+    with Engine(model_config=model, weights=weights, mesh=mesh, **few) as engine:
+        held = engine._group.loops[0]._core.runner.weights
+        (shard,) = {s.data.shape for s in
+                    held["model.layers.0.mlp.experts.gate_proj.weight"].addressable_shards}
+        assert shard == ((6, 6, 32) if sharded == "width" else (2, 24, 32)), shard
+        found, got = results(engine)
+        assert found == ids, sharded
+        np.testing.assert_allclose(got, logprobs, atol=1e-5)
+        assert engine.get_weights_checksum() == checksums
+        engine.update_weights(jax.device_put(weights, devices[0, 3]), verify=True)
+        assert results(engine)[0] == ids
+    bits = []
+    alone = few | {"max_running_requests": 1, "batch_buckets": (1,), "decode_steps": 3}
+    for options in (few, alone):
+        fixed = {"mesh": mesh, "enable_deterministic_sampling": True}
+        with Engine(model_config=model, weights=weights, **fixed, **options) as engine:
+            bits.append(results(engine))
+    assert bits[0][0] == bits[1][0], sharded
+    assert np.array_equal(bits[0][1], bits[1][1]), sharded
+print("experts ok")
+"""
+
+
+@pytest.mark.slow
+def test_four_devices():
+    done = run_python("-c", SCRIPT, num_devices=4, compares_bits=True)
+    assert "experts ok" in done.stdout
