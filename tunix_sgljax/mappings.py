@@ -93,6 +93,23 @@ _GEMMA4 = (
         for name in ("per_layer_input_gate", "per_layer_projection")
     ),
     Rule(f"{_LAYER}skip_scale", f"{_HF_LAYER}layer_scalar"),
+    _norm("post_feedforward_layernorm_1", "dense_post_ffw_norm.scale"),
+    _norm("pre_feedforward_layernorm_2", "moe_pre_ffw_norm.scale"),
+    _norm("post_feedforward_layernorm_2", "moe_post_ffw_norm.scale"),
+    Rule(f"{_LAYER}moe.router_logits", f"{_HF_LAYER}router.proj.weight"),
+    Rule(f"{_LAYER}moe.router_scale", f"{_HF_LAYER}router.scale"),
+    Rule(f"{_LAYER}moe.per_expert_scale", f"{_HF_LAYER}router.per_expert_scale"),
+    *(
+        Rule(
+            f"{_LAYER}moe.gating_einsum",
+            f"{_HF_LAYER}experts.{name}_proj.weight",
+            (0, 2, 1),
+            part=part,
+            part_axis=1,
+        )
+        for part, name in enumerate(("gate", "up"))
+    ),
+    Rule(f"{_LAYER}moe.linear", f"{_HF_LAYER}experts.down_proj.weight"),
     Rule("embedder.per_layer_input_embedding", "model.embed_tokens_per_layer.weight"),
     Rule("embedder.per_layer_model_projection.w", "model.per_layer_model_projection.weight"),
     Rule("embedder.per_layer_projection_norm.scale", "model.per_layer_projection_norm.weight"),

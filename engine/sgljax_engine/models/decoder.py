@@ -227,6 +227,9 @@ class _Layers(NamedTuple):
             return x + self.mlp("mlp.", self.norm("post_attention_layernorm", x))
         x = x + self.norm("post_attention_layernorm", out)
         out = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
+        if self.context.config.moe is not None:
+            out = self.norm("post_feedforward_layernorm_1", out)
+            out = out + self.norm("post_feedforward_layernorm_2", self.experts_beside(x))
         return x + self.norm("post_feedforward_layernorm", out)
 
     def add_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
@@ -258,13 +261,35 @@ class _Layers(NamedTuple):
         return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v))
 
     def mlp(self, prefix: str, h: jax.Array) -> jax.Array:
-        if self.context.config.moe is not None:
+        moe = self.context.config.moe
+        if moe is not None and not moe.is_beside_mlp:
             change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
             logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
             activation = self.traits.activation
             return mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
+
+    def experts_beside(self, x: jax.Array) -> jax.Array:
+        """The experts of a layer that has an MLP too, before their norm (Gemma 4)."""
+        params, context, layout = self.params, self.context, self.layout
+        moe, inputs = context.config.moe, self.norm("pre_feedforward_layernorm_2", x)
+        assert moe is not None
+        routed = self.norm(None, inputs if moe.routes_experts_input else x)
+        routed = routed * layout.per_feature(params["router.scale"])
+        routed = routed * jnp.asarray(context.config.hidden_size**-0.5, x.dtype)
+        change = _adapter_change(params, context, "router.proj", routed, self.adapters)
+        logits = router_logits(params["router.proj.weight"], routed, context, change)
+        return mixture(
+            params,
+            context,
+            "",
+            inputs,
+            logits,
+            self.traits.activation,
+            self.is_used,
+            params["router.per_expert_scale"],
+        )
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         out = self.context.linear(self.params[f"{name}.weight"], x)
