@@ -20,7 +20,7 @@ from tests.tiers import tiered
 from tunix_sgljax.checkpoints.lora_files import HfPair, LoraScale, hf_pairs, peft_config
 from tunix_sgljax.checkpoints.lora_settings import LoraSettings, write_settings
 from tunix_sgljax.lora import find_lora
-from tunix_sgljax.mappings import lora_in_axes, to_rules
+from tunix_sgljax.mappings import lora_factor, lora_in_axes, to_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -76,13 +76,15 @@ def test_pairs_are_merged_as_the_engine_does_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", lora_models.MODELS)
-def test_the_axes_of_each_pair_are_known(name):
+def test_the_axes_and_the_scale_of_each_pair_are_known(name):
     model = nnx.eval_shape(lambda: lora_models.make(name))  # axes need no weights
     found = find_lora(model, None)
     assert found is not None
     assert len(found.rules) >= 2 * 5
     for rule in found.rules:
         assert lora_in_axes(rule.weight) == rule.in_axes, rule.weight
+        # Gemma 4 multiplies one weight by a factor, and not its pair.
+        assert rule.scale == pytest.approx(2.0 / lora_factor(rule.weight, num_in=32)), rule.weight
 
 
 def test_a_checkpoint_of_everything_gives_the_same(saved, tmp_path):

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from sgljax_engine import HfTensor, WeightSyncError
 from tunix_sgljax.lora import is_lora_name
-from tunix_sgljax.mappings import built_in_targets, lora_in_axes
+from tunix_sgljax.mappings import built_in_targets, lora_factor, lora_in_axes
 
 _A, _B = "_lora_a", "_lora_b"
 _WEIGHT = ".weight"
@@ -100,7 +100,8 @@ def hf_pairs(
                         f"{list(shape)}"
                     )
                 else:
-                    found[target] = HfPair(a, b, scale.of(a.shape[0]))
+                    factor = lora_factor(name, num_in=a.shape[1])
+                    found[target] = HfPair(a, b, scale.of(a.shape[0]) / factor)
         except ValueError as error:
             problems.append(f"{name!r}: {error}")
     if problems:
