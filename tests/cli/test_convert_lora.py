@@ -104,6 +104,15 @@ def test_the_axes_and_the_scale_of_each_pair_are_known(name):
         assert rule.scale == pytest.approx(2.0 / lora_factor(rule.weight, num_in=32)), rule.weight
 
 
+def test_keys_that_no_layer_reads_get_no_pair():
+    """Of Gemma 4: qwix gives pairs to what it sees used. A pair that came would be refused."""
+    model = nnx.eval_shape(lambda: lora_models.make("gemma4_shared_keys"))
+    found = find_lora(model, None)
+    assert found is not None
+    with_keys = {rule.weight for rule in found.rules if "kv_einsum" in rule.weight}
+    assert with_keys == {f"layers.{layer}.attn.kv_einsum.w" for layer in range(3)}
+
+
 def test_a_checkpoint_of_everything_gives_the_same(saved, tmp_path):
     model, root = saved
     whole = checkpoints.save(model, tmp_path / "whole", only_pairs=False)
