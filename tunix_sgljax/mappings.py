@@ -79,6 +79,7 @@ _GEMMA2 = (
     _norm("post_feedforward_layernorm", "post_ffw_norm.scale"),
 )
 
+_LAYER_INPUTS = "embedder.per_layer_model_projection.w"
 _GEMMA4 = (
     *_GEMMA_SHARED,
     _heads("k_einsum", "k"),
@@ -111,7 +112,7 @@ _GEMMA4 = (
     ),
     Rule(f"{_LAYER}moe.linear", f"{_HF_LAYER}experts.down_proj.weight"),
     Rule("embedder.per_layer_input_embedding", "model.embed_tokens_per_layer.weight"),
-    Rule("embedder.per_layer_model_projection.w", "model.per_layer_model_projection.weight"),
+    Rule(_LAYER_INPUTS, "model.per_layer_model_projection.weight"),
     Rule("embedder.per_layer_projection_norm.scale", "model.per_layer_projection_norm.weight"),
 )
 _OWN_KEYS = ("kv_einsum.w", "k_einsum.w", "_key_norm.scale")
@@ -172,6 +173,16 @@ def built_in_targets(name: str, architecture: str) -> list[tuple[str, Rule]]:
 def lora_in_axes(name: str) -> tuple[int, ...]:
     """The axes of a weight of Tunix's own models that its LoRA A has."""
     return _LORA_IN_AXES.get(".".join(name.split(".")[-2:]), (0,))
+
+
+def lora_factor(name: str, num_in: int) -> float:
+    """By what a layer of Tunix's own models multiplies a weight, but not its LoRA pair.
+
+    Args:
+        name: The weight's dotted name.
+        num_in: Its inputs.
+    """
+    return num_in**-0.5 if name == _LAYER_INPUTS else 1.0
 
 
 def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:

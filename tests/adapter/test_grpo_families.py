@@ -37,9 +37,10 @@ def test_twenty_steps(name):
 
     model = families.make(name)
     mesh = one_device_mesh()
+    fields: dict[str, Any] = {"rollout_engine": functools.partial(SglJaxRollout, **ENGINE_OPTIONS)}
     config = ClusterConfig(
+        **fields,
         role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
-        rollout_engine=functools.partial(SglJaxRollout, **ENGINE_OPTIONS),
         rollout_config=rollout_config(temperature=1.0),
         training_config=RLTrainingConfig(
             actor_optimizer=optax.adam(1e-2),
@@ -56,7 +57,8 @@ def test_twenty_steps(name):
         learner = GRPOLearner(
             cluster, GRPOConfig(num_generations=NUM_GENERATIONS, beta=0.0), reward
         )
-        learner.train([{"prompts": np.array(PROMPTS)}] * NUM_STEPS)
+        batches: Any = [{"prompts": np.array(PROMPTS)}] * NUM_STEPS
+        learner.train(batches)
         assert isinstance(rollout, SglJaxRollout)
         assert (cluster.global_steps, rollout.weight_version) == (NUM_STEPS, NUM_STEPS)
         assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1, rewards

@@ -37,6 +37,8 @@ SHAPES = {
     "prefill-gqa-3": (8, 6, 2, 16, 128),
     "prefill-wide": (16, 2, 1, 16, 256),
     "prefill-small-pages": (4, 4, 2, 16, 128),
+    "decode-very-wide": (8, 8, 1, 1, 512),
+    "prefill-very-wide": (8, 4, 2, 16, 512),
 }
 PACKED = {
     "decode-two-heads-a-row": (16, 8, 4, 1, 64),
