@@ -216,6 +216,30 @@ def test_blocks_of_a_step(num_blocks, heads, dtype, count):
     assert kernel._step_blocks(queries[:, :1], num_kv_heads) == 1
 
 
+def test_costs_count_what_a_window_shows():
+    """Of 64 rows of 4,096 keys, with a window of 512 and without."""
+
+    def cost(window: int | None) -> Any:
+        rows, pages = (64, 1, 8, 256), (16, 1, 16, 256)
+        arrays: Any = (jax.ShapeDtypeStruct(pages, jnp.bfloat16),) * 2
+        layer = LayerKV(*arrays)
+        ints: Any = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((64, 256), (64, 1), (64,))]
+        options = AttentionOptions(scale=1.0, sliding_window=window)
+        queries = jax.ShapeDtypeStruct(rows, jnp.bfloat16)
+        traced = jax.make_jaxpr(TpuAttention().attend, static_argnums=3)(
+            queries, layer, BlockTables(*ints), options
+        )
+        (call,) = (eqn for eqn in traced.eqns if eqn.primitive.name == "pallas_call")
+        return call.params["cost_estimate"]
+
+    full, windowed = cost(None), cost(512)
+    queries = 2 * 64 * 8 * 256 * 2
+    a_page = 2 * 16 * 256 * 2
+    assert full.bytes_accessed == 64 * 256 * a_page + queries
+    assert windowed.bytes_accessed == 64 * (513 // 16 + 2) * a_page + queries
+    assert (full.flops, windowed.flops) == (4 * 64 * 8 * 4096 * 256, 4 * 64 * 8 * 512 * 256)
+
+
 @pytest.mark.slow
 def test_engine_with_the_interpreted_kernel(monkeypatch):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
