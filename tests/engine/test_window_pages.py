@@ -22,6 +22,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.window import NONE, WindowPages, WindowSizes
+from tests.devices import run_python
 from tests.engine.models import random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
 from tests.real_configs import real_config
@@ -323,3 +324,9 @@ def test_layers_of_two_shapes_in_two_pools():
     assert [shape[1:] for shape in shapes] == [(2, PAGE, 16), (1, PAGE, 32)]
     assert shapes[0][0] < shapes[1][0] == 2048 // PAGE
     np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.slow
+def test_interrupt_machine():
+    """As of an engine whose layers all have the same pages."""
+    run_python("-W", "ignore", "-m", "tests.engine.window_machine", "120")
