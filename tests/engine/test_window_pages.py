@@ -329,4 +329,4 @@ def test_layers_of_two_shapes_in_two_pools():
 @pytest.mark.slow
 def test_interrupt_machine():
     """As of an engine whose layers all have the same pages."""
-    run_python("-W", "ignore", "-m", "tests.engine.window_machine", "120")
+    run_python("-W", "ignore", "-m", "tests.engine.window_machine", "120", num_devices=1)
