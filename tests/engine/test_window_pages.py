@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from sgljax_engine import (
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.window import NONE, WindowPages, WindowSizes
 from tests.devices import run_python
-from tests.engine.models import random_prompts, spread_weights
+from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
 from tests.real_configs import real_config
 
@@ -286,6 +287,27 @@ class TestPages:
         windows.of[2] = windows.of[1]
         with pytest.raises(EngineError, match="by two"):
             windows.check_integrity([[1]])
+
+
+def test_a_model_whose_layers_all_slide():
+    """Mistral 7B v0.1's kind: there are window pages alone."""
+    model = dataclasses.replace(
+        TINY,
+        architecture="MistralForCausalLM",
+        context_length=512,
+        attention=AttentionConfig(sliding_window=WINDOW, sliding_layers=(True, True)),
+    )
+    found = []
+    for is_off in (True, False):
+        options: dict[str, Any] = OPTIONS | {"disable_hybrid_swa_memory": is_off}
+        with Engine(model_config=model, weights=spread_weights(model), **options) as engine:
+            memory = engine.get_internal_state().memory
+            assert memory.kv_tokens == 2048
+            assert (memory.window_kv_tokens == 0) == is_off
+            found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])
+            check_pool(engine)
+    assert found[0] == found[1]
+    assert memory.saved_window_bytes > 3 * memory.kv_bytes
 
 
 def test_layers_of_two_shapes_in_two_pools():
