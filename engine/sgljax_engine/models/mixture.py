@@ -47,7 +47,7 @@ def mixture(
     logits: jax.Array,
     activation: Callable[[jax.Array], jax.Array],
     is_used: jax.Array | None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """The sum of each token's experts, chosen by the softmax of the router's logits.
 
     Args:
@@ -60,7 +60,7 @@ def mixture(
         is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
 
     Returns:
-        [T, D] in the context's layout.
+        [T, D] in the context's layout, and the experts of each token as in `Routing.ids`.
     """
     moe, layout = context.config.moe, context.layout
     assert moe is not None
@@ -70,7 +70,8 @@ def mixture(
     experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
     options = MixOptions(context.projections, layout, activation, context.is_deterministic)
     token_major = layout.materialize(layout.tokens_first(x))
-    return layout.materialize(layout.place(mix(token_major, routing, experts, is_used, options)))
+    mixed = layout.place(mix(token_major, routing, experts, is_used, options))
+    return layout.materialize(mixed), routing.ids
 
 
 def router_logits(

@@ -95,6 +95,14 @@ class Placement(NamedTuple):
             if slides in (None, model.attention.slides(layer))
         )
 
+    def routed_bytes_per_token(self, model: ModelConfig) -> int:
+        """Bytes of a token's experts in `KVPages`, which every device has; 0 without experts."""
+        moe = model.moe
+        if moe is None:
+            return 0
+        size = jnp.dtype(moe.id_dtype).itemsize
+        return self.num_tensor_shards * model.num_layers * moe.num_experts_per_token * size
+
     @property
     def platform(self) -> str:
         """JAX's name for the kind of device."""
