@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_LANES = 128
+"""Of a TPU's registers."""
+
 
 class LayerKV(NamedTuple):
     """One layer's cache.
@@ -102,8 +105,8 @@ class KVPages(NamedTuple):
 
     Attributes:
         layers: One for each of `ModelConfig.cached_layers`; none while nothing is allocated.
-        routed: [num_pages, page_size, num_layers * k] unsigned, the experts of the same tokens: k
-            of each layer, by descending probability. None if they are not kept.
+        routed: [num_pages, page_size, W] unsigned, the experts of the same tokens: k of each layer,
+            by descending probability, then zeros up to `routed_width`. None if they are not kept.
     """
 
     layers: tuple[LayerKV, ...] = ()
@@ -172,6 +175,14 @@ def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> La
     )
 
 
+def routed_width(num_ids: int) -> int:
+    """Columns that a token's experts take: whole vectors of a TPU.
+
+    With others its compiler copies the array at both ends of each program.
+    """
+    return -(-num_ids // _LANES) * _LANES
+
+
 def write_routed(routed: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Array:
     """Writes the experts of one token to each slot; slots beyond the pool are dropped.
 
@@ -180,5 +191,6 @@ def write_routed(routed: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Arr
         ids: [T, num_layers * k] of the same dtype
         slots: [T] int32
     """
-    page_size = routed.shape[1]
+    _, page_size, width = routed.shape
+    ids = jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])))
     return routed.at[slots // page_size, slots % page_size].set(ids, mode="drop")

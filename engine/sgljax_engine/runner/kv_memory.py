@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
-from sgljax_engine.cache.kv_pages import KVPages, MakeZeros, PageLayout, allocate_kv_pages
+from sgljax_engine.cache.kv_pages import (
+    KVPages,
+    MakeZeros,
+    PageLayout,
+    allocate_kv_pages,
+    routed_width,
+)
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
@@ -206,8 +212,8 @@ class KVMemory:
             return None
         config = self._static.context.config
         assert config.moe is not None
-        per_token = config.num_layers * config.moe.num_experts_per_token
-        shape = (self.num_pages, self._static.page_size, per_token)
+        width = routed_width(config.num_layers * config.moe.num_experts_per_token)
+        shape = (self.num_pages, self._static.page_size, width)
         dtype = jnp.dtype(config.moe.id_dtype)
         return self._make_zeros(shape, dtype, self._placement.replicated)
 

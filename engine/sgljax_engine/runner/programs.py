@@ -334,7 +334,7 @@ def read_routed(kv: KVPages, pages: jax.Array, *, static: ProgramContext) -> jax
 
     `kv` is not donated.
 
-    Shape: pages: [N] int32 -> [N, page_size, num_layers * k]
+    Shape: pages: [N] int32 -> [N, page_size, W], see `KVPages`
     """
     del static
     assert kv.routed is not None

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sgljax_engine.cache.kv_pages import routed_width
 from sgljax_engine.runner.compiled import ProgramCall
 from sgljax_engine.runner.programs import ProgramContext
 from sgljax_engine.runner.saved_pages import chunk_ids, chunk_size
@@ -40,7 +41,8 @@ class RoutedReader:
         self._row_shape = row_shape
         self._page_size = page_size
         self._num_pages = num_pages
-        self._chunk = chunk_size(page_size * math.prod(row_shape), num_pages, _CHUNK_BYTES)
+        page_bytes = page_size * routed_width(math.prod(row_shape))
+        self._chunk = chunk_size(page_bytes, num_pages, _CHUNK_BYTES)
 
     @classmethod
     def make(
@@ -84,7 +86,8 @@ class RoutedReader:
             self._run(ProgramCall("read_routed", (ids,)))
             for ids in chunk_ids(pages, self._chunk, self._num_pages)
         ]
-        return np.concatenate(jax.device_get(parts)).reshape(-1, *self._row_shape)
+        rows = np.concatenate(jax.device_get(parts))[..., : math.prod(self._row_shape)]
+        return rows.reshape(-1, *self._row_shape)
 
 
 def _num_rows(request: Request) -> int:
