@@ -96,6 +96,15 @@ small: the logits stay where they are.""",
         note=f"Text only. {_ROOM}",
     ),
     Report(
+        model="Gemma 4 E2B",
+        where="one v5e",
+        arguments="--model gemma-4-e2b --topology v5e:1x1 --engine max_model_len=4096 "
+        "--engine max_running_requests=32",
+        note=f"""Text only. The last 20 of 35 layers read the keys of earlier ones. Prefill, which
+is to write keys alone, ends before them, after 15 kernel calls. The table of embeddings for each
+layer, half of the weights, is not copied. {_ROOM}""",
+    ),
+    Report(
         model="Qwen3-0.6B",
         where="one H100",
         arguments="--config configs/qwen3_0p6b_gpu.yaml --topology h100:1",

@@ -129,6 +129,8 @@ def _differences(folder: ModelConfig, tunix: ModelConfig) -> Iterator[str]:
         ours, theirs = getattr(folder, name), getattr(tunix, name)
         if ours != theirs:
             yield f"{name} {theirs}, not {ours}"
+    if folder.moe is not None and folder.moe != tunix.moe:
+        yield "the router reads the experts' normalised input, not the hidden states"
 
 
 def _rope(rope: RopeConfig) -> str:

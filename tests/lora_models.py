@@ -16,7 +16,7 @@ from tests import tunix_families as families
 from tests import tunix_reference as ref
 
 RULES: dict[str, tuple[dict[str, Any], ...]] = {
-    "all": ({"module_path": ".*(attn|mlp|lm_head).*", "rank": 4, "alpha": 8.0},),
+    "all": ({"module_path": ".*(attn|mlp|lm_head|per_layer).*", "rank": 4, "alpha": 8.0},),
     "mlp": ({"module_path": ".*mlp.*", "rank": 2, "alpha": 2.0},),
     "two": (
         {"module_path": ".*attn.*", "rank": 3, "alpha": 1.5},
@@ -26,8 +26,18 @@ RULES: dict[str, tuple[dict[str, Any], ...]] = {
 """Rules of a provider, by name: all projections; MLPs alone, as in Tunix's PPO recipe for Qwen3;
 and two with a rank and an alpha each. (".*" itself fails in qwix where embeddings are tied.)"""
 
-MODELS = ("gqa2_tied", "gqa4_untied", "llama3_untied", "gemma_mha", "gemma2", "gemma3")
-"""Qwen3, tied and not; Llama 3; Gemma with one fused projection, and with two."""
+MODELS = (
+    "gqa2_tied",
+    "gqa4_untied",
+    "llama3_untied",
+    "gemma_mha",
+    "gemma2",
+    "gemma3",
+    "gemma4_shared_keys",
+    "gemma4_keys_as_values",
+)
+"""Qwen3, tied and not; Llama 3; Gemma with one fused projection, and with two; Gemma 4 with further
+projections of each layer, and with keys that are values."""
 
 WITH_EXPERTS = ("qwen3_moe", ({"module_path": ".*(attn|router).*", "rank": 4, "alpha": 8.0},))
 """A model with experts and its rules: qwix 0.1.8 fails in Tunix's trainer where rules name experts,

@@ -154,6 +154,23 @@ FAMILIES = {
         ),
         seed=0,
     ),
+    # As 26B-A4B: experts beside the MLP.
+    "gemma4_moe": Family(
+        gemma4.Gemma4,
+        gemma4.ModelConfig(
+            **{**_GEMMA4, "num_layers": 3},
+            num_kv_heads=2,
+            num_global_kv_heads=1,
+            global_key_size=32,
+            k_eq_v_global=True,
+            attention_pattern=(_LOCAL, _LOCAL, _GLOBAL),
+            enable_moe=True,
+            num_experts=6,
+            num_experts_per_tok=2,
+            expert_dim=20,
+        ),
+        seed=0,
+    ),
     # As 31B: the keys of global layers are their values.
     "gemma4_keys_as_values": Family(
         gemma4.Gemma4,
@@ -212,6 +229,12 @@ def _draw(family: str, rng: np.random.Generator, path: str, shape: tuple[int, ..
         return (12.0 if is_post_norm else whole) + 0.25 * noise
     if "skip_scale" in path:
         return 0.8 + 0.1 * noise
+    if "router_scale" in path or "per_expert_scale" in path:
+        return 1.0 + 0.5 * noise
+    if "gating_einsum" in path:  # [E, 2, F, D]
+        return 2.0 * noise / shape[-1] ** 0.5
+    if "moe" in path and "linear" in path:  # [E, F, D]
+        return 2.0 * noise / shape[-2] ** 0.5
     if "bias" in path:
         return noise
     if "embedder" in path:

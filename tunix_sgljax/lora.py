@@ -109,7 +109,7 @@ def find_lora(actor: Any, scaling: float | None) -> LoraActor | None:
             pair.name,
             pair.name + _A,
             pair.name + _B,
-            _scale(pair, provider) if scaling is None else scaling,
+            (_scale(pair, provider) if scaling is None else scaling) / _factor(pair),
             _in_axes(pair),
         )
         for pair in pairs
@@ -154,6 +154,11 @@ def _provider(actor: nnx.Module) -> qwix.LoraProvider | None:
             cells = getattr(found, "__closure__", None) or ()
             queue += [cell.cell_contents for cell in cells]
     return None
+
+
+def _factor(pair: _Pair) -> float:
+    """By what the module multiplies its weight, but not the pair, before it uses them (Gemma 4)."""
+    return getattr(pair.module, "w_scale", None) or 1.0
 
 
 def _scale(pair: _Pair, provider: qwix.LoraProvider | None) -> float:

@@ -79,6 +79,7 @@ _GEMMA2 = (
     _norm("post_feedforward_layernorm", "post_ffw_norm.scale"),
 )
 
+_LAYER_INPUTS = "embedder.per_layer_model_projection.w"
 _GEMMA4 = (
     *_GEMMA_SHARED,
     _heads("k_einsum", "k"),
@@ -93,8 +94,25 @@ _GEMMA4 = (
         for name in ("per_layer_input_gate", "per_layer_projection")
     ),
     Rule(f"{_LAYER}skip_scale", f"{_HF_LAYER}layer_scalar"),
+    _norm("post_feedforward_layernorm_1", "dense_post_ffw_norm.scale"),
+    _norm("pre_feedforward_layernorm_2", "moe_pre_ffw_norm.scale"),
+    _norm("post_feedforward_layernorm_2", "moe_post_ffw_norm.scale"),
+    Rule(f"{_LAYER}moe.router_logits", f"{_HF_LAYER}router.proj.weight"),
+    Rule(f"{_LAYER}moe.router_scale", f"{_HF_LAYER}router.scale"),
+    Rule(f"{_LAYER}moe.per_expert_scale", f"{_HF_LAYER}router.per_expert_scale"),
+    *(
+        Rule(
+            f"{_LAYER}moe.gating_einsum",
+            f"{_HF_LAYER}experts.{name}_proj.weight",
+            (0, 2, 1),
+            part=part,
+            part_axis=1,
+        )
+        for part, name in enumerate(("gate", "up"))
+    ),
+    Rule(f"{_LAYER}moe.linear", f"{_HF_LAYER}experts.down_proj.weight"),
     Rule("embedder.per_layer_input_embedding", "model.embed_tokens_per_layer.weight"),
-    Rule("embedder.per_layer_model_projection.w", "model.per_layer_model_projection.weight"),
+    Rule(_LAYER_INPUTS, "model.per_layer_model_projection.weight"),
     Rule("embedder.per_layer_projection_norm.scale", "model.per_layer_projection_norm.weight"),
 )
 _OWN_KEYS = ("kv_einsum.w", "k_einsum.w", "_key_norm.scale")
@@ -155,6 +173,16 @@ def built_in_targets(name: str, architecture: str) -> list[tuple[str, Rule]]:
 def lora_in_axes(name: str) -> tuple[int, ...]:
     """The axes of a weight of Tunix's own models that its LoRA A has."""
     return _LORA_IN_AXES.get(".".join(name.split(".")[-2:]), (0,))
+
+
+def lora_factor(name: str, num_in: int) -> float:
+    """By what a layer of Tunix's own models multiplies a weight, but not its LoRA pair.
+
+    Args:
+        name: The weight's dotted name.
+        num_in: Its inputs.
+    """
+    return num_in**-0.5 if name == _LAYER_INPUTS else 1.0
 
 
 def find_mapping(mapping_obj: Any, model: Any) -> MappingConfig | None:

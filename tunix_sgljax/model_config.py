@@ -296,6 +296,18 @@ def _gemma4(config: Any, context_length: int) -> ModelConfig:
         model,
         per_layer_input_size=config.per_layer_input_dim,
         shared_kv_intermediate_size=config.override_kv_shared_ffw_hidden if are_shared else None,
+        moe=_gemma4_experts(config) if config.enable_moe else None,
+    )
+
+
+def _gemma4_experts(config: Any) -> MoEConfig:
+    return MoEConfig(
+        num_experts=config.num_experts,
+        num_experts_per_token=config.num_experts_per_tok,
+        intermediate_size=config.expert_dim,
+        norm_topk_prob=True,
+        is_beside_mlp=True,
+        routes_experts_input=True,
     )
 
 

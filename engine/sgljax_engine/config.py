@@ -36,9 +36,13 @@ LORA_TARGETS = (
     "gate_proj",
     "up_proj",
     "down_proj",
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "per_layer_model_projection",
     "lm_head",
 )
-"""Kinds of projections that adapters may change; "gate" is the router of a mixture of experts."""
+"""Kinds of projections that adapters may change; "gate" is the router of a mixture of experts, and
+those called "per_layer" are Gemma 4's."""
 
 TOKEN_BLOCK = 16
 """Query tokens of one request that prefill attention handles together."""

@@ -58,6 +58,7 @@ _RENAMED = (
     ("block_size", "vLLM", "page_size", ""),
     ("context_length", "SGLang", "max_model_len", ""),
     ("data_type", "Tunix", "dtype", ""),
+    ("disable_hybrid_kv_cache_manager", "vLLM", "disable_hybrid_swa_memory", ""),
     ("dp", "SGLang", "data_parallel_size", ""),
     ("dp_size", "SGLang", "data_parallel_size", ""),
     ("gpu_memory_utilization", "vLLM", "mem_fraction_static", "of the memory beside the weights"),
@@ -181,6 +182,10 @@ _WITHOUT_COUNTERPART = (
     (
         "prompts are never cut; those that are too long are refused",
         "allow_auto_truncate",
+    ),
+    (
+        "the pool of sliding layers follows from 'max_running_requests'",
+        "swa_full_tokens_ratio",
     ),
     ("'chunked_prefill_size' bounds all prompts of a batch together", "max_prefill_tokens"),
     ("pages are compared by their tokens, not by a hash", "prefix_caching_hash_algo"),

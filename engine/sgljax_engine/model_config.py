@@ -136,12 +136,18 @@ class MoEConfig:
         num_experts_per_token: Experts that a token goes through.
         intermediate_size: Channels inside an expert.
         norm_topk_prob: The probabilities of a token's experts are divided by their sum.
+        is_beside_mlp: A layer has an MLP too, of `ModelConfig.intermediate_size`, whose output is
+            added (Gemma 4); else experts take its place.
+        routes_experts_input: Beside an MLP, the router sees what the experts see, after their norm
+            (as Tunix 0.1.7 computes Gemma 4); else the hidden states.
     """
 
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
     norm_topk_prob: bool
+    is_beside_mlp: bool = False
+    routes_experts_input: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from tunix.models.gemma.model import AttentionType
 from tunix.models.gemma3.model import QueryPreAttentionNormalisation
+from tunix.models.gemma4 import model as gemma4
 from tunix.rl.grpo.grpo_learner import GRPOLearner
 from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.checkpoint_manager import CheckpointManager
@@ -30,6 +32,7 @@ from tests import tunix_families as families
 from tests import tunix_reference as ref
 from tests.adapter.grpo_parts import MODEL, grpo_config, list_batches, make_parts, reward
 from tests.adapter.helpers import ENGINE_OPTIONS, max_difference, named_params
+from tests.engine.models import spread_weights
 from tests.engine.small_tokenizers import GOLDEN
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.cli.convert import parse_size
@@ -52,9 +55,32 @@ GEMMA3: dict[str, Any] = {
     "global_base_frequency": 100_000,
     "query_pre_attn_norm": QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_HEAD_DIM,
 }
+GEMMA4: dict[str, Any] = {
+    "sliding_window_size": 13,
+    "global_base_frequency": 100_000,
+    "final_logit_softcap": 16.0,
+}
+_LOCAL, _GLOBAL = gemma4.AttentionType.LOCAL_SLIDING, gemma4.AttentionType.GLOBAL
+KEYS_AS_VALUES: dict[str, Any] = {
+    **GEMMA4,
+    "global_key_size": 24,
+    "num_global_kv_heads": 1,
+    "k_eq_v_global": True,
+    "attention_pattern": (_LOCAL, _LOCAL, _GLOBAL),
+}
+_SHARED_KEYS: dict[str, Any] = {
+    **GEMMA4,
+    "global_key_size": 24,
+    "per_layer_input_dim": 8,
+    "frac_shared_layers": 0.4,
+    "override_kv_shared_ffw_hidden": 96,
+    "attention_pattern": (_LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL),
+}
+SHARED_KEYS = "gemma4", "params_safetensors", _SHARED_KEYS
 FAMILIES = {
     "gemma2_window": ("gemma", "params_safetensors", GEMMA2),
     "gemma3_window": ("gemma3", "params_safetensors", GEMMA3),
+    "gemma4_multimodal_keys_as_values": ("gemma4", "params_safetensors", KEYS_AS_VALUES),
     "llama_tied": ("llama3", "params", {"rope_theta": 500_000, "weight_tying": True}),
     "qwen2_bias_untied": ("qwen2", "params", {"rope_theta": 1_000_000}),
     "qwen3_gqa_tied": ("qwen3", "params", {"rope_theta": 1_000_000, "use_tied_embedding": True}),
@@ -70,8 +96,12 @@ FAMILIES = {
 
 def load_into_tunix(name: str) -> nnx.Module:
     """The model of a golden folder, read by Tunix's own loader."""
-    package, loader, more = FAMILIES[name]
-    config = load_model_config(GOLDEN / name)
+    return load_folder(GOLDEN / name, *FAMILIES[name])
+
+
+def load_folder(folder: Path, package: str, loader: str, more: dict[str, Any]) -> nnx.Module:
+    """The model of a folder, see `FAMILIES`."""
+    config = load_model_config(folder)
     fields = {
         "num_layers": config.num_layers,
         "embed_dim": config.hidden_size,
@@ -90,7 +120,7 @@ def load_into_tunix(name: str) -> nnx.Module:
     model_module = importlib.import_module(f"tunix.models.{package}.model")
     params_module = importlib.import_module(f"tunix.models.{package}.{loader}")
     return params_module.create_model_from_safe_tensors(
-        str(GOLDEN / name), model_module.ModelConfig(**fields)
+        str(folder), model_module.ModelConfig(**fields)
     )
 
 
@@ -126,11 +156,85 @@ def test_what_tunix_loaded_and_saved_is_what_the_folder_had(name, tmp_path, caps
     )
 
 
-def test_a_multimodal_base_is_refused(tmp_path, capsys):
+def test_a_multimodal_base_gets_its_language_model_back(tmp_path):
+    """With the names that the folder has, and the vision tower as it was."""
     save(load_into_tunix("gemma3_window"), tmp_path / "root" / "actor", 3)
-    base = GOLDEN / "gemma3_multimodal_window"
-    assert convert(tmp_path / "root", "--base", base, "--output", tmp_path / "out") == 2
-    assert f"--base {base} is a multimodal model" in capsys.readouterr().err
+    base, output = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    text = json.loads((GOLDEN / "gemma3_window" / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (base / "config.json").write_text(json.dumps(config))
+    tensors = {
+        f"language_model.{name}": tensor * 2
+        for name, tensor in tensors_of(GOLDEN / "gemma3_window").items()
+    }
+    tensors["vision_tower.vision_model.q_proj.weight"] = np.ones((2, 3), np.float32)
+    save_file(tensors, base / "model.safetensors")
+    assert convert(tmp_path / "root", "--base", base, "--output", output) == 0
+    wanted = {
+        name: tensor / 2 if "language" in name else tensor for name, tensor in tensors.items()
+    }
+    assert_same(tensors_of(output), wanted)
+    del tensors["language_model.model.norm.weight"]
+    save_file(tensors, base / "model.safetensors")
+    assert convert(tmp_path / "root", "--base", base, "--output", tmp_path / "more") == 2
+
+
+def write_gemma4(folder: Path, *, is_on_hub: bool) -> dict[str, np.ndarray]:
+    """A random Gemma 4 with shared keys, as the hub has it or as transformers writes its text part.
+
+    On the hub it is multimodal, and has keys for layers that read those of others.
+    """
+    text = json.loads((GOLDEN / "gemma4_shared_keys" / "config.json").read_text())
+    text["global_head_dim"] = 24  # Tunix's loader takes heads as wide as the model for its inputs
+    folder.mkdir()
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config if is_on_hub else text))
+    model = load_model_config(folder)
+    tensors = spread_weights(model)
+    if is_on_hub:
+        for layer, like in ((3, 1), (4, 2)):
+            for name in ("k_proj", "v_proj", "k_norm"):
+                other = tensors[f"model.layers.{like}.self_attn.{name}.weight"]
+                tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = other + 1
+        tensors = {x.replace("model.", "model.language_model.", 1): tensors[x] for x in tensors}
+        tensors["model.vision_tower.patch_embedder.weight"] = np.ones((2, 3), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def gemma4_root(tmp_path_factory):
+    """A Gemma 4 with shared keys: its folder, Tunix's model of it, and a checkpoint of that."""
+    root = tmp_path_factory.mktemp("gemma4")
+    write_gemma4(root / "base", is_on_hub=True)
+    model = load_folder(root / "base", *SHARED_KEYS)
+    save(model, root / "checkpoints" / "actor", 3)
+    return root, model
+
+
+def test_gemma_4_with_keys_that_no_layer_reads(gemma4_root, tmp_path, capsys):
+    """Tunix's loader and the engine's take the output, and find the same in it."""
+    root, model = gemma4_root
+    output = tmp_path / "out"
+    assert convert(root / "checkpoints", "--base", root / "base", "--output", output) == 0
+    assert_same(tensors_of(output), tensors_of(root / "base"))
+    assert "warning" not in capsys.readouterr().err
+    given, again = named_params(model), named_params(load_folder(output, *SHARED_KEYS))
+    assert_same(*({k: np.asarray(v) for k, v in each.items()} for each in (again, given)))
+    config = load_model_config(output)
+    rules = to_rules(None, given, config.architecture, config.attention.kv_layers)
+    with Engine(output, **ENGINE_OPTIONS) as engine:
+        assert engine.find_differing_weights(given, rules) == []
+
+
+def test_gemma_4_without_keys_that_no_layer_reads(gemma4_root, tmp_path, capsys):
+    """As transformers writes it, and does not need them; but Tunix's own loader does."""
+    base, output = tmp_path / "base", tmp_path / "out"
+    tensors = write_gemma4(base, is_on_hub=False)
+    assert convert(gemma4_root[0] / "checkpoints", "--base", base, "--output", output) == 0
+    assert_same(tensors_of(output), tensors)
+    assert f"{base} has no keys for layers 3 to 4" in capsys.readouterr().err
 
 
 def test_gemma_1_whose_folders_tunix_does_not_load():

@@ -20,7 +20,7 @@ from tests.tiers import tiered
 from tunix_sgljax.checkpoints.lora_files import HfPair, LoraScale, hf_pairs, peft_config
 from tunix_sgljax.checkpoints.lora_settings import LoraSettings, write_settings
 from tunix_sgljax.lora import find_lora
-from tunix_sgljax.mappings import lora_in_axes, to_rules
+from tunix_sgljax.mappings import lora_factor, lora_in_axes, to_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
@@ -35,7 +35,9 @@ def engines_own(name, model):
     found = find_lora(model, None)
     assert found is not None
     rules = (*to_rules(None, plain, config.architecture), *found.rules)
-    return {k: v.load() for k, v in to_hf_tensors(config, weights, rules).items()}
+    prefix = "model.language_model." if "multimodal" in name else "model."
+    tensors = to_hf_tensors(config, weights, rules).items()
+    return {k.replace("model.", prefix, 1): v.load() for k, v in tensors}
 
 
 def differing(got, base):
@@ -71,18 +73,44 @@ def test_pairs_are_merged_as_the_engine_does_it(name, tmp_path):
     for key, tensor in wanted.items():
         np.testing.assert_allclose(got[key], tensor, rtol=1e-6, atol=1e-6, err_msg=key)
     changed = differing(got, tensors_of(GOLDEN / name))
-    num_layers = load_model_config(GOLDEN / name).num_layers
-    assert len(changed) == 4 * num_layers + 2
+    config = load_model_config(GOLDEN / name)
+    num_values = sum(not config.values_are_keys(layer) for layer in range(config.num_layers))
+    assert len(changed) == 3 * config.num_layers + num_values + 2
+
+
+def test_an_adapter_of_a_multimodal_model_names_its_modules(tmp_path):
+    name, output = "gemma4_multimodal_keys_as_values", tmp_path / "out"
+    root = checkpoints.save(checkpoints.make(name, "two"), tmp_path / "root")
+    argv = [root, "--base", GOLDEN / name, "--output", output, "--peft"]
+    assert convert(*argv, "--lora-alpha", checkpoints.ALPHA) == 0
+    prefix, found = "base_model.model.model.language_model.layers.", set()
+    for key in load_file(output / "adapter_model.safetensors"):
+        assert key.startswith(prefix)
+        found.add(key.removeprefix(prefix))
+    assert "1.self_attn.v_proj.lora_A.weight" in found
+    assert "2.self_attn.k_proj.lora_B.weight" in found
+    assert "2.self_attn.v_proj.lora_A.weight" not in found  # the keys are the values
 
 
 @pytest.mark.parametrize("name", lora_models.MODELS)
-def test_the_axes_of_each_pair_are_known(name):
+def test_the_axes_and_the_scale_of_each_pair_are_known(name):
     model = nnx.eval_shape(lambda: lora_models.make(name))  # axes need no weights
     found = find_lora(model, None)
     assert found is not None
     assert len(found.rules) >= 2 * 5
     for rule in found.rules:
         assert lora_in_axes(rule.weight) == rule.in_axes, rule.weight
+        # Gemma 4 multiplies one weight by a factor, and not its pair.
+        assert rule.scale == pytest.approx(2.0 / lora_factor(rule.weight, num_in=32)), rule.weight
+
+
+def test_keys_that_no_layer_reads_get_no_pair():
+    """Of Gemma 4: qwix gives pairs to what it sees used. A pair that came would be refused."""
+    model = nnx.eval_shape(lambda: lora_models.make("gemma4_shared_keys"))
+    found = find_lora(model, None)
+    assert found is not None
+    with_keys = {rule.weight for rule in found.rules if "kv_einsum" in rule.weight}
+    assert with_keys == {f"layers.{layer}.attn.kv_einsum.w" for layer in range(3)}
 
 
 def test_a_checkpoint_of_everything_gives_the_same(saved, tmp_path):

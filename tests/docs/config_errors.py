@@ -20,7 +20,7 @@ from tests.adapter.helpers import EndingTokenizer, new_rollout, params_of, rollo
 from tests.docs.error_cases import Parts, Producers, new_engine
 from tests.engine.models import TINY, ForeignTensor, spread_weights
 from tunix_sgljax import RLCluster, SglJaxRollout
-from tunix_sgljax.cli.tunix_model import TunixModel
+from tunix_sgljax.cli.tunix_model import BaseTensors, TunixModel
 from tunix_sgljax.model_config import to_model_config
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec
@@ -196,7 +196,7 @@ def _(_: Parts):
     TunixModel(
         folder=Path("checkpoints/actor/200/model_params"),
         model=TINY,
-        originals={},
+        base=BaseTensors(of_text={}, names={}, beside={}),
         tensors=None,
         pairs={"layers.0.attn.q_proj.w_lora_a": np.ones((64, 2), np.float32)},
         scale=None,

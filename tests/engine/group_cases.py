@@ -152,9 +152,10 @@ def flops() -> None:
 
 
 class KernelCase(NamedTuple):
-    """Attention of three blocks on four devices, of which two each have the same kv head."""
+    """Attention of three blocks over several devices, on each of which there is one kv head."""
 
     placement: Placement
+    kv: KVShape
     q: np.ndarray
     new: tuple[np.ndarray, np.ndarray]
     pages: tuple[np.ndarray, np.ndarray]
@@ -162,22 +163,30 @@ class KernelCase(NamedTuple):
 
     @classmethod
     def make(cls, head_dim: int = 128) -> KernelCase:
+        """Of four devices, of which two each have the same kv head."""
         model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=head_dim)
-        (placement,) = place(model, mesh_of((1, 4), ("fsdp", "tp")), "float32").engines
-        assert placement.kv_copies(model.cached_kv[0]) == 2
-        rng = np.random.default_rng(0)
-        q, k, v = (rng.normal(size=(3, 16, n, head_dim)).astype(np.float32) for n in (8, 2, 2))
-        pages = rng.normal(size=(2, 9, 2, 16, head_dim)).astype(np.float32)
+        case = cls.of_layer(model, 0, 4)
+        assert case.placement.kv_copies(case.kv) == 2
+        return case
+
+    @classmethod
+    def of_layer(cls, model: ModelConfig, layer: int, tp_size: int) -> KernelCase:
+        """Of one layer of a model."""
+        (placement,) = place(model, mesh_of((1, tp_size), ("fsdp", "tp")), "float32").engines
+        kv = model.kv_shape(layer)
+        rng, heads = np.random.default_rng(0), (model.num_heads, kv.num_heads, kv.num_heads)
+        q, k, v = (rng.normal(size=(3, 16, n, kv.head_dim)).astype(np.float32) for n in heads)
+        pages = rng.normal(size=(2, 9, kv.num_heads, 16, kv.head_dim)).astype(np.float32)
         positions = np.asarray([0, 20, 32])[:, None] + np.arange(16)
         parts = np.arange(9).reshape(3, 3), positions, np.asarray([16, 30, 0])
         tables = BlockTables(*(jnp.asarray(part, jnp.int32) for part in parts))
-        return cls(placement, q, (k, v), (pages[0], pages[1]), tables)
+        return cls(placement, kv, q, (k, v), (pages[0], pages[1]), tables)
 
     def target(self, platform: str) -> Target:
         return self.placement.target._replace(platform=platform, is_own_cpu=False)
 
     def sharded_pages(self, layout: PageLayout | None = None) -> LayerKV:
-        sharding = self.placement.kv_sharding(KVShape(2, 128))
+        sharding = self.placement.kv_sharding(self.kv)
         packed = self.pages if layout is None else map(layout.pack, self.pages)
         layer = LayerKV(*(jax.device_put(part, sharding) for part in packed))
         assert layer.k.sharding.shard_shape(layer.k.shape)[1] == 1

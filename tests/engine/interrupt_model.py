@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sgljax_engine import Engine, SamplingParams
+from sgljax_engine import Engine, ModelConfig, SamplingParams
 from tests.engine.interrupt_calls import Call, Result
 from tests.engine.models import TINY, spread_weights
 
-WEIGHTS = [spread_weights(seed=seed) for seed in range(3)]
+MODEL = TINY
+WEIGHTS = [spread_weights(MODEL, seed) for seed in range(3)]
 NUM_WEIGHTS = len(WEIGHTS)
 OPTIONS: dict[str, Any] = {
     "page_size": 4,
@@ -25,6 +26,14 @@ OPTIONS: dict[str, Any] = {
     "min_new_token_ratio": 0.0,
     "forbid_compile": True,
 }
+
+
+def use(model: ModelConfig, **options: Any) -> None:
+    """Makes engines of another model, and with other options. Before any is made."""
+    global MODEL
+    MODEL = model
+    WEIGHTS[:] = [spread_weights(model, seed) for seed in range(NUM_WEIGHTS)]
+    OPTIONS.update(options)
 
 
 class Swap(NamedTuple):
@@ -115,7 +124,7 @@ class References:
     def _engine(self, weights: int) -> Engine:
         if weights not in self._engines:
             self._engines[weights] = Engine(
-                model_config=TINY,
+                model_config=MODEL,
                 weights=WEIGHTS[weights],
                 disable_radix_cache=True,
                 max_running_requests=16,

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from sgljax_engine import ModelConfig, MoEConfig, RopeConfig, SamplingParams
+from sgljax_engine.model_config import AttentionConfig, KVShape
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.models.weight_rules import expert_name
@@ -26,6 +27,44 @@ TINY = ModelConfig(
     tie_word_embeddings=False,
     context_length=256,
 )
+
+_GEMMA4 = dataclasses.replace(
+    TINY,
+    architecture="Gemma4ForCausalLM",
+    final_logit_softcap=16.0,
+)
+MIXED_HEADS = dataclasses.replace(
+    _GEMMA4,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    attention=AttentionConfig(
+        scale=0.125,
+        sliding_window=13,
+        sliding_layers=(True, False, True),
+        sliding_rope=RopeConfig(theta=1e4),
+        full_kv=KVShape(2, 32),
+        full_values_are_keys=True,
+    ),
+)
+"""As Gemma 4 31B: layers with full attention have fewer, wider kv heads, whose keys are values."""
+
+SHARED_KEYS = dataclasses.replace(
+    _GEMMA4,
+    num_layers=4,
+    num_kv_heads=1,
+    per_layer_input_size=8,
+    shared_kv_intermediate_size=96,
+    attention=AttentionConfig(
+        scale=0.125,
+        sliding_window=13,
+        sliding_layers=(True, False, True, False),
+        sliding_rope=RopeConfig(theta=1e4),
+        full_kv=KVShape(1, 32),
+        kv_layers=(0, 1, 0, 1),
+    ),
+)
+"""As Gemma 4 E2B: one kv head, the last layers read keys of the first, inputs for each layer."""
 
 
 TINY_MOE = dataclasses.replace(
@@ -58,9 +97,8 @@ def logical_weights(model: ModelConfig = TINY, seed: int = 0) -> dict[str, np.nd
     rng = np.random.default_rng(seed)
     weights = {}
     for name, spec in get_model(model.architecture).param_specs(model).items():
-        scale = 1.0 if "norm" in name else 0.4
-        centre = 1.0 if "norm" in name else 0.0
-        noise = 0.1 if "norm" in name else scale
+        is_factor = "norm" in name or "scalar" in name
+        centre, noise = (1.0, 0.1) if is_factor else (0.0, 0.4)
         weights[name] = (centre + noise * rng.standard_normal(spec.shape)).astype(np.float32)
     return weights
 

@@ -31,7 +31,7 @@ from tests.engine.determinism_cases import (
     run,
 )
 from tests.engine.interrupts import wait_until
-from tests.engine.models import spread_weights
+from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.threads import LIMIT_S, start
 
 COMPARES_BITS = True  # see conftest
@@ -193,6 +193,22 @@ def test_a_head_dim_that_rows_do_not_take():
         assert engine._group.loops[0]._core.runner.kv_memory.contiguous_kv == ()
     with make_engine(way.options, model) as engine:
         assert_same(run(engine, PLAIN, way), expected)
+
+
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("model", [MIXED_HEADS, SHARED_KEYS], ids=["mixed heads", "shared keys"])
+def test_layers_of_several_kinds(backend, model):
+    """Heads of two sizes, keys that are values, keys of other layers."""
+    index = 1 if backend == "native" else 2  # one token a page, and 48
+    way = WAYS[index]._replace(
+        order=range(len(PLAIN))[::-1], interrupt=Interrupter(index, spread_weights(model))
+    )
+    with make_engine(ALONE, model) as engine:
+        expected = run(engine, PLAIN, Way({}))
+    with make_engine(way.options, model) as engine:
+        assert_same(run(engine, PLAIN, way), expected)
+    assert len({bits.tokens for bits in expected}) > len(PLAIN) // 2
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ FAST = (
     "gemma_mqa",
     "llama_bias_untied",
     "llama_scaled_untied",
+    "mistral_window",
     "qwen2_bias_untied",
     "qwen3_gqa_tied",
     "qwen3_moe_odd_sharded",

@@ -29,6 +29,7 @@ FOLDERS = {
     "qwen3": "qwen3_mqa_untied",
     "qwen3_moe": "qwen3_moe_normalised",
     "llama": "llama_tied",
+    "mistral": "mistral_window",
     "gemma": "gemma_mqa",
     "gemma2": "gemma2_window",
     "gemma3": "gemma3_window",
@@ -66,7 +67,7 @@ def test_llama_2_names_no_base():
     assert read("llama", **old).rope == RopeConfig(theta=10_000.0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2"])
 def test_default_rope_of_both_generations(family):
     new = read(family, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert new.rope == RopeConfig(theta=5e5)
@@ -149,6 +150,21 @@ def test_gemma2_attention():
 def test_gemma3_slides_five_times_of_six():
     attention = read("gemma3", num_hidden_layers=12, layer_types=None).attention
     assert attention.sliding_layers == (*[True] * 5, False) * 2
+
+
+def test_mistral_slides_in_all_layers_or_in_none():
+    """Without `sliding_window` the window is the default of transformers, and null is none."""
+    sliding = (True, True)
+    assert read("mistral").attention == AttentionConfig(sliding_window=13, sliding_layers=sliding)
+    absent = read("mistral", sliding_window=None).attention
+    assert absent == AttentionConfig(sliding_window=4096, sliding_layers=sliding)
+    null = config_of("mistral") | {"sliding_window": None}
+    assert model_config_from_hf(null).attention == AttentionConfig()
+    assert read("mistral", layer_types=["sliding_attention"] * 2) == read("mistral")
+    with pytest.raises(UnsupportedModelError, match="layer_types 'full_attention'"):
+        read("mistral", layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(UnsupportedModelError, match="layer_types 'sliding_attention'"):
+        model_config_from_hf(null | {"layer_types": ["sliding_attention"] * 2})
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", False), ("gemma2", True)])

@@ -30,6 +30,7 @@ from sgljax_engine.io_struct import (
     FlushCacheReqInput,
     PauseGenerationReqInput,
 )
+from tests.engine import interrupt_model
 from tests.engine.expected_state import ExpectedState, Update
 from tests.engine.interrupt_calls import Caller
 from tests.engine.interrupt_model import (
@@ -52,7 +53,9 @@ class Subject:
     """The engine, which one example after another uses, since building one is slow."""
 
     def __init__(self, **options: Any) -> None:
-        self.engine = Engine(model_config=TINY, weights=WEIGHTS[0], **OPTIONS | options)
+        self.engine = Engine(
+            model_config=interrupt_model.MODEL, weights=WEIGHTS[0], **OPTIONS | options
+        )
         self.engine.warmup()
         self.caller, self.history = Caller(self.engine), History(0)
         self.num_compiles = self.engine.get_internal_state().num_compiles

@@ -12,12 +12,16 @@ from safetensors.numpy import load_file, save_file
 from sgljax_engine import (
     Engine,
     InvalidConfigError,
+    Rule,
     SamplingParams,
     UnsupportedModelError,
+    WeightLoadError,
     WeightSyncError,
     load_model_config,
     model_config_from_hf,
 )
+from sgljax_engine.builder.sources import folder_weights
+from sgljax_engine.weights import loader
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gemma3_window"
 OPTIONS = {"dtype": "float32", "page_size": 4, "max_running_requests": 8}
@@ -71,6 +75,38 @@ def test_it_computes_what_the_language_model_does(tmp_path, names):
         assert outputs[0].output_ids == golden["greedy_4"][:12].tolist()
         np.testing.assert_allclose(outputs[0].logprobs, golden["greedy_logps_4"][:12], atol=1e-4)
         assert engine.find_differing_weights(GOLDEN) == []
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_what_is_ignored_is_not_read(tmp_path, names):
+    """The vision tower of a multimodal model is not needed, not even for a moment."""
+    write_folder(tmp_path, names, **{"language_model.lm_head.weight": np.ones((112, 32), "f4")})
+    text, model = NAMES[names][0], load_model_config(tmp_path)
+    of_text = load_file(GOLDEN / "model.safetensors")
+    wanted = {text + name.removeprefix("model.") for name in of_text}
+    assert set(folder_weights(model, tmp_path).arrays) == wanted
+    assert folder_weights(model, tmp_path, rules=[Rule("**", None)]).arrays == {}
+
+
+def test_shards_of_which_nothing_is_read(tmp_path):
+    """The index is checked against all names, also those that are ignored."""
+    weights = {"a": np.ones(2, np.float32), "vision": np.ones(3, np.float32)}
+    for name, array in weights.items():
+        save_file({name: array}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in weights}}
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    sizes: list[int] = []
+
+    def read():
+        return loader.read_hf_folder(tmp_path, sizes.append, lambda name: name == "vision")
+
+    assert list(read()) == ["a"]
+    assert sum(sizes) == loader.folder_bytes(tmp_path)
+    index["weight_map"]["missing"] = "vision.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(WeightLoadError, match=r"the index lists \['missing'\]"):
+        read()
 
 
 def test_a_copy_of_the_tied_head_is_ignored(tmp_path):

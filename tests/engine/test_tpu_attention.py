@@ -37,6 +37,8 @@ SHAPES = {
     "prefill-gqa-3": (8, 6, 2, 16, 128),
     "prefill-wide": (16, 2, 1, 16, 256),
     "prefill-small-pages": (4, 4, 2, 16, 128),
+    "decode-very-wide": (8, 8, 1, 1, 512),
+    "prefill-very-wide": (8, 4, 2, 16, 512),
 }
 PACKED = {
     "decode-two-heads-a-row": (16, 8, 4, 1, 64),
@@ -212,6 +214,30 @@ def test_blocks_of_a_step(num_blocks, heads, dtype, count):
     queries = jnp.zeros((num_blocks, 16, num_heads, head_dim), dtype)
     assert kernel._step_blocks(queries, num_kv_heads) == count
     assert kernel._step_blocks(queries[:, :1], num_kv_heads) == 1
+
+
+def test_costs_count_what_a_window_shows():
+    """Of 64 rows of 4,096 keys, with a window of 512 and without."""
+
+    def cost(window: int | None) -> Any:
+        rows, pages = (64, 1, 8, 256), (16, 1, 16, 256)
+        arrays: Any = (jax.ShapeDtypeStruct(pages, jnp.bfloat16),) * 2
+        layer = LayerKV(*arrays)
+        ints: Any = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((64, 256), (64, 1), (64,))]
+        options = AttentionOptions(scale=1.0, sliding_window=window)
+        queries = jax.ShapeDtypeStruct(rows, jnp.bfloat16)
+        traced = jax.make_jaxpr(TpuAttention().attend, static_argnums=3)(
+            queries, layer, BlockTables(*ints), options
+        )
+        (call,) = (eqn for eqn in traced.eqns if eqn.primitive.name == "pallas_call")
+        return call.params["cost_estimate"]
+
+    full, windowed = cost(None), cost(512)
+    queries = 2 * 64 * 8 * 256 * 2
+    a_page = 2 * 16 * 256 * 2
+    assert full.bytes_accessed == 64 * 256 * a_page + queries
+    assert windowed.bytes_accessed == 64 * (513 // 16 + 2) * a_page + queries
+    assert (full.flops, windowed.flops) == (4 * 64 * 8 * 4096 * 256, 4 * 64 * 8 * 512 * 256)
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -27,9 +29,11 @@ from sgljax_engine import (
     flatten_named,
     hf_rules,
     load_model_config,
+    model_config_from_hf,
 )
 from sgljax_engine.builder.sources import dummy_weights
-from sgljax_engine.weights.rules import match
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.weights.rules import RuleTable
 from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import results, start_all, update_in_flight
@@ -46,6 +50,16 @@ def target(shape, *, is_transposed=False, alias="", dtype=jnp.float32):
 
 def sync(source, rules, targets):
     return apply(plan_sync(source_spec(source), rules, targets), source)
+
+
+def match(rules, name):
+    return RuleTable(rules).match(name)
+
+
+def fits(source, name):
+    """Whether a rule's source matches a name."""
+    pattern = source.replace(".", r"\.").replace("**", ".+").replace("*", "[^.]+")
+    return re.fullmatch(pattern, name) is not None
 
 
 class TestRules:
@@ -83,6 +97,45 @@ class TestRules:
             ("0.k", 0),
             ("0.v", 1),
         ]
+
+    def test_many_rules_are_found_as_if_tried_in_turn(self):
+        """With and without wildcards, whole and in parts, several of each for the same names."""
+        rng = np.random.default_rng(0)
+        words = ("a", "b", "0", "*", "**")
+        for _ in range(200):
+            rules = [
+                Rule(
+                    ".".join(rng.choice(words, rng.integers(1, 4))),
+                    (None, "x.*", "y")[rng.integers(3)],
+                    part=(None, None, 0, 1)[rng.integers(4)],
+                )
+                for _ in range(12)
+            ]
+            table = RuleTable(rules)
+            for length in (1, 2, 3):
+                for name in map(".".join, itertools.product(words[:3], repeat=length)):
+                    sources = [rule.source for rule in rules if fits(rule.source, name)]
+                    same = [rule for rule in rules if sources and rule.source == sources[0]]
+                    ends = [i for i, rule in enumerate(same) if rule.part is None]
+                    expected = same[: ends[0] + 1] if ends else same
+                    found = table.match(name)
+                    assert [each.rule for each in found] == expected
+                    assert table.ignores(name) == bool(found and found[0].target is None)
+
+    def test_rules_of_a_large_multimodal_model_are_looked_up(self):
+        """No regular expression for each pair of a rule and a name: that took two minutes."""
+        path = Path(__file__).parents[1] / "real_configs" / "gemma-4-31b.json"
+        model = model_config_from_hf(json.loads(path.read_text()))
+        rules = hf_rules(model)
+        specs = list(get_model(model.architecture).param_specs(model))
+        names = [name.replace("model.", "model.language_model.", 1) for name in specs]
+        assert len(rules) > 2000
+        assert len(names) > 800
+        table = RuleTable(rules)
+        assert len(table._patterns) < 20
+        assert [match.target for name in names for match in table.match(name)] == specs
+        assert table.ignores("model.vision_tower.encoder.layers.0.mlp.weight")
+        assert not table.ignores("model.language_model.norm.weight")
 
     def test_flatten_named(self):
         tree = {"a": [np.zeros(1), {"b": np.ones(2)}], "c.d": np.zeros(3)}

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, EngineConfig, InvalidConfigError, ModelConfig, logical_rules
+from sgljax_engine import (
+    AttentionConfig,
+    Engine,
+    EngineConfig,
+    InvalidConfigError,
+    ModelConfig,
+    logical_rules,
+)
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
@@ -20,7 +27,13 @@ from sgljax_engine.runner import widths
 from sgljax_engine.runner.widths import CANDIDATES, agreeing_widths
 from sgljax_engine.weights import sync
 from sgljax_engine.xla_options import compiler_options
-from tests.engine.models import TINY, logical_weights, spread_weights
+from tests.engine.models import (
+    MIXED_HEADS,
+    SHARED_KEYS,
+    TINY,
+    logical_weights,
+    spread_weights,
+)
 
 COMPARES_BITS = True  # see conftest
 
@@ -92,6 +105,64 @@ def test_those_that_agree_do(config, dtype):
     for width in found:
         count = 1 if width < CANDIDATES[-1] else 200
         np.testing.assert_array_equal(hidden_bits(model, ids[:count], width), expected[:count])
+
+
+def cut(config: ModelConfig) -> tuple[ModelConfig, list[int], dict[str, Any]]:
+    """The model of one layer of each kind, which they are, and its weights."""
+    few, layers = widths._one_of_each_layer(config)
+    names: dict[str, Any] = {x: x for x in get_model(config.architecture).param_specs(config)}
+    return few, layers, widths._weights_of_layers(names, layers)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "kv_layers"),
+    [
+        (TINY, [0], ()),
+        (MIXED_HEADS, [0, 1], ()),
+        (SHARED_KEYS, [0, 1, 2, 3], (0, 1, 0, 1)),
+        # Layers with full attention first, and several that share.
+        (
+            dataclasses.replace(
+                SHARED_KEYS,
+                num_layers=7,
+                attention=dataclasses.replace(
+                    SHARED_KEYS.attention,
+                    sliding_layers=(False, False, True, True, True, False, True),
+                    kv_layers=(0, 1, 2, 3, 3, 1, 3),
+                ),
+            ),
+            [0, 2, 4, 5],
+            (0, 1, 1, 0),
+        ),
+        # Windows alone make no kind of their own.
+        (
+            dataclasses.replace(
+                TINY,
+                attention=AttentionConfig(sliding_window=8, sliding_layers=(True, False)),
+            ),
+            [0],
+            (),
+        ),
+    ],
+    ids=["equal layers", "mixed heads", "shared keys", "full layers first", "windows"],
+)
+def test_a_layer_of_each_kind_is_tried(config, layers, kv_layers):
+    few, found, weights = cut(config)
+    assert found == layers
+    assert few.attention.kv_layers == kv_layers
+    # Weights are those of the layers' kinds, numbered anew.
+    specs = get_model(config.architecture).param_specs(config)
+    of_few = get_model(few.architecture).param_specs(few)
+    assert set(weights) == set(of_few)
+    for new, layer in enumerate(layers):
+        mine, theirs = f"model.layers.{new}.", f"model.layers.{layer}."
+        for name in of_few:
+            if name.startswith(mine):
+                assert weights[name] == name.replace(mine, theirs)
+                assert of_few[name].shape == specs[weights[name]].shape
+    shared = {name: weight for name, weight in weights.items() if ".layers." not in name}
+    assert all(name == weight for name, weight in shared.items())
+    assert set(shared) == {name for name in specs if ".layers." not in name}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from sgljax_engine import (
 )
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.window import NONE, WindowPages, WindowSizes
-from tests.engine.models import random_prompts, spread_weights
+from tests.devices import run_python
+from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
 from tests.real_configs import real_config
 
@@ -287,6 +289,27 @@ class TestPages:
             windows.check_integrity([[1]])
 
 
+def test_a_model_whose_layers_all_slide():
+    """Mistral 7B v0.1's kind: there are window pages alone."""
+    model = dataclasses.replace(
+        TINY,
+        architecture="MistralForCausalLM",
+        context_length=512,
+        attention=AttentionConfig(sliding_window=WINDOW, sliding_layers=(True, True)),
+    )
+    found = []
+    for is_off in (True, False):
+        options: dict[str, Any] = OPTIONS | {"disable_hybrid_swa_memory": is_off}
+        with Engine(model_config=model, weights=spread_weights(model), **options) as engine:
+            memory = engine.get_internal_state().memory
+            assert memory.kv_tokens == 2048
+            assert (memory.window_kv_tokens == 0) == is_off
+            found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])
+            check_pool(engine)
+    assert found[0] == found[1]
+    assert memory.saved_window_bytes > 3 * memory.kv_bytes
+
+
 def test_layers_of_two_shapes_in_two_pools():
     """Gemma 4's: heads of full layers differ, and shared keys are in the pool of their own kind."""
     attention = AttentionConfig(
@@ -323,3 +346,9 @@ def test_layers_of_two_shapes_in_two_pools():
     assert [shape[1:] for shape in shapes] == [(2, PAGE, 16), (1, PAGE, 32)]
     assert shapes[0][0] < shapes[1][0] == 2048 // PAGE
     np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.slow
+def test_interrupt_machine():
+    """As of an engine whose layers all have the same pages."""
+    run_python("-W", "ignore", "-m", "tests.engine.window_machine", "120", num_devices=1)

@@ -132,6 +132,8 @@ def build_model(spec: GoldenSpec, seed: int) -> transformers.PreTrainedModel:
                 param.copy_(_norm_centre(spec, name) + 0.25 * noise)
             elif "bias" in name:
                 param.copy_(noise)
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                param.copy_(1.0 + 0.5 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 param.copy_(3.0 * noise / spec.hidden_size**0.5)
             else:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 from tunix.models.gemma import model as gemma
 from tunix.models.gemma3 import model as gemma3
+from tunix.models.gemma4 import model as gemma4
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
@@ -65,6 +66,9 @@ _GEMMA3: dict[str, Any] = {
 }
 
 
+_LOCAL, _GLOBAL = gemma4.AttentionType.LOCAL_SLIDING, gemma4.AttentionType.GLOBAL
+
+
 class Model(NamedTuple):
     """A family in small.
 
@@ -109,6 +113,21 @@ MODELS = {
     ),
     "gemma3": Model(gemma3.Gemma3, gemma3.ModelConfig(**_GEMMA3, num_kv_heads=4), 1.5),
     "gemma3_mqa": Model(gemma3.Gemma3, gemma3.ModelConfig(**_GEMMA3, num_kv_heads=1), 1.4),
+    "gemma4": Model(
+        gemma4.Gemma4,
+        gemma4.ModelConfig(
+            **{**_GEMMA_LIKE, "num_layers": 4},
+            num_kv_heads=1,
+            final_logit_softcap=30.0,
+            sliding_window_size=64,
+            global_key_size=16,
+            per_layer_input_dim=8,
+            frac_shared_layers=0.5,
+            override_kv_shared_ffw_hidden=128,
+            attention_pattern=(_LOCAL, _GLOBAL),
+        ),
+        1.5,
+    ),
 }
 
 
@@ -136,7 +155,7 @@ def make_model(name: str, mesh: jax.sharding.Mesh, dtype: str = "float32", seed:
         name = jax.tree_util.keystr(path)
         # All inputs have a direction in common, and so the last hidden states; the end token is
         # likelier for having more of it.
-        if "input_embedding" in name:
+        if "input_embedding" in name and "per_layer" not in name:
             array += common
             array[END_ID] += end_bias * common
         elif "lm_head" in name:

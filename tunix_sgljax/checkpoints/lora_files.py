@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from sgljax_engine import HfTensor, WeightSyncError
 from tunix_sgljax.lora import is_lora_name
-from tunix_sgljax.mappings import built_in_targets, lora_in_axes
+from tunix_sgljax.mappings import built_in_targets, lora_factor, lora_in_axes
 
 _A, _B = "_lora_a", "_lora_b"
 _WEIGHT = ".weight"
@@ -100,7 +100,8 @@ def hf_pairs(
                         f"{list(shape)}"
                     )
                 else:
-                    found[target] = HfPair(a, b, scale.of(a.shape[0]))
+                    factor = lora_factor(name, num_in=a.shape[1])
+                    found[target] = HfPair(a, b, scale.of(a.shape[0]) / factor)
         except ValueError as error:
             problems.append(f"{name!r}: {error}")
     if problems:
@@ -163,7 +164,7 @@ def _merged(tensor: HfTensor, pair: HfPair, dtype: np.dtype) -> HfTensor:
 def write_peft(
     folder: Path,
     pairs: Mapping[str, HfPair],
-    base: Mapping[str, HfTensor],
+    base: Iterable[str],
     *,
     base_name: str,
     dtype: np.dtype | None = None,
@@ -173,7 +174,7 @@ def write_peft(
     Args:
         folder: An existing folder.
         pairs: Pairs by names of base tensors.
-        base: Tensors of the base; only their names are used.
+        base: Names of all tensors of the base.
         base_name: Name of the base model to write into the adapter.
         dtype: Dtype of the pairs; None keeps theirs.
     """
@@ -191,9 +192,7 @@ def write_peft(
     return [config_path, weights_path]
 
 
-def peft_config(
-    pairs: Mapping[str, HfPair], base: Mapping[str, HfTensor], base_name: str
-) -> dict[str, Any]:
+def peft_config(pairs: Mapping[str, HfPair], base: Iterable[str], base_name: str) -> dict[str, Any]:
     """The contents of adapter_config.json.
 
     Rank and alpha are those of most pairs; `rank_pattern` and `alpha_pattern` have the others.

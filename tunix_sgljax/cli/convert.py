@@ -118,11 +118,12 @@ def _write_adapter(args: argparse.Namespace, source: Path, output: Path) -> str:
     if not found.pairs:
         raise InvalidConfigError(f"--peft needs LoRA parameters; {found.folder} has none")
     if found.tensors is not None:
-        check_same(found.tensors, found.originals, str(base))
-    pairs = found.hf_pairs(scale)
+        check_same(found.tensors, found.base.of_text, str(base))
+    pairs = {found.base.module(name): pair for name, pair in found.hf_pairs(scale).items()}
+    modules = found.base.all_modules
     with _partial_folder(output) as partial:
         dtype = _numpy_dtype(args.dtype)
-        write_peft(partial, pairs, found.originals, base_name=str(args.base), dtype=dtype)
+        write_peft(partial, pairs, modules, base_name=str(args.base), dtype=dtype)
     return f"wrote an adapter of {len(pairs)} pairs for {args.base}: {output}"
 
 

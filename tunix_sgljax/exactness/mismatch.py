@@ -333,8 +333,9 @@ def _computed_dtype(model: nnx.Module, graphdef: Any, state: Any) -> str:
 
     It comes from the config or from the logits, which some models cast to float32 at the end.
     """
-    ids_BT = jax.ShapeDtypeStruct((1, 1), np.int32)
-    mask_BTS = jax.ShapeDtypeStruct((1, 1, 1), np.bool_)
+    # Two tokens: Tunix's Gemma 4 takes one for a decode step, which needs a cache.
+    ids_BT = jax.ShapeDtypeStruct((1, 2), np.int32)
+    mask_BTS = jax.ShapeDtypeStruct((1, 2, 2), np.bool_)
 
     def logits(state: Any, ids_BT: Any, mask_BTS: Any) -> Any:
         model = nnx.merge(graphdef, state)

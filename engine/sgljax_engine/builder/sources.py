@@ -19,7 +19,7 @@ from sgljax_engine.models.weight_rules import hf_rules, logical_rules
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.weights import loader
 from sgljax_engine.weights.hf_json import read_json
-from sgljax_engine.weights.rules import WeightRule, check_rules
+from sgljax_engine.weights.rules import Rule, RuleTable, WeightRule, check_rules
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -104,11 +104,19 @@ def pick_weights(
 
 
 def folder_weights(
-    model: ModelConfig, folder: str | Path, progress: ProgressListener | None = None
+    model: ModelConfig,
+    folder: str | Path,
+    progress: ProgressListener | None = None,
+    rules: Sequence[WeightRule] | None = None,
 ) -> WeightSource:
-    """The weights of a Hugging Face folder, still on the host."""
+    """The weights of a Hugging Face folder that the rules take, still on the host.
+
+    What they ignore, such as the vision tower of a multimodal model, is not read.
+    """
+    rules = hf_rules(model) if rules is None else check_rules(rules)
+    table = RuleTable([rule for rule in rules if isinstance(rule, Rule)])
     with reporting(progress, "read weights", loader.folder_bytes(folder), "B") as advance:
-        return WeightSource(loader.read_hf_folder(folder, advance), hf_rules(model))
+        return WeightSource(loader.read_hf_folder(folder, advance, table.ignores), rules)
 
 
 def same_model_weights(
@@ -141,8 +149,7 @@ def same_model_weights(
     ]
     if differing:
         raise WeightLoadError(f"{folder} holds another model: {'; '.join(differing)}")
-    source = folder_weights(model, folder)
-    return source if rules is None else source._replace(rules=check_rules(rules))
+    return folder_weights(model, folder, rules=rules)
 
 
 def dummy_weights(model: ModelConfig, seed: int) -> WeightSource:

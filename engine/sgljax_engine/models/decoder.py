@@ -239,6 +239,10 @@ class _Layers(NamedTuple):
             return x + out, experts
         x = x + self.norm("post_attention_layernorm", out)
         out, experts = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
+        if self.context.config.moe is not None:
+            beside, experts = self.experts_beside(x)
+            out = self.norm("post_feedforward_layernorm_1", out)
+            out = out + self.norm("post_feedforward_layernorm_2", beside)
         return x + self.norm("post_feedforward_layernorm", out), experts
 
     def add_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
@@ -272,16 +276,44 @@ class _Layers(NamedTuple):
     def mlp(self, prefix: str, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Its output, and if the context returns them the experts [T, k] of each token."""
         moe = self.context.config.moe
-        if moe is not None:
+        if moe is not None and not moe.is_beside_mlp:
             change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
             logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
             activation = self.traits.activation
-            out, ids = mixture(
-                self.params, self.context, prefix, h, logits, activation, self.is_used
+            return self.returned(
+                mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
             )
-            return out, ids.astype(moe.id_dtype) if self.context.returns_routed else None
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
         return self.linear(prefix + "down_proj", self.traits.activation(gate) * up), None
+
+    def returned(self, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        """The output of `mixture`, with the experts only if the context returns them."""
+        moe = self.context.config.moe
+        assert moe is not None
+        return out[0], out[1].astype(moe.id_dtype) if self.context.returns_routed else None
+
+    def experts_beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The experts of a layer that has an MLP too, before their norm (Gemma 4); as `mlp`."""
+        params, context, layout = self.params, self.context, self.layout
+        moe, inputs = context.config.moe, self.norm("pre_feedforward_layernorm_2", x)
+        assert moe is not None
+        routed = self.norm(None, inputs if moe.routes_experts_input else x)
+        routed = routed * layout.per_feature(params["router.scale"])
+        routed = routed * jnp.asarray(context.config.hidden_size**-0.5, x.dtype)
+        change = _adapter_change(params, context, "router.proj", routed, self.adapters)
+        logits = router_logits(params["router.proj.weight"], routed, context, change)
+        return self.returned(
+            mixture(
+                params,
+                context,
+                "",
+                inputs,
+                logits,
+                self.traits.activation,
+                self.is_used,
+                params["router.per_expert_scale"],
+            )
+        )
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         out = self.context.linear(self.params[f"{name}.weight"], x)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.model_config import ModelConfig, MoEConfig
 from sgljax_engine.models.mixture import mixture_specs
 from sgljax_engine.models.spec import KVHeads, ParamAxis, ParamKind, ParamSpec
 
@@ -54,10 +54,10 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
         if traits.has_post_norms:
             specs.norm(f"{layer}.pre_feedforward_layernorm", dim)
             specs.norm(f"{layer}.post_feedforward_layernorm", dim)
-        if config.moe is not None:
-            specs.found.update(mixture_specs(f"{layer}.mlp.", dim, config.moe))
-        else:
+        if config.moe is None or config.moe.is_beside_mlp:
             specs.mlp(f"{layer}.mlp", config.mlp_size(i))
+        if config.moe is not None:
+            specs.experts(layer, config.moe)
         if has_inputs:
             specs.project(f"{layer}.per_layer_input_gate", dim, config.per_layer_input_size)
             specs.project(f"{layer}.per_layer_projection", config.per_layer_input_size, dim)
@@ -120,6 +120,19 @@ class _Specs(NamedTuple):
     def heads(self, name: str, size: int, axis: ParamAxis) -> None:
         has_bias = self.traits.has_qkv_bias or self.config.attention_bias
         self.project(name, self.config.hidden_size, size, (None, axis), has_bias=has_bias)
+
+    def experts(self, layer: str, moe: MoEConfig) -> None:
+        dim = self.config.hidden_size
+        if not moe.is_beside_mlp:
+            self.found.update(mixture_specs(f"{layer}.mlp.", dim, moe))
+            return
+        self.found.update(mixture_specs(f"{layer}.", dim, moe, "router.proj"))
+        for name, size in (("scale", dim), ("per_expert_scale", moe.num_experts)):
+            name = f"{layer}.router.{name}"
+            self.found[name] = ParamSpec((size,), ParamKind.SCALE, (None,), name)
+        for norm in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"):
+            self.norm(f"{layer}.{norm}", dim)
+        self.norm(f"{layer}.pre_feedforward_layernorm_2", dim)
 
     def mlp(self, name: str, size: int) -> None:
         dim, has_bias = self.config.hidden_size, self.config.mlp_bias

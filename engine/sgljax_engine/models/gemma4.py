@@ -1,9 +1,10 @@
-"""Gemma 4, text: E2B, E4B, 12B and 31B (Gemma 4 model card, 2026).
+"""Gemma 4, text: E2B, E4B, 12B, 31B and 26B-A4B (Gemma 4 model card, 2026).
 
 Gemma 3 with norm weights stored whole, values that are normalised too, unscaled products of queries
 and keys, and a factor for the output of each layer. Layers with full attention have other heads
 than sliding ones. The last layers may read the keys of earlier ones, layers with full attention may
-take their keys as values, and each layer may take further embeddings of the token.
+take their keys as values, and each layer may take further embeddings of the token, or have experts
+beside its MLP.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgljax_engine.errors import UnsupportedModelError
-from sgljax_engine.model_config import AttentionConfig, KVShape, ModelConfig, RopeConfig
+from sgljax_engine.model_config import AttentionConfig, KVShape, ModelConfig, MoEConfig, RopeConfig
 from sgljax_engine.models import gemma, hf
 from sgljax_engine.models.decoder import decoder
 
@@ -48,7 +49,7 @@ def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
     bidirectional = config.get("use_bidirectional_attention")
     if bidirectional == "vision":
         config = {**config, "use_bidirectional_attention": None}
-    hf.check_settings(config, hidden_activation=gemma.GELU, enable_moe_block=False)
+    hf.check_settings(config, hidden_activation=gemma.GELU)
     inputs = config.get("hidden_size_per_layer_input", 256) or 0
     table = config.get("vocab_size_per_layer_input")
     if inputs and table is not None and table != config.get("vocab_size"):
@@ -66,6 +67,17 @@ def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
         final_logit_softcap=config.get("final_logit_softcapping"),
         per_layer_input_size=inputs,
         shared_kv_intermediate_size=2 * size if wide else None,
+        moe=_moe(config) if config.get("enable_moe_block") else None,
+    )
+
+
+def _moe(config: hf.HfConfig) -> MoEConfig:
+    return MoEConfig(
+        num_experts=hf.require(config, "num_experts"),
+        num_experts_per_token=hf.require(config, "top_k_experts"),
+        intermediate_size=hf.require(config, "moe_intermediate_size"),
+        norm_topk_prob=True,
+        is_beside_mlp=True,
     )
 
 

@@ -97,9 +97,14 @@ def check_settings(hf: HfConfig, **supported: Any) -> None:
 
 def check_full_attention(hf: HfConfig) -> None:
     """Refuses `layer_types` other than full attention."""
+    check_layer_types(hf, FULL)
+
+
+def check_layer_types(hf: HfConfig, only: str) -> None:
+    """Refuses `layer_types` other than `only`, for models whose layers are all of one type."""
     for kind in hf.get("layer_types") or ():
-        if kind != FULL:
-            raise UnsupportedModelError(f"layer_types {kind!r} is not supported, only {FULL!r}")
+        if kind != only:
+            raise UnsupportedModelError(f"layer_types {kind!r} is not supported, only {only!r}")
 
 
 def sliding_layers(hf: HfConfig, pattern: int) -> tuple[bool, ...]:

@@ -15,15 +15,18 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Projections of an expert, by Hugging Face's names."""
 
 
-def mixture_specs(prefix: str, hidden_size: int, moe: MoEConfig) -> dict[str, ParamSpec]:
+def mixture_specs(
+    prefix: str, hidden_size: int, moe: MoEConfig, router: str = "gate"
+) -> dict[str, ParamSpec]:
     """The parameters of a layer's router and experts.
 
     Args:
         prefix: Of their names: "model.layers.0.mlp.".
         hidden_size: Channels between layers.
         moe: The experts.
+        router: The router's name behind the prefix.
     """
-    router = f"{prefix}gate.weight"
+    router = f"{prefix}{router}.weight"
     specs = {
         router: ParamSpec((hidden_size, moe.num_experts), ParamKind.LINEAR, (None, None), router)
     }
@@ -47,6 +50,7 @@ def mixture(
     logits: jax.Array,
     activation: Callable[[jax.Array], jax.Array],
     is_used: jax.Array | None,
+    scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of each token's experts, chosen by the softmax of the router's logits.
 
@@ -58,6 +62,7 @@ def mixture(
         logits: [T, E] float32 in the context's layout, see `router_logits`.
         activation: Activation of an expert's gate.
         is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
+        scales: [E], factors of the experts' outputs; None for ones.
 
     Returns:
         [T, D] in the context's layout, and the experts of each token as in `Routing.ids`.
@@ -67,6 +72,9 @@ def mixture(
     routing = route(
         layout.tokens_first(logits), moe.num_experts_per_token, is_normalized=moe.norm_topk_prob
     )
+    if scales is not None:
+        weights = routing.weights * scales.astype(jnp.float32)[routing.ids]
+        routing = routing._replace(weights=weights)
     experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
     options = MixOptions(context.projections, layout, activation, context.is_deterministic)
     token_major = layout.materialize(layout.tokens_first(x))

@@ -108,7 +108,11 @@ def _split_tensor_axis(model: ModelConfig, tp_size: int) -> list[tuple[str, int]
 def check_divides(model: ModelConfig, tp_size: int) -> None:
     """Raises InvalidConfigError unless a model can be sharded over so many devices."""
     moe = model.moe
-    for name in ("num_heads", "vocab_size", *(() if moe else ("intermediate_size",))):
+    for name in (
+        "num_heads",
+        "vocab_size",
+        *(() if moe and not moe.is_beside_mlp else ("intermediate_size",)),
+    ):
         size = getattr(model, name)
         if size % tp_size:
             raise InvalidConfigError(

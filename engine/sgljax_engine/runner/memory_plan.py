@@ -119,6 +119,7 @@ def plan_memory(
         contiguous_kv=contiguous_kv,
         free_bytes=free,
         kv_bytes=pools.kv_bytes,
+        unshared_bytes=pools.kv_bytes + pools.saved_bytes,
     )
     num_window_pages = 0 if pools.windows is None else pools.windows.num_pages
     report = MemoryReport(
@@ -157,11 +158,13 @@ def _plan_rows(
     contiguous_kv: ContiguousKV,
     free_bytes: int | None,
     kv_bytes: int,
+    unshared_bytes: int,
 ) -> tuple[tuple[ContiguousShapes, ...] | None, int]:
     """Shapes and bytes of contiguous KV for decode attention on CPUs: all rows or none.
 
     Pages and rows together stay within `mem_fraction_static`. With "if_it_fits" there are also none
-    if the rows exceed twice the pages, as with a small `num_kv_tokens`.
+    if the rows exceed twice the pages, as with a small `num_kv_tokens`; `unshared_bytes` counts
+    pages of all layers, since rows are as long in sliding layers.
     """
     if contiguous_kv == "never":
         return None, 0
@@ -179,7 +182,7 @@ def _plan_rows(
         left = size
         if free_bytes is not None:
             left = max(int(free_bytes * config.cache.mem_fraction_static) - kv_bytes, 0)
-        if size <= left and (contiguous_kv == "always" or size <= 2 * kv_bytes):
+        if size <= left and (contiguous_kv == "always" or size <= 2 * unshared_bytes):
             return shapes, size
         problem = (
             f"takes {size} bytes for {num_rows} rows of {max_model_len} tokens; "

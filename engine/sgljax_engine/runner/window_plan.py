@@ -67,16 +67,18 @@ def split_windows(
     if config.cache.enable_return_routed_experts:
         full += page_size * placement.routed_bytes_per_token(model)
     one_pool = KVPools(num_pages, None, num_pages * (full + sliding), 0, rule)
-    if not (full and sliding) or config.cache.disable_hybrid_swa_memory:
+    if not sliding or config.cache.disable_hybrid_swa_memory:
         return one_pool
     sizes = _wanted_sizes(model, config, max_model_len)
     if rule == "mem_fraction_static":
-        affordable = one_pool.kv_bytes // 2 // sliding
+        affordable = one_pool.kv_bytes // (2 if full else 1) // sliding
         least = sizes.per_request + sizes.for_prefill
         sizes = sizes._replace(num_pages=max(min(sizes.num_pages, affordable), least))
         wanted = config.scheduler.max_running_requests * -(-max_model_len // page_size)
-        left = (one_pool.kv_bytes - sizes.num_pages * sliding) // full
-        num_pages, rule = (left, rule) if left < wanted else (wanted, FITS)
+        left = one_pool.kv_bytes - sizes.num_pages * sliding
+        # Pages that only have window pages take no memory.
+        fitting = left // full if full else wanted
+        num_pages, rule = (fitting, rule) if fitting < wanted else (wanted, FITS)
     if sizes.num_pages >= num_pages or num_pages < one_pool.num_pages:
         return one_pool
     kv_bytes = num_pages * full + sizes.num_pages * sliding

@@ -21,7 +21,14 @@ from sgljax_engine.errors import WeightSyncError
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.lora import ArraySpec, LoraTerm, lora_term
 from sgljax_engine.weights.moves import move
-from sgljax_engine.weights.rules import LoraRule, Match, Rule, WeightRule, flatten_named, match
+from sgljax_engine.weights.rules import (
+    LoraRule,
+    Match,
+    Rule,
+    RuleTable,
+    WeightRule,
+    flatten_named,
+)
 from sgljax_engine.weights.sync import TargetSpec, Weights, source_spec
 
 A_SUFFIX, B_SUFFIX = ".lora_a", ".lora_b"
@@ -202,6 +209,7 @@ def _plan(
     shapes = {name: target.shape for name, target in targets}
     names = {target.alias: name for name, target in targets} | {name: name for name, _ in targets}
     with_slots = {name for name, *_ in slots.targets}
+    table = RuleTable(mapping)
     steps: dict[str, _Step] = {}
     problems: list[str] = [] if pairs else ["there is no LoRA rule"]
     for rule in pairs:
@@ -216,7 +224,7 @@ def _plan(
             )
             continue
         shape = weight_shape(term, source)
-        matches = match(mapping, rule.weight, shape)
+        matches = table.match(rule.weight, shape)
         if not matches:
             problems.append(f"{rule.weight!r} has a LoRA pair but is mapped by no rule")
         for each in matches:

@@ -22,50 +22,64 @@ def folder_bytes(folder: str | Path) -> int:
 
 
 def read_hf_folder(
-    folder: str | Path, on_read: Callable[[int], None] = lambda num_bytes: None
+    folder: str | Path,
+    on_read: Callable[[int], None] = lambda num_bytes: None,
+    ignores: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, np.ndarray]:
-    """All tensors of a folder's safetensors files, by name.
+    """The tensors of a folder's safetensors files, by name.
 
     Reads `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
     Args:
         folder: Folder of the model.
-        on_read: Called with the bytes of each tensor once it is read.
+        on_read: Called with the bytes of each tensor once it is read, and with those that are left
+            unread of a file at its end.
+        ignores: Whether a tensor is left in its file, by its name.
 
     Raises:
         WeightLoadError: names the file that is missing, truncated or inconsistent with the index.
     """
     folder = Path(folder)
     if not (folder / _INDEX_FILE).exists():
-        return dict(_read_file(folder / _SINGLE_FILE, on_read))
+        found = _read_file(folder / _SINGLE_FILE, on_read, ignores)
+        return {name: tensor for name, tensor in found if tensor is not None}
     try:
         index = read_json(folder / _INDEX_FILE)
     except InvalidConfigError as error:
         raise WeightLoadError(str(error)) from error
     weight_map: dict[str, str] = index.get("weight_map") or {}
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray | None] = {}
     for file_name in sorted(set(weight_map.values())):
         if Path(file_name).name != file_name:
             raise WeightLoadError(f"{folder}: the index names {file_name!r}, not a file beside it")
-        for name, tensor in _read_file(folder / file_name, on_read):
+        for name, tensor in _read_file(folder / file_name, on_read, ignores):
             if weight_map.get(name) != file_name:
                 raise WeightLoadError(f"{folder / file_name} holds {name!r}, the index says not")
             tensors[name] = tensor
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
         raise WeightLoadError(f"{folder}: the index lists {missing}, which no shard holds")
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _read_file(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[str, np.ndarray]]:
+def _read_file(
+    path: Path, on_read: Callable[[int], None], ignores: Callable[[str], bool]
+) -> Iterator[tuple[str, np.ndarray | None]]:
+    """Each name of a file with its tensor; None for one that is ignored."""
     if not path.is_file():
         raise WeightLoadError(f"no such weights file: {path}")
     try:
+        num_left = path.stat().st_size
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
+                if ignores(name):
+                    yield name, None
+                    continue
                 tensor = file.get_tensor(name)
+                num_left -= tensor.nbytes
                 on_read(tensor.nbytes)
                 yield name, tensor
+        on_read(num_left)
     except (SafetensorError, OSError) as error:
         raise WeightLoadError(f"cannot read {path}: {error} (truncated download?)") from error
 

@@ -94,53 +94,69 @@ def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
     return checked
 
 
-def match(rules: Sequence[Rule], source: str, shape: Sequence[int] = ()) -> list[Match]:
-    """The first rule that matches the source name; if it takes a part, all such rules.
+class RuleTable:
+    """Finds the rules of source names; a multimodal model has thousands of both."""
 
-    Args:
-        rules: Rules of an update, without its LoRA rules.
-        source: A source parameter's name.
-        shape: Its shape, which gives the number of parts.
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        """Takes the rules of an update, without its LoRA rules."""
+        self._by_source: dict[str, list[Rule]] = {}
+        for rule in rules:
+            self._by_source.setdefault(rule.source, []).append(rule)
+        # Sources in the order of their first rules.
+        self._places = {source: place for place, source in enumerate(self._by_source)}
+        self._patterns = [(s, re.compile(_pattern(s))) for s in self._by_source if "*" in s]
 
-    Returns:
-        One match, one match per part of a fused or stacked parameter, or none.
-    """
-    found: list[Match] = []
-    for rule in rules:
-        if found and rule.source != found[0].rule.source:
-            continue
-        groups = _wildcards(rule.source, source)
-        if groups is None:
-            continue
-        if rule.part == "each":
-            size = shape[rule.part_axis] if -len(shape) <= rule.part_axis < len(shape) else 0
-            for part in range(size):
-                filled = _fill(rule.target, (*groups, str(part)))
-                found.append(Match(filled, rule, part))
-            break
-        into = rule.into
-        if into == "each":
-            if not groups or not groups[-1].isdecimal():
-                continue
-            groups, into = groups[:-1], int(groups[-1])
-        found.append(Match(_fill(rule.target, groups), rule, rule.part, into))
-        if rule.part is None:
-            break
-    return found
+    def match(self, source: str, shape: Sequence[int] = ()) -> list[Match]:
+        """The first rule that matches the source name; if it takes a part, all such rules.
+
+        Args:
+            source: A source parameter's name.
+            shape: Its shape, which gives the number of parts.
+
+        Returns:
+            One match, one match per part of a fused or stacked parameter, or none.
+        """
+        found: list[Match] = []
+        pattern, groups = self._first(source)
+        for rule in self._by_source.get(pattern, ()):
+            if rule.part == "each":
+                size = shape[rule.part_axis] if -len(shape) <= rule.part_axis < len(shape) else 0
+                for part in range(size):
+                    found.append(Match(_fill(rule.target, (*groups, str(part))), rule, part))
+                break
+            own, into = groups, rule.into
+            if into == "each":
+                if not groups or not groups[-1].isdecimal():
+                    continue
+                own, into = groups[:-1], int(groups[-1])
+            found.append(Match(_fill(rule.target, own), rule, rule.part, into))
+            if rule.part is None:
+                break
+        return found
+
+    def ignores(self, source: str) -> bool:
+        """Whether a rule ignores the source parameter on purpose."""
+        pattern, _ = self._first(source)
+        rules = self._by_source.get(pattern)
+        return bool(rules) and rules[0].target is None
+
+    def _first(self, source: str) -> tuple[str, tuple[str, ...]]:
+        """The source of the first rule that matches a name, and what its wildcards stand for.
+
+        The name itself if no rule does.
+        """
+        limit = self._places.get(source, len(self._places))
+        for pattern, compiled in self._patterns:
+            if self._places[pattern] >= limit:
+                break
+            names = compiled.fullmatch(source)
+            if names is not None:
+                return pattern, names.groups()
+        return source, ()
 
 
-def _wildcards(pattern: str, source: str) -> tuple[str, ...] | None:
-    """What the `*`s of a rule's source stand for in a name; None if it does not match."""
-    if "*" not in pattern:
-        return () if pattern == source else None
-    names = _compiled(pattern).fullmatch(source)
-    return None if names is None else names.groups()
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    wild = re.escape(pattern).replace(r"\*\*", r"(.+)").replace(r"\*", r"([^.]+)")
-    return re.compile(wild)
+def _pattern(source: str) -> str:
+    return re.escape(source).replace(r"\*\*", r"(.+)").replace(r"\*", r"([^.]+)")
 
 
 def _fill(target: str | None, groups: Sequence[str]) -> str | None:

@@ -34,9 +34,9 @@ from sgljax_engine.weights.rules import (
     LoraRule,
     Match,
     Rule,
+    RuleTable,
     WeightRule,
     flatten_named,
-    match,
 )
 from sgljax_engine.xla_options import transposition_options
 
@@ -230,7 +230,7 @@ def plan_sync(
     """
     names = {spec.alias: name for name, spec in targets.items()} | {name: name for name in targets}
     steps: dict[str, Step] = {}
-    mapping = [rule for rule in rules if isinstance(rule, Rule)]
+    mapping = RuleTable([rule for rule in rules if isinstance(rule, Rule)])
     pairs = [rule for rule in rules if isinstance(rule, LoraRule)]
     terms, problems = lora_terms(pairs, source)
     factors = {name for pair in pairs for name in (pair.a, pair.b)}
@@ -238,7 +238,7 @@ def plan_sync(
     for name, spec in source.items():
         if name in factors:
             continue
-        matches = match(mapping, name, spec.shape)
+        matches = mapping.match(name, spec.shape)
         problems.extend(_coverage_problems(name, spec, matches))
         for found in matches:
             if found.target is None:

@@ -112,7 +112,7 @@ def paged_attention(
         # Operands are counted with the four prefetched ones.
         input_output_aliases={} if new is None else {7: 1, 8: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        cost_estimate=_cost(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes),
+        cost_estimate=_cost(q_NQDh, new, k_pages, page_table_NP.shape[1], sizes, scores),
         interpret=interpret,
         name="paged_attention",
     )(page_table_NP, starts_N, kv_lens_N, runs_N, q, *fresh, k_pages, v_pages)
@@ -127,10 +127,17 @@ def _cost(
     pages: jax.Array,
     max_pages: int,
     sizes: Sizes,
+    scores: Scores,
 ) -> pl.CostEstimate:
     """What a call takes if each request fills its page table; the compiler schedules by it."""
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
-    num_scores = num_blocks * num_queries * num_heads * max_pages * sizes.page_size
+    num_keys = max_pages * sizes.page_size
+    if scores.sliding_window is not None:
+        num_keys = min(num_keys, scores.sliding_window)
+        # A step reads the windows of all its tokens, which begin and end within pages.
+        num_seen = num_keys + sizes.step_blocks * num_queries
+        max_pages = min(max_pages, -(-num_seen // sizes.page_size) + 1)
+    num_scores = num_blocks * num_queries * num_heads * num_keys
     page_bytes = pages[0].size * pages.dtype.itemsize
     # Keys and values of each page once a step; queries and outputs; the new ones, and their pages.
     num_steps = num_blocks // sizes.step_blocks

@@ -1,0 +1,27 @@
+"""Mistral 7B, v0.1 to v0.3 (Mistral 7B, 2023): Llama's decoder, whose layers may all slide."""
+
+from __future__ import annotations
+
+from sgljax_engine.model_config import AttentionConfig, ModelConfig
+from sgljax_engine.models import hf
+from sgljax_engine.models.decoder import decoder
+from sgljax_engine.models.decoder_params import DecoderTraits
+
+_DEFAULT_WINDOW = 4096
+"""Of a config.json without `sliding_window`; null is no window, as v0.2 and v0.3 have it."""
+
+
+def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
+    hf.check_settings(config, hidden_act="silu")
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    # transformers slides in all layers or in none, whatever `layer_types` says.
+    hf.check_layer_types(config, hf.FULL if window is None else hf.SLIDING)
+    attention = AttentionConfig()
+    if window is not None:
+        num_layers = hf.require(config, "num_hidden_layers")
+        attention = AttentionConfig(sliding_window=window, sliding_layers=(True,) * num_layers)
+    rope = hf.read_rope(config, default_theta=10_000.0)
+    return hf.dense_config(config, rope=rope, tied_by_default=False, attention=attention)
+
+
+MODEL = decoder(DecoderTraits(), _config_from_hf)

@@ -1,0 +1,38 @@
+"""The state machine of interruptions with a pool of sliding windows.
+
+`python -m tests.engine.window_machine NUMBER` runs so many examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import unittest
+
+import jax
+
+from sgljax_engine import AttentionConfig, RopeConfig
+from tests.engine import interrupt_model, test_interrupt_machine
+from tests.engine.models import TINY
+
+MODEL = dataclasses.replace(
+    TINY,
+    architecture="Gemma3ForCausalLM",
+    num_layers=3,
+    tie_word_embeddings=True,
+    attention=AttentionConfig(
+        sliding_window=5,
+        sliding_layers=(True, True, False),
+        sliding_rope=RopeConfig(theta=1e4),
+    ),
+)
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)
+    interrupt_model.use(MODEL, max_running_requests=3)
+    subject = test_interrupt_machine.make_subject()
+    pool = subject.engine._group.loops[0]._core.pool
+    assert pool.windows is not None
+    test = test_interrupt_machine.machine(int(sys.argv[1]))
+    result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(test))
+    sys.exit(not result.wasSuccessful())
