@@ -97,6 +97,27 @@ The Tunix rollout returns the *scaled* log-probs, because the trainer recomputes
 log softmax(logits / temperature), without penalties and filters. The rollout's `logprobs_mode`
 selects others.
 
+## Experts
+
+With `enable_return_routed_experts=True`, which a model without experts refuses, each output says
+which experts its tokens went through, so that a trainer can replay the choices:
+`RequestOutput.routed_experts`, in dicts `meta_info["routed_experts"]`, is an array [tokens,
+layers, experts of a token], uint8 for up to 256 experts. The experts of a token are in descending
+order of their probabilities. There is a row for each token of prompt and output but the last one,
+which the model has not seen. A stream has it in its last item.
+
+The choices are kept beside the keys of each token, and follow them: into the prefix cache,
+through page copies, and to the host while the engine sleeps. So they are those of the pass that
+computed the keys that the request ended with. A request that was retracted is prefilled again,
+and has the choices of the weights that did so. The memory plan counts them: 384 bytes a token for
+Qwen3-30B-A3B, 0.4 % of its keys in bfloat16.
+
+It is None for a request that is aborted while it waits or is being prefilled, and for an output
+that was finished when a [checkpoint](checkpoints.md) was saved. Checkpoints leave KV pages out:
+restored requests are prefilled again.
+
+`tests/engine/test_routed_experts.py` compares all of this with one pass over prompt and output.
+
 ## Streaming
 
 `generate(stream=True)` returns an iterator immediately. Each item has `index`, the position of its

@@ -64,6 +64,9 @@ class CacheConfig:
         disable_radix_cache: Do not share pages between requests or keep pages after a request ends.
         disable_hybrid_swa_memory: Keep keys of sliding layers that have left their window, in the
             same pages as those of the other layers.
+        enable_return_routed_experts: Return the experts that each token went through, see
+            `RequestOutput.routed_experts`. They are kept beside the keys of each token. For models
+            with experts.
     """
 
     page_size: int = 16
@@ -71,6 +74,7 @@ class CacheConfig:
     mem_fraction_static: float = 0.2
     disable_radix_cache: bool = False
     disable_hybrid_swa_memory: bool = False
+    enable_return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
@@ -84,9 +88,13 @@ class CacheConfig:
             fraction,
             "a number in (0, 1)",
         )
-        for name in ("disable_radix_cache", "disable_hybrid_swa_memory"):
-            disable = getattr(self, name)
-            require(isinstance(disable, bool), name, disable, "True or False")
+        for name in (
+            "disable_radix_cache",
+            "disable_hybrid_swa_memory",
+            "enable_return_routed_experts",
+        ):
+            flag = getattr(self, name)
+            require(isinstance(flag, bool), name, flag, "True or False")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

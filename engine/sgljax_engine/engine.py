@@ -142,6 +142,7 @@ class Engine:
         check_adapters(adapters or {}, config.lora)
         self._model = model_config
         self._checks_finite = config.runtime.check_finite
+        self._returns_routed = config.cache.enable_return_routed_experts
         self._generation = read_generation_config(model_path) if model_path is not None else {}
         if tokenizer is not None:
             tokenizer = wrap_tokenizer(tokenizer)
@@ -179,6 +180,11 @@ class Engine:
     def model_config(self) -> ModelConfig:
         """The model's shape."""
         return self._model
+
+    @property
+    def returns_routed_experts(self) -> bool:
+        """Whether outputs have `routed_experts`, as `enable_return_routed_experts` asks."""
+        return self._returns_routed
 
     @property
     def max_model_len(self) -> int:

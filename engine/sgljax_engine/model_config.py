@@ -160,6 +160,12 @@ class MoEConfig:
             f"at most num_experts ({self.num_experts})",
         )
 
+    @property
+    def id_dtype(self) -> str:
+        """Name of the smallest unsigned dtype that holds an expert's index."""
+        sizes = {"uint8": 2**8, "uint16": 2**16}
+        return next((name for name, size in sizes.items() if self.num_experts <= size), "uint32")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:

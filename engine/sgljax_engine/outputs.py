@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.types import FinishReason, PromptLogprobs, TopLogprobs
 
@@ -42,6 +44,11 @@ class RequestOutput:
         num_retractions: Times it lost its pages and was prefilled again.
         token_weight_versions: For each output token, the weight version that sampled it;
             ascending.
+        routed_experts: [tokens, num_layers, experts_per_token] uint8, or uint16 for more than 256
+            experts: the experts that each token went through in each layer, by descending
+            probability. Of all tokens of prompt and output but the last, which the model has not
+            seen. None without `enable_return_routed_experts`, in a streamed piece that is not the
+            last, and for a request that was ended while some tokens had no keys.
     """
 
     rid: str
@@ -62,6 +69,7 @@ class RequestOutput:
     time_to_first_token_s: float | None
     num_retractions: int
     token_weight_versions: list[int]
+    routed_experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -85,7 +93,8 @@ class RequestOutput:
         `(logprob, token id, None)` triple: `output_token_logprobs` (raw); if asked for,
         `input_token_logprobs` of the prompt from `logprob_start_len` on, and
         `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` with a list of triples
-        for each position. `output_processed_logprobs` is this engine's own.
+        for each position. `output_processed_logprobs` is this engine's own. `routed_experts` is
+        there unless it is None.
         """
         finish = self.finish
         meta: dict[str, Any] = {
@@ -109,6 +118,8 @@ class RequestOutput:
                 prompt = self.prompt_ids[self.logprob_options.start_len :]
                 meta["input_token_logprobs"] = _entries(self.prompt_logprobs.logprobs, prompt)
                 meta |= self._extras("input", self.prompt_logprobs.extras)
+        if self.routed_experts is not None:
+            meta["routed_experts"] = self.routed_experts
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
 
     def _extras(self, side: str, extras: Sequence[TopLogprobs | None]) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class Request:
     output token. `lora` names the request's adapter, None for the base model alone; `adapter` is
     the slot that the engine thread found for it. `seen` is created when a batch first needs it,
     only for rows with penalties. `pages` is an array of C ints, which numpy copies into a page
-    table without a loop.
+    table without a loop. `routed` holds the experts of its first tokens, as far as they were read:
+    [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place.
     """
 
     rid: str
@@ -146,6 +147,7 @@ class Request:
     prompt_logprobs: PromptLogprobs | None = None
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     seen: TokenCounts | None = None
+    routed: np.ndarray | None = None
     num_computed: int = 0
     num_cached: int = 0
     num_retractions: int = 0

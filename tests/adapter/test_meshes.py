@@ -193,7 +193,7 @@ for params in map(params_of, (other, model)):
         assert each.find_differing_weights(params) == []
     assert rollout.engine.get_weights_checksum() == single.engine.get_weights_checksum()
     assert tokens_of(rollout, prompts) == tokens_of(single, prompts)
-pages = rollout.engine._group.loops[0]._core.runner.kv_memory.kv[0].k
+pages = rollout.engine._group.loops[0]._core.runner.kv_memory.kv.layers[0].k
 assert {shard.data.shape for shard in pages.addressable_shards} == {pages.shape}
 rollout.close()
 single.close()

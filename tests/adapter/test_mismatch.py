@@ -62,8 +62,8 @@ def request_of(requests):
 
 def corrupted(kv, page):
     """Pages with other values in one of them, in the first layer."""
-    first = kv[0]
-    return (first._replace(v=first.v.at[page].add(0.5)), *kv[1:])
+    first, *others = kv.layers
+    return kv._replace(layers=(first._replace(v=first.v.at[page].add(0.5)), *others))
 
 
 # ------------------------------------------------------------------ sound rollouts

@@ -29,7 +29,7 @@ report = compile_programs(
     dataclasses.replace(TWO_LAYERS, architecture="Qwen3MoeForCausalLM", moe=moe),
     chip=parse_topology(topology)[0],
     mesh=topology_mesh(topology, shape),
-    config=EngineConfig.from_options(OPTIONS),
+    config=EngineConfig.from_options({{**OPTIONS, **json.loads(sys.argv[3])}}),
 )
 print(json.dumps(to_json(report, "two layers", topology)))
 """
@@ -43,7 +43,7 @@ print(json.dumps(to_json(report, "two layers", topology)))
     ids=["one", "by_width", "by_experts"],
 )
 def test_each_product_is_one_kernel_that_copies_nothing(topology, tp_size):
-    done = run_compiler("-c", SCRIPT, topology, json.dumps((1, tp_size)))
+    done = run_compiler("-c", SCRIPT, topology, json.dumps((1, tp_size)), "{}")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     decode = {program["name"]: program for program in found["programs"]}["decode"]
@@ -60,3 +60,18 @@ def test_each_product_is_one_kernel_that_copies_nothing(topology, tp_size):
     body = found["preview"]["num_parameters"] - layers * NUM_EXPERTS * an_expert
     least = 2 * ROWS * (body + layers * NUM_CHOSEN * an_expert) / tp_size
     assert decode["flops"] < 3 * least < 2 * ROWS * found["preview"]["num_parameters"] / tp_size
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "tp_size"), [("v5e:1x1", 1), ("v6e:2x1", 2)])
+def test_kept_experts_are_not_copied(topology, tp_size):
+    """The array of all tokens' experts has the layout that programs write it in."""
+    options = {"enable_return_routed_experts": True}
+    done = run_compiler("-c", SCRIPT, topology, json.dumps((1, tp_size)), json.dumps(options))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    programs = {program["name"]: program for program in found["programs"]}
+    assert "read_routed" in programs
+    for program in programs.values():
+        assert not [copy for copy in program["copies"] if copy["array"].startswith("u8")]

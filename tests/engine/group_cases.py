@@ -266,7 +266,7 @@ def sizes() -> None:
         seen = preview_engine(ONE, mesh=mesh, config=EngineConfig.from_options(FEW | options))
         assert (seen.num_engines, seen.tp_size) == (count, size), options
     with make(None, tp_size=2, data_parallel_size=2) as engine:
-        found = [core.runner.kv_memory.kv[0].k.devices() for core in cores(engine)]
+        found = [core.runner.kv_memory.kv.layers[0].k.devices() for core in cores(engine)]
         assert found == [set(jax.devices()[:2]), set(jax.devices()[2:4])]
         memory = engine.get_internal_state().memory
         assert (memory.num_engines, memory.tp_size) == (2, 2)

@@ -82,7 +82,7 @@ def check_memory(engine: Engine, model: ModelConfig, mesh: Mesh) -> None:
     """Each device holds its kv heads of every cached layer, and the report counts all of them."""
     runner, tp_size = engine._group.loops[0]._core.runner, mesh.size
     report = engine.get_internal_state().memory
-    layers = runner.kv_memory.kv
+    layers = runner.kv_memory.kv.layers
     assert len(layers) == len(model.cached_kv)
     for layer, shape in zip(layers, model.cached_kv, strict=True):
         shards = [shard.data.shape for shard in layer.k.addressable_shards]

@@ -108,9 +108,9 @@ def test_requests_decode_between_copies(engine, expected, tmp_path, monkeypatch)
     for owner, name in ((KVMemory, "save_pages"), (ModelRunner, "decode")):
         real = getattr(owner, name)
 
-        def noted(self, arg, name=name, real=real):
+        def noted(self, arg, *rest, name=name, real=real):
             events.append((name, len(arg) if name == "save_pages" else 0))
-            return real(self, arg)
+            return real(self, arg, *rest)
 
         monkeypatch.setattr(owner, name, noted)
     before_copies(monkeypatch, engine.continue_generation)

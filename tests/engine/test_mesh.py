@@ -90,7 +90,7 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
             for a, b in zip(engine.score(prompts[:3]), scored):
                 np.testing.assert_allclose(a, b, atol=1e-4)
             cores = [loop._core for loop in engine._group.loops]
-            layers = [core.runner.kv_memory.kv[0].k for core in cores]
+            layers = [core.runner.kv_memory.kv.layers[0].k for core in cores]
             assert set().union(*(layer.sharding.device_set for layer in layers)) == set(devices[:2])
             for layer in layers:
                 shard = layer.addressable_shards[0].data.shape
@@ -149,7 +149,8 @@ with Engine(model_config=ONE, weights=spread_weights(ONE), page_size=4, **few) a
     source = jax.device_put(spread_weights(ONE), devices[0])
     with Engine(model_config=ONE, weights=source, mesh=second, **few) as engine:
         assert outputs(engine) == expected
-        assert engine._group.loops[0]._core.runner.kv_memory.kv[0].k.devices() == {devices[4]}
+        pages = engine._group.loops[0]._core.runner.kv_memory.kv
+        assert pages.layers[0].k.devices() == {devices[4]}
 
 # Biases, a window, soft caps, tied and untied heads: as transformers computes them.
 mesh = Mesh(devices[:2].reshape(1, 2), ("fsdp", "tp"))

@@ -17,7 +17,7 @@ from sgljax_engine.attention.base import AttentionBackend, BlockTables
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.pallas import PallasAttention, gpu_backend
 from sgljax_engine.attention.registry import pick_attention
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV
 from sgljax_engine.kernels.gpu.paged_attention import HEAD_DIMS, choose_tiling
 from sgljax_engine.layers.basic import default_layout
 from sgljax_engine.layers.target import Target
@@ -123,7 +123,7 @@ def test_decode_and_prefill_lower_for_cuda():
         for name, spec in definition.param_specs(TINY).items()
     }
     pages = jax.ShapeDtypeStruct((32, TINY.num_kv_heads, 16, TINY.head_dim), jnp.bfloat16)
-    kv = (LayerKV(pages, pages),) * TINY.num_layers  # type: ignore[arg-type]
+    kv = KVPages((LayerKV(pages, pages),) * TINY.num_layers)  # type: ignore[arg-type]
 
     def num_kernels(program: Any, *args: Any) -> int:
         jitted = jax.jit(functools.partial(program, static=static), donate_argnums=1)

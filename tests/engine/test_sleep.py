@@ -37,8 +37,8 @@ BOTH = ("weights", "kv_cache")
 def poison(monkeypatch):
     """Pages that nobody has written hold NaN, so whoever reads them shows it."""
 
-    def allocate(**shape):
-        pages = kv_pages.allocate_kv_pages(**shape)
+    def allocate(*layers, **shape):
+        pages = kv_pages.allocate_kv_pages(*layers, **shape)
         return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
 
     monkeypatch.setattr(kv_memory, "allocate_kv_pages", allocate)

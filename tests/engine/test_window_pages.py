@@ -341,7 +341,7 @@ def test_layers_of_two_shapes_in_two_pools():
         with Engine(model_config=model, weights=spread_weights(model), **options) as engine:
             kv = engine._group.loops[0]._core.runner.kv_memory
             kv.take()
-            shapes = [layer.k.shape for layer in kv.kv]
+            shapes = [layer.k.shape for layer in kv.kv.layers]
             found.append([out.output_ids for out in engine.generate_requests(prompts(), GREEDY)])
     assert [shape[1:] for shape in shapes] == [(2, PAGE, 16), (1, PAGE, 32)]
     assert shapes[0][0] < shapes[1][0] == 2048 // PAGE

@@ -14,6 +14,7 @@ from tunix.experimental.rollout.sampler import (  # pyright: ignore[reportMissin
 )
 
 from sgljax_engine import EngineShutdownError, InvalidConfigError, InvalidRequestError
+from tests import tunix_families
 from tests import tunix_reference as ref
 from tests.adapter.helpers import rollout_config
 from tests.experimental.parts import (
@@ -69,6 +70,30 @@ def test_log_probs_are_in_the_metadata_even_if_nobody_asks(sampler):
     response = run(sampler.sample(request()))
     assert response.logprobs is None
     assert response.metadata["logprobs"].shape == (8,)
+
+
+def test_experts_of_each_token():
+    family = "qwen3_moe"
+    one, two, *_ = tunix_families.make_prompts(family)
+    with new_sampler(tunix_families.make(family), enable_return_routed_experts=True) as sampler:
+        first, second = run(sampler.sample([request(one), request(two)]))
+        for response in (first, second):
+            length = len(response.prompt_token_ids) + len(response.token_ids)
+            assert response.routed_experts.shape == (length - 1, 2, 3)
+            assert response.routed_experts.dtype == np.int32
+        later = {"return_routed_experts": True, "routed_experts_prompt_start": 3}
+        part = run(sampler.sample(request(one), **later))
+        np.testing.assert_array_equal(part.routed_experts, first.routed_experts[3:])
+        without = run(sampler.sample(request(one), return_routed_experts=False))
+        assert without.routed_experts is None
+        with pytest.raises(InvalidRequestError, match="routed_experts_prompt_start must be a co"):
+            run(sampler.sample(request(one), routed_experts_prompt_start=-1))
+
+
+def test_experts_need_an_option_of_the_rollout(sampler):
+    assert run(sampler.sample(request())).routed_experts is None
+    with pytest.raises(InvalidRequestError, match="rollout with enable_return_routed_experts"):
+        run(sampler.sample(request(), return_routed_experts=True))
 
 
 def test_kinds_of_prompts(sampler):
@@ -293,7 +318,8 @@ def test_rollouts_that_cannot_keep_the_contract_are_refused(model, options, matc
 
 def test_params_of_tunix_are_all_known():
     """A field that Tunix adds is refused by name until somebody decides what it means."""
-    assert set(SamplingParams.__dataclass_fields__) == {
+    later = {"return_routed_experts", "routed_experts_prompt_start"}
+    assert set(SamplingParams.__dataclass_fields__) - later == {
         "max_tokens",
         "temperature",
         "top_p",

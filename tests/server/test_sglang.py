@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import re
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.served import GREEDY, events_of, served_golden
+from sgljax_engine import Engine
+from tests.server.served import GOLDEN, GREEDY, OPTIONS, events_of, served_golden, serving
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 SHORT = {**GREEDY, "max_new_tokens": 12}
@@ -178,6 +181,31 @@ class TestInformation:
     def test_the_schema_names_every_route(self, served):
         paths = served.get("/openapi.json").json()["paths"]
         assert {"/generate", "/v1/completions", "/sleep", "/abort_request"} <= paths.keys()
+
+
+class TestRoutedExperts:
+    def test_as_sglang_encodes_them(self):
+        options = {**OPTIONS, "enable_return_routed_experts": True}
+        with (
+            Engine(GOLDEN / "qwen3_moe_odd_sharded", **options) as engine,
+            serving(engine) as served,
+        ):
+            body = {"input_ids": PROMPTS[0], "sampling_params": SHORT}
+            wanted = engine.generate(**body)["meta_info"]["routed_experts"]
+            assert "routed_experts" not in served.ok("/generate", body)["meta_info"]
+            body |= {"return_routed_experts": True}
+            replies = [served.ok("/generate", body)]
+            replies.append(events_of(served.post("/generate", {**body, "stream": True}))[-1])
+        for reply in replies:
+            data = base64.b64decode(reply["meta_info"]["routed_experts"])
+            found = np.frombuffer(data, np.int32).reshape(wanted.shape)
+            np.testing.assert_array_equal(found, wanted)
+
+    def test_refused_without_the_option(self, served):
+        body = {"input_ids": PROMPTS[0], "return_routed_experts": True}
+        response = served.post("/generate", body)
+        assert response.status_code == 400
+        assert "enable_return_routed_experts" in response.text
 
 
 class TestVLLM:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tunix.experimental.common.datatypes import (  # pyright: ignore[reportMissingImports]
@@ -33,6 +33,9 @@ _FIELDS = {
 
 _ALIASES = {"max_generation_steps": "max_tokens"}
 """Names of fields in Tunix's workers; a field's own name has priority."""
+
+_ROUTED_FIELDS = ("return_routed_experts", "routed_experts_prompt_start")
+"""Fields about the experts of tokens, which later releases of Tunix have."""
 
 _FINISH_REASONS = {"abort": "cancelled"}
 """The engine's finish reasons with a different name in Tunix."""
@@ -90,6 +93,61 @@ def prompt_ids(rollout: SglJaxRollout, prompt: Any) -> list[int]:
     )
 
 
+class RoutedOptions(NamedTuple):
+    """What a request wants to know about the experts of its tokens.
+
+    Attributes:
+        is_wanted: Whether the response has them. None, for releases of Tunix whose requests do not
+            say, follows the engine.
+        start: The token of the prompt from which they are returned.
+    """
+
+    is_wanted: bool | None = None
+    start: int = 0
+
+    def take(self, output: RequestOutput) -> np.ndarray | None:
+        """The experts of an output, int32 [tokens, num_layers, k]; None if they are not wanted."""
+        if self.is_wanted is False or output.routed_experts is None:
+            return None
+        return output.routed_experts[self.start :].astype(np.int32)
+
+
+def routed_options(
+    params: SamplingParams | None, options: Mapping[str, Any], *, are_kept: bool
+) -> RoutedOptions:
+    """What a request wants to know about experts; arguments as for `request_config`.
+
+    Args:
+        params: Parameters of the request.
+        options: Keywords of the `sample` call.
+        are_kept: Whether the engine has `enable_return_routed_experts`.
+
+    Raises:
+        InvalidRequestError: names the field and its value.
+    """
+    given = _given(params, options)
+    is_wanted, start = given.get(_ROUTED_FIELDS[0]), given.get(_ROUTED_FIELDS[1], 0)
+    if is_wanted and not are_kept:
+        raise InvalidRequestError(
+            "return_routed_experts=True needs a rollout with enable_return_routed_experts=True"
+        )
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise InvalidRequestError(f"routed_experts_prompt_start must be a count, got {start!r}")
+    return RoutedOptions(None if is_wanted is None else bool(is_wanted), start)
+
+
+def _given(params: SamplingParams | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields that a request or its call gives, by their names in `SamplingParams`."""
+    given: dict[str, Any] = {}
+    if params is not None:
+        given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    for name, value in options.items():
+        field = _ALIASES.get(name, name)
+        if field == name or field not in options:
+            given[field] = value
+    return given
+
+
 def request_config(
     base: RolloutConfig, params: SamplingParams | None, options: Mapping[str, Any]
 ) -> RolloutConfig:
@@ -104,13 +162,9 @@ def request_config(
     Raises:
         InvalidRequestError: for logits, beams and unknown keywords.
     """
-    wanted: dict[str, Any] = {}
-    if params is not None:
-        wanted = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    for name, value in options.items():
-        field = _ALIASES.get(name, name)
-        if field == name or field not in options:
-            wanted[field] = value
+    wanted = _given(params, options)
+    for name in _ROUTED_FIELDS:  # see `routed_options`
+        wanted.pop(name, None)
     for name, ignored in (("return_logits", (False, None)), ("beam_size", (1, None))):
         if (value := wanted.pop(name, None)) not in ignored:
             raise InvalidRequestError(f"{name}={value!r} is not supported by SglJaxSampler")
@@ -131,6 +185,7 @@ def to_response(
     policy_version: int,
     logprobs_mode: str,
     return_logprobs: bool,
+    routed: RoutedOptions,
 ) -> SamplingResponse:
     """Builds Tunix's response to a request.
 
@@ -144,11 +199,13 @@ def to_response(
         policy_version: Version for an answer without tokens.
         logprobs_mode: The rollout's mode.
         return_logprobs: Whether log-probs were asked for.
+        routed: What was asked for of experts.
     """
     finish = output.finish
     assert finish is not None
     logprobs = np.asarray(pick_logprobs(output, logprobs_mode), np.float32)
     is_aborted = finish.type == "abort"
+    experts = routed.take(output)
     return SamplingResponse(
         request_id=request.request_id,
         text=output.text,
@@ -162,4 +219,5 @@ def to_response(
             "policy_versions": policy_versions,
             "logprobs": logprobs,
         },
+        **({} if experts is None else {"routed_experts": experts}),
     )

@@ -194,6 +194,12 @@ class SglJaxSampler:
             requests.request_config(rollout.rollout_config, request.sampling_params, kwargs)
             for request in wanted
         ]
+        routed = [
+            requests.routed_options(
+                request.sampling_params, kwargs, are_kept=rollout.engine.returns_routed_experts
+            )
+            for request in wanted
+        ]
         params = [rollout.request_params(config) for config in configs]
         outputs = await rollout.async_generate_ids(ids, params)
         responses = [
@@ -204,8 +210,9 @@ class SglJaxSampler:
                 policy_version=self.policy_version,
                 logprobs_mode=rollout.logprobs_mode,
                 return_logprobs=config.return_logprobs,
+                routed=own,
             )
-            for request, config, output in zip(wanted, configs, outputs, strict=True)
+            for request, config, own, output in zip(wanted, configs, routed, outputs, strict=True)
         ]
         return responses[0] if is_single else responses
 

@@ -87,6 +87,7 @@ def build_group(
 ) -> tuple[BuiltGroup, Limits]:
     """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
+    check_has_experts(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
     placement = place(model, mesh, dtype, parallel)
@@ -152,6 +153,7 @@ def build_shapes(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     max_model_len = pick_max_model_len(model, config)
+    check_has_experts(model, config)
     parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     placement = place(model, mesh, dtype, parallel)
     count, engine = len(placement.engines), placement.engines[0]
@@ -186,6 +188,15 @@ def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
             f"got {asked}"
         )
     return asked or model.context_length
+
+
+def check_has_experts(model: ModelConfig, config: EngineConfig) -> None:
+    """Raises InvalidConfigError when a model without experts is to return them."""
+    if config.cache.enable_return_routed_experts and model.moe is None:
+        raise InvalidConfigError(
+            "enable_return_routed_experts must be False for a model without experts "
+            f"({model.architecture}), got True"
+        )
 
 
 def _build_core(

@@ -180,6 +180,7 @@ def _program_context(
         placement.layout,
         projections=pick_projections(runtime.linear_backend, placement.target).projections,
         lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
+        returns_routed=config.cache.enable_return_routed_experts,
     )
     if runtime.enable_deterministic_sampling:
         # Of devices that nobody has, the one width that every engine has.

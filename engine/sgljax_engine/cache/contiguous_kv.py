@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV, MakeZeros
+from sgljax_engine.cache.kv_pages import LayerKV, MakeZeros
 
 CHUNK = 64
 """Adjacent keys of a row: attention takes one chunk of several rows at a time."""
@@ -126,7 +126,7 @@ class RowTable(NamedTuple):
 
 def gather_rows(
     contiguous_kv: ContiguousKV,
-    kv: KVPages,
+    kv: Sequence[LayerKV],
     tables: Sequence[RowTable],
     kv_lens_B: jax.Array,
     end: jax.Array,
@@ -136,7 +136,7 @@ def gather_rows(
 
     Args:
         contiguous_kv: Rows from B on stay unchanged. Donate it.
-        kv: The pages.
+        kv: The pages of each layer.
         tables: Where the keys are, for each layer.
         kv_lens_B: [B] int32, tokens in the pages; what follows them becomes 0.
         end: Scalar int32; chunks up to this token are copied, later ones stay unchanged.

@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_LANES = 128
+"""Of a TPU's registers."""
+
 
 class LayerKV(NamedTuple):
     """One layer's cache.
@@ -97,8 +100,18 @@ def pack_heads(pages: Any, heads_per_row: int, numpy: Any) -> Any:
     return rows.reshape(count, num_rows, size, heads_per_row * dim)
 
 
-KVPages = tuple[LayerKV, ...]
-"""The whole cache, a pytree with one `LayerKV` for each of `ModelConfig.cached_layers`."""
+class KVPages(NamedTuple):
+    """The whole cache, a pytree.
+
+    Attributes:
+        layers: One for each of `ModelConfig.cached_layers`; none while nothing is allocated.
+        routed: [num_pages, page_size, W] unsigned, the experts of the same tokens: k of each layer,
+            by descending probability, then zeros up to `routed_width`. None if they are not kept.
+    """
+
+    layers: tuple[LayerKV, ...] = ()
+    routed: jax.Array | None = None
+
 
 MakeZeros = Callable[[tuple[int, ...], jnp.dtype, jax.sharding.Sharding], Any]
 """Makes an array of zeros, or its shape where programs are only compiled."""
@@ -112,8 +125,8 @@ def allocate_kv_pages(
     page_size: int,
     dtype: jnp.dtype,
     make_zeros: MakeZeros,
-) -> KVPages:
-    """Makes a zeroed cache, of one layer for each layout and sharding. Engine thread only."""
+) -> tuple[LayerKV, ...]:
+    """Makes zeroed pages, of one layer for each layout and sharding. Engine thread only."""
 
     def layer(layout: PageLayout, sharding: jax.sharding.Sharding, count: int) -> LayerKV:
         shape = (count, layout.num_rows, page_size, layout.row_size)
@@ -160,3 +173,24 @@ def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> La
         layer.k.at[pages, :, offsets].set(k, mode="drop"),
         layer.v.at[pages, :, offsets].set(v, mode="drop"),
     )
+
+
+def routed_width(num_ids: int) -> int:
+    """Columns that a token's experts take: whole vectors of a TPU.
+
+    With others its compiler copies the array at both ends of each program.
+    """
+    return -(-num_ids // _LANES) * _LANES
+
+
+def write_routed(routed: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes the experts of one token to each slot; slots beyond the pool are dropped.
+
+    Shape:
+        routed: as in `KVPages`
+        ids: [T, num_layers * k] of the same dtype
+        slots: [T] int32
+    """
+    _, page_size, width = routed.shape
+    ids = jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])))
+    return routed.at[slots // page_size, slots % page_size].set(ids, mode="drop")

@@ -52,6 +52,7 @@ FRESH = frozenset(
         "pages",
         "seen",
         "num_computed",
+        "routed",
     }
 )
 """Fields of `Request` that one that goes on has anew; a checkpoint keeps all others."""

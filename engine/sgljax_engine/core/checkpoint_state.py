@@ -69,6 +69,12 @@ def _take_prefix(core: EngineCore) -> PrefixSnapshot | None:
         # Of many cached pages there are no keys of sliding layers, which a prefix ends with.
         logger.warning("include_kv: pages of sliding windows are not saved; they are computed anew")
         return None
+    if core.runner.routed_reader is not None:
+        logger.warning(
+            "include_kv: with enable_return_routed_experts=True pages are not saved; they are "
+            "computed anew"
+        )
+        return None
     nodes = core.pool.cached_prefixes(core.scheduler.running)
     stamps = [core.pool.stamp(page) for _, _, page in nodes]
     kv_memory = core.runner.kv_memory
@@ -151,6 +157,12 @@ def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
     kv_memory = core.runner.kv_memory
     if core.pool.windows is not None:
         logger.warning("the checkpoint's KV pages are left out: this engine has sliding windows")
+        return
+    if core.runner.routed_reader is not None:
+        logger.warning(
+            "the checkpoint's KV pages are left out: it does not say which experts their tokens "
+            "went through, and enable_return_routed_experts is set"
+        )
         return
     if kv_memory.is_deterministic:
         logger.warning(

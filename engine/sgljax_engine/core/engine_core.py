@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.core import routed
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.pause import PauseState
 from sgljax_engine.core.request_groups import RequestGroups
@@ -119,6 +120,7 @@ class EngineCore:
             # What the last step produced is sent while the device runs this one.
             pending = self.runner.dispatch(plan, self.outputs.flush, is_timed=self.recorder.is_on)
             result = pending.wait()
+            routed.read_after_step(self.runner, plan, result)
         except Exception as error:  # fails these requests; the thread lives on
             self._fail_step(plan, error)
             return
@@ -214,6 +216,8 @@ class EngineCore:
     def end(self, requests: Iterable[Request], reason: FinishReason) -> int:
         """Ends those of these requests that are unfinished and answers them; returns how many."""
         ended = [request for request in requests if self.outputs.holds(request)]
+        if reason.type != "error":
+            routed.read_before_end(self.runner, ended)
         for request in ended:
             self.scheduler.finish(request, reason)
             self.outputs.finish(request)

@@ -32,6 +32,7 @@ from sgljax_engine.models.hf import HfConfig
 from sgljax_engine.models.mixture import mixture, router_logits
 from sgljax_engine.models.spec import (
     Attend,
+    Forward,
     LayerCache,
     ModelContext,
     ModelDefinition,
@@ -57,7 +58,7 @@ def decoder(
         kv: tuple[LayerCache, ...] | None,
         tokens: Tokens,
         adapters: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+    ) -> Forward:
         layers = _Layers(params, context, traits, attend, tokens)
         return layers.forward(input_ids, positions, kv, adapters)
 
@@ -103,7 +104,7 @@ class _Layers(NamedTuple):
         positions: jax.Array,
         kv: tuple[LayerCache, ...] | None,
         adapters: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+    ) -> Forward:
         config, tokens = self.context.config, self.tokens
         kinds = [self.kind_of(i) for i in range(config.num_layers)]
         # Each distinct rotary embedding is computed once.
@@ -123,12 +124,19 @@ class _Layers(NamedTuple):
         caches: dict[int, LayerCache | None] = dict.fromkeys(config.cached_layers)
         if kv is not None:
             caches.update(zip(caches, kv, strict=True))
+        routed: list[jax.Array] = []
         for i, kind in enumerate(kinds):
             source = config.kv_layer(i)
             args = (x, ropes[kind.rope], slots, inputs[i], caches[source])
-            x, caches[source] = layer(self.weights_of(i), *args, kind=kind)
+            x, caches[source], experts = layer(self.weights_of(i), *args, kind=kind)
+            if experts is not None:
+                routed.append(tokens.join(experts))
         hidden = tokens.join(tokens.map(self.last_norm, x))
-        return hidden, None if kv is None else tuple(cache for cache in caches.values() if cache)
+        return Forward(
+            hidden,
+            None if kv is None else tuple(cache for cache in caches.values() if cache),
+            jnp.concatenate(routed, axis=1) if routed else None,
+        )
 
     def kind_of(self, index: int) -> _LayerKind:
         config = self.context.config
@@ -191,7 +199,7 @@ class _Layers(NamedTuple):
         layer_input: jax.Array | None,
         kv: LayerCache | None,
         kind: _LayerKind,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, LayerCache | None, jax.Array | None]:
         inner, tokens = self._replace(params=weights, kind=kind), self.tokens
         q, new = tokens.map(inner.before_attention, (x, rope, adapters))
         q, new = jax.tree.map(tokens.join, (q, new))
@@ -199,7 +207,8 @@ class _Layers(NamedTuple):
         out = tokens.split(out.reshape(out.shape[0], -1))
         is_used = None if tokens.is_used is None else tokens.split(tokens.is_used)
         args = (x, out, adapters, layer_input, is_used)
-        return tokens.map(inner.after_attention, args), kv
+        x, experts = tokens.map(inner.after_attention, args)
+        return x, kv, experts
 
     def before_attention(
         self, args: tuple[jax.Array, Rope, jax.Array | None]
@@ -211,26 +220,30 @@ class _Layers(NamedTuple):
     def after_attention(
         self,
         args: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None],
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Hidden states, and the experts of each token if the context returns them."""
         x, out, adapters, layer_input, is_used = args
         inner = self._replace(adapters=adapters, is_used=is_used)
-        x = inner.project_out(x, out)
+        x, experts = inner.project_out(x, out)
         if layer_input is not None:
             x = inner.add_layer_input(x, layer_input)
-        return x * self.params["layer_scalar"] if self.traits.has_layer_scale else x
+        return x * self.params["layer_scalar"] if self.traits.has_layer_scale else x, experts
 
-    def project_out(self, x: jax.Array, out: jax.Array) -> jax.Array:
+    def project_out(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """What follows attention, and the experts of each token as in `mlp`."""
         out = self.layout.materialize(self.layout.place(out))
         out = self.linear("self_attn.o_proj", out)
         if not self.traits.has_post_norms:
             x = x + out
-            return x + self.mlp("mlp.", self.norm("post_attention_layernorm", x))
+            out, experts = self.mlp("mlp.", self.norm("post_attention_layernorm", x))
+            return x + out, experts
         x = x + self.norm("post_attention_layernorm", out)
-        out = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
+        out, experts = self.mlp("mlp.", self.norm("pre_feedforward_layernorm", x))
         if self.context.config.moe is not None:
+            beside, experts = self.experts_beside(x)
             out = self.norm("post_feedforward_layernorm_1", out)
-            out = out + self.norm("post_feedforward_layernorm_2", self.experts_beside(x))
-        return x + self.norm("post_feedforward_layernorm", out)
+            out = out + self.norm("post_feedforward_layernorm_2", beside)
+        return x + self.norm("post_feedforward_layernorm", out), experts
 
     def add_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
         gate = self.traits.activation(self.linear("per_layer_input_gate", x))
@@ -260,18 +273,27 @@ class _Layers(NamedTuple):
             v = self.norm(None, v)
         return rotate(q, "q_norm"), (rotate(k, "k_norm"), layout.tokens_first(v))
 
-    def mlp(self, prefix: str, h: jax.Array) -> jax.Array:
+    def mlp(self, prefix: str, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Its output, and if the context returns them the experts [T, k] of each token."""
         moe = self.context.config.moe
         if moe is not None and not moe.is_beside_mlp:
             change = _adapter_change(self.params, self.context, f"{prefix}gate", h, self.adapters)
             logits = router_logits(self.params[f"{prefix}gate.weight"], h, self.context, change)
             activation = self.traits.activation
-            return mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
+            return self.returned(
+                mixture(self.params, self.context, prefix, h, logits, activation, self.is_used)
+            )
         gate, up = self.linear(prefix + "gate_proj", h), self.linear(prefix + "up_proj", h)
-        return self.linear(prefix + "down_proj", self.traits.activation(gate) * up)
+        return self.linear(prefix + "down_proj", self.traits.activation(gate) * up), None
 
-    def experts_beside(self, x: jax.Array) -> jax.Array:
-        """The experts of a layer that has an MLP too, before their norm (Gemma 4)."""
+    def returned(self, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        """The output of `mixture`, with the experts only if the context returns them."""
+        moe = self.context.config.moe
+        assert moe is not None
+        return out[0], out[1].astype(moe.id_dtype) if self.context.returns_routed else None
+
+    def experts_beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The experts of a layer that has an MLP too, before their norm (Gemma 4); as `mlp`."""
         params, context, layout = self.params, self.context, self.layout
         moe, inputs = context.config.moe, self.norm("pre_feedforward_layernorm_2", x)
         assert moe is not None
@@ -280,15 +302,17 @@ class _Layers(NamedTuple):
         routed = routed * jnp.asarray(context.config.hidden_size**-0.5, x.dtype)
         change = _adapter_change(params, context, "router.proj", routed, self.adapters)
         logits = router_logits(params["router.proj.weight"], routed, context, change)
-        return mixture(
-            params,
-            context,
-            "",
-            inputs,
-            logits,
-            self.traits.activation,
-            self.is_used,
-            params["router.per_expert_scale"],
+        return self.returned(
+            mixture(
+                params,
+                context,
+                "",
+                inputs,
+                logits,
+                self.traits.activation,
+                self.is_used,
+                params["router.per_expert_scale"],
+            )
         )
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def mixture(
     activation: Callable[[jax.Array], jax.Array],
     is_used: jax.Array | None,
     scales: jax.Array | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """The sum of each token's experts, chosen by the softmax of the router's logits.
 
     Args:
@@ -65,7 +65,7 @@ def mixture(
         scales: [E], factors of the experts' outputs; None for ones.
 
     Returns:
-        [T, D] in the context's layout.
+        [T, D] in the context's layout, and the experts of each token as in `Routing.ids`.
     """
     moe, layout = context.config.moe, context.layout
     assert moe is not None
@@ -78,7 +78,8 @@ def mixture(
     experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
     options = MixOptions(context.projections, layout, activation, context.is_deterministic)
     token_major = layout.materialize(layout.tokens_first(x))
-    return layout.materialize(layout.place(mix(token_major, routing, experts, is_used, options)))
+    mixed = layout.place(mix(token_major, routing, experts, is_used, options))
+    return layout.materialize(mixed), routing.ids
 
 
 def router_logits(

@@ -97,6 +97,7 @@ class ModelContext(NamedTuple):
             (`runner.widths`); empty to process a whole batch together, without that guarantee.
         projections: Products with weights; models call `linear` and `unembed`.
         lora_rank: Rank of each adapter slot; 0 without adapters.
+        returns_routed: Whether `forward` returns the experts of each token.
     """
 
     config: ModelConfig
@@ -104,6 +105,7 @@ class ModelContext(NamedTuple):
     tile_widths: tuple[int, ...] = ()
     projections: Projections = XlaProjections()
     lora_rank: int = 0
+    returns_routed: bool = False
 
     @property
     def is_deterministic(self) -> bool:
@@ -128,6 +130,21 @@ class ModelContext(NamedTuple):
         )
 
 
+class Forward(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        hidden: [T, D].
+        kv: A cache for each of `ModelConfig.cached_layers`; None if it was given none.
+        routed: [T, num_layers * k] of `MoEConfig.id_dtype`, the experts of each token, as in
+            `KVPages`; None unless `ModelContext.returns_routed`.
+    """
+
+    hidden: jax.Array
+    kv: tuple[LayerCache, ...] | None
+    routed: jax.Array | None = None
+
+
 class ModelDefinition(NamedTuple):
     """An architecture.
 
@@ -136,9 +153,8 @@ class ModelDefinition(NamedTuple):
             implemented.
         param_specs: All parameters of a config, by Hugging Face's dotted names.
         forward: (params, context, input_ids[T], positions[T], attend, kv, tokens, adapters[T]) ->
-            (hidden[T, D], kv), with a cache for each of `ModelConfig.cached_layers`. `tokens` says
-            how tokens go through the layers. `adapters` holds the adapter slot of each token,
-            int32, -1 for none; None if no token has one.
+            `Forward`. `tokens` says how tokens go through the layers. `adapters` holds the adapter
+            slot of each token, int32, -1 for none; None if no token has one.
         logits: (params, context, hidden[T, D], adapters[T]) -> [T, V] float32.
     """
 
@@ -155,7 +171,7 @@ class ModelDefinition(NamedTuple):
             Tokens,
             jax.Array | None,
         ],
-        tuple[jax.Array, tuple[LayerCache, ...] | None],
+        Forward,
     ]
     logits: Callable[[Params, ModelContext, jax.Array, jax.Array | None], jax.Array]
 
@@ -169,14 +185,12 @@ class ModelDefinition(NamedTuple):
         kv: tuple[LayerCache, ...] | None,
         tokens: Tokens,
         adapters: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+    ) -> tuple[jax.Array, Forward]:
         """Runs `forward`, and computes the logits [T, V] of all its tokens."""
-        hidden, kv = self.forward(
-            params, context, input_ids, positions, attend, kv, tokens, adapters
-        )
+        out = self.forward(params, context, input_ids, positions, attend, kv, tokens, adapters)
 
         def to_logits(args: tuple[jax.Array, jax.Array | None]) -> jax.Array:
             return self.logits(params, context, *args)
 
-        both = tokens.split(hidden), None if adapters is None else tokens.split(adapters)
-        return tokens.join(tokens.map(to_logits, both)), kv
+        both = tokens.split(out.hidden), None if adapters is None else tokens.split(adapters)
+        return tokens.join(tokens.map(to_logits, both)), out

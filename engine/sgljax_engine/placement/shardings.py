@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token
+from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token, routed_width
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.experts import shards_width
@@ -94,6 +94,14 @@ class Placement(NamedTuple):
             for layer, layout in zip(model.cached_layers, layouts, strict=True)
             if slides in (None, model.attention.slides(layer))
         )
+
+    def routed_bytes_per_token(self, model: ModelConfig) -> int:
+        """Bytes of a token's experts in `KVPages`, which every device has; 0 without experts."""
+        moe = model.moe
+        if moe is None:
+            return 0
+        width = routed_width(model.num_layers * moe.num_experts_per_token)
+        return self.num_tensor_shards * width * jnp.dtype(moe.id_dtype).itemsize
 
     @property
     def platform(self) -> str:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from sgljax_engine.errors import EngineError
 from sgljax_engine.observability.trace import DETOKENIZER_TRACK, Recorder
 from sgljax_engine.outputs import RequestOutput
@@ -71,13 +73,17 @@ class _Record:
 
 
 class _News(NamedTuple):
-    """A request that is finished, or has new tokens that somebody watches."""
+    """A request that is finished, or has new tokens that somebody watches.
+
+    `routed` is `Request.routed` of that moment; a retraction takes it from the request.
+    """
 
     record: _Record
     num_tokens: int
     finish: FinishReason | None
     failure: EngineError | None
     now_s: float
+    routed: np.ndarray | None
 
 
 class OutputProcessor:
@@ -161,8 +167,8 @@ class OutputProcessor:
         for request in changes.progressed:
             record = self._records.get(request.rid)
             if record is not None and request.is_watched:
-                num_tokens = len(request.output_ids)
-                self._news.append(_News(record, num_tokens, None, None, time.perf_counter()))
+                num_tokens, now_s = len(request.output_ids), time.perf_counter()
+                self._news.append(_News(record, num_tokens, None, None, now_s, request.routed))
 
     def finish(self, request: Request) -> None:
         """A request is finished: it will be answered, with an error if it failed."""
@@ -180,8 +186,8 @@ class OutputProcessor:
 
     def _add_end(self, record: _Record, now_s: float) -> None:
         request = record.request
-        news = _News(record, len(request.output_ids), request.finish, record.failure, now_s)
-        self._news.append(news)
+        num_tokens, failure = len(request.output_ids), record.failure
+        self._news.append(_News(record, num_tokens, request.finish, failure, now_s, request.routed))
 
     def flush(self) -> None:
         """Hands all news to the detokenizer thread; blocks while its queue is full."""
@@ -310,4 +316,13 @@ def _output(news: _News, span: slice, text: str, finish: FinishReason | None) ->
         time_to_first_token_s=request.time_to_first_token_s,
         num_retractions=request.num_retractions,
         token_weight_versions=request.token_versions[span].tolist(),
+        routed_experts=None if finish is None else _routed_experts(news, span.stop),
     )
+
+
+def _routed_experts(news: _News, num_tokens: int) -> np.ndarray | None:
+    """Of the prompt and so many output tokens but the last, if all of them are there."""
+    num_rows = len(news.record.request.prompt_ids) + num_tokens - 1
+    if news.routed is None or len(news.routed) < num_rows:
+        return None
+    return news.routed[:num_rows]

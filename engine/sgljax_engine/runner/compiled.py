@@ -32,7 +32,7 @@ _MAX_COMPILE_THREADS = 8
 """XLA uses several threads for one program already, and each compilation takes memory."""
 
 _MAX_FUNCTIONS = 64
-"""Each function keeps its programs of all shapes; an engine has up to six functions."""
+"""Each function keeps its programs of all shapes; an engine has up to seven functions."""
 
 
 class ProgramCall(NamedTuple):
@@ -81,6 +81,7 @@ _PROGRAMS = {
     ),
     "read_pages": _Program(programs.read_pages, ("kv",), ("moved",)),
     "write_pages": _Program(programs.write_pages, ("kv", "moved"), ("kv",)),
+    "read_routed": _Program(programs.read_routed, ("kv",), ("result",)),
     "score": _Program(scoring.score, ("weights",), ("result",)),
 }
 

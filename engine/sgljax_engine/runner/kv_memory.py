@@ -8,10 +8,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import ContiguousKV, ContiguousShapes, allocate_contiguous_kv
-from sgljax_engine.cache.kv_pages import KVPages, MakeZeros, PageLayout, allocate_kv_pages
+from sgljax_engine.cache.kv_pages import (
+    KVPages,
+    MakeZeros,
+    PageLayout,
+    allocate_kv_pages,
+    routed_width,
+)
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
@@ -64,7 +71,7 @@ class KVMemory:
         self._placement = placement
         self._contiguous_shapes = contiguous_shapes
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
-        self._kv: KVPages = ()
+        self._kv = KVPages()
         self.num_pages = num_pages
         self.num_window_pages = num_window_pages
         self.layouts: tuple[PageLayout, ...] = placement.page_layouts(
@@ -131,7 +138,7 @@ class KVMemory:
     @property
     def is_allocated(self) -> bool:
         """False after `release`, until a program needs the pages."""
-        return bool(self.kv)
+        return bool(self.kv.layers)
 
     def take(self) -> int:
         """Takes the memory of pages and rows, unless they have it; returns its bytes."""
@@ -149,7 +156,7 @@ class KVMemory:
 
     def drop(self) -> None:
         """Lets go of pages and rows, whatever has become of them."""
-        self.kv, self.contiguous_kv = (), ()
+        self.kv, self.contiguous_kv = KVPages(), ()
 
     def recover(self) -> bool:
         """Drops the pages if what failed took or spoilt them; True if they are gone.
@@ -175,7 +182,7 @@ class KVMemory:
 
     def _allocate(self) -> None:
         placement, layers = self._placement, self._static.context.config.cached_kv
-        kv = allocate_kv_pages(
+        pages = allocate_kv_pages(
             self.layouts,
             self._shardings,
             num_pages=[
@@ -186,6 +193,7 @@ class KVMemory:
             dtype=placement.dtype,
             make_zeros=self._make_zeros,
         )
+        routed = self._allocate_routed()
         rows: ContiguousKV = ()
         if self._contiguous_shapes is not None:
             rows = allocate_contiguous_kv(
@@ -194,7 +202,20 @@ class KVMemory:
                 dtype=placement.dtype,
                 make_zeros=self._make_zeros,
             )
-        self.kv, self.contiguous_kv = kv, rows  # both or, if memory is short, none
+        self.kv, self.contiguous_kv = (
+            KVPages(pages, routed),
+            rows,
+        )  # both or, if memory is short, none
+
+    def _allocate_routed(self) -> jax.Array | None:
+        if not self._static.context.returns_routed:
+            return None
+        config = self._static.context.config
+        assert config.moe is not None
+        width = routed_width(config.num_layers * config.moe.num_experts_per_token)
+        shape = (self.num_pages, self._static.page_size, width)
+        dtype = jnp.dtype(config.moe.id_dtype)
+        return self._make_zeros(shape, dtype, self._placement.replicated)
 
     # ------------------------------------------------------------------ contents
 

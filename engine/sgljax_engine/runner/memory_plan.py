@@ -69,7 +69,10 @@ def plan_memory(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     cache = config.cache
-    per_page = cache.page_size * placement.kv_bytes_per_token(model, heads_per_row)
+    per_token = placement.kv_bytes_per_token(model, heads_per_row)
+    if cache.enable_return_routed_experts:
+        per_token += placement.routed_bytes_per_token(model)
+    per_page = cache.page_size * per_token
     free = engine_free_bytes(placement, num_engines, device_bytes)
     if free is not None and not are_loaded:
         if free < weights_bytes:

@@ -108,7 +108,10 @@ def _needed_and_free(
     engine = group.engines[0]
     attention = engine_attention(config.runtime, engine.target, model.head_dims)
     tokens = config.max_model_len or model.context_length
-    kv = tokens * engine.kv_bytes_per_token(model, attention.heads_per_row)
+    per_token = engine.kv_bytes_per_token(model, attention.heads_per_row)
+    if config.cache.enable_return_routed_experts:
+        per_token += engine.routed_bytes_per_token(model)
+    kv = tokens * per_token
     kv = math.ceil(kv / config.cache.mem_fraction_static)
     free = engine_free_bytes(engine, len(group.engines), device_bytes)
     return expected_weights_bytes(model, engine) + kv, free

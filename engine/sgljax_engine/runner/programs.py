@@ -28,10 +28,11 @@ from sgljax_engine.cache.contiguous_kv import (
     gather_rows,
     write_rows,
 )
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv, write_routed
 from sgljax_engine.layers.tiles import Tiles, Together, Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import (
     Attend,
+    Forward,
     LayerCache,
     ModelContext,
     ModelDefinition,
@@ -44,7 +45,7 @@ from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_l
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
-BITS = {2: jnp.uint16, 4: jnp.uint32}
+BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 """Unsigned integer dtypes by size in bytes."""
 
 
@@ -247,11 +248,26 @@ def _prefill_pass(
         batch.slot_mapping != NO_SLOT if static.context.has_experts else None,
     )
     adapters = None if batch.adapters is None else jnp.repeat(batch.adapters, num_queries)
-    _, caches = static.model.forward(
-        params, static.context, batch.input_ids, batch.positions, attend, kv, tokens, adapters
+    out = static.model.forward(
+        params,
+        static.context,
+        batch.input_ids,
+        batch.positions,
+        attend,
+        kv.layers,
+        tokens,
+        adapters,
     )
-    assert caches is not None
-    return _split_caches(caches)[0]
+    assert out.kv is not None
+    layers, _ = _split_caches(out.kv)
+    return KVPages(layers, _with_routed(kv.routed, out, pages))
+
+
+def _with_routed(routed: jax.Array | None, out: Forward, pages: _Pages) -> jax.Array | None:
+    """The kept experts with those of a pass."""
+    if routed is None or out.routed is None:
+        return routed
+    return write_routed(routed, out.routed, pages.slots)
 
 
 def copy_pages(
@@ -302,21 +318,41 @@ def write_pages(
         contents = lax.bitcast_convert_type(bits, pages.dtype)
         return pages.at[ids].set(contents, mode="drop")
 
-    return tuple(
+    of_layers = zip(kv.layers, _ids_of_layers(static, page_ids), moved.layers, strict=True)
+    layers = tuple(
         LayerKV(*(write(*each) for each in zip(layer, (ids, ids), bits, strict=True)))
-        for layer, ids, bits in zip(kv, _ids_of_layers(static, page_ids), moved, strict=True)
+        for layer, ids, bits in of_layers
     )
+    routed = kv.routed
+    if routed is not None and moved.routed is not None:
+        routed = write(routed, page_ids.pages, moved.routed)
+    return KVPages(layers, routed)
+
+
+def read_routed(kv: KVPages, pages: jax.Array, *, static: ProgramContext) -> jax.Array:
+    """The experts of the tokens in some pages, of which those beyond the pool give something.
+
+    `kv` is not donated.
+
+    Shape: pages: [N] int32 -> [N, page_size, W], see `KVPages`
+    """
+    del static
+    assert kv.routed is not None
+    return jnp.take(kv.routed, pages, axis=0, mode="clip")
 
 
 def _each_layer(
     function: Callable[..., jax.Array], kv: KVPages, static: ProgramContext, *ids: PageIds
 ) -> KVPages:
-    """Applies a function to each layer's pages and its ids."""
+    """Applies a function to each layer's pages and its ids, and to the experts beside them."""
     of_layers = zip(*(_ids_of_layers(static, each) for each in ids), strict=True)
-    return tuple(
+    layers = tuple(
         LayerKV(function(layer.k, *own), function(layer.v, *own))
-        for layer, own in zip(kv, of_layers, strict=True)
+        for layer, own in zip(kv.layers, of_layers, strict=True)
     )
+    if kv.routed is None:
+        return KVPages(layers)
+    return KVPages(layers, function(kv.routed, *(each.pages for each in ids)))
 
 
 def _ids_of_layers(static: ProgramContext, ids: PageIds) -> list[jax.Array]:
@@ -326,6 +362,7 @@ def _ids_of_layers(static: ProgramContext, ids: PageIds) -> list[jax.Array]:
 class _Carry(NamedTuple):
     step: jax.Array
     caches: tuple[LayerCache, ...]
+    routed: jax.Array | None
     input_ids: jax.Array
     table: SamplingTable | None
     output: DecodeOutput
@@ -348,14 +385,14 @@ def decode(
     Ends early when no row can continue, or when `max_finished` rows have finished for good.
     Attention reads `contiguous_kv` if it is not empty, else the pages.
     """
-    caches: tuple[LayerCache, ...] = kv
+    caches: tuple[LayerCache, ...] = kv.layers
     shared = None
     if contiguous_kv:
         lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
         end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
         tables = _tables_of_layers(rows, static)
-        contiguous_kv = gather_rows(contiguous_kv, kv, tables, lens, end, rows.num_ready)
-        caches = tuple(PagedRows(*both) for both in zip(kv, contiguous_kv, strict=True))
+        contiguous_kv = gather_rows(contiguous_kv, kv.layers, tables, lens, end, rows.num_ready)
+        caches = tuple(PagedRows(*both) for both in zip(kv.layers, contiguous_kv, strict=True))
         shared = shared_keys(rows.page_table, lens, static.page_size)
 
     def is_active(carry: _Carry) -> jax.Array:
@@ -370,7 +407,9 @@ def decode(
     def body(carry: _Carry) -> _Carry:
         step, table = carry.step, carry.table
         active = is_active(carry)
-        logits, new_caches = _next_logits(params, carry, rows, active, shared, tokens, static)
+        logits, new_caches, routed = _next_logits(
+            params, carry, rows, active, shared, tokens, static
+        )
         adjusted = None
         if table is not None:
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + step)
@@ -384,6 +423,7 @@ def decode(
         return _Carry(
             step=step + 1,
             caches=new_caches,
+            routed=routed,
             input_ids=jnp.where(active, sampled.token, carry.input_ids),
             table=table,
             output=_append(carry.output, step, sampled, extras, active, is_stop),
@@ -397,13 +437,14 @@ def decode(
     start = _Carry(
         step=jnp.zeros((), jnp.int32),
         caches=caches,
+        routed=kv.routed,
         input_ids=rows.input_ids,
         table=options.table,
         output=_empty_output(rows.input_ids.shape[0], static.max_steps, options.logprobs),
     )
     end = lax.while_loop(keep_going, body, start)
-    kv, contiguous_kv = _split_caches(end.caches)
-    return kv, contiguous_kv, end.output
+    layers, contiguous_kv = _split_caches(end.caches)
+    return KVPages(layers, end.routed), contiguous_kv, end.output
 
 
 def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTable]:
@@ -415,7 +456,9 @@ def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTabl
     return [windows if in_window else everything for in_window in static.in_windows]
 
 
-def _split_caches(caches: tuple[LayerCache, ...]) -> tuple[KVPages, ContiguousKV]:
+def _split_caches(
+    caches: tuple[LayerCache, ...],
+) -> tuple[tuple[LayerKV, ...], ContiguousKV]:
     pages = tuple(c.pages if isinstance(c, PagedRows) else c for c in caches)
     return pages, tuple(c.rows for c in caches if isinstance(c, PagedRows))
 
@@ -428,8 +471,11 @@ def _next_logits(
     shared: jax.Array | None,
     tokens: Together | Tiles,
     static: ProgramContext,
-) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """One forward pass over each row's newest token: logits [B, V] and the caches with its keys."""
+) -> tuple[jax.Array, tuple[LayerCache, ...], jax.Array | None]:
+    """One forward pass over each row's newest token.
+
+    Returns logits [B, V], the caches with its keys, and the kept experts with its own.
+    """
     if static.context.has_experts:
         tokens = tokens._replace(is_used=active)
     positions = rows.positions + carry.step
@@ -452,7 +498,7 @@ def _next_logits(
     else:
         own = static.decode_attention
         attend = _paged_attend(static, pages, None if own is None else _of_blocks(own))
-    logits, new_caches = static.model.token_logits(
+    logits, out = static.model.token_logits(
         params,
         static.context,
         carry.input_ids,
@@ -462,8 +508,8 @@ def _next_logits(
         tokens,
         rows.adapters,
     )
-    assert new_caches is not None
-    return logits, new_caches
+    assert out.kv is not None
+    return logits, out.kv, _with_routed(carry.routed, out, pages)
 
 
 def _extra_logprobs(logits: jax.Array, batch: LogprobBatch, tokens: Tokens) -> ExtraLogprobs:

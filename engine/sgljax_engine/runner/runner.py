@@ -28,6 +28,7 @@ from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory,
 from sgljax_engine.runner.kv_memory import KVMemory
 from sgljax_engine.runner.page_ids import build_copies
 from sgljax_engine.runner.results import PendingDecode, PendingStep
+from sgljax_engine.runner.routed_reader import RoutedReader
 from sgljax_engine.runner.sampling_batch import (
     build_logprob_batch,
     build_sampling_batch,
@@ -50,6 +51,7 @@ class ModelRunner:
         programs: The compiled ones.
         kv_memory: Pages and contiguous KV, which the programs read and write.
         scorer: Scores given tokens.
+        routed_reader: Reads the experts of tokens; None if they are not kept.
         shapes: Sizes of the batches.
         weights: Physical weights by name.
         weight_version: Their version; any thread may read it.
@@ -110,6 +112,7 @@ class ModelRunner:
             vocab_size=static.context.config.vocab_size,
             has_adapters=self.has_adapters,
         )
+        self.routed_reader = RoutedReader.make(self.run, static, num_pages)
 
     @property
     def model_config(self) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, PageLayout
 from sgljax_engine.runner.host_arrays import from_numpy, num_bytes, to_numpy
 
 _CHUNK_BYTES = 64 << 20
@@ -51,7 +51,7 @@ class SavedPages(NamedTuple):
         for ids, contents in self.chunks:
             found = [(row, places[page]) for row, page in enumerate(ids.tolist()) if page in places]
             rows, targets = [row for row, _ in found], [target for _, target in found]
-            for index, layer in enumerate(contents):
+            for index, layer in enumerate(contents.layers):
                 bits = tuple(layouts[index].unpack(to_numpy(part)) for part in layer)
                 if index == len(layers):
                     shape = (len(pages), *bits[0].shape[1:])
@@ -80,12 +80,12 @@ def page_chunks(
             [from_numpy(layout.pack(bits[part]), sharding) for bits in layer]
             for layer, layout, sharding in zip(layers, layouts, shardings, strict=True)
         ]
-        yield ids, tuple(LayerKV(*pair) for pair in contents)
+        yield ids, KVPages(tuple(LayerKV(*pair) for pair in contents))
 
 
-def chunk_size(page_bytes: int, num_pages: int) -> int:
-    """Number of pages in a chunk: a power of two."""
-    most = max(min(_CHUNK_BYTES // page_bytes, num_pages), 1)
+def chunk_size(page_bytes: int, num_pages: int, chunk_bytes: int | None = None) -> int:
+    """Number of pages in a chunk, a power of two; None for chunks of pages that move."""
+    most = max(min((chunk_bytes or _CHUNK_BYTES) // page_bytes, num_pages), 1)
     return 1 << (most.bit_length() - 1)
 
 

@@ -76,7 +76,7 @@ def score(
     in_passes = (per_pass,) if per_pass is not None and num_tokens > per_pass else ()
     is_used = _is_used(tables) if static.context.has_experts else None
     tokens = tokens_in_tiles(widths or in_passes, num_tokens, num_used, is_used)
-    hidden, _ = static.model.forward(
+    hidden = static.model.forward(
         params,
         static.context,
         batch.input_ids,
@@ -85,7 +85,7 @@ def score(
         None,
         tokens,
         _repeated(adapter, num_tokens),
-    )
+    ).hidden
 
     def score_tile(
         args: tuple[jax.Array, jax.Array],

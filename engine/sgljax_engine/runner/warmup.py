@@ -122,6 +122,8 @@ def warm_calls(
     max_copies, num_pages = shapes.batch_buckets[-1], runner.kv_memory.num_pages
     copies = build_copies([], max_copies=max_copies, num_pages=num_pages, windows=windows)
     yield ProgramCall("copy_pages", copies)
+    if runner.routed_reader is not None:
+        yield runner.routed_reader.warm_call()
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:

@@ -64,6 +64,8 @@ def split_windows(
         page_size * placement.kv_bytes_per_token(model, heads_per_row, slides=slides)
         for slides in (False, True)
     )
+    if config.cache.enable_return_routed_experts:
+        full += page_size * placement.routed_bytes_per_token(model)
     one_pool = KVPools(num_pages, None, num_pages * (full + sliding), 0, rule)
     if not sliding or config.cache.disable_hybrid_swa_memory:
         return one_pool

@@ -128,6 +128,7 @@ class Scheduler:
         self.running.remove(request)
         self._pool.release(request)
         request.status = RequestStatus.WAITING
+        request.routed = None  # other weights may choose others
         request.num_retractions += 1
         self.waiting.put_back(request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -27,10 +28,11 @@ def generate_routes(context: ServerContext) -> APIRouter:
         texts = context.token_texts if body.return_text_in_logprobs else None
         if body.stream:
             pieces = await generation.stream(request, job)
-            events = _events(pieces, texts, is_cumulative=not body.stream_output)
+            events = _events(pieces, texts, body)
             return EventStream(events, pieces, engine.weight_version)
         outputs = await generation.run(request, job)
         for output in outputs:
+            _encode_routed(output, is_asked=body.return_routed_experts)
             if texts is not None:
                 _add_texts(texts, output)
         version = outputs[-1]["meta_info"]["weight_version"]
@@ -45,6 +47,10 @@ def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
     engine = context.engine
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequestError("give exactly one of text and input_ids")
+    if body.return_routed_experts and not engine.returns_routed_experts:
+        raise InvalidRequestError(
+            "return_routed_experts=True needs a server with enable_return_routed_experts=True"
+        )
     prompts: list[list[int]]
     if body.text is not None:
         is_single = isinstance(body.text, str)
@@ -95,13 +101,14 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
 
 
 async def _events(
-    pieces: PieceStream, texts: TokenTexts | None, *, is_cumulative: bool
+    pieces: PieceStream, texts: TokenTexts | None, body: GenerateReqInput
 ) -> AsyncIterator[str]:
     so_far: dict[int, dict[str, Any]] = {}
     async for piece in pieces:
+        _encode_routed(piece, is_asked=body.return_routed_experts)
         if texts is not None:
             _add_texts(texts, piece)
-        if is_cumulative:
+        if not body.stream_output:
             before = so_far.get(piece["index"])
             piece = so_far[piece["index"]] = piece if before is None else _joined(before, piece)
         yield event(piece)
@@ -125,6 +132,14 @@ def _joined(before: Mapping[str, Any], piece: Mapping[str, Any]) -> dict[str, An
         "output_ids": before["output_ids"] + piece["output_ids"],
         "meta_info": joined,
     }
+
+
+def _encode_routed(output: dict[str, Any], *, is_asked: bool) -> None:
+    """Gives the experts SGLang's form, the base64 of int32 in C order, or takes them away."""
+    routed = output["meta_info"].pop("routed_experts", None)
+    if is_asked and routed is not None:
+        encoded = base64.b64encode(routed.astype("<i4").tobytes()).decode("ascii")
+        output["meta_info"]["routed_experts"] = encoded
 
 
 def _add_texts(texts: TokenTexts, output: dict[str, Any]) -> None:

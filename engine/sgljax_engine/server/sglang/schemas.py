@@ -47,6 +47,9 @@ class GenerateReqInput(Body):
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: TokenIds | ListsOfTokenIds | None = None
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool = Field(
+        False, description="needs a server with enable_return_routed_experts"
+    )
     stream: bool = False
     stream_output: bool = Field(
         False, description="stream what is new in each event, not all so far as SGLang does"

@@ -1,0 +1,94 @@
+"""Reads the experts that tokens went through out of the KV pages. Engine thread only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sgljax_engine.cache.kv_pages import routed_width
+from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.saved_pages import chunk_ids, chunk_size
+from sgljax_engine.types import Request
+
+_CHUNK_BYTES = 1 << 20
+"""Pages are read in chunks of about this size, so that one program serves any number of them."""
+
+
+class RoutedReader:
+    """Brings the rows of `KVPages.routed` to requests."""
+
+    def __init__(
+        self,
+        run: Callable[[ProgramCall], Any],
+        row_shape: tuple[int, int],
+        page_size: int,
+        num_pages: int,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            run: Dispatches a program and returns its result.
+            row_shape: Layers, and experts of a token in each.
+            page_size: Tokens in a page.
+            num_pages: Pages in the pool.
+        """
+        self._run = run
+        self._row_shape = row_shape
+        self._page_size = page_size
+        self._num_pages = num_pages
+        page_bytes = page_size * routed_width(math.prod(row_shape))
+        self._chunk = chunk_size(page_bytes, num_pages, _CHUNK_BYTES)
+
+    @classmethod
+    def make(
+        cls, run: Callable[[ProgramCall], Any], static: ProgramContext, num_pages: int
+    ) -> RoutedReader | None:
+        """A reader for programs that keep experts; None for others."""
+        config = static.context.config
+        if not static.context.returns_routed or config.moe is None:
+            return None
+        row_shape = config.num_layers, config.moe.num_experts_per_token
+        return cls(run, row_shape, static.page_size, num_pages)
+
+    def warm_call(self) -> ProgramCall:
+        """A call of the program."""
+        return ProgramCall("read_routed", (np.zeros(self._chunk, np.int32),))
+
+    def read(self, wanted: Sequence[tuple[Request, int]]) -> None:
+        """Fills `Request.routed` up to so many tokens of each request; waits for the device.
+
+        Args:
+            wanted: Requests that have their pages, and numbers of tokens that are computed.
+        """
+        spans = [(r, _num_rows(r), n) for r, n in wanted if n > _num_rows(r)]
+        size = self._page_size
+        pages = [r.pages[start // size : -(-end // size)] for r, start, end in spans]
+        if not pages:
+            return
+        rows = self._read_pages([page for own in pages for page in own])
+        first = 0
+        for (request, start, end), own in zip(spans, pages, strict=True):
+            skipped = first * size - start // size * size
+            new = rows[skipped + start : skipped + end]
+            old = [] if request.routed is None else [request.routed]
+            request.routed = np.concatenate([*old, new])  # a copy
+            first += len(own)
+
+    def _read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        """[len(pages) * page_size, num_layers, k], and rows of padding."""
+        # All are dispatched before the first is waited for.
+        parts = [
+            self._run(ProgramCall("read_routed", (ids,)))
+            for ids in chunk_ids(pages, self._chunk, self._num_pages)
+        ]
+        rows = np.concatenate(jax.device_get(parts))[..., : math.prod(self._row_shape)]
+        return rows.reshape(-1, *self._row_shape)
+
+
+def _num_rows(request: Request) -> int:
+    return 0 if request.routed is None else len(request.routed)

@@ -1,0 +1,301 @@
+"""The experts that each token went through are those of one plain pass over all tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine import (
+    Engine,
+    EngineConfig,
+    InvalidConfigError,
+    MoEConfig,
+    RequestOutput,
+    SamplingParams,
+    logical_rules,
+    preview_engine,
+)
+from sgljax_engine.layers.tiles import Together
+from sgljax_engine.models.registry import get_model
+from sgljax_engine.models.spec import ModelContext
+from sgljax_engine.placement.submeshes import place
+from sgljax_engine.types import FinishReason, RequestStatus
+from sgljax_engine.weights import sync
+from tests.devices import run_python
+from tests.engine import small_tokenizers
+from tests.engine.models import TINY, TINY_MOE, logical_weights, random_prompts, spread_weights
+from tests.engine.stepping import SteppedEngine
+
+NUM_LAYERS, NUM_CHOSEN, MAX_LEN = TINY_MOE.num_layers, 3, 128
+OPTIONS: dict[str, Any] = {
+    "page_size": 4,
+    "max_running_requests": 4,
+    "decode_steps": 4,
+    "num_kv_tokens": 1024,
+    "enable_return_routed_experts": True,
+}
+GREEDY = SamplingParams(temperature=0, max_new_tokens=11, ignore_eos=True)
+
+Routed = Callable[[Sequence[int]], np.ndarray]
+
+
+def make(**options: Any) -> Engine:
+    return Engine(model_config=TINY_MOE, weights=spread_weights(TINY_MOE), **OPTIONS | options)
+
+
+@pytest.fixture(scope="module")
+def routed() -> Routed:
+    """The experts of all given tokens, from one pass without a cache."""
+    definition, placement = get_model(TINY_MOE.architecture), place(TINY_MOE, None, "float32").whole
+    maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(TINY_MOE)))
+    weights = maker.make(logical_weights(TINY_MOE), logical_rules(TINY_MOE))
+    context = ModelContext(TINY_MOE, placement.layout, returns_routed=True)
+
+    def attend(q, new, cache, options):
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in new)
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * options.scale
+        is_seen = jnp.tril(jnp.ones(scores.shape[1:], bool))
+        weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf))
+        return jnp.einsum("hqk,khd->qhd", weights, v), cache
+
+    @jax.jit
+    def run(ids):
+        positions = jnp.arange(len(ids), dtype=jnp.int32)
+        return definition.forward(
+            weights, context, ids, positions, attend, None, Together(), None
+        ).routed
+
+    def find(tokens):
+        padded = np.zeros(MAX_LEN, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(run(padded))[: len(tokens)].reshape(-1, NUM_LAYERS, NUM_CHOSEN)
+
+    return find
+
+
+def prompts() -> list[list[int]]:
+    """Some of them equal, and some with a common beginning."""
+    (common,) = random_prompts(1, 37, 37, seed=5)
+    return [
+        *random_prompts(3, 1, 60, seed=1),
+        *(common + more for more in random_prompts(2, 1, 9, seed=6)),
+        *[common] * 2,
+    ]
+
+
+def check(outputs: Sequence[RequestOutput], routed: Routed) -> None:
+    assert outputs
+    for output in outputs:
+        found = output.routed_experts
+        assert found is not None
+        assert found.dtype == np.uint8
+        np.testing.assert_array_equal(found, routed([*output.prompt_ids, *output.output_ids][:-1]))
+
+
+class TestOutputs:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"num_kv_tokens": 128, "chunked_prefill_size": 16},
+            pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
+            pytest.param({"attention_backend": "xla"}, marks=pytest.mark.slow),
+            pytest.param({"enable_deterministic_sampling": True}, marks=pytest.mark.slow),
+            pytest.param({"page_size": 16, "decode_steps": 1}, marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
+    def test_they_are_those_of_a_plain_pass(self, options, routed):
+        with make(**options) as engine:
+            for _ in range(2):  # the second time with cached prefixes
+                outputs = engine.generate_requests(prompts(), GREEDY)
+                check(outputs, routed)
+            if "num_kv_tokens" in options:
+                assert engine.get_internal_state().counters.num_retractions > 0
+
+    def test_samples_of_a_prompt(self, routed):
+        params = SamplingParams(temperature=1.0, max_new_tokens=9, n=4, seed=3)
+        with make() as engine:
+            outputs = engine.generate_requests(prompts()[:2], params)
+            assert len({tuple(output.output_ids) for output in outputs}) > 2
+            check(outputs, routed)
+            (alone,) = engine.generate_requests([prompts()[0]], GREEDY)
+            found = engine.generate(input_ids=prompts()[0], sampling_params=GREEDY)
+        assert isinstance(found, dict)
+        assert alone.routed_experts is not None
+        np.testing.assert_array_equal(found["meta_info"]["routed_experts"], alone.routed_experts)
+
+    def test_streams_and_stop_strings(self, routed):
+        tokenizer = small_tokenizers.CharTokenizer()
+        with make(tokenizer=tokenizer, stream_interval=2) as engine:
+            (whole,) = engine.generate_requests([prompts()[0]], GREEDY)
+            stop = tokenizer.decode(whole.output_ids[4:6])
+            params = dataclasses.replace(GREEDY, stop=[stop])
+            (output,) = engine.generate_requests([prompts()[0]], params)
+            check([output], routed)
+            assert len(output.output_ids) == 6
+            pieces = list(
+                engine.generate(input_ids=prompts()[0], sampling_params=GREEDY, stream=True)
+            )
+        *first, last = (piece["meta_info"].get("routed_experts") for piece in pieces)
+        assert first
+        assert all(piece is None for piece in first)
+        assert whole.routed_experts is not None
+        np.testing.assert_array_equal(last, whole.routed_experts)
+
+    def test_an_empty_pass(self, routed):
+        """Of a prompt of one token and one token of output, the model has seen the first."""
+        with make() as engine:
+            params = SamplingParams(temperature=0, max_new_tokens=1)
+            (output,) = engine.generate_requests([[7]], params)
+        check([output], routed)
+        assert output.routed_experts is not None
+        assert output.routed_experts.shape == (1, NUM_LAYERS, NUM_CHOSEN)
+
+    def test_no_new_programs_after_warmup(self, routed):
+        with make(forbid_compile=True, max_model_len=MAX_LEN) as engine:
+            engine.warmup()
+            check(engine.generate_requests(prompts(), GREEDY), routed)
+
+    def test_off_by_default(self):
+        with make(enable_return_routed_experts=False) as engine:
+            (output,) = engine.generate_requests([[1, 2, 3]], GREEDY)
+            assert output.routed_experts is None
+            assert "routed_experts" not in output.to_dict()["meta_info"]
+
+
+class TestInterruptions:
+    def test_pages_that_go_to_the_host_and_back(self, routed):
+        engine = SteppedEngine(TINY_MOE, **OPTIONS)
+        futures = engine.add(prompts(), GREEDY)
+        core = engine.core
+        for _ in range(3):
+            engine.step()
+            kept = core.sleep_manager.keep(weights=False, pages=True)
+            assert kept.pages is not None
+            core.runner.kv_memory.release()
+            core.runner.kv_memory.take()  # zeros
+            core.runner.kv_memory.load_pages(kept.pages, core.pool.used_pages)
+        engine.finish()
+        check([future.result(0) for future in futures], routed)
+
+    def test_retracted_requests_with_stop_strings_read_theirs_again(self, routed):
+        engine = SteppedEngine(TINY_MOE, **OPTIONS)
+        futures = engine.add(prompts()[:3], dataclasses.replace(GREEDY, max_new_tokens=20))
+        for request in engine.core.scheduler.requests():
+            request.params = dataclasses.replace(request.params, stop=("never",))
+        engine.step(2)
+        assert all(request.routed is not None for request in engine.core.scheduler.running)
+        engine.core.retract_all()
+        assert all(request.routed is None for request in engine.core.scheduler.requests())
+        engine.finish()
+        check([future.result(0) for future in futures], routed)
+
+    def test_ended_requests(self, routed):
+        """Those with keys for all tokens have their experts, and others do not."""
+        engine = SteppedEngine(TINY_MOE, **OPTIONS)
+        futures = engine.add(prompts(), GREEDY)
+        engine.step(2)
+        core = engine.core
+        states = [request.status for request in core.scheduler.requests()]
+        assert set(states) == {RequestStatus.RUNNING, RequestStatus.WAITING}
+        core.end(core.scheduler.requests(), FinishReason("abort"))
+        core.outputs.flush()
+        outputs = [future.result(0) for future in futures]
+        done = [output for output in outputs if output.routed_experts is not None]
+        check(done, routed)
+        assert len(done) == states.count(RequestStatus.RUNNING)
+
+    def test_a_failed_read_fails_the_step(self, monkeypatch):
+        engine = SteppedEngine(TINY_MOE, **OPTIONS)
+        (future,) = engine.add([[1, 2, 3]], GREEDY)
+
+        def fail(pages):
+            raise RuntimeError("planted fault")
+
+        monkeypatch.setattr(engine.core.runner.routed_reader, "_read_pages", fail)
+        engine.finish()
+        assert "planted fault" in str(future.exception(0))
+        engine.core.check_integrity()
+
+    def test_checkpoints_leave_pages_out(self, tmp_path, caplog, routed):
+        with make() as engine:
+            engine.generate_requests(prompts(), GREEDY)
+            engine.save_checkpoint(tmp_path / "on", include_kv=True)
+        assert "pages are not saved; they are computed anew" in caplog.text
+        with make(enable_return_routed_experts=False) as engine:
+            engine.generate_requests(prompts(), GREEDY)
+            engine.save_checkpoint(tmp_path / "off", include_kv=True)
+        with make() as engine:
+            engine.restore_checkpoint(tmp_path / "off")
+            assert "does not say which experts" in caplog.text
+            check(engine.generate_requests(prompts(), GREEDY), routed)
+
+
+class TestOptions:
+    def test_refused_without_experts(self):
+        message = "enable_return_routed_experts must be False for a model without experts"
+        with pytest.raises(InvalidConfigError, match=message):
+            Engine(model_config=TINY, weights=spread_weights(TINY), **OPTIONS)
+        with pytest.raises(InvalidConfigError, match=message):
+            preview_engine(TINY, config=EngineConfig.from_options(OPTIONS))
+
+    def test_it_is_a_flag(self):
+        with pytest.raises(InvalidConfigError, match="enable_return_routed_experts must be True"):
+            EngineConfig.from_options({"enable_return_routed_experts": "yes"})
+
+    def test_the_memory_plan_counts_them(self):
+        found = []
+        for is_on in (True, False):
+            options = OPTIONS | {"enable_return_routed_experts": is_on}
+            plan = preview_engine(TINY_MOE, config=EngineConfig.from_options(options)).memory
+            assert plan is not None
+            with make(**options) as engine:
+                assert engine.get_internal_state().memory.kv_bytes == plan.kv_bytes
+                assert engine.release_kv_cache() == plan.kv_bytes + plan.contiguous_kv_bytes
+            found.append(plan.kv_bytes)
+        assert found[0] - found[1] == 1024 * 128  # NUM_LAYERS * NUM_CHOSEN, in whole vectors
+
+    @pytest.mark.parametrize(
+        ("num_experts", "dtype"), [(256, "uint8"), (257, "uint16"), (65_537, "uint32")]
+    )
+    def test_dtype(self, num_experts, dtype):
+        moe = MoEConfig(
+            num_experts=num_experts,
+            num_experts_per_token=1,
+            intermediate_size=1,
+            norm_topk_prob=True,
+        )
+        assert moe.id_dtype == dtype
+
+
+ON_DEVICES = """
+import jax, numpy as np
+from jax.sharding import Mesh
+from sgljax_engine import Engine
+from tests.engine.models import TINY_MOE, spread_weights
+from tests.engine.test_routed_experts import GREEDY, OPTIONS, make, prompts
+
+with make(mesh=Mesh(np.asarray(jax.devices()[:1]), ("tp",))) as engine:
+    wanted = engine.generate_requests(prompts(), GREEDY)
+for shape in ((2, 1), (1, 2), (2, 2)):
+    count = shape[0] * shape[1]
+    mesh = Mesh(np.asarray(jax.devices()[:count]).reshape(shape), ("fsdp", "tp"))
+    with make(mesh=mesh) as engine:
+        for output, want in zip(engine.generate_requests(prompts(), GREEDY), wanted, strict=True):
+            assert output.output_ids == want.output_ids
+            np.testing.assert_array_equal(output.routed_experts, want.routed_experts)
+        memory = engine.get_internal_state().memory
+        assert engine.release_kv_cache() == memory.kv_bytes + memory.contiguous_kv_bytes
+"""
+
+
+@pytest.mark.slow
+def test_several_devices():
+    run_python("-c", ON_DEVICES, num_devices=4)
