@@ -42,6 +42,7 @@ from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch
 from sgljax_engine.xla_options import compiler_options
@@ -194,7 +195,7 @@ def _no_row_attention(
 
 
 def decode_run(
-    dispatch: Dispatch, static: programs.ProgramContext, state: list[Any], **parts: Any
+    dispatch: Dispatch, static: ProgramContext, state: list[Any], **parts: Any
 ) -> Callable[[], object]:
     """The dispatch compiled for `static`, with other functions for `parts`, ready to be run.
 

@@ -39,7 +39,8 @@ from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.batch import default_batch_buckets, default_token_buckets
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
-from sgljax_engine.runner.programs import DecodeOutput, ProgramContext
+from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.programs import DecodeOutput
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.scheduler.scheduler import Scheduler

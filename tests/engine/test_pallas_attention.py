@@ -26,6 +26,7 @@ from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.sampling_batch import build_sampling_batch
 from tests.engine.models import TINY
 from tests.engine.paged_cases import OPTIONS, case_of, greedy_tokens, spread
@@ -111,7 +112,7 @@ def num_kernel_calls(text: str, function: str = "main") -> int:
 def test_decode_and_prefill_lower_for_cuda():
     """The engine's own programs, whole: one kernel a layer, in a function that layers share."""
     definition = get_model(TINY.architecture)
-    static = programs.ProgramContext(
+    static = ProgramContext(
         model=definition,
         context=ModelContext(TINY, default_layout("gpu")),
         attention=PallasAttention(),

@@ -28,7 +28,7 @@ from sgljax_engine.runner.batch import (
 )
 from sgljax_engine.runner.compiled import Lowerings
 from sgljax_engine.runner.memory_plan import MemoryPlan, plan_memory
-from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.runner.widths import agreeing_widths

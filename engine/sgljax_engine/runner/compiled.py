@@ -22,8 +22,9 @@ import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner import programs, scoring
+from sgljax_engine.runner import page_programs, programs, scoring
 from sgljax_engine.runner.compiled_memory import checked_fit
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.xla_options import Options, compiler_options
 
 logger = logging.getLogger(__name__)
@@ -75,13 +76,13 @@ class _Program(NamedTuple):
 
 _PROGRAMS = {
     "prefill": _Program(programs.prefill, ("weights", "kv"), ("kv",)),
-    "copy_pages": _Program(programs.copy_pages, ("kv",), ("kv",)),
+    "copy_pages": _Program(page_programs.copy_pages, ("kv",), ("kv",)),
     "decode": _Program(
         programs.decode, ("weights", "kv", "contiguous_kv"), ("kv", "contiguous_kv", "result")
     ),
-    "read_pages": _Program(programs.read_pages, ("kv",), ("moved",)),
-    "write_pages": _Program(programs.write_pages, ("kv", "moved"), ("kv",)),
-    "read_routed": _Program(programs.read_routed, ("kv",), ("result",)),
+    "read_pages": _Program(page_programs.read_pages, ("kv",), ("moved",)),
+    "write_pages": _Program(page_programs.write_pages, ("kv", "moved"), ("kv",)),
+    "read_routed": _Program(page_programs.read_routed, ("kv",), ("result",)),
     "score": _Program(scoring.score, ("weights",), ("result",)),
 }
 
@@ -102,7 +103,7 @@ class ProgramCache:
 
     def __init__(
         self,
-        static: programs.ProgramContext,
+        static: ProgramContext,
         placement: Placement,
         lowerings: Lowerings | None = None,
     ) -> None:
@@ -281,7 +282,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 @functools.lru_cache(maxsize=_MAX_FUNCTIONS)
 def _jitted(
     name: str,
-    static: programs.ProgramContext,
+    static: ProgramContext,
     shardings: tuple[jax.sharding.Sharding, ...],
     structure: Any,
 ) -> Any:

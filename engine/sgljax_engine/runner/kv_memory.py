@@ -24,7 +24,7 @@ from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramStat
 from sgljax_engine.runner.contiguous_slots import ContiguousSlots
 from sgljax_engine.runner.host_arrays import HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.page_ids import page_ids
-from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ the input of a decode step, so every sampled token comes from the decode program
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,72 +13,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.attention.base import (
-    AttentionOptions,
     BlockTables,
-    DecodeAttention,
-    PagedAttention,
-    PrefillAttention,
 )
-from sgljax_engine.attention.contiguous import row_attention, shared_keys
+from sgljax_engine.attention.contiguous import shared_keys
 from sgljax_engine.cache.contiguous_kv import (
     ContiguousKV,
     PagedRows,
     RowTable,
     gather_rows,
-    write_rows,
 )
-from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_kv, write_routed
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_routed
 from sgljax_engine.layers.tiles import Tiles, Together, Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import (
-    Attend,
     Forward,
     LayerCache,
-    ModelContext,
-    ModelDefinition,
-    NewKV,
     Params,
 )
+from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, rows_attend
 from sgljax_engine.runner.batch import DecodeBatch, ForwardBatch
-from sgljax_engine.runner.page_ids import NO_SLOT, PageIds
+from sgljax_engine.runner.page_ids import NO_SLOT
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
-
-BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-"""Unsigned integer dtypes by size in bytes."""
-
-
-class ProgramContext(NamedTuple):
-    """Static facts that all programs of an engine are compiled for. Hashable.
-
-    Attributes:
-        prefill_pass: Number of tokens that prefill takes through the layers in one pass. A larger
-            bucket, of a whole number of passes, makes as many passes as its tokens need; None makes
-            one pass of all.
-        decode_attention: Attention of decode steps that read pages; None for `attention`.
-        prefill_attention: Attention of prefill; None for `attention`.
-        num_vocab_shards: Devices that share the vocabulary.
-        heads_per_row: Kv heads in a row of the pages, see `PageLayout`.
-        has_windows: Whether sliding layers have window pages, see `cache.window`.
-    """
-
-    model: ModelDefinition
-    context: ModelContext
-    attention: PagedAttention
-    page_size: int
-    max_steps: int
-    prefill_pass: int | None = None
-    decode_attention: DecodeAttention | None = None
-    prefill_attention: PrefillAttention | None = None
-    num_vocab_shards: int = 1
-    heads_per_row: int = 1
-    has_windows: bool = False
-
-    @property
-    def in_windows(self) -> tuple[bool, ...]:
-        """Whether each cached layer has window pages."""
-        config = self.context.config
-        return tuple(self.has_windows and config.attention.slides(i) for i in config.cached_layers)
 
 
 class DecodeOutput(NamedTuple):
@@ -112,103 +68,6 @@ class RowOptions(NamedTuple):
     logprobs: LogprobBatch | None = None
 
 
-class _Pages(NamedTuple):
-    """Where a pass finds keys, and the slots of its new ones; for sliding layers, in window pages.
-
-    `windows` is for these; None where they have the pages of the other layers.
-    """
-
-    tables: BlockTables
-    slots: jax.Array
-    windows: _Pages | None = None
-
-    def of(self, options: AttentionOptions) -> _Pages:
-        if self.windows is None or options.sliding_window is None:
-            return self
-        return self.windows
-
-    @classmethod
-    def make(
-        cls,
-        tables: BlockTables,
-        slots: jax.Array,
-        window_table: jax.Array | None,
-        window_slots: jax.Array | None,
-    ) -> _Pages:
-        if window_table is None or window_slots is None:
-            return cls(tables, slots)
-        # Attention never uses what lies before a window, but wants pages that are there.
-        there = tables._replace(page_table=jnp.maximum(window_table, 0))
-        windows = cls(there, window_slots)
-        return cls(tables, slots, windows)
-
-
-def _paged_attend(
-    static: ProgramContext, pages: _Pages, write_and_attend: PrefillAttention | None
-) -> Attend:
-    """An `attend` of blocks over pages: by `write_and_attend`, or by `static.attention`.
-
-    New keys are written to slots before the latter, as before every read of another layer's keys.
-    """
-    num_blocks, num_queries = pages.tables.positions.shape
-
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(num_blocks, num_queries, *x.shape[1:])
-
-    def attend(
-        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, LayerKV]:
-        assert isinstance(layer, LayerKV)
-        tables, slots, _ = pages.of(options)
-        if write_and_attend is not None and new is not None:
-            k, v = map(split, new)
-            out, layer = write_and_attend(split(q), k, v, layer, tables, options)
-            return out.reshape(q.shape), layer
-        if new is not None:
-            k, v = new
-            layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
-        return static.attention(split(q), layer, tables, options).reshape(q.shape), layer
-
-    return attend
-
-
-def _rows_attend(pages: _Pages, active: jax.Array, shared: jax.Array) -> Attend:
-    """An `attend` of one token per row that writes its key to both caches and reads contiguous KV.
-
-    `shared` is the result of `contiguous.shared_keys`.
-    """
-
-    def attend(
-        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, PagedRows]:
-        assert isinstance(layer, PagedRows)
-        tables, slots, _ = pages.of(options)
-        if new is not None:
-            k, v = (x.astype(layer.pages.k.dtype) for x in new)
-            rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
-            layer = PagedRows(write_kv(layer.pages, k, v, slots), rows)
-        return row_attention(q, layer.rows, tables.kv_lens, shared, options), layer
-
-    return attend
-
-
-def _of_blocks(attention: DecodeAttention) -> PrefillAttention:
-    """Attention of one token per row, for blocks of one token."""
-
-    def attend(
-        q_NQDh: jax.Array,
-        k_NQKh: jax.Array,
-        v_NQKh: jax.Array,
-        layer: LayerKV,
-        tables: BlockTables,
-        options: AttentionOptions,
-    ) -> tuple[jax.Array, LayerKV]:
-        q, k, v = q_NQDh[:, 0], k_NQKh[:, 0], v_NQKh[:, 0]
-        return attention(q, k, v, layer, tables, options)
-
-    return attend
-
-
 def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext) -> KVPages:
     """Writes the batch's keys and values into its pages. `kv` is donated.
 
@@ -237,8 +96,8 @@ def _prefill_pass(
         positions=batch.positions.reshape(batch.seq_lens.shape[0], -1),
         kv_lens=batch.seq_lens,
     )
-    pages = _Pages.make(tables, batch.slot_mapping, batch.window_table, batch.window_slots)
-    attend = _paged_attend(static, pages, static.prefill_attention)
+    pages = Pages.make(tables, batch.slot_mapping, batch.window_table, batch.window_slots)
+    attend = paged_attend(static, pages, static.prefill_attention)
     num_blocks, num_queries = tables.positions.shape
     num_used = jnp.sum(batch.seq_lens > 0, dtype=jnp.int32) * num_queries
     tokens = tokens_in_tiles(
@@ -263,100 +122,11 @@ def _prefill_pass(
     return KVPages(layers, _with_routed(kv.routed, out, pages))
 
 
-def _with_routed(routed: jax.Array | None, out: Forward, pages: _Pages) -> jax.Array | None:
+def _with_routed(routed: jax.Array | None, out: Forward, pages: Pages) -> jax.Array | None:
     """The kept experts with those of a pass."""
     if routed is None or out.routed is None:
         return routed
     return write_routed(routed, out.routed, pages.slots)
-
-
-def copy_pages(
-    kv: KVPages,
-    sources: PageIds,
-    targets: PageIds,
-    num_groups: jax.Array,
-    *,
-    static: ProgramContext,
-) -> KVPages:
-    """Copies page `sources[g, i]` to `targets[g, i]`; targets beyond the pool are dropped.
-
-    No page may be both source and target, so the order does not matter. Its time follows the number
-    of groups, so one program serves any number of copies. `kv` is donated.
-
-    Shape: sources, targets: [G, C] int32; num_groups: int32, number of groups that hold copies.
-    """
-
-    def copy_group(group: jax.Array, kv: KVPages) -> KVPages:
-        def copy(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-            return pages.at[targets[group]].set(pages[sources[group]], mode="drop")
-
-        return _each_layer(copy, kv, static, sources, targets)
-
-    return lax.fori_loop(0, num_groups, copy_group, kv)
-
-
-def read_pages(kv: KVPages, page_ids: PageIds, *, static: ProgramContext) -> KVPages:
-    """The contents of some pages, in the order of `page_ids`, int32 [N].
-
-    They are returned as unsigned integers of the same bits, since numpy lacks some dtypes; of pages
-    beyond the pool, something. `kv` is not donated.
-    """
-
-    def read(pages: jax.Array, ids: jax.Array) -> jax.Array:
-        contents = pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
-        return lax.bitcast_convert_type(contents, BITS[pages.dtype.itemsize])
-
-    return _each_layer(read, kv, static, page_ids)
-
-
-def write_pages(
-    kv: KVPages, moved: KVPages, page_ids: PageIds, *, static: ProgramContext
-) -> KVPages:
-    """Writes the result of `read_pages` to pages; drops ids beyond the pool. `kv` is donated."""
-
-    def write(pages: jax.Array, ids: jax.Array, bits: jax.Array) -> jax.Array:
-        contents = lax.bitcast_convert_type(bits, pages.dtype)
-        return pages.at[ids].set(contents, mode="drop")
-
-    of_layers = zip(kv.layers, _ids_of_layers(static, page_ids), moved.layers, strict=True)
-    layers = tuple(
-        LayerKV(*(write(*each) for each in zip(layer, (ids, ids), bits, strict=True)))
-        for layer, ids, bits in of_layers
-    )
-    routed = kv.routed
-    if routed is not None and moved.routed is not None:
-        routed = write(routed, page_ids.pages, moved.routed)
-    return KVPages(layers, routed)
-
-
-def read_routed(kv: KVPages, pages: jax.Array, *, static: ProgramContext) -> jax.Array:
-    """The experts of the tokens in some pages, of which those beyond the pool give something.
-
-    `kv` is not donated.
-
-    Shape: pages: [N] int32 -> [N, page_size, W], see `KVPages`
-    """
-    del static
-    assert kv.routed is not None
-    return jnp.take(kv.routed, pages, axis=0, mode="clip")
-
-
-def _each_layer(
-    function: Callable[..., jax.Array], kv: KVPages, static: ProgramContext, *ids: PageIds
-) -> KVPages:
-    """Applies a function to each layer's pages and its ids, and to the experts beside them."""
-    of_layers = zip(*(_ids_of_layers(static, each) for each in ids), strict=True)
-    layers = tuple(
-        LayerKV(function(layer.k, *own), function(layer.v, *own))
-        for layer, own in zip(kv.layers, of_layers, strict=True)
-    )
-    if kv.routed is None:
-        return KVPages(layers)
-    return KVPages(layers, function(kv.routed, *(each.pages for each in ids)))
-
-
-def _ids_of_layers(static: ProgramContext, ids: PageIds) -> list[jax.Array]:
-    return [ids.window_pages if in_window else ids.pages for in_window in static.in_windows]
 
 
 class _Carry(NamedTuple):
@@ -492,12 +262,12 @@ def _next_logits(
         return jnp.where(active, slots, NO_SLOT)
 
     of_windows = None if rows.window_table is None else slots_in(rows.window_table)
-    pages = _Pages.make(tables, slots_in(rows.page_table), rows.window_table, of_windows)
+    pages = Pages.make(tables, slots_in(rows.page_table), rows.window_table, of_windows)
     if shared is not None:
-        attend = _rows_attend(pages, active, shared)
+        attend = rows_attend(pages, active, shared)
     else:
         own = static.decode_attention
-        attend = _paged_attend(static, pages, None if own is None else _of_blocks(own))
+        attend = paged_attend(static, pages, None if own is None else of_blocks(own))
     logits, out = static.model.token_logits(
         params,
         static.context,

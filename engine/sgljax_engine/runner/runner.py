@@ -27,6 +27,7 @@ from sgljax_engine.runner.compiled import Lowerings, ProgramCache, ProgramCall
 from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.kv_memory import KVMemory
 from sgljax_engine.runner.page_ids import build_copies
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.routed_reader import RoutedReader
 from sgljax_engine.runner.sampling_batch import (
@@ -60,7 +61,7 @@ class ModelRunner:
     def __init__(
         self,
         *,
-        static: programs.ProgramContext,
+        static: ProgramContext,
         placement: Placement,
         weights: Mapping[str, Any],
         num_pages: int,

@@ -13,7 +13,7 @@ from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import LayerCache, NewKV, Params
 from sgljax_engine.runner.packing import ScoreBatch
-from sgljax_engine.runner.programs import ProgramContext
+from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
 from sgljax_engine.sampling.sampler import token_logprobs
 

@@ -1,0 +1,119 @@
+"""How the layers of a pass reach keys in pages, and in contiguous KV."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine.attention.base import (
+    AttentionOptions,
+    BlockTables,
+    DecodeAttention,
+    PrefillAttention,
+)
+from sgljax_engine.attention.contiguous import row_attention
+from sgljax_engine.cache.contiguous_kv import PagedRows, write_rows
+from sgljax_engine.cache.kv_pages import LayerKV, write_kv
+from sgljax_engine.models.spec import Attend, LayerCache, NewKV
+from sgljax_engine.runner.program_context import ProgramContext
+
+
+class Pages(NamedTuple):
+    """Where a pass finds keys, and the slots of its new ones; for sliding layers, in window pages.
+
+    `windows` is for these; None where they have the pages of the other layers.
+    """
+
+    tables: BlockTables
+    slots: jax.Array
+    windows: Pages | None = None
+
+    def of(self, options: AttentionOptions) -> Pages:
+        """What a layer with these options reads and writes."""
+        if self.windows is None or options.sliding_window is None:
+            return self
+        return self.windows
+
+    @classmethod
+    def make(
+        cls,
+        tables: BlockTables,
+        slots: jax.Array,
+        window_table: jax.Array | None,
+        window_slots: jax.Array | None,
+    ) -> Pages:
+        """From tables and slots of both kinds; the window's are None without window pages."""
+        if window_table is None or window_slots is None:
+            return cls(tables, slots)
+        # Attention never uses what lies before a window, but wants pages that are there.
+        there = tables._replace(page_table=jnp.maximum(window_table, 0))
+        windows = cls(there, window_slots)
+        return cls(tables, slots, windows)
+
+
+def paged_attend(
+    static: ProgramContext, pages: Pages, write_and_attend: PrefillAttention | None
+) -> Attend:
+    """An `attend` of blocks over pages: by `write_and_attend`, or by `static.attention`.
+
+    New keys are written to slots before the latter, as before every read of another layer's keys.
+    """
+    num_blocks, num_queries = pages.tables.positions.shape
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(num_blocks, num_queries, *x.shape[1:])
+
+    def attend(
+        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
+    ) -> tuple[jax.Array, LayerKV]:
+        assert isinstance(layer, LayerKV)
+        tables, slots, _ = pages.of(options)
+        if write_and_attend is not None and new is not None:
+            k, v = map(split, new)
+            out, layer = write_and_attend(split(q), k, v, layer, tables, options)
+            return out.reshape(q.shape), layer
+        if new is not None:
+            k, v = new
+            layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
+        return static.attention(split(q), layer, tables, options).reshape(q.shape), layer
+
+    return attend
+
+
+def rows_attend(pages: Pages, active: jax.Array, shared: jax.Array) -> Attend:
+    """An `attend` of one token per row that writes its key to both caches and reads contiguous KV.
+
+    `shared` is the result of `contiguous.shared_keys`.
+    """
+
+    def attend(
+        q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
+    ) -> tuple[jax.Array, PagedRows]:
+        assert isinstance(layer, PagedRows)
+        tables, slots, _ = pages.of(options)
+        if new is not None:
+            k, v = (x.astype(layer.pages.k.dtype) for x in new)
+            rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
+            layer = PagedRows(write_kv(layer.pages, k, v, slots), rows)
+        return row_attention(q, layer.rows, tables.kv_lens, shared, options), layer
+
+    return attend
+
+
+def of_blocks(attention: DecodeAttention) -> PrefillAttention:
+    """Attention of one token per row, for blocks of one token."""
+
+    def attend(
+        q_NQDh: jax.Array,
+        k_NQKh: jax.Array,
+        v_NQKh: jax.Array,
+        layer: LayerKV,
+        tables: BlockTables,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, LayerKV]:
+        q, k, v = q_NQDh[:, 0], k_NQKh[:, 0], v_NQKh[:, 0]
+        return attention(q, k, v, layer, tables, options)
+
+    return attend
