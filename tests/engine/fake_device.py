@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from sgljax_engine.cache.window import WindowPages
+from sgljax_engine.cache.window import NUM_NULL, WindowPages
 from sgljax_engine.types import Request, RowOutput, SchedulerOutput, StepOutput, StepTimes
 
 GARBAGE = object()
@@ -38,7 +38,7 @@ class FakeDevice:
         self._rng = rng
         self._pages: list[list[object]] = [[GARBAGE] * page_size for _ in range(num_pages)]
         self._map = windows
-        count = 0 if windows is None else windows.sizes.num_pages
+        count = 0 if windows is None else windows.sizes.num_pages + NUM_NULL
         self._windows: list[list[object]] = [[GARBAGE] * page_size for _ in range(count)]
 
     def run(self, output: SchedulerOutput, stop_chance: float = 0.0) -> StepOutput:

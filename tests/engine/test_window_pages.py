@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,7 +24,8 @@ from sgljax_engine import (
     preview_engine,
 )
 from sgljax_engine.cache.allocator import PageAllocator
-from sgljax_engine.cache.window import NONE, WindowPages, WindowSizes
+from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.window import NONE, NUM_NULL, WindowPages, WindowSizes
 from tests.devices import run_python
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.stepping import SteppedEngine
@@ -143,6 +146,30 @@ class TestEngine:
                 found.append([(out.output_ids, out.logprobs) for out in outputs])
         assert found[0] == found[1]
 
+    @pytest.mark.parametrize(
+        "backend", ["auto", "xla", pytest.param("xla_rows", marks=pytest.mark.slow)]
+    )
+    def test_what_is_in_free_pages_does_not_matter(self, backend, expected):
+        """NaN everywhere but in the null page, such as another request's keys could be."""
+        with make(attention_backend=backend) as engine:
+            kv_memory = engine._group.loops[0]._core.runner.kv_memory
+            kv_memory.take()
+
+            def spoil(pages: jax.Array, in_window: bool) -> jax.Array:
+                first = NUM_NULL if in_window else 0
+                return pages.at[first:].set(jnp.nan)
+
+            in_windows = kv_memory._static.in_windows
+            layers = zip(kv_memory.kv.layers, in_windows, strict=True)
+            spoilt = tuple(
+                LayerKV(spoil(layer.k, in_window), spoil(layer.v, in_window))
+                for layer, in_window in layers
+            )
+            kv_memory.kv = kv_memory.kv._replace(layers=spoilt)
+            outputs = engine.generate_requests(prompts(), GREEDY)
+            for output, want in zip(outputs, expected, strict=True):
+                assert output.output_ids == want.output_ids
+
     def test_sleep_keeps_windows(self, expected):
         """With running requests, whose pages go to the host and come back."""
         engine = SteppedEngine(MODEL, **OPTIONS)
@@ -196,7 +223,7 @@ class TestSizes:
         assert after.saved_window_bytes == before.kv_bytes - after.kv_bytes
         per_layer = 2 * 4 * 256 * 2
         assert before.kv_bytes == 16 * 32_768 * 34 * per_layer
-        sliding = after.window_kv_tokens * 29 * per_layer
+        sliding = (after.window_kv_tokens + after.page_size) * 29 * per_layer  # and the null page
         assert after.kv_bytes == 16 * 32_768 * 5 * per_layer + sliding
         assert after.kv_bytes < 0.25 * before.kv_bytes
 

@@ -13,6 +13,7 @@ from sgljax_engine.attention.base import AttentionBackend
 from sgljax_engine.attention.registry import engine_attention
 from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros
+from sgljax_engine.cache.window import NUM_NULL
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.projections import pick_projections
@@ -152,13 +153,14 @@ def build_runner(
         slots: Room for adapters; None without.
         make_zeros: Makes the KV cache, or its shapes.
     """
+    windows = parts.memory.windows
     return ModelRunner(
         static=parts.static,
         placement=placement,
         weights=weights,
         num_pages=parts.num_pages,
         shapes=parts.shapes,
-        num_window_pages=0 if parts.memory.windows is None else parts.memory.windows.num_pages,
+        num_window_pages=0 if windows is None else windows.num_pages + NUM_NULL,
         contiguous_shapes=parts.memory.contiguous_shapes,
         slots=slots,
         lowerings=parts.lowerings,

@@ -11,6 +11,10 @@ A window page is *held* by the running requests that see some of it. One that no
 if its page is a request's own. Else it stays *idle* with the cached page, for requests that
 continue from there, until its room is needed: the longest idle goes first. A cached prefix without
 the window pages at its end cannot be continued: see `usable`.
+
+Window page 0 belongs to nobody and stays zero. Attention finds it in the place of pages that have
+left the window: it gives their keys no weight, but no weight times what another request left there
+may still be NaN.
 """
 
 from __future__ import annotations
@@ -27,12 +31,15 @@ from sgljax_engine.errors import EngineError
 NONE = -1
 """The window page of a page without one."""
 
+NUM_NULL = 1
+"""Window pages that belong to nobody: the first one. vLLM calls it the null block."""
+
 
 class WindowSizes(NamedTuple):
     """Sizes of the second pool, in pages unless said.
 
     Attributes:
-        num_pages: In the pool; at least `per_request + for_prefill`.
+        num_pages: In the pool, but for the null page; at least `per_request + for_prefill`.
         num_tokens: Tokens that a query sees, its own included.
         per_request: The most that a running request needs beside the chunk that it prefills.
         for_prefill: The most that the chunks of a dispatch need.
@@ -103,7 +110,7 @@ class WindowPages:
         if self.of[page] == NONE:
             if not self._allocator.num_free and self._idle:
                 self._detach(next(iter(self._idle)))
-            (self.of[page],) = self._allocator.allocate(1)
+            self.of[page] = NUM_NULL + self._allocator.allocate(1)[0]
             self._idle[page] = None
         self.hold(page)
 
@@ -134,7 +141,7 @@ class WindowPages:
     def _detach(self, page: int) -> None:
         """Frees an idle window page."""
         del self._idle[page]
-        self._allocator.free([int(self.of[page])])
+        self._allocator.free([int(self.of[page]) - NUM_NULL])
         self.of[page] = NONE
 
     def check_integrity(self, spans: Iterable[Sequence[int]]) -> None:
@@ -154,7 +161,7 @@ class WindowPages:
                 f"{self._num_holders[page]} are counted"
             )
         attached = np.flatnonzero(self.of != NONE)
-        if sorted(self.of[attached].tolist()) != self._allocator.used:
+        if sorted((self.of[attached] - NUM_NULL).tolist()) != self._allocator.used:
             raise EngineError("a window page is in use without a page, or by two")
         idle = {int(page) for page in attached if not holders[page]}
         if idle != set(self._idle) or (holders > 0).sum() != len(attached) - len(idle):

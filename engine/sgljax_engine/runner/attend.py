@@ -47,7 +47,7 @@ class Pages(NamedTuple):
         """From tables and slots of both kinds; the window's are None without window pages."""
         if window_table is None or window_slots is None:
             return cls(tables, slots)
-        # Attention never uses what lies before a window, but wants pages that are there.
+        # What lies before a window gets no weight; the null page has nothing that could spoil it.
         there = tables._replace(page_table=jnp.maximum(window_table, 0))
         windows = cls(there, window_slots)
         return cls(tables, slots, windows)

@@ -60,7 +60,8 @@ class KVMemory:
             static: What programs are compiled for.
             placement: Devices and shardings.
             num_pages: Pages in the pool.
-            num_window_pages: Window pages, see `cache.window`; 0 without.
+            num_window_pages: Window pages, the null page included, see `cache.window`; 0
+                without.
             contiguous_shapes: Of contiguous KV in each cached layer; None if decode attention reads
                 pages.
             make_zeros: Makes the arrays.

@@ -80,7 +80,7 @@ class ModelRunner:
             weights: Physical weights by name: arrays, or their `jax.ShapeDtypeStruct`s where
                 programs are only compiled.
             num_pages: KV pages in the pool.
-            num_window_pages: Window pages, see `cache.window`; 0 without.
+            num_window_pages: Window pages, the null page included, see `cache.window`; 0 without.
             shapes: Sizes of the batches.
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
                 pages.

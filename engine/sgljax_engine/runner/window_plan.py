@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sgljax_engine.cache.window import WindowSizes
+from sgljax_engine.cache.window import NUM_NULL, WindowSizes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
@@ -71,17 +71,17 @@ def split_windows(
         return one_pool
     sizes = _wanted_sizes(model, config, max_model_len)
     if rule == "mem_fraction_static":
-        affordable = one_pool.kv_bytes // (2 if full else 1) // sliding
+        affordable = one_pool.kv_bytes // (2 if full else 1) // sliding - NUM_NULL
         least = sizes.per_request + sizes.for_prefill
         sizes = sizes._replace(num_pages=max(min(sizes.num_pages, affordable), least))
         wanted = config.scheduler.max_running_requests * -(-max_model_len // page_size)
-        left = one_pool.kv_bytes - sizes.num_pages * sliding
+        left = one_pool.kv_bytes - (sizes.num_pages + NUM_NULL) * sliding
         # Pages that only have window pages take no memory.
         fitting = left // full if full else wanted
         num_pages, rule = (fitting, rule) if fitting < wanted else (wanted, FITS)
     if sizes.num_pages >= num_pages or num_pages < one_pool.num_pages:
         return one_pool
-    kv_bytes = num_pages * full + sizes.num_pages * sliding
+    kv_bytes = num_pages * full + (sizes.num_pages + NUM_NULL) * sliding
     saved = num_pages * (full + sliding) - kv_bytes
     return KVPools(num_pages, sizes, kv_bytes, saved, rule)
 

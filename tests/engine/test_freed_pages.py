@@ -1,0 +1,85 @@
+"""Pages before a window may be the null page: no backend gives its zeros any weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sgljax_engine.attention.base import AttentionOptions
+from sgljax_engine.attention.batch_invariant import ordered_backend
+from sgljax_engine.attention.cpu import native_attention, native_decode_attention
+from sgljax_engine.attention.pallas import PallasAttention
+from sgljax_engine.attention.registry import PORTABLE
+from sgljax_engine.attention.tpu import TpuAttention
+from sgljax_engine.cache.kv_pages import LayerKV
+from tests.engine.native_cases import needs_machine_code
+from tests.engine.paged_cases import RaggedCase, case_of
+
+PAGE = 16
+OPTIONS = (
+    AttentionOptions(scale=0.2, sliding_window=1),
+    AttentionOptions(scale=0.2, sliding_window=20),
+    AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
+)
+BACKENDS: dict[str, Any] = {
+    **PORTABLE,
+    "ordered": ordered_backend("cpu"),
+    "ordered-accelerator": ordered_backend("gpu"),
+    "pallas": PallasAttention(interpret=True),
+    "tpu": TpuAttention(interpret=True).attend,
+}
+
+
+def case_without(options: AttentionOptions, num_queries: int, head_dim: int) -> RaggedCase:
+    """A case whose tables have a page of zeros for each page before a block's window."""
+    case = case_of((PAGE, 4, 2, num_queries, head_dim))
+    table = np.array(case.tables.page_table)
+    rows = list(zip(table[:-1], case.keys, strict=True))
+    used = {int(page) for row, keys in rows for page in row[: -(-len(keys) // PAGE)]}
+    null = next(page for page in range(case.layer.k.shape[0]) if page not in used)
+    assert options.sliding_window is not None
+    num_freed = 0
+    for block, keys in enumerate(case.keys):
+        first = max(len(keys) - num_queries - options.sliding_window + 1, 0) // PAGE
+        table[block, :first] = null
+        num_freed += first
+    assert num_freed > 0
+    layer = LayerKV(*(pages.at[null].set(0) for pages in case.layer))
+    tables = case.tables._replace(page_table=jnp.asarray(table))
+    return case._replace(layer=layer, tables=tables)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"window-{options.sliding_window}")
+@pytest.mark.parametrize("num_queries", [1, 16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reading(backend, num_queries, options):
+    case = case_without(options, num_queries, head_dim=128 if backend == "tpu" else 16)
+    case.check(case.run(BACKENDS[backend], options), options, atol=2e-5)
+
+
+@needs_machine_code
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"window-{options.sliding_window}")
+@pytest.mark.parametrize("num_queries", [1, 16])
+def test_jit_compiled_kernels(num_queries, options):
+    case = case_without(options, num_queries, head_dim=16)
+    case.check(case.run(native_attention, options), options, atol=2e-5)
+
+
+@needs_machine_code
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"window-{options.sliding_window}")
+def test_jit_compiled_decode(options):
+    """Which writes the newest key, and so has it apart."""
+    case = case_without(options, 1, head_dim=16)
+
+    def decode(q: Any, layer: Any, tables: Any, options: AttentionOptions) -> Any:
+        newest = [
+            np.stack([*(rows[-1] for rows in each), each[0][0]])
+            for each in (case.keys, case.values)
+        ]
+        k, v = map(jnp.asarray, newest)
+        return native_decode_attention(q[:, 0], k, v, layer, tables, options)[0][:, None]
+
+    case.check(case.run(decode, options), options, atol=2e-5)
