@@ -36,7 +36,8 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("backend", ["native", pytest.param("portable", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native", "portable"])
 def test_no_bit_differs(backend, monkeypatch):
     """Alone or together, in other chunks, orders and pages; as XLA computes it too."""
     if backend == "portable":

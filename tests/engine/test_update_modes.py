@@ -450,7 +450,7 @@ class TestDonation:
         monkeypatch.setattr(sync, "_store_one", watched)
         engine.update_weights(source, donate=True)
         assert len(sizes) == len(NEW)
-        assert max(sizes) <= largest
+        assert max(sizes) <= largest + 1  # and the flag of the newest
 
     def test_a_bad_source_leaves_the_old_weights(self, engine, old_outputs):
         calls = start_all(engine, PROMPTS)

@@ -628,7 +628,7 @@ def apply_donating(
                 if step.target in old:  # absent after a failed update
                     old.pop(step.target).delete()
             with _near(target):
-                one, _ = _store_one(plan, step.operands(source), step)
+                one = _store_one(plan, step.operands(source), step)[0]
             made[step.target] = jax.block_until_ready(move(one, target.sharding))
         if verify:
             check_same(plan, source, made)
