@@ -15,6 +15,7 @@ medians, those of parts of what a round of runs differed by.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import time
@@ -40,7 +41,7 @@ from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.projections import CpuProjections
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
-from sgljax_engine.runner import programs
+from sgljax_engine.runner import attend, programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
 from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
@@ -207,7 +208,10 @@ def decode_run(
         donate_argnums=(1, 2),
         compiler_options=compiler_options(is_own_cpu(jax.devices()[0])),
     )
-    with mock.patch.multiple(programs, **(parts or {"sample": programs.sample})):
+    with contextlib.ExitStack() as patches:
+        for name, part in parts.items():
+            module = attend if hasattr(attend, name) else programs
+            patches.enter_context(mock.patch.object(module, name, part))
         compiled = run.lower(runner.weights, *state, *dispatch.args).compile()
 
     def once() -> None:
