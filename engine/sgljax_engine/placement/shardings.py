@@ -81,18 +81,16 @@ class Placement(NamedTuple):
         """Number of devices with the same kv heads of a layer, of those that share a weight."""
         return max(self.num_tensor_shards // kv.num_heads, 1)
 
-    def kv_bytes_per_token(
-        self, model: ModelConfig, heads_per_row: int, *, slides: bool | None = None
-    ) -> int:
+    def kv_bytes_per_token(self, model: ModelConfig, heads_per_row: int, *, slides: bool) -> int:
         """Bytes of a token's keys and values on an engine's devices, every copy counted.
 
-        `slides` counts layers with a sliding window alone, or those without; None counts all.
+        `slides` counts the layers with a sliding window; False counts those without.
         """
         layouts = self.page_layouts(model, heads_per_row)
         return sum(
             self.kv_copies(model.kv_shape(layer)) * kv_bytes_per_token([layout], self.dtype)
             for layer, layout in zip(model.cached_layers, layouts, strict=True)
-            if slides in (None, model.attention.slides(layer))
+            if model.attention.slides(layer) == slides
         )
 
     def routed_bytes_per_token(self, model: ModelConfig) -> int:

@@ -203,10 +203,8 @@ class KVMemory:
                 dtype=placement.dtype,
                 make_zeros=self._make_zeros,
             )
-        self.kv, self.contiguous_kv = (
-            KVPages(pages, routed),
-            rows,
-        )  # both or, if memory is short, none
+        # Both or, if memory is short, none.
+        self.kv, self.contiguous_kv = KVPages(pages, routed), rows
 
     def _allocate_routed(self) -> jax.Array | None:
         if not self._static.context.returns_routed:

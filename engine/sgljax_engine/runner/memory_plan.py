@@ -17,7 +17,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner.window_plan import FITS, split_windows
+from sgljax_engine.runner.window_plan import FITS, bytes_per_token, split_windows
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +69,7 @@ def plan_memory(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     cache = config.cache
-    per_token = placement.kv_bytes_per_token(model, heads_per_row)
-    if cache.enable_return_routed_experts:
-        per_token += placement.routed_bytes_per_token(model)
-    per_page = cache.page_size * per_token
+    per_page = cache.page_size * sum(bytes_per_token(model, config, placement, heads_per_row))
     free = engine_free_bytes(placement, num_engines, device_bytes)
     if free is not None and not are_loaded:
         if free < weights_bytes:

@@ -12,10 +12,8 @@ from sgljax_engine.config import EngineConfig, ParallelConfig
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.submeshes import check_divides, place, share_out
-from sgljax_engine.runner.memory_plan import (
-    engine_free_bytes,
-    expected_weights_bytes,
-)
+from sgljax_engine.runner.memory_plan import engine_free_bytes, expected_weights_bytes
+from sgljax_engine.runner.window_plan import bytes_per_token
 
 
 class NoSizeFits(InvalidConfigError):
@@ -108,10 +106,7 @@ def _needed_and_free(
     engine = group.engines[0]
     attention = engine_attention(config.runtime, engine.target, model.head_dims)
     tokens = config.max_model_len or model.context_length
-    per_token = engine.kv_bytes_per_token(model, attention.heads_per_row)
-    if config.cache.enable_return_routed_experts:
-        per_token += engine.routed_bytes_per_token(model)
-    kv = tokens * per_token
-    kv = math.ceil(kv / config.cache.mem_fraction_static)
+    per_token = sum(bytes_per_token(model, config, engine, attention.heads_per_row))
+    kv = math.ceil(tokens * per_token / config.cache.mem_fraction_static)
     free = engine_free_bytes(engine, len(group.engines), device_bytes)
     return expected_weights_bytes(model, engine) + kv, free

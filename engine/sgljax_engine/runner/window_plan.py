@@ -34,6 +34,22 @@ class KVPools(NamedTuple):
     rule: str
 
 
+def bytes_per_token(
+    model: ModelConfig, config: EngineConfig, placement: Placement, heads_per_row: int
+) -> tuple[int, int]:
+    """Bytes of a token on an engine's devices: in pages of full layers, and of sliding layers.
+
+    The experts of the token, if they are kept, are in the former.
+    """
+    full, sliding = (
+        placement.kv_bytes_per_token(model, heads_per_row, slides=slides)
+        for slides in (False, True)
+    )
+    if config.cache.enable_return_routed_experts:
+        full += placement.routed_bytes_per_token(model)
+    return full, sliding
+
+
 def split_windows(
     model: ModelConfig,
     config: EngineConfig,
@@ -60,12 +76,8 @@ def split_windows(
         rule: The rule that set their number.
     """
     page_size = config.cache.page_size
-    full, sliding = (
-        page_size * placement.kv_bytes_per_token(model, heads_per_row, slides=slides)
-        for slides in (False, True)
-    )
-    if config.cache.enable_return_routed_experts:
-        full += page_size * placement.routed_bytes_per_token(model)
+    per_token = bytes_per_token(model, config, placement, heads_per_row)
+    full, sliding = (page_size * num_bytes for num_bytes in per_token)
     one_pool = KVPools(num_pages, None, num_pages * (full + sliding), 0, rule)
     if not sliding or config.cache.disable_hybrid_swa_memory:
         return one_pool
