@@ -206,6 +206,8 @@ class SglJaxRollout(BaseRollout):
         self._engine_config = engine_options.make_engine_config(
             asked, self._explicit_options, min(implied, self._model_config.context_length)
         )
+        if self._match is not None:
+            self._match.refuse_quantization(self._engine_config.runtime.quantization)
         self._mapping_obj = rollout_config.rollout_mapping_config
         mapping = mappings.find_mapping(self._mapping_obj, self._actor)
         asked_scaling = scaling_of(rollout_config)

@@ -38,14 +38,15 @@ from sgljax_engine.cache.contiguous_kv import LayerContiguousKV
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
-from sgljax_engine.layers.projections import CpuProjections
+from sgljax_engine.layers.kernels import CpuKernels, Weight
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.models.spec import ModelContext, Params
 from sgljax_engine.runner import attend, programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
 from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.sampling.sampler import Sampled, SamplingBatch
+from sgljax_engine.sampling.logprobs import LogprobBatch
+from sgljax_engine.sampling.sampler import Sampled, Sampler, SamplingBatch
 from sgljax_engine.xla_options import compiler_options
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import MODELS, BenchModel
@@ -176,9 +177,11 @@ def _no_sampling(
     adjusted: jax.Array | None,
     tokens: Tokens,
     num_shards: int,
+    sampler: Sampler,
+    others: LogprobBatch | None,
 ) -> Sampled:
     """Still reads every logit once, so that computing them cannot be left out."""
-    del rows, adjusted, tokens, num_shards
+    del rows, adjusted, tokens, num_shards, sampler, others
     peak = jnp.max(logits, axis=-1)
     token = jnp.where(peak > 1e30, step, 1).astype(jnp.int32)
     return Sampled(token=token, logprob=peak, scaled_logprob=peak, processed_logprob=peak)
@@ -230,20 +233,20 @@ def projections_run(
     """
     layout = context.layout
 
-    def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array, weight: Weight) -> jax.Array:
         """The product, a scalar that needs all of it."""
         product = context.linear(weight, x)
-        if isinstance(context.projections, CpuProjections):
+        if isinstance(context.kernels, CpuKernels):
             return product[0, 0]  # XLA leaves out nothing of what is not its own
         return jnp.max(product)
 
     weights = {
         name: weight
-        for name, weight in dispatch.runner.weights.items()
-        if weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+        for name, weight in context.kernels.weights(dispatch.runner.weights).items()
+        if len(weight.shape) == 2 and "embed" not in name and "lm_head" not in name
     }
 
-    def num_inputs(weight: jax.Array) -> int:
+    def num_inputs(weight: Weight) -> int:
         return weight.shape[1 if layout is Layout.FEATURES_FIRST else 0]
 
     base = {
@@ -251,7 +254,7 @@ def projections_run(
         for size in {num_inputs(weight) for weight in weights.values()}
     }
 
-    def steps(weights: dict[str, jax.Array], start: jax.Array) -> jax.Array:
+    def steps(weights: dict[str, Weight], start: jax.Array) -> jax.Array:
         def body(
             _: int, carry: tuple[jax.Array, dict[int, jax.Array]]
         ) -> tuple[jax.Array, dict[int, jax.Array]]:

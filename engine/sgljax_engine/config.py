@@ -15,6 +15,8 @@ from sgljax_engine.checks import check_count, is_int, require
 from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_OPTIONS
 
+QUANTIZATIONS = ("int8",)
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas", "tpu")
@@ -25,7 +27,7 @@ DETERMINISTIC_BACKENDS = ("auto", "native", "xla_rows")
 """Those that may be asked for with `enable_deterministic_sampling`."""
 
 LINEAR_BACKENDS = ("auto", "native", "xla")
-"""Names that `layers.projections.pick_projections` knows."""
+"""Names that `layers.kernels.pick_kernels` knows."""
 
 LORA_TARGETS = (
     "q_proj",
@@ -182,14 +184,20 @@ class RuntimeConfig:
             other value is the folder to use. When the engine turns the cache on, it keeps programs
             that took 0.1 s or more to compile, unless the process has changed JAX's limit of 1 s.
         attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it is
-            available, on one x86-64 CPU in float32, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
+            available, on one x86-64 CPU, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
             portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of projections: one of `LINEAR_BACKENDS`, with
             "auto" as above.
+        quantization: "int8" stores projections and output tables as 8-bit numbers with a factor
+            for each output, made at each weight sync: a quarter of float32's memory and time where
+            memory decides. The log-probs are those of the rounded model, see docs/weights.md. None
+            stores them in `dtype`.
         enable_deterministic_sampling: Make tokens and log-probs of a greedy or seeded request
             batch-invariant: the same bits whatever else is in the batch, and however the request is
-            batched, chunked, cached, paused or put to sleep; `attention_backend` must be "auto",
-            "native" or "xla_rows". See docs/determinism.md.
+            batched, chunked, cached, paused or put to sleep. None, the default, does so where it is
+            free: with the backends "native" of attention and projections. True does so everywhere,
+            at a price; `attention_backend` must then be "auto", "native" or "xla_rows". See
+            docs/determinism.md.
         random_seed: Seed of random weights, and of the fresh seeds of requests without one. None
             takes the operating system's entropy for requests and 0 for weights.
         check_finite: Refuse weights that hold NaN or infinity, at the start and in each update that
@@ -203,7 +211,8 @@ class RuntimeConfig:
     compilation_cache_dir: str | None = "auto"
     attention_backend: str = "auto"
     linear_backend: str = "auto"
-    enable_deterministic_sampling: bool = False
+    quantization: str | None = None
+    enable_deterministic_sampling: bool | None = None
     random_seed: int | None = None
     check_finite: bool = True
 
@@ -221,6 +230,10 @@ class RuntimeConfig:
             require(isinstance(value, str), name, value, "the name of a backend")
             if value not in known:
                 raise InvalidConfigError(unknown_name_message(name, value, known))
+        if self.quantization is not None:
+            value = self.quantization
+            expected = f"None or one of {QUANTIZATIONS}"
+            require(value in QUANTIZATIONS, "quantization", value, expected)
         for name in ("batch_buckets", "token_buckets"):
             buckets = getattr(self, name)
             if buckets is None:
@@ -240,9 +253,16 @@ class RuntimeConfig:
             self.token_buckets,
             f"multiples of {TOKEN_BLOCK}",
         )
-        for name in ("forbid_compile", "enable_deterministic_sampling", "check_finite"):
+        for name in ("forbid_compile", "check_finite"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "True or False")
+        is_deterministic = self.enable_deterministic_sampling
+        require(
+            is_deterministic is None or isinstance(is_deterministic, bool),
+            "enable_deterministic_sampling",
+            is_deterministic,
+            "None, True or False",
+        )
         if self.enable_deterministic_sampling:
             backend = self.attention_backend
             expected = "'auto', 'native' or 'xla_rows' with enable_deterministic_sampling"

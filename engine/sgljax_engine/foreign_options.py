@@ -119,7 +119,7 @@ _WITHOUT_COUNTERPART = (
     ),
     (
         "weights, activations and KV cache have the one `dtype`",
-        "quantization quantization_param_path kv_cache_dtype calculate_kv_scales weight_dtype",
+        "quantization_param_path kv_cache_dtype calculate_kv_scales weight_dtype",
     ),
     (
         "it is always on",

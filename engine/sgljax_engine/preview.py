@@ -14,7 +14,7 @@ from sgljax_engine.builder.group import check_has_experts, pick_max_model_len
 from sgljax_engine.builder.sources import pick_dtype
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.projections import pick_projections
+from sgljax_engine.layers.kernels import pick_kernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
@@ -101,7 +101,7 @@ def preview_engine(
         parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     except NoSizeFits as error:
         parallel, problem = error.tried_last, str(error)
-    group = place(model, mesh, dtype, parallel)
+    group = place(model, mesh, dtype, parallel, config.runtime)
     num_engines = len(group.engines)
     config, placement = config.per_engine(num_engines), group.engines[0]
     specs = get_model(model.architecture).param_specs(model)
@@ -110,7 +110,7 @@ def preview_engine(
     max_model_len = pick_max_model_len(model, config)
     free = engine_free_bytes(placement, num_engines, device_bytes)
     attention = engine_attention(config.runtime, placement.target, model.head_dims)
-    linear = pick_projections(config.runtime.linear_backend, placement.target)
+    linear = pick_kernels(config.runtime.linear_backend, placement.target)
     plan = None
     try:
         if problem is None:

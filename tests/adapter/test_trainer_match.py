@@ -364,6 +364,10 @@ def test_donated_arrays_are_named(make_rollout):
         ({"match_batch_size": 4}, r"match_batch_size=4 needs logprobs_mode='trainer_match'"),
         ({"logprobs_mode": "trainer_match", "match_batch_size": 0}, r"match_batch_size.*got 0"),
         ({"logprobs_mode": "trainer_match", "match_batch_size": True}, r"match_batch_size.*True"),
+        (
+            {"logprobs_mode": "trainer_match", "quantization": "int8"},
+            r"logprobs_mode='trainer_match' cannot be combined with quantization='int8'",
+        ),
         ({"logprobs_mode": "exact"}, r"logprobs_mode.*'trainer_match'.*'exact'"),
     ],
 )

@@ -127,7 +127,8 @@ def _(_: Parts):
 
 @produces("native")
 def _(_: Parts):
-    new_engine(linear_backend="native", dtype="bfloat16")
+    mesh = Mesh(np.array(jax.devices()[:1] * 2), ("tp",))
+    new_engine(linear_backend="native", mesh=mesh)
 
 
 @produces("deterministic_backend")

@@ -49,7 +49,7 @@ def test_installation():
 
 
 def test_weights():
-    assert doc_blocks.run("weights.md", {}) == 5
+    assert doc_blocks.run("weights.md", {}) == 6
 
 
 def test_adapters():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import pytest
 
-from sgljax_engine.kernels.cpu import ffi
+from sgljax_engine.kernels.cpu import chain
 from sgljax_engine.kernels.cpu.machine import Vectors, host_vectors
 
+_PROBLEM = chain.unavailable()
 needs_machine_code = pytest.mark.skipif(
-    ffi.unavailable() is not None, reason=f"no JIT-compiled CPU kernels here: {ffi.unavailable()}"
+    _PROBLEM is not None, reason=f"no JIT-compiled CPU kernels here: {_PROBLEM}"
 )
 
 
@@ -18,14 +19,14 @@ def vectors_of(lanes: int) -> Vectors:
     host = host_vectors()
     if lanes > host.lanes:
         pytest.skip("the processor lacks AVX-512")
-    return host if lanes == host.lanes else Vectors(8, 6, 2, host.features, host.cpu)
+    return host if lanes == host.lanes else Vectors(8, host.features, host.cpu)
 
 
 @pytest.fixture(params=[8, 16], ids=["AVX2", "AVX-512"])
 def lanes(request, monkeypatch):
     """Operations made during the test are for vectors of so many lanes."""
     vectors = vectors_of(request.param)
-    monkeypatch.setattr(ffi, "host_vectors", lambda: vectors)
+    monkeypatch.setattr(chain, "host_vectors", lambda: vectors)
     jax.clear_caches()  # else a function that was traced before calls the other code
     yield request.param
     jax.clear_caches()

@@ -14,12 +14,11 @@ from jax.sharding import Mesh
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams, logical_rules
 from sgljax_engine.attention import cpu
 from sgljax_engine.attention.batch_invariant import ordered_backend
-from sgljax_engine.attention.cpu import native_attention, native_decode_attention
+from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
-from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS
+from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS, RuntimeConfig
 from sgljax_engine.layers import target
-from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.projections import CpuProjections, pick_projections
+from sgljax_engine.layers.kernels import CpuKernels, pick_kernels
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
@@ -30,8 +29,10 @@ from tests.engine.native_cases import needs_machine_code
 COMPARES_BITS = True  # see conftest
 
 
-def placement(**changes: Any) -> Placement:
-    return place(TINY, None, "float32").whole._replace(**changes)
+def placement(linear: str = "auto", **changes: Any) -> Placement:
+    return place(
+        TINY, None, "float32", runtime=RuntimeConfig(linear_backend=linear)
+    ).whole._replace(**changes)
 
 
 @pytest.fixture
@@ -42,16 +43,16 @@ def no_machine_code(monkeypatch):
 
 def runs_natively(engine: Engine) -> bool:
     static = engine._group.loops[0]._core.runner._static
-    is_native = isinstance(static.context.projections, CpuProjections)
-    assert is_native == (static.decode_attention is not None)
+    is_native = isinstance(static.context.kernels, CpuKernels)
+    assert is_native == (static.attention is native_attention)
     return is_native
 
 
 def pick(head_dim: int = 16, *, attention: str = "auto", linear: str = "auto", **changes: Any):
     """Names of the backends that are picked, and why they are not native."""
-    target = placement(**changes).target
+    target = placement(linear, **changes).target
     picked = pick_attention(attention, target, (head_dim,))
-    products = pick_projections(linear, target)
+    products = pick_kernels(linear, target)
     reasons = {why for why in (picked.why_not_native, products.why_not_native) if why}
     return picked.name, products.name, reasons
 
@@ -61,24 +62,17 @@ class TestPick:
     def test_cpu_kernels_are_the_default(self):
         assert pick() == ("native", "native", set())
 
-    @pytest.mark.parametrize(
-        ("changes", "head_dim", "reason"),
-        [
-            ({"dtype": jnp.dtype("bfloat16")}, 64, "for float32, the engine's dtype is bfloat16"),
-            ({"layout": Layout.TOKENS_FIRST}, 64, "features first, activations are tokens_first"),
-            ({}, 12, r"a head_dim that is a multiple of (8|16), got 12"),
-        ],
-    )
-    def test_why_not(self, changes, head_dim, reason):
-        attention, linear, reasons = pick(head_dim, **changes)
-        assert attention == "xla_tiles"
-        assert linear == ("xla" if changes else "native")
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_half_width_storage(self, dtype):
+        assert pick(dtype=jnp.dtype(dtype)) == ("native", "native", set())
+
+    def test_why_not(self):
+        reason = r"a head_dim that is a multiple of (8|16), got 12"
+        attention, linear, reasons = pick(12)
+        assert (attention, linear) == ("xla_tiles", "native")
         assert re.search(reason, "".join(reasons))
         with pytest.raises(InvalidConfigError, match=rf"attention_backend 'native' .*{reason}"):
-            pick(head_dim, attention="native", **changes)
-        if changes:
-            with pytest.raises(InvalidConfigError, match=rf"linear_backend 'native' .*{reason}"):
-                pick(linear="native", **changes)
+            pick(12, attention="native")
 
     def test_several_devices(self):
         # What is read is the mesh's shape alone, so one device may stand there twice.
@@ -96,7 +90,7 @@ class TestPick:
         target = placement().target
         native = pick_attention("native", target, (16,))
         assert native.attend is native.batch_invariant is native_attention
-        assert (native.decode, native.contiguous_kv) == (native_decode_attention, "never")
+        assert (native.write_kv, native.contiguous_kv) == (native_write_kv, "never")
         rows = pick_attention("xla_rows", target, (16,))
         assert rows.attend is PORTABLE["xla_tiles"]
         assert rows.batch_invariant is ordered_backend("cpu")
@@ -124,7 +118,7 @@ def test_accelerators_have_portable_code(platform):
     found = pick_attention("auto", target, (80,))
     assert (found.name, found.attend) == ("xla", PORTABLE["xla"])
     assert (found.contiguous_kv, found.why_not_native) == ("never", None)
-    assert pick_projections("auto", target)[::2] == ("xla", None)
+    assert pick_kernels("auto", target)[::2] == ("xla", None)
 
 
 def test_names_of_backends():

@@ -15,7 +15,7 @@ import pytest
 from sgljax_engine.attention import registry
 from sgljax_engine.attention.xla import xla_tiles_attention
 from sgljax_engine.builder import parts
-from sgljax_engine.layers import projections, target
+from sgljax_engine.layers import kernels, target
 from sgljax_engine.runner import compiled
 from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
@@ -154,6 +154,19 @@ def test_no_bit_differs(backend, alone, index):
             assert len(way.interrupt.counts) >= 3, "of the ways to interrupt"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.usefixtures("backend")
+def test_every_width_from_1_to_64(alone):
+    """Each batch runs at its own width, as rows come and go."""
+    asked = [each for each in REQUESTS if not each.params.changes_logits]
+    expected = [alone[REQUESTS.index(each)] for each in asked]
+    options = {"max_running_requests": 64, "batch_buckets": tuple(range(1, 65)), "decode_steps": 2}
+    with make_engine(options) as engine:
+        assert_same(run(engine, asked, Way({}, splits=2)), expected)
+        assert engine.get_internal_state().num_compiles > 40
+
+
 @pytest.mark.parametrize(
     "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
 )
@@ -184,14 +197,15 @@ def test_small_pools_retract_and_read_pages():
 @BOTH
 @pytest.mark.usefixtures("backend")
 def test_a_head_dim_that_rows_do_not_take():
-    """Then decode attention reads pages whatever their number."""
+    """Then attention is portable, and the option must ask for it. Decode reads pages."""
     model = dataclasses.replace(MODEL, head_dim=20)
     interrupt = Interrupter(0, spread_weights(model))
     way = WAYS[2]._replace(order=range(len(PLAIN))[::-1], interrupt=interrupt)
-    with make_engine(ALONE, model) as engine:
+    asked = {"enable_deterministic_sampling": True}
+    with make_engine(ALONE | asked, model) as engine:
         expected = run(engine, PLAIN, Way({}))
         assert engine._group.loops[0]._core.runner.kv_memory.contiguous_kv == ()
-    with make_engine(way.options, model) as engine:
+    with make_engine({**way.options, **asked}, model) as engine:
         assert_same(run(engine, PLAIN, way), expected)
 
 
@@ -256,14 +270,14 @@ class TestControl:
     @PORTABLE
     def test_widths_that_disagree(self, monkeypatch):
         """One is made to round otherwise, which `agreeing_widths` would find out."""
-        real = projections.linear
+        real = kernels.linear
 
         def linear(x, weight, layout):
             out = real(x, weight, layout)
             is_wide = x.shape[layout.token_axis] == CANDIDATES[-1]
             return out * np.float32(1 + 2**-23) if is_wide else out
 
-        monkeypatch.setattr(projections, "linear", linear)
+        monkeypatch.setattr(kernels, "linear", linear)
         monkeypatch.setattr(parts, "agreeing_widths", lambda *_: CANDIDATES)
         # Programs apart from those of equal engines, which do not have the fault.
         monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))

@@ -10,22 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu.ffi import unavailable
+from sgljax_engine.kernels.cpu.chain import unavailable
+from sgljax_engine.kernels.cpu.panels import Panels, pack
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, route, shards_width
-from sgljax_engine.layers.projections import CpuProjections, XlaProjections
+from sgljax_engine.layers.kernels import CpuKernels, Options, XlaKernels
 from sgljax_engine.layers.ragged import block_size
 
 COMPARES_BITS = True  # see conftest
 
 WAYS = {
-    "ragged_dot": (XlaProjections(), Layout.TOKENS_FIRST, False),
-    "blocks": (XlaProjections(), Layout.FEATURES_FIRST, False),
-    "equal_blocks": (XlaProjections(), Layout.FEATURES_FIRST, True),
-    "equal_blocks_tokens_first": (XlaProjections(), Layout.TOKENS_FIRST, True),
-    "kernels": (CpuProjections(), Layout.FEATURES_FIRST, False),
+    "ragged_dot": (XlaKernels(), Layout.TOKENS_FIRST, False),
+    "blocks": (XlaKernels(), Layout.FEATURES_FIRST, False),
+    "equal_blocks": (XlaKernels(), Layout.FEATURES_FIRST, True),
+    "equal_blocks_tokens_first": (XlaKernels(), Layout.TOKENS_FIRST, True),
+    "kernels": (CpuKernels(), Layout.PANELS, False),
 }
-"""Projections, layout, and whether results must be batch-invariant."""
+"""Kernels, layout, and whether results must be batch-invariant."""
 
 NUM_DRAWS = 1000
 
@@ -75,16 +76,19 @@ def expected_mix(x, routing, experts, is_used):
 
 @functools.cache
 def mix_of(way: str):
-    projections, layout, is_invariant = WAYS[way]
+    kernels, layout, is_invariant = WAYS[way]
     if way == "kernels" and unavailable() is not None:
         pytest.skip(f"no JIT-compiled CPU kernels here: {unavailable()}")
-    options = MixOptions(projections, layout, jax.nn.silu, is_invariant)
+    options = MixOptions(kernels, jax.nn.silu, Options(layout, is_invariant))
     return jax.jit(functools.partial(mix, options=options)), layout
 
 
 def placed(experts: Any, layout: Layout) -> Any:
     if layout is Layout.TOKENS_FIRST:
         return experts
+    if layout is Layout.PANELS:
+        packed: Any = [Panels(pack(jnp.asarray(w)), w.shape[-1]) for w in experts]
+        return Experts(*packed)
     swapped: Any = [np.ascontiguousarray(w.swapaxes(1, 2)) for w in experts]
     return Experts(*swapped)
 
@@ -167,11 +171,10 @@ def test_no_copy_of_an_experts_weights():
     x, routing, is_used = draw(shape, np.random.default_rng(4), kind=0)
     compiled = run.lower(x, routing, placed(weights_of(shape), layout), is_used).compile()
     text = compiled.as_text() or ""
-    for wide in ("f32[16,32,64]", "f32[16,64,32]"):
+    for wide in ("f32[16,2,64,16]", "f32[16,4,32,16]"):
         made = [line for line in text.splitlines() if f"= {wide}" in line]
         assert made
         assert all("parameter(" in line for line in made), made
-    assert "f32[1,32,64]" not in text
     assert "while" not in text
 
 

@@ -23,6 +23,7 @@ from sgljax_engine import (
     logical_rules,
 )
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
+from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.sync import TargetSpec, apply, apply_donating, plan_sync, source_spec
 from tests.engine.interrupts import make_engine, results, settle, start_all
 from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
@@ -180,22 +181,22 @@ def write_golden(folder: Path, name: str) -> Path:
 class TestPlan:
     """What is stored counts, not what it was made of."""
 
-    def plan(self, source, dtype, *, is_transposed=False, check_finite=True):
+    def plan(self, source, dtype, *, form=Form.LOGICAL, check_finite=True):
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = TargetSpec((2, 3), jnp.dtype(dtype), is_transposed, sharding, "")
+        target = TargetSpec((2, 3), jnp.dtype(dtype), form, sharding, "")
         return plan_sync(source_spec(source), [Rule("w", "w")], {"w": target}, check_finite)
 
-    @pytest.mark.parametrize("is_transposed", [False, True])
-    def test_too_large_for_the_dtype(self, is_transposed):
+    @pytest.mark.parametrize("form", Form)
+    def test_too_large_for_the_dtype(self, form):
         source = {"w": jnp.full((2, 3), 1e5)}
         old = {"w": jnp.zeros((2, 3))}
-        plan = self.plan(source, "float16", is_transposed=is_transposed)
+        plan = self.plan(source, "float16", form=form)
         with pytest.raises(WeightSyncError, match=r"1 of 1 .*: 'w'"):
             apply(plan, source)
         with pytest.raises(WeightSyncError, match=r"1 of 1 .*: 'w'"):
             apply_donating(plan, source, [old])
         assert not old["w"].is_deleted()
-        plan = self.plan(source, "bfloat16", is_transposed=is_transposed)
+        plan = self.plan(source, "bfloat16", form=form)
         assert np.isfinite(apply(plan, source)["w"].astype(np.float32)).all()
 
     def test_not_asked_for(self):

@@ -10,7 +10,7 @@ import pytest
 
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.attention.batch_invariant import ordered_backend
-from sgljax_engine.attention.cpu import native_attention, native_decode_attention
+from sgljax_engine.attention.cpu import native_attention
 from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.registry import PORTABLE
 from sgljax_engine.attention.tpu import TpuAttention
@@ -66,20 +66,3 @@ def test_reading(backend, num_queries, options):
 def test_jit_compiled_kernels(num_queries, options):
     case = case_without(options, num_queries, head_dim=16)
     case.check(case.run(native_attention, options), options, atol=2e-5)
-
-
-@needs_machine_code
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"window-{options.sliding_window}")
-def test_jit_compiled_decode(options):
-    """Which writes the newest key, and so has it apart."""
-    case = case_without(options, 1, head_dim=16)
-
-    def decode(q: Any, layer: Any, tables: Any, options: AttentionOptions) -> Any:
-        newest = [
-            np.stack([*(rows[-1] for rows in each), each[0][0]])
-            for each in (case.keys, case.values)
-        ]
-        k, v = map(jnp.asarray, newest)
-        return native_decode_attention(q[:, 0], k, v, layer, tables, options)[0][:, None]
-
-    case.check(case.run(decode, options), options, atol=2e-5)

@@ -22,6 +22,7 @@ from sgljax_engine import (
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.weights import sync
+from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.loader import read_hf_folder
 from tests.engine.models import TINY, ForeignTensor, logical_weights, spread_weights
 
@@ -166,11 +167,11 @@ class TestBadSources:
 
 
 def test_an_update_by_these_names_copies_once():
-    """Two transposes, the rules' and the engine's own, are none."""
+    """Of two transposes, the rules' and the engine's own, XLA does none."""
     targets = place(TINY, None, "float32").whole.weight_targets(
         get_model(TINY.architecture).param_specs(TINY)
     )
-    if not targets[WIDE].is_transposed:
+    if targets[WIDE].form is Form.LOGICAL:
         pytest.skip("the engine stores projections as they come on this platform")
     source = {name: jnp.asarray(array) for name, array in spread_weights().items()}
     plan = sync.plan_sync(sync.source_spec(source), hf_rules(TINY), targets)
@@ -179,5 +180,5 @@ def test_an_update_by_these_names_copies_once():
     text = program.lower(arrays).compile().as_text()
     assert " transpose(" not in text
     assert jax.tree.all(
-        jax.tree.map(lambda a, b: a.shape == b.shape, sync.apply(plan, source), source)
+        jax.tree.map(lambda a, b: a.size == b.size, sync.apply(plan, source), source)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.attention.cpu import native_attention, native_decode_attention
+from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from tests.engine.native_cases import lanes, needs_machine_code
 from tests.engine.paged_cases import ragged_case
@@ -55,56 +55,46 @@ def test_ragged_blocks(case, num_queries):
     case.check(case.run(native_attention, options), options, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_decode_writes_keys_and_values_first(case):
-    """And leaves everything else as it is, of unused rows too."""
-    name, page_size, num_heads, num_kv_heads, head_dim = case
-    options = OPTIONS[name]
-    case = ragged_case(
-        [1, 17, 33, 257, 600],
-        page_size=page_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        num_queries=1,
-        head_dim=head_dim,
-    )
-    lens, table = np.asarray(case.tables.kv_lens), np.asarray(case.tables.page_table)
-    rows = np.arange(len(lens) - 1)
-    newest = lens[:-1] - 1
-    slots = table[rows, newest // page_size] * page_size + newest % page_size
-    spoilt = np.full((len(rows), num_kv_heads, head_dim), np.nan, np.float32)
-    before = write_kv(case.layer, jnp.asarray(spoilt), jnp.asarray(spoilt), jnp.asarray(slots))
+def write_at(layer, k, v, slots):
+    """The layer after `native_write_kv`, in its own memory."""
+    run = jax.jit(native_write_kv, donate_argnums=0)
+    return run(layer, k, v, jnp.asarray(slots, jnp.int32))
 
-    def newest_of(sequences):
-        last = [sequence[-1] for sequence in sequences]
-        return np.stack([*last, np.full_like(last[0], np.nan)])
 
-    attend = jax.jit(native_decode_attention, static_argnames="options", donate_argnums=3)
-    out, after = attend(
-        case.queries[:, 0],
-        newest_of(case.keys),
-        newest_of(case.values),
-        before,
-        case.tables,
-        options=options,
-    )
-    case.check(np.asarray(out)[:, None], options, atol=2e-5)
-    np.testing.assert_array_equal(out[-1], 0)
-    for found, expected in zip(after, case.layer, strict=True):
-        np.testing.assert_array_equal(found, expected)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("page_size", "head_dim"), [(1, 16), (16, 64), (24, 48)])
+def test_writes_what_the_portable_code_writes(page_size, head_dim, dtype):
+    rng = np.random.default_rng(0)
+    pages = jnp.asarray(rng.standard_normal((5, 3, page_size, head_dim)), dtype)
+    for num_tokens in (1, 7, 40):
+        k, v = jnp.asarray(rng.standard_normal((2, num_tokens, 3, head_dim)), "float32")
+        slots = rng.permutation(np.arange(-3, 5 * page_size + 4 + num_tokens))[:num_tokens]
+        slots[slots < 0] = np.iinfo(np.int32).max
+        layer = LayerKV(jnp.copy(pages), jnp.copy(pages))
+        wanted = write_kv(LayerKV(pages, pages), k, v, jnp.asarray(slots, jnp.int32))
+        for found, expected in zip(write_at(layer, k, v, slots), wanted, strict=True):
+            np.testing.assert_array_equal(found.astype("float32"), expected.astype("float32"))
 
 
 def test_pages_are_written_in_place():
     pages = jnp.zeros((4, 2, 16, 16))
     layer = LayerKV(pages, jnp.zeros_like(pages))
-    tables = BlockTables(
-        jnp.asarray([[1, 0], [2, 3]], jnp.int32), jnp.zeros((2, 1), jnp.int32), jnp.asarray([3, 20])
-    )
-    q, k = jnp.ones((2, 4, 16)), jnp.ones((2, 2, 16))
-    attend = jax.jit(native_decode_attention, static_argnames="options", donate_argnums=3)
     places = [x.unsafe_buffer_pointer() for x in layer]
-    _, after = attend(q, k, k, layer, tables, options=DEFAULT)
+    after = write_at(layer, jnp.ones((2, 2, 16)), jnp.ones((2, 2, 16)), [3, 20])
     assert [x.unsafe_buffer_pointer() for x in after] == places
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_width_pages(dtype):
+    """The keys and values are rounded, and everything else is as in float32."""
+    case = ragged_case(
+        [5, 17, 33, 257], page_size=16, num_heads=4, num_kv_heads=2, num_queries=5, head_dim=32
+    )
+    half = LayerKV(*(x.astype(dtype) for x in case.layer))
+    wide = LayerKV(*(x.astype("float32") for x in half))
+    run = jax.jit(native_attention, static_argnums=3)
+    found, wanted = (run(case.queries, layer, case.tables, DEFAULT) for layer in (half, wide))
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40])

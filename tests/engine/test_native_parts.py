@@ -12,12 +12,15 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine.kernels.cpu import abi, ffi, kept_code, machine, math
+from sgljax_engine.kernels.cpu import abi, chain, kept_code, machine, math
 from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, vector
 from sgljax_engine.kernels.cpu.linear import linear
+from sgljax_engine.kernels.cpu.operation import Operation, Plan
+from sgljax_engine.kernels.cpu.panels import pack
 from tests.engine.native_cases import needs_machine_code, vectors_of
 from tests.threads import LIMIT_S, start
 
@@ -85,24 +88,24 @@ class TestMachine:
     )
     def test_why_there_is_none(self, monkeypatch, owner, name, value, reason):
         monkeypatch.setattr(owner, name, value)
-        if name != "platform" and name != "machine" and ffi.unavailable() is not None:
-            pytest.skip(f"there is none: {ffi.unavailable()}")
+        if name != "platform" and name != "machine" and chain.unavailable() is not None:
+            pytest.skip(f"there is none: {chain.unavailable()}")
         assert re.search(reason, machine.missing() or "")
 
     def test_an_llvmlite_that_makes_no_code(self, monkeypatch):
-        if ffi.unavailable() is not None:
-            pytest.skip(f"there is none: {ffi.unavailable()}")
+        if chain.unavailable() is not None:
+            pytest.skip(f"there is none: {chain.unavailable()}")
 
         def fail(*_):
             raise RuntimeError("LLVM IR parsing error")
 
-        monkeypatch.setattr(ffi, "compile_threads", fail)
-        reason = ffi.unavailable.__wrapped__()
+        monkeypatch.setattr(chain, "compile_threads", fail)
+        reason = chain.unavailable.__wrapped__()
         assert reason == "llvmlite makes no code here: LLVM IR parsing error"
 
     def test_an_llvmlite_that_cannot_be_imported(self, monkeypatch):
-        if ffi.unavailable() is not None:
-            pytest.skip(f"there is none: {ffi.unavailable()}")
+        if chain.unavailable() is not None:
+            pytest.skip(f"there is none: {chain.unavailable()}")
         monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
         assert "llvmlite cannot be imported: " in str(machine.missing())
 
@@ -138,6 +141,13 @@ class TestFunctions:
         _, y = self.apply("exp", [-87.1, -1e4, -1e30, -np.inf], lanes)
         np.testing.assert_array_equal(y, 0)
 
+    def test_log(self, lanes):
+        values = np.concatenate([np.linspace(1e-3, 40, 100_001), [1.0, 1.2e-38, 3e38]])
+        x, y = self.apply("log", values, lanes)
+        exact = np.log(x.astype(np.float64))
+        np.testing.assert_allclose(y, exact, rtol=2.5e-7, atol=1e-7)
+        assert y[-3] == 0
+
     def test_tanh(self, lanes):
         x, y = self.apply("tanh", np.linspace(-30, 30, 100_001), lanes)
         np.testing.assert_allclose(y, np.tanh(x.astype(np.float64)), atol=2.5e-7)
@@ -150,9 +160,9 @@ class TestKeptCode:
     CODE = """
 import sys, jax, numpy as np
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-from sgljax_engine.kernels.cpu.transpose import transpose
-x = np.arange(6, dtype=np.float32).reshape(2, 3)
-assert np.array_equal(jax.jit(transpose)(x)[0], x.T)
+from sgljax_engine.kernels.cpu.copy import copy
+x = np.arange(6, dtype=np.float32)
+assert np.array_equal(jax.jit(copy)(x)[0], x)
 """
 
     def run(self, folder):
@@ -161,12 +171,12 @@ assert np.array_equal(jax.jit(transpose)(x)[0], x.T)
 
     def test_is_found_again(self, tmp_path):
         first = self.run(tmp_path)
-        assert len(first) == 2, "the operation, and what shares it among threads"
+        assert len(first) == 3, "the operation, its chain, and what shares it among threads"
         assert self.run(tmp_path) == first
 
     def test_what_is_damaged_is_made_anew(self, tmp_path):
         first = self.run(tmp_path)
-        for name, end in zip(first, (b"", b"something else"), strict=True):
+        for name, end in zip(first, (b"", b"something else", b""), strict=True):
             path = tmp_path / name
             path.write_bytes(path.read_bytes()[:-9] + end)
         again = self.run(tmp_path)
@@ -205,8 +215,8 @@ assert np.array_equal(jax.jit(transpose)(x)[0], x.T)
 class TestThreads:
     def product(self, seed):
         rng = np.random.default_rng(seed)
-        weight = rng.standard_normal((300, 200), dtype=np.float32)
-        x = rng.standard_normal((200, 40), dtype=np.float32)
+        weight = pack(jnp.asarray(rng.standard_normal((200, 300), dtype=np.float32)))
+        x = rng.standard_normal((40, 200), dtype=np.float32)
         return weight, x
 
     def test_many_callers_at_once(self):
@@ -214,7 +224,7 @@ class TestThreads:
 
         def several(weight, x):
             for _ in range(20):
-                x = x + 1e-3 * linear(weight, x)[:200]
+                x = x + 1e-3 * linear(weight, x, 300)[:, :200]
             return x
 
         run = jax.jit(several)
@@ -244,8 +254,9 @@ import re
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 import jax, numpy as np
 from sgljax_engine.kernels.cpu.linear import linear
-weight, x = np.ones((300, 200), np.float32), np.ones((200, 40), np.float32)
-assert np.array_equal(jax.jit(linear)(weight, x), np.full((300, 40), 200, np.float32))
+weight, x = np.ones((20, 200, 16), np.float32), np.ones((40, 200), np.float32)
+run = jax.jit(linear, static_argnums=2)
+assert np.array_equal(run(weight, x, 320), np.full((40, 320), 200, np.float32))
 """
         subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)
 
@@ -257,17 +268,15 @@ assert np.array_equal(jax.jit(linear)(weight, x), np.full((300, 40), 200, np.flo
 
     def test_engines_that_start_at_once(self):
         """Threads that register the same operation get one name."""
-        operation = ffi.Operation("same", 1, 1, _nothing, _one_chunk)
-        calls = [start(lambda: ffi.register(operation)) for _ in range(8)]
+        operation = Operation("same", _nothing, _one_chunk)
+        calls = [start(lambda: chain._register([operation])) for _ in range(8)]
         assert len({call.result(LIMIT_S) for call in calls}) == 1
 
     def test_names_tell_code_apart(self):
-        api = abi.load_api()
-        assert isinstance(api, abi.Api)
-        first = ffi.register(ffi.Operation("one", 1, 1, _nothing, _one_chunk))
-        assert first == ffi.register(ffi.Operation("one", 1, 1, _nothing, _one_chunk))
-        assert first != ffi.register(ffi.Operation("two", 1, 1, _nothing, _one_chunk))
-        assert first.startswith("sgljax.one.")
+        first = chain._register([Operation("one", _nothing, _one_chunk)])
+        assert first == chain._register([Operation("two", _nothing, _one_chunk)])  # equal code
+        assert first != chain._register([Operation("three", _store_nothing, _one_chunk)])
+        assert first.startswith("sgljax.")
 
 
 def _nothing(module, vectors):
@@ -277,6 +286,13 @@ def _nothing(module, vectors):
     return code.function
 
 
-def _one_chunk(code, buffers, threads):
-    del code, threads
-    return ffi.Job(1, [buffers[0].data])
+def _store_nothing(module, vectors):
+    del vectors
+    with Code(module, "store_nothing", VOID, [PTR, I64]) as code:
+        code.stack(I64)
+    return code.function
+
+
+def _one_chunk(arguments, results, threads):
+    del arguments, results, threads
+    return Plan(1, ())

@@ -21,6 +21,7 @@ from sgljax_engine import (
     logical_rules,
     preview_engine,
 )
+from sgljax_engine.config import RuntimeConfig
 from sgljax_engine.layers.tiles import Together
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
@@ -52,7 +53,8 @@ def make(**options: Any) -> Engine:
 @pytest.fixture(scope="module")
 def routed() -> Routed:
     """The experts of all given tokens, from one pass without a cache."""
-    definition, placement = get_model(TINY_MOE.architecture), place(TINY_MOE, None, "float32").whole
+    definition = get_model(TINY_MOE.architecture)
+    placement = place(TINY_MOE, None, "float32", runtime=RuntimeConfig(linear_backend="xla")).whole
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(TINY_MOE)))
     weights = maker.make(logical_weights(TINY_MOE), logical_rules(TINY_MOE))
     context = ModelContext(TINY_MOE, placement.layout, returns_routed=True)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.sampler import SamplingBatch, filter_weights, invert_cdf, sample
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS
+from tests.engine.sampler_cases import SAMPLERS, patched
+
+
+@pytest.fixture(scope="module", params=SAMPLERS)
+def backend(request):
+    yield from patched(sys.modules[__name__], request.param)
+
+
+both = pytest.mark.usefixtures("backend")
 
 
 def batch(size, vocab, **fields):
@@ -152,10 +164,11 @@ def test_shards_of_the_vocabulary_change_no_token(vocab, num_shards):
     draw = jax.jit(sample, static_argnames="num_shards")
     whole, shared = (draw(logits, rows, jnp.int32(0), num_shards=n) for n in (1, num_shards))
     np.testing.assert_array_equal(whole.token, shared.token)
-    for ours, theirs in zip(whole[1:], shared[1:], strict=True):
+    for ours, theirs in zip(whole[1:4], shared[1:4], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@both
 @pytest.mark.parametrize("top_p", [1e-50, 1e-40, 1e-30])
 def test_tiny_top_p_is_greedy(top_p):
     logits = jnp.asarray(np.random.default_rng(4).normal(0, 1, (8, 300)).astype(np.float32))
@@ -163,6 +176,7 @@ def test_tiny_top_p_is_greedy(top_p):
     np.testing.assert_array_equal(tokens, np.asarray(logits).argmax(-1))
 
 
+@both
 def test_draws_follow_the_distribution():
     vocab, draws = 37, 200_000
     logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
@@ -176,6 +190,7 @@ def test_draws_follow_the_distribution():
     assert chi_square < 40, chi_square  # 11 degrees of freedom: p < 1e-4
 
 
+@both
 def test_logprobs_match_float64():
     logits = np.random.default_rng(1).normal(0, 4, (8, 500)).astype(np.float32)
     temperature = np.array([1.0, 0.7, 0.0, 2.0] * 2, np.float32)
@@ -199,6 +214,7 @@ def test_logprobs_match_float64():
     np.testing.assert_array_equal(tokens[[2, 6]], logits.argmax(-1)[[2, 6]])
 
 
+@both
 def test_draw_depends_on_seed_and_step_only():
     logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (4, 1000)).astype(np.float32))
     rows = batch(4, 1000)
@@ -213,6 +229,7 @@ def test_draw_depends_on_seed_and_step_only():
     assert sample(logits[2:3], alone, jnp.int32(0)).token[0] == first[2]
 
 
+@both
 def test_greedy_rows_ignore_filters_and_seed():
     logits = jnp.asarray(np.random.default_rng(3).normal(0, 1, (4, 99)).astype(np.float32))
     rows = batch(4, 99, temperature=[0, 1, 0, 1], top_k=5, top_p=0.5)
@@ -220,6 +237,7 @@ def test_greedy_rows_ignore_filters_and_seed():
     np.testing.assert_array_equal(tokens[[0, 2]], np.asarray(logits).argmax(-1)[[0, 2]])
 
 
+@both
 @pytest.mark.parametrize("vocab", [1, 7, 128, 129, 1000])
 def test_greedy_rows_take_the_first_of_the_largest(vocab):
     rng = np.random.default_rng(vocab)
@@ -260,3 +278,76 @@ def test_a_rows_nucleus_does_not_depend_on_its_mates():
     in_company = kept(np.concatenate([peaked, flat]), np.append(top_p, np.float32(0.9)))
     assert in_company[-1].sum() == 2000  # its ties all stay
     np.testing.assert_array_equal(in_company[:-1], alone)
+
+
+@both
+@pytest.mark.parametrize("vocab", [40, 4096, 10_000])
+def test_a_token_has_one_logprob(vocab):
+    """In the lists of the most likely and of given tokens as where it is sampled, to the bit."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 2, (33, vocab)).astype(np.float32)
+    rows = batch(33, vocab, temperature=rng.choice([0.0, 0.7, 1.0], 33), top_k=8)
+    ids = rng.integers(0, vocab, (33, 5), np.int32)
+    wanted = LogprobBatch(jnp.asarray(ids), jnp.zeros(8, jnp.int32))
+    out = jax.jit(sample)(logits, rows, jnp.int32(0), others=wanted)
+    assert out.extras is not None
+    tokens, tops = np.asarray(out.token), np.asarray(out.extras.token_ids)
+    places = np.argwhere(tops == tokens[:, None])
+    assert len(places) == 33
+    np.testing.assert_array_equal(np.asarray(out.extras.values)[tuple(places.T)], out.logprob)
+    # The sampled tokens as given ones.
+    given = LogprobBatch(jnp.asarray(np.repeat(tokens[:, None], 5, 1)), wanted.ranks)
+    again = jax.jit(sample)(logits, rows, jnp.int32(0), others=given)
+    assert again.extras is not None
+    np.testing.assert_array_equal(again.extras.chosen, np.repeat(out.logprob[:, None], 5, 1))
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1))[:, None]
+    chosen = np.take_along_axis(exact, ids, 1)
+    np.testing.assert_allclose(out.extras.chosen, chosen, atol=2e-5)
+    is_plain = np.isin(rows.temperature, [0.0, 1.0])
+    np.testing.assert_array_equal(out.scaled_logprob[is_plain], out.logprob[is_plain])
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.parametrize("vocab", [7, 130, 5000])
+def test_a_row_has_the_same_bits_in_any_batch(vocab, backend):
+    """Of the JIT-compiled kernels, with filters of every kind beside it."""
+    assert backend == "native"
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 2, (64, vocab)).astype(np.float32)
+    rows = batch(
+        64,
+        vocab,
+        temperature=rng.choice([0.0, 0.7, 1.0], 64),
+        top_k=rng.choice([min(5, vocab), min(200, vocab), vocab], 64),
+        top_p=rng.choice([0.3, 0.9999, 1.0], 64),
+        min_p=rng.choice([0.0, 0.05], 64),
+    )
+    together = jax.jit(sample)(logits, rows, jnp.int32(3))
+    for count in (1, 2, 3, 5, 8, 17, 33):
+        some = rng.permutation(64)[:count]
+        part = SamplingBatch(*(field[some] for field in rows))
+        alone = jax.jit(sample)(logits[some], part, jnp.int32(3))
+        for one, all_ in zip(alone[:4], together[:4], strict=True):
+            np.testing.assert_array_equal(one, np.asarray(all_)[some])
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 1000, 9000])
+def test_both_keep_the_same_tokens(vocab):
+    """The kernels' thresholds are those of the portable code, which is held to a sort above."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 3, (48, vocab)).astype(np.float32)
+    rows = batch(
+        48,
+        vocab,
+        temperature=rng.choice([0.5, 1.0, 2.0], 48),
+        top_k=rng.choice([1, min(9, vocab), min(300, vocab), vocab], 48),
+        top_p=rng.choice([1e-40, 0.5, 0.95, 1.0], 48),
+        min_p=rng.choice([0.0, 0.1], 48),
+    )
+    found = []
+    for name in SAMPLERS:
+        for _ in patched(sys.modules[__name__], name):
+            found.append(jax.jit(sample)(logits, rows, jnp.int32(0)))
+    np.testing.assert_array_equal(found[0].token, found[1].token)
+    for one, other in zip(found[0][1:4], found[1][1:4], strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from sgljax_engine.sampling import sampler
 from sgljax_engine.sampling.sampler import filter_weights, sample
 from sgljax_engine.sampling.table import adjust_logits, record
 from sgljax_engine.types import LogitEdits, Request
+from tests.engine.sampler_cases import SAMPLERS, patched
 from tests.engine.sampling_reference import adjust, distribution, log_softmax
 
 VOCAB = 97
@@ -321,8 +323,13 @@ def small_logits():
     return logits
 
 
+@pytest.fixture(scope="module", params=SAMPLERS)
+def backend(request):
+    yield from patched(sys.modules[__name__], request.param)
+
+
 @pytest.fixture(scope="module")
-def draw():
+def draw(backend):
     @jax.jit
     def run(logits, rows, table):
         tiled = jnp.tile(logits, (rows.step.shape[0], 1))
@@ -417,6 +424,7 @@ class TestFrequencies:
         assert p_value(tokens, wrong) < 1e-9
 
 
+@pytest.mark.usefixtures("backend")
 class TestLogprobs:
     @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
     def test_raw_scaled_and_processed(self, temperature):
@@ -460,4 +468,4 @@ def test_uniform_numbers_are_those_of_jax():
     seeds = jnp.asarray(rng.integers(0, 2**32, (200, 2), np.uint32))
     steps = jnp.asarray(rng.integers(0, 2**31, 200, np.int32))
     expected = jax.vmap(one)(seeds, steps) + 2.0**-24
-    np.testing.assert_array_equal(sampler._uniform(seeds, steps), expected)
+    np.testing.assert_array_equal(sampler.uniform(seeds, steps), expected)

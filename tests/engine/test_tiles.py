@@ -143,7 +143,7 @@ class TestOrderedSum:
         np.testing.assert_array_equal(bits(out), bits(parts[:1] + parts[1:]))
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", [Layout.TOKENS_FIRST, Layout.FEATURES_FIRST])
 @pytest.mark.parametrize("num_tokens", [1, 16, SMALL_BATCH])
 def test_narrow_linear_is_linear(layout, num_tokens):
     x, weight = draw(num_tokens, 48), draw(48, 32, seed=1)

@@ -33,6 +33,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.rules import RuleTable
 from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
 from tests.compilation import recorded_programs
@@ -43,9 +44,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
 
 
-def target(shape, *, is_transposed=False, alias="", dtype=jnp.float32):
+def target(shape, *, form=Form.LOGICAL, alias="", dtype=jnp.float32):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return TargetSpec(shape, jnp.dtype(dtype), is_transposed, sharding, alias)
+    return TargetSpec(shape, jnp.dtype(dtype), form, sharding, alias)
 
 
 def sync(source, rules, targets):
@@ -162,7 +163,7 @@ class TestApply:
     def test_transpose_hook_reshape_cast_and_physical_transpose(self):
         x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
         rules = [Rule("x", "y", (2, 0, 1), lambda a: a * 2)]
-        made = sync({"x": x}, rules, {"y": target((5, 12), is_transposed=True, dtype="bfloat16")})
+        made = sync({"x": x}, rules, {"y": target((5, 12), form=Form.TRANSPOSED, dtype="bfloat16")})
         expected = (x.transpose(2, 0, 1) * 2).reshape(5, 12).T.astype(jnp.bfloat16)
         assert made["y"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(made["y"]), expected)
@@ -183,7 +184,7 @@ class TestApply:
     def test_physical_transpose_of_any_shape_and_dtype(self, source, shape, dtypes):
         x = np.random.default_rng(0).normal(size=source).astype(dtypes[0])
         made = sync(
-            {"x": x}, [Rule("x", "x")], {"x": target(shape, is_transposed=True, dtype=dtypes[1])}
+            {"x": x}, [Rule("x", "x")], {"x": target(shape, form=Form.TRANSPOSED, dtype=dtypes[1])}
         )
         assert made["x"].dtype == dtypes[1]
         np.testing.assert_array_equal(made["x"], x.reshape(shape).T.astype(dtypes[1]))
@@ -206,7 +207,7 @@ class TestApply:
 
     def test_never_aliases_the_source(self):
         source = {"x": jnp.arange(8.0).reshape(2, 4), "y": jnp.ones((4, 4))}
-        targets = {"x": target((2, 4)), "y": target((4, 4), is_transposed=True)}
+        targets = {"x": target((2, 4)), "y": target((4, 4), form=Form.TRANSPOSED)}
         made = sync(source, [Rule("*", "*")], targets)
         for name, array in made.items():
             assert array.unsafe_buffer_pointer() != source[name].unsafe_buffer_pointer()
@@ -228,7 +229,8 @@ class TestApply:
         assert not lowered
 
 
-LAYERS = {f"model.layers.{i}.w": target((5, 12), is_transposed=i == 1) for i in range(3)}
+FORMS = (Form.LOGICAL, Form.TRANSPOSED, Form.PANELS)
+LAYERS = {f"model.layers.{i}.w": target((5, 12), form=form) for i, form in enumerate(FORMS)}
 
 
 class TestStackedLayers:
@@ -242,8 +244,8 @@ class TestStackedLayers:
         made = sync({"layers.w": stack}, [rule], LAYERS)
         for i, layer in enumerate(layers):
             expected = layer.transpose(2, 0, 1).reshape(5, 12)
-            stored = np.asarray(made[f"model.layers.{i}.w"])
-            np.testing.assert_array_equal(stored.T if i == 1 else stored, expected)
+            stored = FORMS[i].restore(made[f"model.layers.{i}.w"], (5, 12))
+            np.testing.assert_array_equal(stored, expected)
 
     @pytest.mark.parametrize("depth", [2, 4])
     def test_another_depth_is_named(self, depth):
@@ -289,7 +291,7 @@ class TestStackedLayers:
         expected = source["layers.w"] + 0.5 * np.tensordot(source["a"], source["b"], 1)
         for i in range(3):
             stored = np.asarray(made[f"model.layers.{i}.w"])
-            stored = stored.T if i == 1 else stored
+            stored = FORMS[i].restore(jnp.asarray(stored), (5, 12))
             np.testing.assert_allclose(stored, expected[:, i], rtol=1e-5, atol=1e-6)
 
 
@@ -300,7 +302,7 @@ FUSED_RULES = (
     LoraRule("w", "a", "b", 2.0, (2,)),
 )
 FUSED = {
-    "k": target((6, 20), is_transposed=True),
+    "k": target((6, 20), form=Form.TRANSPOSED),
     "v": target((6, 20), dtype="bfloat16"),
     "norm": target((20,)),
 }

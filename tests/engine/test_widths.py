@@ -18,7 +18,9 @@ from sgljax_engine import (
     ModelConfig,
     logical_rules,
 )
+from sgljax_engine.config import RuntimeConfig
 from sgljax_engine.layers.basic import SMALL_BATCH
+from sgljax_engine.layers.kernels import CpuKernels
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
@@ -58,7 +60,8 @@ class Model(NamedTuple):
 
 
 def make_model(config: ModelConfig = TINY, dtype: str = "float32") -> Model:
-    definition, placement = get_model(config.architecture), place(config, None, dtype).whole
+    definition = get_model(config.architecture)
+    placement = place(config, None, dtype, runtime=RuntimeConfig(linear_backend="xla")).whole
     maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(config)))
     weights = maker.make(logical_weights(config), logical_rules(config))
     return Model(definition, ModelContext(config, placement.layout), weights, placement.is_own_cpu)
@@ -190,7 +193,7 @@ def test_a_device_on_which_place_matters_is_refused(monkeypatch):
     with pytest.raises(InvalidConfigError, match="depend on its place in the batch"):
         agreeing_widths(*make_model())
     with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling cannot be kept"):
-        Engine(model_config=TINY, weights=spread_weights(), **FLAG)
+        Engine(model_config=TINY, weights=spread_weights(), linear_backend="xla", **FLAG)
 
 
 class TestConfig:
@@ -207,13 +210,17 @@ class TestConfig:
         config = EngineConfig.from_options(FLAG | {"attention_backend": backend})
         assert config.runtime.enable_deterministic_sampling
 
-    @pytest.mark.parametrize("value", [1, None, "yes"])
+    @pytest.mark.parametrize("value", [1, "yes"])
     def test_is_a_bool(self, value: Any):
-        with pytest.raises(InvalidConfigError, match="enable_deterministic_sampling must be True"):
+        with pytest.raises(InvalidConfigError, match="_sampling must be None, True"):
             EngineConfig.from_options({"enable_deterministic_sampling": value})
 
     def test_is_off_by_default(self):
-        """And then nothing goes in tiles."""
-        with Engine(model_config=TINY, weights=spread_weights()) as engine:
-            static = engine._group.loops[0]._core.runner._static
-            assert static.context.tile_widths == ()
+        """Where it has a price: then nothing goes in tiles."""
+        ways: tuple[dict[str, Any], ...] = ({"linear_backend": "xla"}, {}, FLAG)
+        for options in ways:
+            with Engine(model_config=TINY, weights=spread_weights(), **options) as engine:
+                static = engine._group.loops[0]._core.runner._static
+                assert static.is_deterministic == (options is FLAG)
+                is_native = isinstance(static.context.kernels, CpuKernels)
+                assert (static.context.tile_widths == ()) == (options is not FLAG or is_native)

@@ -181,6 +181,15 @@ class TrainerMatch:
             for version in versions:
                 self._hold(version, arrays)
 
+    def refuse_quantization(self, quantization: str | None) -> None:
+        """Raises InvalidConfigError for an engine that samples from rounded weights."""
+        if quantization is not None:
+            raise InvalidConfigError(
+                f"logprobs_mode='trainer_match' cannot be combined with quantization="
+                f"{quantization!r}: the log-probs would be the trainer's, and not those of the "
+                "weights that drew the tokens"
+            )
+
     def refuse_offload(self) -> None:
         """Raises InvalidConfigError; called on Tunix's signal that it offloads models."""
         raise InvalidConfigError(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.cache.kv_pages import LayerKV
+from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 
 T = TypeVar("T")
 
@@ -75,6 +75,10 @@ class PagedAttention(Protocol):
             [N, Q, num_heads, head_dim], in the queries' dtype; unspecified where `kv_lens` is 0.
         """
         ...
+
+
+WriteKV = Callable[[LayerKV, jax.Array, jax.Array, jax.Array], LayerKV]
+"""`write_kv(layer, k[T, K, h], v[T, K, h], slots[T]) -> layer`, see `kv_pages.write_kv`."""
 
 
 class DecodeAttention(Protocol):
@@ -159,6 +163,7 @@ class AttentionBackend(NamedTuple):
         batch_invariant: `attend` for an engine with deterministic sampling.
         decode: Attention that decode uses instead, if any.
         prefill: Attention that prefill uses instead, if any.
+        write_kv: Writes keys and values into pages, for `attend`.
         contiguous_kv: Whether decode copies its rows' keys into contiguous KV
             (`attention.contiguous`).
         contiguous_name: Name of decode attention over contiguous KV, for reports.
@@ -172,6 +177,7 @@ class AttentionBackend(NamedTuple):
     batch_invariant: PagedAttention
     decode: DecodeAttention | None = None
     prefill: PrefillAttention | None = None
+    write_kv: WriteKV = write_kv
     contiguous_kv: ContiguousKV = "never"
     contiguous_name: str = ""
     heads_per_row: int = 1
@@ -186,6 +192,7 @@ class AttentionBackend(NamedTuple):
             attend=self.batch_invariant,
             decode=None,
             prefill=None,
+            write_kv=write_kv,
             contiguous_name="ordered",
             heads_per_row=1,
         )

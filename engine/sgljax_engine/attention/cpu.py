@@ -1,19 +1,14 @@
-"""JIT-compiled CPU kernels: one CPU, float32; see `sgljax_engine.kernels.cpu`.
-
-The kernels take features first. A token-major input was transposed just before, since activations
-are features first too; XLA then drops both transposes.
-"""
+"""JIT-compiled CPU kernels: one CPU; see `sgljax_engine.kernels.cpu`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from sgljax_engine.attention.base import AttentionBackend, AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
-from sgljax_engine.kernels.cpu.attention import block_attention, decode_attention
+from sgljax_engine.kernels.cpu.attention import paged_attention, write_kv
 from sgljax_engine.kernels.cpu.attention_tile import AttentionShape
 from sgljax_engine.kernels.cpu.machine import host_vectors
 from sgljax_engine.layers.target import Target, require_backend
@@ -24,8 +19,8 @@ def native_attention(
 ) -> jax.Array:
     """The `PagedAttention` of JIT-compiled CPU kernels."""
     num_heads, head_dim = q_NQDh.shape[2:]
-    out = block_attention(
-        _features_first(q_NQDh.reshape(-1, num_heads, head_dim)),
+    out = paged_attention(
+        q_NQDh.reshape(-1, num_heads, head_dim).astype("float32"),
         layer.k,
         layer.v,
         tables.page_table,
@@ -33,29 +28,15 @@ def native_attention(
         tables.kv_lens,
         _shape(num_heads, layer, options),
     )
-    return out.T.reshape(q_NQDh.shape)
+    return out.reshape(q_NQDh.shape).astype(q_NQDh.dtype)
 
 
-def native_decode_attention(
-    q_BDh: jax.Array,
-    k_BKh: jax.Array,
-    v_BKh: jax.Array,
-    layer: LayerKV,
-    tables: BlockTables,
-    options: AttentionOptions,
-) -> tuple[jax.Array, LayerKV]:
-    """The `DecodeAttention` of JIT-compiled CPU kernels."""
-    out, k_pages, v_pages = decode_attention(
-        _features_first(q_BDh),
-        _features_first(k_BKh),
-        _features_first(v_BKh),
-        layer.k,
-        layer.v,
-        tables.page_table,
-        tables.kv_lens,
-        _shape(q_BDh.shape[1], layer, options),
-    )
-    return out.T.reshape(q_BDh.shape), LayerKV(k_pages, v_pages)
+def native_write_kv(
+    layer: LayerKV, k_TKh: jax.Array, v_TKh: jax.Array, slots: jax.Array
+) -> LayerKV:
+    """The `WriteKV` of JIT-compiled CPU kernels."""
+    k, v = k_TKh.astype("float32"), v_TKh.astype("float32")
+    return LayerKV(*write_kv(k, v, layer.k, layer.v, slots))
 
 
 def native_problem(target: Target, head_dims: Sequence[int]) -> str | None:
@@ -75,11 +56,7 @@ def native_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend
         InvalidConfigError: when it is not available.
     """
     require_backend(native_problem(target, head_dims), "attention_backend 'native'")
-    return AttentionBackend("native", native_attention, native_attention, native_decode_attention)
-
-
-def _features_first(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 0, -1)
+    return AttentionBackend("native", native_attention, native_attention, write_kv=native_write_kv)
 
 
 def _shape(num_heads: int, layer: LayerKV, options: AttentionOptions) -> AttentionShape:
@@ -92,4 +69,5 @@ def _shape(num_heads: int, layer: LayerKV, options: AttentionOptions) -> Attenti
         options.scale,
         options.sliding_window,
         options.logit_softcap,
+        layer.k.dtype.name,
     )

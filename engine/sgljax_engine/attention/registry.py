@@ -113,4 +113,4 @@ def engine_attention(
         InvalidConfigError: when the named backend is not available.
     """
     picked = pick_attention(runtime.attention_backend, target, head_dims)
-    return picked.for_engine(is_deterministic=runtime.enable_deterministic_sampling)
+    return picked.for_engine(is_deterministic=bool(runtime.enable_deterministic_sampling))

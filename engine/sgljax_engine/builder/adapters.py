@@ -21,7 +21,7 @@ from sgljax_engine.weights.adapters import (
 )
 from sgljax_engine.weights.sync import TargetSpec
 
-_WITH_SLOTS = (ParamKind.LINEAR, ParamKind.EMBEDDING)
+_WITH_SLOTS = (ParamKind.LINEAR, ParamKind.HEAD)
 
 
 def check_adapters(adapters: Mapping[str, Any], lora: LoraConfig) -> None:
@@ -50,7 +50,7 @@ def adapter_slots(
         if projection.rsplit(".", 1)[-1] not in kinds or spec.kind not in _WITH_SLOTS:
             continue
         # The output projection is [vocab, model], all others [in, out].
-        is_head = spec.kind is ParamKind.EMBEDDING
+        is_head = spec.kind is ParamKind.HEAD
         num_in, num_out = spec.shape[::-1] if is_head else spec.shape
         in_axis, out_axis = spec.axes[::-1] if is_head else spec.axes
         names.append(projection)

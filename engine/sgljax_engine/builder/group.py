@@ -90,7 +90,7 @@ def build_group(
     check_has_experts(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
-    placement = place(model, mesh, dtype, parallel)
+    placement = place(model, mesh, dtype, parallel, config.runtime)
     logger.info(describe(placement, mesh, parallel))
     count = len(placement.engines)
     config = config.per_engine(count)
@@ -155,7 +155,7 @@ def build_shapes(
     max_model_len = pick_max_model_len(model, config)
     check_has_experts(model, config)
     parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
-    placement = place(model, mesh, dtype, parallel)
+    placement = place(model, mesh, dtype, parallel, config.runtime)
     count, engine = len(placement.engines), placement.engines[0]
     config = config.per_engine(count)
     specs = get_model(model.architecture).param_specs(model)
@@ -191,7 +191,12 @@ def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def check_has_experts(model: ModelConfig, config: EngineConfig) -> None:
-    """Raises InvalidConfigError when a model without experts is to return them."""
+    """Raises InvalidConfigError when a model has no experts to return, or some to quantise."""
+    if config.runtime.quantization is not None and model.moe is not None:
+        raise InvalidConfigError(
+            f"quantization must be None for a model with experts ({model.architecture}), got "
+            f"{config.runtime.quantization!r}"
+        )
     if config.cache.enable_return_routed_experts and model.moe is None:
         raise InvalidConfigError(
             "enable_return_routed_experts must be False for a model without experts "

@@ -15,8 +15,9 @@ from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros
 from sgljax_engine.cache.window import NUM_NULL
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
+from sgljax_engine.kernels.cpu.panels import PANEL
 from sgljax_engine.layers.basic import SMALL_BATCH
-from sgljax_engine.layers.projections import pick_projections
+from sgljax_engine.layers.kernels import CpuKernels, pick_kernels
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
@@ -33,6 +34,8 @@ from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.runner.widths import agreeing_widths
+from sgljax_engine.sampling.native import NATIVE
+from sgljax_engine.sampling.sampler import XLA
 from sgljax_engine.weights.adapters import AdapterSlots
 
 
@@ -88,7 +91,7 @@ def plan_parts(
     page_size = config.cache.page_size
     attention = engine_attention(config.runtime, placement.target, model.head_dims)
     definition = get_model(model.architecture)
-    static = _program_context(config, definition, model, placement, weights, attention)
+    static = _program_context(config, definition, model, placement, weights, attention, slots)
     plan = functools.partial(
         plan_memory,
         model,
@@ -175,16 +178,21 @@ def _program_context(
     placement: Placement,
     weights: Mapping[str, jax.Array],
     attention: AttentionBackend,
+    slots: AdapterSlots | None,
 ) -> ProgramContext:
     runtime = config.runtime
+    kernels = pick_kernels(runtime.linear_backend, placement.target).kernels
+    if isinstance(kernels, CpuKernels):
+        kernels = CpuKernels(_partial_outputs(definition, model, placement, slots))
     context = ModelContext(
         model,
         placement.layout,
-        projections=pick_projections(runtime.linear_backend, placement.target).projections,
+        kernels=kernels,
+        dtype=placement.dtype,
         lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
         returns_routed=config.cache.enable_return_routed_experts,
     )
-    if runtime.enable_deterministic_sampling:
+    if runtime.enable_deterministic_sampling and not isinstance(kernels, CpuKernels):
         # Of devices that nobody has, the one width that every engine has.
         are_here = all(isinstance(weight, jax.Array) for weight in weights.values())
         widths = (SMALL_BATCH,)
@@ -200,9 +208,26 @@ def _program_context(
         prefill_pass=prefill_pass(placement.platform),
         decode_attention=attention.decode,
         prefill_attention=attention.prefill,
+        write_kv=attention.write_kv,
+        sampler=NATIVE if isinstance(kernels, CpuKernels) else XLA,
+        is_deterministic=bool(runtime.enable_deterministic_sampling),
         num_vocab_shards=placement.num_tensor_shards,
         heads_per_row=attention.heads_per_row,
     )
+
+
+def _partial_outputs(
+    definition: ModelDefinition,
+    model: ModelConfig,
+    placement: Placement,
+    slots: AdapterSlots | None,
+) -> tuple[tuple[str, int], ...]:
+    """Outputs of the weights whose last panel is partly filled, by name."""
+    targets = placement.weight_targets(definition.param_specs(model))
+    if slots is not None:
+        targets |= slots.specs()
+    outputs = {name: target.num_outputs for name, target in targets.items()}
+    return tuple((name, count) for name, count in outputs.items() if count and count % PANEL)
 
 
 def _buckets(

@@ -169,6 +169,7 @@ def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> La
         slots: [T] int32
     """
     pages, offsets = slots // layer.page_size, slots % layer.page_size
+    k, v = k.astype(layer.k.dtype), v.astype(layer.v.dtype)
     return LayerKV(
         layer.k.at[pages, :, offsets].set(k, mode="drop"),
         layer.v.at[pages, :, offsets].set(v, mode="drop"),

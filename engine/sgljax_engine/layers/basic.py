@@ -32,43 +32,50 @@ class Layout(enum.Enum):
     """Memory layout of activations and projection weights; the backend decides it.
 
     `TOKENS_FIRST`, which suits TPU and GPU matrix units: activations [T, D] and [T, N, H], weights
-    [in, out]. `FEATURES_FIRST`: activations [D, T] and [N, H, T], weights [out, in]. On CPUs its
+    [in, out]. `FEATURES_FIRST`: activations [D, T] and [N, H, T], weights [out, in]. On CPUs XLA's
     products `W @ x` take up to a fifth less time for decode-sized batches, and norms and gates
-    process whole vectors of tokens.
+    process whole vectors of tokens. `PANELS`, of the JIT-compiled CPU kernels: activations as in
+    `TOKENS_FIRST`, weights as in `kernels.cpu.panels`.
     """
 
     TOKENS_FIRST = "tokens_first"
     FEATURES_FIRST = "features_first"
+    PANELS = "panels"
+
+    @property
+    def is_tokens_first(self) -> bool:
+        """Whether activations are [T, D]."""
+        return self is not Layout.FEATURES_FIRST
 
     @property
     def feature_axis(self) -> int:
         """The axis of features, or of a head's channels, in activations."""
-        return -1 if self is Layout.TOKENS_FIRST else -2
+        return -1 if self.is_tokens_first else -2
 
     @property
     def head_axis(self) -> int:
         """The axis of heads in activations of heads."""
-        return 1 if self is Layout.TOKENS_FIRST else 0
+        return 1 if self.is_tokens_first else 0
 
     @property
     def token_axis(self) -> int:
         """The axis of tokens in activations of features."""
-        return 0 if self is Layout.TOKENS_FIRST else -1
+        return 0 if self.is_tokens_first else -1
 
     def place(self, x: jax.Array) -> jax.Array:
         """Converts activations [T, ...] to this layout."""
-        return x if self is Layout.TOKENS_FIRST else jnp.moveaxis(x, 0, -1)
+        return x if self.is_tokens_first else jnp.moveaxis(x, 0, -1)
 
     def tokens_first(self, x: jax.Array) -> jax.Array:
         """The inverse of `place`."""
-        return x if self is Layout.TOKENS_FIRST else jnp.moveaxis(x, -1, 0)
+        return x if self.is_tokens_first else jnp.moveaxis(x, -1, 0)
 
     def materialize(self, x: jax.Array) -> jax.Array:
         """Materializes `x`, transposed between layouts, as the input of a product.
 
         On CPUs XLA would transpose it inside the product, which is much slower than before it.
         """
-        return x if self is Layout.TOKENS_FIRST else lax.optimization_barrier(x)
+        return x if self.is_tokens_first else lax.optimization_barrier(x)
 
     def compute_once(self, make: Callable[[jax.Array], _T], x: jax.Array) -> _T:
         """Computes `make(x)`, a pytree of arrays, once and into memory. Integers in `x` are >= 0.
@@ -77,7 +84,7 @@ class Layout(enum.Enum):
         them. A loop returns its result in memory, so this is a loop of one iteration, which the
         compiler cannot know.
         """
-        if self is Layout.TOKENS_FIRST:
+        if self.is_tokens_first:
             return make(x)
         empty = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(make, x))
         num_turns = 1 + jnp.minimum(x.ravel()[0], 0)
@@ -85,17 +92,17 @@ class Layout(enum.Enum):
 
     def split_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
         """Features [N * H] to [N, H]."""
-        if self is Layout.TOKENS_FIRST:
+        if self.is_tokens_first:
             return x.reshape(x.shape[0], -1, head_dim)
         return x.reshape(-1, head_dim, x.shape[-1])
 
     def per_feature(self, vector: jax.Array) -> jax.Array:
         """Reshapes a vector [D] or [H] to broadcast against activations."""
-        return vector[None, :] if self is Layout.TOKENS_FIRST else vector[:, None]
+        return vector[None, :] if self.is_tokens_first else vector[:, None]
 
 
 def default_layout(platform: str) -> Layout:
-    """The layout to use on a JAX platform."""
+    """The layout for XLA's products on a JAX platform."""
     return Layout.FEATURES_FIRST if platform == "cpu" else Layout.TOKENS_FIRST
 
 

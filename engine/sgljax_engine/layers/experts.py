@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.projections import Projections
+from sgljax_engine.layers.kernels import Kernels, Options, Weight
 
 _LANES = 128
 """Of a TPU's registers."""
@@ -39,28 +39,26 @@ class Experts(NamedTuple):
     """The weights of a layer's experts, in the layout of the context.
 
     Shape: gate, up: [E, F, D] features first, else [E, D, F]. down: [E, D, F] features first, else
-        [E, F, D].
+        [E, F, D]. Or panels of these.
     """
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: Weight
+    up: Weight
+    down: Weight
 
 
 class MixOptions(NamedTuple):
     """Static facts about how experts are computed.
 
     Attributes:
-        projections: Products of the backend.
-        layout: Layout of the weights.
+        kernels: Products of the backend.
         activation: Activation of an expert's gate.
-        is_batch_invariant: Give a token the same bits whichever others its experts have.
+        computed: How to compute products.
     """
 
-    projections: Projections
-    layout: Layout
+    kernels: Kernels
     activation: Callable[[jax.Array], jax.Array]
-    is_batch_invariant: bool
+    computed: Options
 
 
 def route(logits_TE: jax.Array, num_chosen: int, *, is_normalized: bool) -> Routing:
@@ -97,10 +95,10 @@ def mix(
         is_used: [T] bool; other tokens take no expert's time, and get zeros. None uses all.
         options: Static facts.
     """
-    mesh, num_experts = options.projections.mesh, experts.gate.shape[0]
+    mesh, num_experts = options.kernels.mesh, experts.gate.shape[0]
     if mesh is None:
         return _mix(x_TD, routing, experts, is_used, options).astype(x_TD.dtype)
-    features = 1 if options.layout is Layout.FEATURES_FIRST else 2
+    features = 1 if options.computed.layout is Layout.FEATURES_FIRST else 2
     by_width = shards_width(num_experts, experts.gate.shape[features], mesh.size)
     axes = mesh.axis_names
 
@@ -154,14 +152,8 @@ def _mix(
     is_of = flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None]
     group_sizes = jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
-    def multiply(weights: jax.Array, x: jax.Array) -> jax.Array:
-        return options.projections.ragged_linear(
-            weights,
-            x,
-            group_sizes,
-            options.layout,
-            is_batch_invariant=options.is_batch_invariant,
-        )
+    def multiply(weights: Weight, x: jax.Array) -> jax.Array:
+        return options.kernels.ragged_linear(weights, x, group_sizes, options.computed)
 
     x = jnp.take(x_TD, order // num_chosen, axis=0, mode="clip")
     gate, up = multiply(experts.gate, x), multiply(experts.up, x)

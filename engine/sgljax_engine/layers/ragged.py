@@ -22,7 +22,7 @@ def linear_in_blocks(
     *,
     is_batch_invariant: bool,
 ) -> jax.Array:
-    """`Projections.ragged_linear` in a loop over blocks of tokens of one expert.
+    """`Kernels.ragged_linear` in a loop over blocks of tokens of one expert.
 
     Its time follows the experts that have tokens. Blocks are of one size in all programs if results
     must be batch-invariant, so that each product is the same compiled loop body.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.kernels.cpu.ffi import unavailable
+from sgljax_engine.kernels.cpu.chain import unavailable
 from sgljax_engine.layers.basic import Layout
 
 
@@ -41,10 +41,6 @@ class Target(NamedTuple):
             return "it is for a CPU of this process, the engine's is reached through a proxy"
         if self.num_devices > 1:
             return f"it is for one device, the engine has {self.num_devices}"
-        if self.dtype != "float32":
-            return f"it is for float32, the engine's dtype is {self.dtype}"
-        if self.layout is not Layout.FEATURES_FIRST:
-            return f"it is for features first, activations are {self.layout.value}"
         return unavailable()
 
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sgljax_engine.attention.base import AttentionOptions
-from sgljax_engine.layers.basic import Layout, embed, rms_norm, soft_cap
+from sgljax_engine.layers.basic import Layout, soft_cap
 from sgljax_engine.layers.rope import (
-    apply_rope,
     keep_fastest,
-    rope_tables,
     rope_timescales,
     stretch_llama3,
 )
@@ -40,8 +38,15 @@ from sgljax_engine.models.spec import (
     Params,
 )
 
+Weights = Mapping[str, Any]
+"""Weights by name, as the backend's kernels take them."""
+
 Rope = tuple[jax.Array, jax.Array]
 """Sines and cosines of each token's rotary angles."""
+
+
+_LayerResult = tuple[jax.Array, "LayerCache | None", "jax.Array | None"]
+"""Hidden states, the layer's cache, and the experts of each token."""
 
 
 def decoder(
@@ -59,7 +64,7 @@ def decoder(
         tokens: Tokens,
         adapters: jax.Array | None = None,
     ) -> Forward:
-        layers = _Layers(params, context, traits, attend, tokens)
+        layers = _Layers(context.kernels.weights(params), context, traits, attend, tokens)
         return layers.forward(input_ids, positions, kv, adapters)
 
     specs = functools.partial(param_specs, traits=traits)
@@ -89,7 +94,7 @@ class _Layers(NamedTuple):
     attention treat each token alone, so `tokens` may tile them.
     """
 
-    params: Params
+    params: Weights
     context: ModelContext
     traits: DecoderTraits
     attend: Attend
@@ -114,13 +119,18 @@ class _Layers(NamedTuple):
             for rope in dict.fromkeys(kind.rope for kind in kinds)
         }
         ids = tokens.split(input_ids)
-        x = tokens.map(self.embed, ids)
+        fuse = self.context.kernels.fuse
+        x = tokens.map(fuse(self.embed), ids)
         slots = None if adapters is None else tokens.split(adapters)
         inputs: tuple[jax.Array | None, ...] = (None,) * config.num_layers
         if config.per_layer_input_size:
             inputs = tokens.map(self.layer_inputs, (ids, x, slots))
+
         # Equal layers are traced and lowered once; XLA compiles them as if unrolled.
-        layer = jax.jit(self.layer, static_argnames="kind")
+        @functools.partial(jax.jit, static_argnames="kind")
+        def layer(weights: Weights, args: tuple[Any, ...], kind: _LayerKind) -> _LayerResult:
+            return fuse(functools.partial(self.layer, kind=kind))(weights, *args)
+
         caches: dict[int, LayerCache | None] = dict.fromkeys(config.cached_layers)
         if kv is not None:
             caches.update(zip(caches, kv, strict=True))
@@ -128,10 +138,10 @@ class _Layers(NamedTuple):
         for i, kind in enumerate(kinds):
             source = config.kv_layer(i)
             args = (x, ropes[kind.rope], slots, inputs[i], caches[source])
-            x, caches[source], experts = layer(self.weights_of(i), *args, kind=kind)
+            x, caches[source], experts = layer(self.weights_of(i), args, kind=kind)
             if experts is not None:
                 routed.append(tokens.join(experts))
-        hidden = tokens.join(tokens.map(self.last_norm, x))
+        hidden = tokens.join(tokens.map(fuse(self.last_norm), x))
         return Forward(
             hidden,
             None if kv is None else tuple(cache for cache in caches.values() if cache),
@@ -152,7 +162,8 @@ class _Layers(NamedTuple):
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        x = self.layout.place(embed(self.params["model.embed_tokens.weight"], ids))
+        table = self.params["model.embed_tokens.weight"]
+        x = self.layout.place(self.context.kernels.embed(table, ids, self.context.dtype))
         if self.traits.scales_embeddings:
             x = x * jnp.asarray(self.context.config.hidden_size**0.5, x.dtype)
         return x
@@ -164,7 +175,9 @@ class _Layers(NamedTuple):
         ids, x, adapters = args
         config, size = self.context.config, self.context.config.per_layer_input_size
         inner = self._replace(adapters=adapters)
-        of_token = self.layout.place(embed(self.params["model.embed_tokens_per_layer.weight"], ids))
+        table = self.params["model.embed_tokens_per_layer.weight"]
+        found = self.context.kernels.embed(table, ids, self.context.dtype)
+        of_token = self.layout.place(found)
         of_token = of_token * jnp.asarray(size**0.5, x.dtype)
         of_state = inner.linear("model.per_layer_model_projection", x)
         of_state = of_state * jnp.asarray(config.hidden_size**-0.5, x.dtype)
@@ -181,7 +194,7 @@ class _Layers(NamedTuple):
     def last_norm(self, x: jax.Array) -> jax.Array:
         return self.layout.materialize(self.layout.tokens_first(self.norm("model.norm", x)))
 
-    def weights_of(self, index: int) -> Params:
+    def weights_of(self, index: int) -> Weights:
         """A layer's weights, by their names within it."""
         prefix = f"model.layers.{index}."
         return {
@@ -192,7 +205,7 @@ class _Layers(NamedTuple):
 
     def layer(
         self,
-        weights: Params,
+        weights: Weights,
         x: jax.Array,
         rope: Rope,
         adapters: jax.Array | None,
@@ -262,7 +275,7 @@ class _Layers(NamedTuple):
         def rotate(x: jax.Array, name: str) -> jax.Array:
             if self.traits.has_qk_norm:
                 x = self.norm(prefix + name, x)
-            return layout.tokens_first(apply_rope(x, sin, cos, layout.feature_axis))
+            return layout.tokens_first(self.context.kernels.rotate(x, sin, cos, layout))
 
         q = project("q_proj")
         if not kind.owns_kv:
@@ -326,28 +339,21 @@ class _Layers(NamedTuple):
         """The norm of that name; without a name, one without a weight."""
         offset = 1.0 if self.traits.has_offset_norms else 0.0
         eps = self.context.config.rms_norm_eps
-        weight = None
-        if name is not None:
-            weight = self.layout.per_feature(self.params[f"{name}.weight"])
-        axis, is_ordered = self.layout.feature_axis, self.context.is_deterministic
-        return rms_norm(x, weight, eps, offset, axis, is_ordered=is_ordered)
+        weight = None if name is None else self.params[f"{name}.weight"]
+        return self.context.kernels.norm(x, weight, eps, offset, self.context.options)
 
     def rope_tables(self, rope: RopeConfig, head_dim: int, positions: jax.Array) -> Rope:
-        timescales = rope_timescales(head_dim, rope.theta)
-        if rope.linear_factor != 1.0:
-            timescales = timescales * rope.linear_factor
-        if rope.llama3 is not None:
-            timescales = stretch_llama3(timescales, **dataclasses.asdict(rope.llama3))
-        if rope.rotary_fraction != 1.0:
-            timescales = keep_fastest(timescales, rope.rotary_fraction)
+        def timescales() -> jax.Array:
+            found = rope_timescales(head_dim, rope.theta)
+            if rope.linear_factor != 1.0:
+                found = found * rope.linear_factor
+            if rope.llama3 is not None:
+                found = stretch_llama3(found, **dataclasses.asdict(rope.llama3))
+            if rope.rotary_fraction != 1.0:
+                found = keep_fastest(found, rope.rotary_fraction)
+            return found
 
-        def make(positions: jax.Array) -> Rope:
-            sin, cos = rope_tables(positions, timescales)
-            return self.layout.place(sin), self.layout.place(cos)
-
-        if self.context.is_deterministic:
-            return make(positions)  # a sine computed in another kernel may have other bits
-        return self.layout.compute_once(make, positions)
+        return self.context.kernels.rope_tables(positions, timescales, self.context.options)
 
     @property
     def layout(self) -> Layout:
@@ -355,7 +361,7 @@ class _Layers(NamedTuple):
 
 
 def _adapter_change(
-    params: Params, context: ModelContext, name: str, x: jax.Array, adapters: jax.Array | None
+    params: Weights, context: ModelContext, name: str, x: jax.Array, adapters: jax.Array | None
 ) -> jax.Array | None:
     """The term that each token's adapter adds to a projection; None if no adapter changes it.
 
@@ -377,9 +383,15 @@ def _logits(
     params: Params, context: ModelContext, hidden: jax.Array, adapters: jax.Array | None
 ) -> jax.Array:
     config = context.config
-    table = params["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    logits = context.unembed(table, hidden)
-    change = _adapter_change(params, context, "lm_head", context.layout.place(hidden), adapters)
-    if change is not None:
-        logits = logits + context.layout.tokens_first(change).astype(jnp.float32)
-    return soft_cap(logits, config.final_logit_softcap)
+    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    used = {key: x for key, x in params.items() if key.startswith((f"{name}.", "lm_head."))}
+
+    def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
+        found = context.kernels.unembed(weights[f"{name}.weight"], hidden)
+        placed = context.layout.place(hidden)
+        change = _adapter_change(weights, context, "lm_head", placed, adapters)
+        if change is not None:
+            found = found + context.layout.tokens_first(change).astype(jnp.float32)
+        return soft_cap(found, config.final_logit_softcap)
+
+    return context.kernels.fuse(logits)(context.kernels.weights(used), hidden)

@@ -40,10 +40,11 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
     """All parameters of a decoder, by Hugging Face's names."""
     specs = _Specs({}, config, traits)
     dim, has_inputs = config.hidden_size, config.per_layer_input_size > 0
-    specs.table("model.embed_tokens", dim)
+    is_tied = config.tie_word_embeddings
+    specs.table("model.embed_tokens", dim, ParamKind.HEAD if is_tied else ParamKind.EMBEDDING)
     if has_inputs:
         width = config.num_layers * config.per_layer_input_size
-        specs.table("model.embed_tokens_per_layer", width)
+        specs.table("model.embed_tokens_per_layer", width, ParamKind.EMBEDDING)
         specs.project("model.per_layer_model_projection", dim, width)
         specs.norm("model.per_layer_projection_norm", config.per_layer_input_size)
     for i in range(config.num_layers):
@@ -66,8 +67,8 @@ def param_specs(config: ModelConfig, traits: DecoderTraits) -> dict[str, ParamSp
             name = f"{layer}.layer_scalar"
             specs.found[name] = ParamSpec((1,), ParamKind.SCALE, (None,), name)
     specs.norm("model.norm", dim)
-    if not config.tie_word_embeddings:
-        specs.table("lm_head", dim)
+    if not is_tied:
+        specs.table("lm_head", dim, ParamKind.HEAD)
     return specs.found
 
 
@@ -96,9 +97,9 @@ class _Specs(NamedTuple):
         kind = ParamKind.OFFSET_NORM if self.traits.has_offset_norms else ParamKind.NORM
         self.found[f"{name}.weight"] = ParamSpec((size,), kind, (None,), f"{name}.scale")
 
-    def table(self, name: str, width: int) -> None:
+    def table(self, name: str, width: int, kind: ParamKind) -> None:
         shape, alias = (self.config.vocab_size, width), f"{name}.embedding"
-        self.found[f"{name}.weight"] = ParamSpec(shape, ParamKind.EMBEDDING, ("vocab", None), alias)
+        self.found[f"{name}.weight"] = ParamSpec(shape, kind, ("vocab", None), alias)
 
     def attention(self, name: str, layer: int) -> None:
         config, kv = self.config, self.config.kv_shape(layer)

@@ -12,6 +12,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.models.weight_rules import expert_name
+from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_files import HfTensor, mapped_tensors
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.sync import TargetSpec
@@ -37,7 +38,11 @@ def to_hf_tensors(
     specs = get_model(model.architecture).param_specs(model)
     targets = {
         name: TargetSpec(
-            spec.shape, jnp.dtype("float32"), spec.kind.is_projection, sharding, spec.alias
+            spec.shape,
+            jnp.dtype("float32"),
+            Form.TRANSPOSED if spec.kind.is_projection else Form.LOGICAL,
+            sharding,
+            spec.alias,
         )
         for name, spec in specs.items()
     }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from sgljax_engine.layers.experts import Experts, MixOptions, mix, route
+from sgljax_engine.layers.kernels import Weight
 from sgljax_engine.model_config import MoEConfig
-from sgljax_engine.models.spec import EXPERTS_AXIS, ModelContext, ParamKind, Params, ParamSpec
+from sgljax_engine.models.spec import EXPERTS_AXIS, ModelContext, ParamKind, ParamSpec
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Projections of an expert, by Hugging Face's names."""
@@ -43,7 +45,7 @@ def mixture_specs(
 
 
 def mixture(
-    params: Params,
+    params: Mapping[str, Any],
     context: ModelContext,
     prefix: str,
     x: jax.Array,
@@ -76,14 +78,14 @@ def mixture(
         weights = routing.weights * scales.astype(jnp.float32)[routing.ids]
         routing = routing._replace(weights=weights)
     experts = Experts(*(params[f"{prefix}experts.{name}.weight"] for name in PROJECTIONS))
-    options = MixOptions(context.projections, layout, activation, context.is_deterministic)
+    options = MixOptions(context.kernels, activation, context.options)
     token_major = layout.materialize(layout.tokens_first(x))
     mixed = layout.place(mix(token_major, routing, experts, is_used, options))
     return layout.materialize(mixed), routing.ids
 
 
 def router_logits(
-    weight: jax.Array, x: jax.Array, context: ModelContext, change: jax.Array | None = None
+    weight: Weight, x: jax.Array, context: ModelContext, change: jax.Array | None = None
 ) -> jax.Array:
     """A router's logits, [T, E] float32 in the context's layout.
 

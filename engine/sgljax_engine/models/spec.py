@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from sgljax_engine.attention.base import AttentionOptions
 from sgljax_engine.cache.contiguous_kv import PagedRows
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
-from sgljax_engine.layers.projections import Projections, XlaProjections
+from sgljax_engine.layers.kernels import Kernels, Options, Weight, XlaKernels
 from sgljax_engine.layers.tiles import Tokens
 from sgljax_engine.model_config import ModelConfig
 
@@ -59,6 +60,9 @@ class ParamKind(enum.Enum):
     EXPERTS = "experts"
     """Projections of all experts of a layer, stacked along the first axis."""
     EMBEDDING = "embedding"
+    """A table [vocab, dim] whose rows are looked up."""
+    HEAD = "head"
+    """A table [vocab, dim] that hidden states are multiplied with; tied, it is looked up too."""
     NORM = "norm"
     OFFSET_NORM = "offset_norm"
     """A norm's weight minus one."""
@@ -94,40 +98,40 @@ class ModelContext(NamedTuple):
 
     Attributes:
         tile_widths: Widths of tiles that all give a token the same bits, ascending
-            (`runner.widths`); empty to process a whole batch together, without that guarantee.
-        projections: Products with weights; models call `linear` and `unembed`.
+            (`runner.widths`); empty to process a whole batch together, which gives them only with
+            kernels that are batch-invariant.
+        kernels: The computations of the backend.
         lora_rank: Rank of each adapter slot; 0 without adapters.
         returns_routed: Whether `forward` returns the experts of each token.
+        dtype: Of weights that are not quantised.
     """
 
     config: ModelConfig
     layout: Layout
     tile_widths: tuple[int, ...] = ()
-    projections: Projections = XlaProjections()
+    kernels: Kernels = XlaKernels()
     lora_rank: int = 0
     returns_routed: bool = False
+    dtype: jnp.dtype = jnp.dtype("float32")
 
     @property
-    def is_deterministic(self) -> bool:
-        """Whether a token must have the same bits in any batch."""
+    def is_tiled(self) -> bool:
+        """Whether a token gets the same bits in any batch by going through tiles."""
         return bool(self.tile_widths)
+
+    @property
+    def options(self) -> Options:
+        """How its kernels compute."""
+        return Options(self.layout, self.is_tiled)
 
     @property
     def has_experts(self) -> bool:
         """Whether unused tokens would cost the time of their experts."""
         return self.config.moe is not None
 
-    def linear(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+    def linear(self, weight: Weight, x: jax.Array) -> jax.Array:
         """`x @ W` over features, with activations and weight in the layout."""
-        return self.projections.linear(
-            weight, x, self.layout, is_batch_invariant=self.is_deterministic
-        )
-
-    def unembed(self, table_VD: jax.Array, hidden_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] float32 of hidden states [T, D]."""
-        return self.projections.unembed(
-            table_VD, hidden_TD, is_batch_invariant=self.is_deterministic
-        )
+        return self.kernels.linear(weight, x, self.options)
 
 
 class Forward(NamedTuple):

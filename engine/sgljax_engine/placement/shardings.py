@@ -23,9 +23,12 @@ from sgljax_engine.cache.kv_pages import PageLayout, kv_bytes_per_token, routed_
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.experts import shards_width
+from sgljax_engine.layers.int8 import SCALE_SUFFIX
 from sgljax_engine.layers.target import Target, kv_axes
 from sgljax_engine.model_config import KVShape, ModelConfig
 from sgljax_engine.models.spec import EXPERTS_AXIS, KVHeads, ParamAxis, ParamKind, ParamSpec
+from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.quantize import Quantized
 from sgljax_engine.weights.sync import TargetSpec
 
 TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies")
@@ -51,11 +54,13 @@ class Placement(NamedTuple):
             copied.
         dtype: Dtype of weights except norms, of activations and of the KV cache.
         layout: Layout of activations and projection weights.
+        quantization: One of `config.QUANTIZATIONS`; None keeps projections in `dtype`.
     """
 
     mesh: Mesh
     dtype: jnp.dtype
     layout: Layout
+    quantization: str | None = None
 
     @property
     def replicated(self) -> NamedSharding:
@@ -147,14 +152,35 @@ class Placement(NamedTuple):
         """The weight-sync targets of a model's parameters."""
         targets = {}
         for name, spec in specs.items():
-            swap = spec.kind.is_projection and self.layout is Layout.FEATURES_FIRST
+            form = _form(spec.kind, self.layout)
             axes = [self._mesh_axes(axis) for axis in self._sharded_axes(spec)]
-            if swap:
+            if form is Form.TRANSPOSED:
                 axes[-2:] = axes[:-3:-1]
+            if form.is_packed:  # by one device
+                axes = []
             sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
             dtype = jnp.dtype(jnp.float32) if spec.kind in _NORMS else self.dtype
-            targets[name] = TargetSpec(spec.shape, dtype, swap, sharding, spec.alias)
+            targets[name] = TargetSpec(spec.shape, dtype, form, sharding, spec.alias)
+            if self.quantization is not None and is_quantized(name, spec):
+                targets |= self._quantized(name, targets[name], spec)
         return targets
+
+    def _quantized(self, name: str, target: TargetSpec, spec: ParamSpec) -> dict[str, TargetSpec]:
+        """The targets of a quantised weight."""
+        axis = 0 if spec.kind is ParamKind.HEAD else len(spec.shape) - 1
+        values, scale = (Quantized(spec.shape, axis, is_scale) for is_scale in (False, True))
+        shards = PartitionSpec(self._mesh_axes(spec.axes[axis]))
+        return {
+            name: target._replace(dtype=jnp.dtype(jnp.int8), quantized=values),
+            name + SCALE_SUFFIX: TargetSpec(
+                (spec.shape[axis],),
+                jnp.dtype(jnp.float32),
+                Form.LOGICAL,
+                NamedSharding(self.mesh, shards),
+                "",
+                scale,
+            ),
+        }
 
     def _sharded_axes(self, spec: ParamSpec) -> tuple[ParamAxis, ...]:
         """The logical axes that are sharded: of experts their width, or the experts."""
@@ -180,6 +206,22 @@ class Placement(NamedTuple):
         if axis is None:
             return None
         return self._kv_axes(axis.num_heads) if isinstance(axis, KVHeads) else self._tensor_axes
+
+
+def is_quantized(name: str, spec: ParamSpec) -> bool:
+    """Whether `quantization` applies to a parameter: projections and tables that are multiplied."""
+    is_projection = spec.kind is ParamKind.LINEAR and name.endswith("_proj.weight")
+    return is_projection or spec.kind is ParamKind.HEAD
+
+
+def _form(kind: ParamKind, layout: Layout) -> Form:
+    """How a layout stores parameters of a kind."""
+    if layout is Layout.PANELS:
+        if kind is ParamKind.HEAD:
+            return Form.TABLE_PANELS
+        return Form.PANELS if kind.is_projection else Form.LOGICAL
+    swaps = kind.is_projection and layout is Layout.FEATURES_FIRST
+    return Form.TRANSPOSED if swaps else Form.LOGICAL
 
 
 def _as_axes(names: Iterable[str]) -> _MeshAxes:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sgljax_engine.config import ParallelConfig
+from sgljax_engine.config import ParallelConfig, RuntimeConfig
 from sgljax_engine.errors import InvalidConfigError
-from sgljax_engine.layers.basic import default_layout
+from sgljax_engine.layers.basic import Layout, default_layout
+from sgljax_engine.layers.target import require_backend
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import TENSOR_AXES, Placement
 from sgljax_engine.weights.controllers import local_submesh
@@ -57,7 +58,11 @@ class GroupPlacement(NamedTuple):
 
 
 def place(
-    model: ModelConfig, mesh: Mesh | None, dtype: str, parallel: ParallelConfig | None = None
+    model: ModelConfig,
+    mesh: Mesh | None,
+    dtype: str,
+    parallel: ParallelConfig | None = None,
+    runtime: RuntimeConfig | None = None,
 ) -> GroupPlacement:
     """Chooses the devices of each engine.
 
@@ -68,13 +73,16 @@ def place(
             devices of this process.
         dtype: Dtype of weights, activations and KV cache.
         parallel: How to share the devices out. "auto" must have been replaced by a number.
+        runtime: Its backend of projections decides the layout on CPUs; its quantization, what
+            weights are stored as.
 
     Raises:
         InvalidConfigError: when the sizes do not share out the devices; when the tensor axis spans
             processes; when heads, MLP or vocabulary do not divide over the tensor axis, or the
-            number of kv heads neither is a multiple of its size nor divides it.
+            number of kv heads neither is a multiple of its size nor divides it; when the backend of
+            projections that was asked for is not available.
     """
-    parallel = parallel or ParallelConfig()
+    parallel, runtime = parallel or ParallelConfig(), runtime or RuntimeConfig()
     devices, tensor_dim = share_out(mesh, parallel)
     tp_size = devices.shape[tensor_dim]
     check_divides(model, tp_size)
@@ -85,9 +93,15 @@ def place(
 
     def placement(part: np.ndarray, axes: list[tuple[str, int]]) -> Placement:
         names, sizes = zip(*axes, strict=True)
-        return Placement(Mesh(part.reshape(sizes), names), jnp.dtype(dtype), layout)
+        placed = Mesh(part.reshape(sizes), names)
+        return Placement(placed, jnp.dtype(dtype), layout, runtime.quantization)
 
     rows = np.moveaxis(devices, tensor_dim, -1).reshape(-1, tp_size)
+    problem = placement(rows[0], tensor).target.cpu_kernels_problem()
+    if runtime.linear_backend == "native":
+        require_backend(problem, "linear_backend 'native'")
+    if runtime.linear_backend != "xla" and problem is None:
+        layout = Layout.PANELS
     engines = tuple(placement(row, tensor) for row in rows)
     if len(engines) == 1:
         return GroupPlacement(engines[0], engines)

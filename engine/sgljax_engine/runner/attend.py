@@ -76,7 +76,7 @@ def paged_attend(
             return out.reshape(q.shape), layer
         if new is not None:
             k, v = new
-            layer = write_kv(layer, k.astype(layer.k.dtype), v.astype(layer.v.dtype), slots)
+            layer = static.write_kv(layer, k, v, slots)
         return static.attention(split(q), layer, tables, options).reshape(q.shape), layer
 
     return attend

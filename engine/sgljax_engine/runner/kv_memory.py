@@ -109,7 +109,7 @@ class KVMemory:
     @property
     def is_deterministic(self) -> bool:
         """Whether the contents of a page are to have the same bits however they were computed."""
-        return self._static.context.is_deterministic
+        return self._static.is_deterministic
 
     # ------------------------------------------------------------------ programs
 

@@ -102,7 +102,7 @@ def _needed_and_free(
         InvalidConfigError: when the model cannot be sharded so, or the attention backend that was
             asked for is not available then.
     """
-    group = place(model, mesh, dtype, parallel)
+    group = place(model, mesh, dtype, parallel, config.runtime)
     engine = group.engines[0]
     attention = engine_attention(config.runtime, engine.target, model.head_dims)
     tokens = config.max_model_len or model.context_length

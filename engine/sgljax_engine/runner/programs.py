@@ -23,7 +23,7 @@ from sgljax_engine.cache.contiguous_kv import (
     gather_rows,
 )
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_routed
-from sgljax_engine.layers.tiles import Tiles, Together, Tokens, tokens_in_tiles
+from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
 from sgljax_engine.models.spec import (
     Forward,
     LayerCache,
@@ -33,7 +33,7 @@ from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, rows_att
 from sgljax_engine.runner.batch import DecodeBatch, ForwardBatch
 from sgljax_engine.runner.page_ids import NO_SLOT
 from sgljax_engine.runner.program_context import ProgramContext
-from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
+from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
@@ -183,12 +183,18 @@ def decode(
         adjusted = None
         if table is not None:
             adjusted = adjust_logits(logits, table, sampling.stop_ids, sampling.step + step)
-        sampled = sample(logits, sampling, step, adjusted, sampler_tokens, static.num_vocab_shards)
+        sampled = sample(
+            logits,
+            sampling,
+            step,
+            adjusted,
+            sampler_tokens,
+            static.num_vocab_shards,
+            static.sampler,
+            options.logprobs,
+        )
         if table is not None:
             table = record(table, sampled.token, active)
-        extras = None
-        if options.logprobs is not None:
-            extras = _extra_logprobs(logits, options.logprobs, sampler_tokens)
         is_stop = active & jnp.any(sampled.token[:, None] == sampling.stop_ids, axis=-1)
         return _Carry(
             step=step + 1,
@@ -196,7 +202,7 @@ def decode(
             routed=routed,
             input_ids=jnp.where(active, sampled.token, carry.input_ids),
             table=table,
-            output=_append(carry.output, step, sampled, extras, active, is_stop),
+            output=_append(carry.output, step, sampled, active, is_stop),
         )
 
     num_used = jnp.sum(rows.step_limits > 0, dtype=jnp.int32)
@@ -282,14 +288,6 @@ def _next_logits(
     return logits, out.kv, _with_routed(carry.routed, out, pages)
 
 
-def _extra_logprobs(logits: jax.Array, batch: LogprobBatch, tokens: Tokens) -> ExtraLogprobs:
-    def of_tile(args: tuple[jax.Array, jax.Array]) -> ExtraLogprobs:
-        return extra_logprobs(args[0], batch._replace(token_ids=args[1]))
-
-    split = jax.tree.map(tokens.split, (logits, batch.token_ids))
-    return jax.tree.map(tokens.join, tokens.map(of_tile, split))
-
-
 def _empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:
     per_step = (max_steps, batch_size)
     extras = None
@@ -315,7 +313,6 @@ def _append(
     out: DecodeOutput,
     step: jax.Array,
     sampled: Sampled,
-    extras: ExtraLogprobs | None,
     active: jax.Array,
     is_stop: jax.Array,
 ) -> DecodeOutput:
@@ -326,5 +323,7 @@ def _append(
         processed_logprobs=out.processed_logprobs.at[step].set(sampled.processed_logprob),
         num_tokens=out.num_tokens + active.astype(jnp.int32),
         stopped=out.stopped | is_stop,
-        extras=jax.tree.map(lambda all_steps, new: all_steps.at[step].set(new), out.extras, extras),
+        extras=jax.tree.map(
+            lambda all_steps, new: all_steps.at[step].set(new), out.extras, sampled.extras
+        ),
     )

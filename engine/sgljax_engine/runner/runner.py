@@ -275,15 +275,14 @@ class ModelRunner:
             asleep: The weights, if they are on the host: they go through the device one by one.
         """
         targets = self._weight_targets()
-        transposed = {name for name, target in targets.items() if target.is_transposed}
         if not asleep:
-            return functools.partial(checksums, dict(self.weights), transposed)
+            return functools.partial(checksums, dict(self.weights), targets)
         kept = dict(asleep)
 
         def make() -> dict[str, str]:
             found: dict[str, str] = {}
             for name, weight in kept.items():
-                found |= checksums({name: to_device(weight)}, transposed)
+                found |= checksums({name: to_device(weight)}, targets)
             return found
 
         return make

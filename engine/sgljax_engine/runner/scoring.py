@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -14,8 +13,8 @@ from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import LayerCache, NewKV, Params
 from sgljax_engine.runner.packing import ScoreBatch
 from sgljax_engine.runner.program_context import ProgramContext
-from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, extra_logprobs
-from sgljax_engine.sampling.sampler import token_logprobs
+from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
+from sgljax_engine.sampling.sampler import map_logprobs
 
 _LOGITS_TILE = 256
 """Tokens whose logits are in memory together."""
@@ -99,12 +98,11 @@ def score(
         num_rows = jnp.where(batch.num_scored > 0, width, 0).astype(jnp.int32)
         rows = tokens_in_tiles(widths[:1], width, num_rows)
         temperatures = jnp.full(width, temperature, jnp.float32)
-        split = jax.tree.map(rows.split, (logits, targets, temperatures))
-        _, scaled = map(rows.join, rows.map(lambda args: token_logprobs(*args), split))
-        if extras is None:
-            return scaled, None
-        more = rows.map(functools.partial(_extras_of_all, extras), split[0])
-        return scaled, jax.tree.map(rows.join, more)
+        others = None
+        if extras is not None:  # the same for all
+            others = extras._replace(token_ids=jnp.repeat(extras.token_ids, width, axis=0))
+        found = map_logprobs(rows, static.sampler, logits, targets, temperatures, others)
+        return found.scaled, found.extras
 
     places = tokens_in_tiles(
         widths or (min(_LOGITS_TILE, num_tokens),), num_tokens, batch.num_scored
@@ -121,9 +119,3 @@ def _is_used(tables: BlockTables) -> jax.Array:
 
 def _repeated(adapter: jax.Array | None, num_tokens: int) -> jax.Array | None:
     return None if adapter is None else jnp.full(num_tokens, adapter, jnp.int32)
-
-
-def _extras_of_all(batch: LogprobBatch, logits: jax.Array) -> ExtraLogprobs:
-    """Extra log-probs for rows that all ask for the same tokens."""
-    ids = jnp.repeat(batch.token_ids, logits.shape[0], axis=0)
-    return extra_logprobs(logits, batch._replace(token_ids=ids))

@@ -1,4 +1,7 @@
-"""Log-probs of tokens other than the one at a position.
+"""Log-probs of the sampled token and of others at its position.
+
+All of a position come from one sum over the vocabulary, so that a token has one log-prob, to the
+bit, wherever it is reported.
 
 Shape legend: B rows, V vocabulary, T most likely tokens, I given tokens.
 """
@@ -34,9 +37,53 @@ class ExtraLogprobs(NamedTuple):
     chosen: jax.Array
 
 
-def extra_logprobs(logits_BV: jax.Array, batch: LogprobBatch) -> ExtraLogprobs:
-    """The log-probs that the rows ask for."""
-    total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
-    values, token_ids = lax.top_k(logits_BV, batch.ranks.shape[0])
-    chosen = jnp.take_along_axis(logits_BV, batch.token_ids, axis=-1)
-    return ExtraLogprobs(values - total_B1, token_ids.astype(jnp.int32), chosen - total_B1)
+class Logprobs(NamedTuple):
+    """Log-probs of a position.
+
+    Attributes:
+        raw: [B] float32, log softmax(logits)[token].
+        scaled: [B] float32, log softmax(logits / temperature)[token]; `raw` when greedy.
+        extras: Of other tokens; None if not asked for.
+    """
+
+    raw: jax.Array
+    scaled: jax.Array
+    extras: ExtraLogprobs | None
+
+
+def token_logprobs(
+    logits_BV: jax.Array,
+    token: jax.Array,
+    temperature: jax.Array,
+    batch: LogprobBatch | None = None,
+) -> Logprobs:
+    """Log-probs of one token per row, and of others.
+
+    Args:
+        logits_BV: [B, V] float32, the model's logits.
+        token: [B] int32.
+        temperature: [B] float32; 0 is greedy.
+        batch: The others; None for none.
+    """
+    peak = jnp.max(logits_BV, axis=-1, keepdims=True)
+    divisor = jnp.where(temperature == 0.0, 1.0, temperature)[:, None]
+    below = logits_BV - peak
+    scaled_total = jnp.sum(jnp.exp(below / divisor), axis=-1, keepdims=True)
+    total = jnp.sum(jnp.exp(below), axis=-1, keepdims=True)
+    # Computed once: each log-prob is a difference from these.
+    peak, normalizer = lax.optimization_barrier((peak, jnp.log(total)))
+
+    def raw(logits: jax.Array) -> jax.Array:
+        return logits - peak - normalizer
+
+    chosen = jnp.take_along_axis(logits_BV, token[:, None], axis=-1)
+    scaled = (chosen - peak) / divisor - jnp.log(scaled_total)
+    extras = None
+    if batch is not None:
+        values, token_ids = lax.top_k(logits_BV, batch.ranks.shape[0])
+        given = jnp.take_along_axis(logits_BV, batch.token_ids, axis=-1)
+        extras = ExtraLogprobs(raw(values), token_ids.astype(jnp.int32), raw(given))
+    # At a temperature of 1 both are the same number, but two sums of it may differ.
+    raw_chosen = raw(chosen)
+    scaled = jnp.where(divisor == 1.0, raw_chosen, scaled)
+    return Logprobs(raw_chosen[:, 0], scaled[:, 0], extras)

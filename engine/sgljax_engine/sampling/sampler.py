@@ -28,9 +28,15 @@ import numpy as np
 from jax import lax
 
 from sgljax_engine.layers.tiles import Together, Tokens
+from sgljax_engine.sampling.logprobs import (
+    ExtraLogprobs,
+    LogprobBatch,
+    Logprobs,
+    token_logprobs,
+)
 
 _BLOCK = 128
-_NUM_SORTED = 64
+NUM_SORTED = 64
 """Number of largest logits to sort: enough for usual settings of top-k and top-p."""
 
 _GROUP = 16
@@ -63,12 +69,27 @@ class Sampled(NamedTuple):
     scaled_logprob: float32, log softmax(logits / temperature)[token]; `logprob` when greedy.
     processed_logprob: float32, log-prob of the token in the distribution that it was drawn from,
         after adjustments, temperature and filters; 0 when greedy.
+    extras: See `Logprobs`.
     """
 
     token: jax.Array
     logprob: jax.Array
     scaled_logprob: jax.Array
     processed_logprob: jax.Array
+    extras: ExtraLogprobs | None = None
+
+
+class Sampler(NamedTuple):
+    """The functions of a backend. Hashable.
+
+    Attributes:
+        draw: (logits to draw from [B, V], rows, number of shards) -> tokens [B] int32, and their
+            processed log-probs [B] float32. A row does not depend on the others.
+        logprobs: See `token_logprobs`.
+    """
+
+    draw: Callable[[jax.Array, SamplingBatch, int], tuple[jax.Array, jax.Array]]
+    logprobs: Callable[[jax.Array, jax.Array, jax.Array, LogprobBatch | None], Logprobs]
 
 
 def sample(
@@ -78,6 +99,8 @@ def sample(
     adjusted_BV: jax.Array | None = None,
     tokens: Tokens | None = None,
     num_shards: int = 1,
+    sampler: Sampler | None = None,
+    others: LogprobBatch | None = None,
 ) -> Sampled:
     """Draws one token per row. The result of a row does not depend on the other rows.
 
@@ -90,17 +113,39 @@ def sample(
             least one finite logit in each row; None draws from the model's logits.
         tokens: Processes rows in tiles; None takes all together.
         num_shards: Devices that share the vocabulary, each an equal part of it.
+        sampler: The functions of a backend; None for XLA's code.
+        others: Further tokens whose log-probs to report; None for none.
     """
     tokens = Together() if tokens is None else tokens
+    sampler = XLA if sampler is None else sampler
     rows = rows._replace(step=rows.step + step_offset)
     choices_BV = logits_BV if adjusted_BV is None else adjusted_BV
     # Separate, so that adjusted logits do not change the rest.
     split = jax.tree.map(tokens.split, (choices_BV, rows))
-    drawn = tokens.map(lambda args: _draw(args[0], args[1], num_shards), split)
+    drawn = tokens.map(lambda args: sampler.draw(args[0], args[1], num_shards), split)
     token, processed = map(tokens.join, drawn)
-    split = jax.tree.map(tokens.split, (logits_BV, token, rows.temperature))
-    raw, scaled = map(tokens.join, tokens.map(lambda args: token_logprobs(*args), split))
-    return Sampled(token, raw, scaled, processed)
+    found = map_logprobs(tokens, sampler, logits_BV, token, rows.temperature, others)
+    return Sampled(token, found.raw, found.scaled, processed, found.extras)
+
+
+def map_logprobs(
+    tokens: Tokens,
+    sampler: Sampler,
+    logits_BV: jax.Array,
+    token: jax.Array,
+    temperature: jax.Array,
+    others: LogprobBatch | None,
+) -> Logprobs:
+    """`Sampler.logprobs` of all rows, in tiles or together."""
+    ids = None if others is None else others.token_ids
+
+    def of_tile(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> Logprobs:
+        logits, token, temperature, ids = args
+        of_rows = None if others is None or ids is None else others._replace(token_ids=ids)
+        return sampler.logprobs(logits, token, temperature, of_rows)
+
+    split = jax.tree.map(tokens.split, (logits_BV, token, temperature, ids))
+    return jax.tree.map(tokens.join, tokens.map(of_tile, split))
 
 
 def _draw(
@@ -127,7 +172,7 @@ def _draw(
 
     def drawn() -> tuple[jax.Array, jax.Array]:
         kept_BV, kept = lax.cond(jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight))
-        return invert_cdf(kept_BV, _uniform(rows.seed, rows.step), num_shards), kept
+        return invert_cdf(kept_BV, uniform(rows.seed, rows.step), num_shards), kept
 
     token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), drawn)
     token = jnp.where(is_greedy, greedy, token)
@@ -147,32 +192,15 @@ def _argmax(values_BV: jax.Array, num_shards: int) -> jax.Array:
     return _place(block, offset, values_BV.shape[1], num_shards)
 
 
-def token_logprobs(
-    logits_BV: jax.Array, token: jax.Array, temperature: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Raw and scaled log-probs [B] of one token per row, see `Sampled`.
-
-    Args:
-        logits_BV: [B, V] float32, the model's logits.
-        token: [B] int32.
-        temperature: [B] float32; 0 is greedy.
-    """
-    peak, scaled_BV = _scale(logits_BV, temperature)
-    scaled_total = jnp.sum(jnp.exp(scaled_BV), axis=-1)
-    total = jnp.sum(jnp.exp(logits_BV - peak[:, None]), axis=-1)
-    chosen = _pick(logits_BV, token) - peak
-    scaled = chosen / _divisor(temperature) - jnp.log(scaled_total)
-    return chosen - jnp.log(total), scaled
-
-
-def _divisor(temperature: jax.Array) -> jax.Array:
+def divisor(temperature: jax.Array) -> jax.Array:
+    """What logits are divided by: 1 for greedy rows."""
     return jnp.where(temperature == 0.0, 1.0, temperature)
 
 
 def _scale(logits_BV: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Each row's largest logit, and logits over temperature, shifted so that the largest is 0."""
     peak = jnp.max(logits_BV, axis=-1)
-    return peak, (logits_BV - peak[:, None]) / _divisor(temperature)[:, None]
+    return peak, (logits_BV - peak[:, None]) / divisor(temperature)[:, None]
 
 
 def filter_weights(
@@ -216,7 +244,7 @@ def _top_threshold(
 ) -> jax.Array:
     """The smallest logit [B] that top-k and then top-p keep; -inf where both keep all."""
     vocab_size = scaled_BV.shape[1]
-    top_BN = _largest(scaled_BV, num_shards)
+    top_BN = largest(scaled_BV, num_shards)
     num_sorted = top_BN.shape[1]
 
     def find_kth() -> jax.Array:
@@ -257,25 +285,25 @@ def _top_threshold(
     return jnp.where(has_p, nucleus, kth)
 
 
-def _largest(values_BV: jax.Array, num_shards: int) -> jax.Array:
-    """The `_NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
+def largest(values_BV: jax.Array, num_shards: int) -> jax.Array:
+    """The `NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
 
     They lie in the N groups with the largest maxima, since each of these maxima is at least as
     large as every entry of the other groups.
     """
     batch, vocab_size = values_BV.shape
-    if vocab_size < _NUM_SORTED * _GROUP:
-        return lax.top_k(values_BV, min(_NUM_SORTED, vocab_size))[0]
+    if vocab_size < NUM_SORTED * _GROUP:
+        return lax.top_k(values_BV, min(NUM_SORTED, vocab_size))[0]
     padded = _padded_shards(values_BV, _GROUP, -jnp.inf, num_shards)
     grouped = padded.reshape(batch, num_shards, _GROUP, -1)
     maxima = jnp.max(grouped, axis=2)
-    groups = lax.top_k(maxima.reshape(batch, -1), _NUM_SORTED)[1]
+    groups = lax.top_k(maxima.reshape(batch, -1), NUM_SORTED)[1]
     if num_shards == 1:
         entries = jnp.take_along_axis(grouped[:, 0], groups[:, None, :], axis=2)
     else:
         by_group = grouped.swapaxes(2, 3).reshape(batch, -1, _GROUP)
         entries = jnp.take_along_axis(by_group, groups[:, :, None], axis=1)
-    return lax.top_k(entries.reshape(batch, -1), _NUM_SORTED)[0]
+    return lax.top_k(entries.reshape(batch, -1), NUM_SORTED)[0]
 
 
 def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array, num_shards: int = 1) -> jax.Array:
@@ -337,7 +365,7 @@ def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
 
 
-def _uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
+def uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
     """Uniform numbers [B] in (0, 1): the middles of 2**23 equal intervals.
 
     Never 0, which would draw the first token with any weight, however small.
@@ -394,3 +422,7 @@ def _bisect(order_BV: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) ->
 
     start = jnp.zeros(order_BV.shape[0], jnp.uint32)
     return _float_of_order(lax.fori_loop(0, 32, body, start))
+
+
+XLA = Sampler(_draw, token_logprobs)
+"""XLA's code: all platforms."""

@@ -48,6 +48,14 @@ class AdapterSlots(NamedTuple):
     max_rank: int
     targets: tuple[tuple[str, TargetSpec, TargetSpec], ...]
 
+    def specs(self) -> dict[str, TargetSpec]:
+        """Specs of A and B of all projections, by their names among the engine's weights."""
+        return {
+            f"{name}{suffix}": spec
+            for name, *both in self.targets
+            for suffix, spec in zip((A_SUFFIX, B_SUFFIX), both, strict=True)
+        }
+
 
 class _Step(NamedTuple):
     """How to make the factors of one projection from a pair.
@@ -155,16 +163,7 @@ def empty_slots(slots: AdapterSlots) -> Weights:
 
 def slot_shapes(slots: AdapterSlots) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of the slots' arrays."""
-    return {name: spec.stored for name, spec in _specs(slots).items()}
-
-
-def _specs(slots: AdapterSlots) -> dict[str, TargetSpec]:
-    """Specs of A and B of all projections, by their names among the engine's weights."""
-    return {
-        f"{name}{suffix}": spec
-        for name, *both in slots.targets
-        for suffix, spec in zip((A_SUFFIX, B_SUFFIX), both, strict=True)
-    }
+    return {name: spec.stored for name, spec in slots.specs().items()}
 
 
 # ------------------------------------------------------------------ plans
@@ -248,7 +247,7 @@ def _plan(
             f"the adapter does not fit ({len(problems)} problem(s)):\n  " + "\n  ".join(problems)
         )
     ordered = tuple(steps.values())
-    shardings = {name: spec.sharding for name, spec in _specs(slots).items()}
+    shardings = {name: spec.sharding for name, spec in slots.specs().items()}
     load = jax.jit(
         functools.partial(_load, steps=ordered, slots=slots), out_shardings=(shardings, None)
     )
@@ -338,13 +337,14 @@ def _load(
         padding = rank - a.shape[1]
         a, b = jnp.pad(a, ((0, 0), (0, padding))), jnp.pad(b, ((0, padding), (0, 0)))
         for suffix, x, spec, axis in ((A_SUFFIX, a, a_spec, 1), (B_SUFFIX, b, b_spec, 0)):
-            stored = (x.T if spec.is_transposed else x).astype(spec.dtype)
+            x = x.astype(spec.dtype)
             if name + suffix not in serving:
-                made[name + suffix] = jnp.copy(stored)  # never the source's own memory
+                made[name + suffix] = jnp.copy(spec.form.store(x))  # never the source's own memory
                 continue
             at = [jnp.int32(0), jnp.int32(0)]
-            at[1 - axis if spec.is_transposed else axis] = slot * rank
-            made[name + suffix] = lax.dynamic_update_slice(serving[name + suffix], stored, at)
+            at[axis] = slot * rank
+            others = spec.form.restore(serving[name + suffix], spec.shape)
+            made[name + suffix] = spec.form.store(lax.dynamic_update_slice(others, x, at))
     return made, jnp.stack([is_finite(a) & is_finite(b) for a, b in factors.values()])
 
 

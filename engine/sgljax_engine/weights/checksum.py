@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
-_BITS = {2: jnp.uint16, 4: jnp.uint32}
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """uint32 [2] of an array of 2- or 4-byte elements; depends on all bits and their order."""
+    """uint32 [2] of an array of 1-, 2- or 4-byte elements; depends on all bits and their order."""
     bits = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).reshape(-1).astype(jnp.uint32)
     place = lax.iota(jnp.uint32, bits.size)
     return jnp.stack([_sum(bits, place, jnp.uint32(seed)) for seed in _SEEDS])

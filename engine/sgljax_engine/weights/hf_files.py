@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
+from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_json import read_json
 from sgljax_engine.weights.lora import merge_on_host
 from sgljax_engine.weights.rules import WeightRule
@@ -94,7 +95,7 @@ def mapped_tensors(
     Args:
         weights: Weights by the trainer's names.
         rules: Map them onto the model's parameters.
-        targets: All parameters of the model; projections get transposed.
+        targets: All parameters of the model, in the form that the files have.
 
     Raises:
         WeightSyncError: names every parameter that is missing, unused or of the wrong shape.
@@ -120,7 +121,7 @@ def mapped_tensors(
             else:
                 y = mapped(source)
             y = y.reshape(target.shape)
-            return y.swapaxes(-1, -2) if target.is_transposed else y
+            return y.swapaxes(-1, -2) if target.form is Form.TRANSPOSED else y
 
         return HfTensor(target.stored_shape, np.dtype(source.dtype), load)
 

@@ -21,14 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.errors import WeightsLostError, WeightSyncError
+from sgljax_engine.kernels.cpu.chain import unavailable
 from sgljax_engine.kernels.cpu.copy import copy
-from sgljax_engine.kernels.cpu.ffi import unavailable
-from sgljax_engine.kernels.cpu.transpose import transpose
+from sgljax_engine.kernels.cpu.pack import pack
 from sgljax_engine.layers.devices import is_own_cpu
+from sgljax_engine.layers.int8 import SCALE_SUFFIX
 from sgljax_engine.weights.checksum import checksum, to_hex
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
+from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.lora import LoraTerm, lora_terms, merge
 from sgljax_engine.weights.moves import device_order, move, same_shards
+from sgljax_engine.weights.quantize import Quantized
 from sgljax_engine.weights.rules import (
     Hook,
     LoraRule,
@@ -58,16 +61,23 @@ class TargetSpec(NamedTuple):
     Attributes:
         shape: Logical shape, the one that rules map onto ([in, out] for projections).
         dtype: Dtype of the stored parameter.
-        is_transposed: The engine stores it with its last two axes swapped.
+        form: How the engine stores it.
         sharding: Where it lives.
         alias: Another name that rules may use for it.
+        quantized: What it is of a quantised weight; None for a weight itself.
     """
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
-    is_transposed: bool
+    form: Form
     sharding: jax.sharding.Sharding
     alias: str
+    quantized: Quantized | None = None
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """The logical shape of the weight that it is made from."""
+        return self.shape if self.quantized is None else self.quantized.shape
 
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
@@ -77,8 +87,14 @@ class TargetSpec(NamedTuple):
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The physical shape."""
-        *stacked, rows, columns = self.shape if self.is_transposed else (1, *self.shape, 1)
-        return (*stacked, columns, rows) if self.is_transposed else self.shape
+        return self.form.stored_shape(self.shape)
+
+    @property
+    def num_outputs(self) -> int | None:
+        """Outputs of a weight in panels; None of others."""
+        if not self.form.is_packed:
+            return None
+        return self.shape[-1 if self.form is Form.PANELS else -2]
 
 
 class SourceSpec(NamedTuple):
@@ -228,7 +244,9 @@ def plan_sync(
             unknown name or of the wrong shape or kind, with both shapes; and every LoRA pair that
             is incomplete, does not fit or changes an ignored weight.
     """
-    names = {spec.alias: name for name, spec in targets.items()} | {name: name for name in targets}
+    scales = {name for name, spec in targets.items() if spec.quantized and spec.quantized.is_scale}
+    weights = [name for name in targets if name not in scales]
+    names = {targets[name].alias: name for name in weights} | {name: name for name in weights}
     steps: dict[str, Step] = {}
     mapping = RuleTable([rule for rule in rules if isinstance(rule, Rule)])
     pairs = [rule for rule in rules if isinstance(rule, LoraRule)]
@@ -262,13 +280,13 @@ def plan_sync(
                 problems.append(f"{name!r} and {other.source!r} both map to {target!r}")
             else:
                 steps[target] = _step(name, target, found, terms)
-                problems.extend(_shape_problems(spec, steps[target], targets[target].shape))
+                problems.extend(_shape_problems(spec, steps[target], targets[target].source_shape))
     for target, stack in stacks.items():
         steps[target], found_problems = stacked_step(stack, source, targets[target].shape)
         problems.extend(found_problems)
     problems.extend(
-        f"parameter {name!r} {list(spec.shape)} is missing from the source"
-        for name, spec in targets.items()
+        f"parameter {name!r} {list(targets[name].source_shape)} is missing from the source"
+        for name in weights
         if name not in steps
     )
     if problems:
@@ -276,6 +294,8 @@ def plan_sync(
             f"weights do not fit the model ({len(problems)} problem(s)):\n  "
             + "\n  ".join(problems)
         )
+    for name in scales:
+        steps[name] = steps[name.removesuffix(SCALE_SUFFIX)]._replace(target=name)
     ordered = tuple(steps[name] for name in targets)
     return _with_program(dict(source), ordered, targets, check_finite)
 
@@ -449,7 +469,8 @@ def _mapped_axes(x: jax.Array, step: Step) -> jax.Array:
 
 def _mapped(sources: Sources, step: Step, target: TargetSpec) -> jax.Array:
     """The engine parameter in its logical shape."""
-    return _transform(sources, step).reshape(target.shape).astype(target.dtype)
+    weight = _transform(sources, step).reshape(target.source_shape)
+    return weight.astype(target.dtype) if target.quantized is None else target.quantized.of(weight)
 
 
 def _stored(
@@ -459,21 +480,29 @@ def _stored(
 
     Copies keep JAX from returning the source itself.
     """
-    is_turned_back = step.transpose in ((1, 0), (0, 2, 1)) and step.hook is None
-    if step.stacked and is_turned_back and target.is_transposed:
-        # Each was to be transposed, and the stack of them back.
-        step, target = step._replace(transpose=None), _as_stored(target)
+    if target.quantized is not None:
+        weight = _transform(sources, step).reshape(target.source_shape)
+        return jnp.copy(target.form.store(target.quantized.of(weight))), is_finite(weight)
+    # Rows of outputs, which a rule transposes and the form may transpose back.
+    is_by_output = step.transpose in ((1, 0), (0, 2, 1)) and step.hook is None
+    if is_by_output and step.stacked and target.form is not Form.LOGICAL:
+        step = step._replace(transpose=None)
+        *stacked, num_inputs, num_outputs = target.shape
+        return _stored_rows(
+            _transform(sources, step).reshape(*stacked, num_outputs, num_inputs), target, is_native
+        )
     x = _transform(sources, step)
-    if is_native and x.dtype == target.dtype == jnp.float32:
-        is_turned = target.is_transposed and not is_turned_back  # else XLA drops both transposes
-        if is_turned and x.ndim == len(target.shape) == 2:
-            return transpose(x.reshape(target.shape))
-        if step.part is None and not is_turned:  # a kernel would need the part sliced out first
-            return copy(
-                _swapped(x, target.shape) if target.is_transposed else x.reshape(target.shape)
-            )
-    if not target.is_transposed:
-        stored = jnp.copy(x.reshape(target.shape).astype(target.dtype))
+    is_copied = target.form is Form.LOGICAL and x.dtype == target.dtype == jnp.float32
+    if is_native and is_copied and step.part is None:  # a kernel would need the part sliced first
+        return copy(x.reshape(target.shape))
+    if is_native and target.form.is_packed and {x.dtype.name, target.dtype.name} <= _NATIVE:
+        if target.form is Form.TABLE_PANELS:
+            return pack(x.reshape(target.shape), target.dtype, is_by_output=True)
+        if is_by_output and x.ndim == len(target.shape):  # XLA drops both transposes
+            return pack(x.swapaxes(-1, -2), target.dtype, is_by_output=True)
+        return pack(x.reshape(target.shape), target.dtype, is_by_output=False)
+    if target.form is not Form.TRANSPOSED:
+        stored = jnp.copy(target.form.store(x.reshape(target.shape).astype(target.dtype)))
     elif x.dtype.itemsize >= target.dtype.itemsize:
         stored = jnp.copy(_swapped(x.astype(target.dtype), target.shape))
     else:
@@ -482,9 +511,17 @@ def _stored(
     return stored, is_finite(x.astype(target.dtype))  # in source order: sequential reads
 
 
-def _as_stored(target: TargetSpec) -> TargetSpec:
-    """The target as if its physical form were its logical one."""
-    return target._replace(shape=target.stored_shape, is_transposed=False)
+_NATIVE = {"float32", "bfloat16", "float16"}
+"""Dtypes that the JIT-compiled CPU kernels read and write."""
+
+
+def _stored_rows(x: jax.Array, target: TargetSpec, is_native: bool) -> tuple[jax.Array, jax.Array]:
+    """As `_stored`, from rows of outputs [..., out, in]."""
+    if is_native and target.form is Form.PANELS and {x.dtype.name, target.dtype.name} <= _NATIVE:
+        return pack(x, target.dtype, is_by_output=True)
+    cast = x.astype(target.dtype)
+    stored = cast if target.form is Form.TRANSPOSED else target.form.store(cast.swapaxes(-1, -2))
+    return jnp.copy(stored), is_finite(cast)
 
 
 def _swapped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -661,16 +698,16 @@ def _check_finite(plan: SyncPlan, source: Mapping[str, Any]) -> None:
         target = plan.targets[step.target]
         nameless = step.without_names()  # so that equal ones are compiled once
         with _near(target):
-            flag = _is_mapped_finite(step.operands(source), nameless, target.shape, target.dtype)
+            flag = _is_mapped_finite(step.operands(source), nameless, target._replace(alias=""))
             flags.append(bool(flag))
     refuse_not_finite([step.target for step in plan.steps], flags)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _is_mapped_finite(
-    sources: Sources, step: Step, shape: tuple[int, ...], dtype: jnp.dtype
-) -> jax.Array:
-    return is_finite(_transform(sources, step).reshape(shape).astype(dtype))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _is_mapped_finite(sources: Sources, step: Step, target: TargetSpec) -> jax.Array:
+    if target.quantized is None:
+        return is_finite(_mapped(sources, step, target))
+    return is_finite(_transform(sources, step))
 
 
 def _in_device_memory(x: Any) -> Any:
@@ -764,12 +801,11 @@ def differing(plan: SyncPlan, source: Mapping[str, Any], weights: Weights) -> li
     the same bits if hooks only move and cast: arithmetic may round differently in another program.
     """
     arrays, _ = _together(plan, [step.operands(source) for step in plan.steps])
-    transposed = {name for name, target in plan.targets.items() if target.is_transposed}
     with _near(plan.targets[plan.steps[0].target]):
         wanted = to_hex(
             _checksums_one_by_one(plan, arrays) if plan.stacks else plan.program.checksums(arrays)
         )
-    found = checksums(weights, transposed)
+    found = checksums(weights, plan.targets)
     return sorted(name for name in wanted if wanted[name] != found[name])
 
 
@@ -786,17 +822,29 @@ _mapped_alone = jax.jit(_mapped, static_argnums=(1, 2))
 _checksum_alone = jax.jit(checksum)
 
 
-def checksums(weights: Mapping[str, jax.Array], transposed: AbstractSet[str]) -> dict[str, str]:
-    """Checksums of stored weights in their logical shapes, 16 hexadecimal digits each."""
-    return to_hex(_stored_checksums(dict(weights), frozenset(transposed)))
+def checksums(
+    weights: Mapping[str, jax.Array], targets: Mapping[str, TargetSpec]
+) -> dict[str, str]:
+    """Checksums of stored weights in their logical shapes, 16 hexadecimal digits each.
+
+    Args:
+        weights: Stored weights.
+        targets: Their specifications; a weight without one is stored in its logical shape.
+    """
+    forms = tuple(
+        (name, target.form, target.shape)
+        for name, target in targets.items()
+        if name in weights and target.form is not Form.LOGICAL
+    )
+    return to_hex(_stored_checksums(dict(weights), forms))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _stored_checksums(weights: Weights, transposed: frozenset[str]) -> dict[str, jax.Array]:
-    return {
-        name: checksum(w.swapaxes(-1, -2) if name in transposed else w)
-        for name, w in weights.items()
-    }
+def _stored_checksums(
+    weights: Weights, forms: tuple[tuple[str, Form, tuple[int, ...]], ...]
+) -> dict[str, jax.Array]:
+    logical = {name: form.restore(weights[name], shape) for name, form, shape in forms}
+    return {name: checksum(logical.get(name, w)) for name, w in weights.items()}
 
 
 class WeightMaker:

@@ -15,8 +15,9 @@ import jax
 
 # Structures begin with their size and a pointer to extensions, 8 bytes each.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT = 8, 16, 24
-FRAME_ARGUMENTS, FRAME_RESULTS = 40 + 32, 80 + 32
-BUFFER_DATA, BUFFER_DIMS = 24, 40
+FRAME_NUM_ARGUMENTS, FRAME_ARGUMENTS = 40 + 16, 40 + 32
+FRAME_RESULTS, FRAME_ATTRIBUTES = 80 + 32, 120 + 40
+BUFFER_DATA, ARRAY_DATA = 24, 16
 EXTENSION_KIND, EXTENSION_METADATA = 8, 24
 METADATA_KIND = 1
 METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS = 24, 28, 32
@@ -33,6 +34,8 @@ _EXPECTED = {
     "XLA_FFI_Buffer": ("struct_size", "extension_start", "dtype", "data", "rank", "dims"),
     "XLA_FFI_Args": ("struct_size", "extension_start", "size", "types", "args"),
     "XLA_FFI_Rets": ("struct_size", "extension_start", "size", "types", "rets"),
+    "XLA_FFI_Attrs": ("struct_size", "extension_start", "size", "types", "names", "attrs"),
+    "XLA_FFI_Array": ("dtype", "size", "data"),
     "XLA_FFI_CallFrame": (
         "struct_size",
         "extension_start",

@@ -25,6 +25,7 @@ from sgljax_engine.kernels.cpu.emit import (
     vector,
 )
 from sgljax_engine.kernels.cpu.math import add_neighbours, exp, tanh
+from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float
 
 _SPAN = 256
 """Keys whose scores are in memory together."""
@@ -52,6 +53,7 @@ class AttentionShape(NamedTuple):
         scale: Multiplies scores.
         window: A token sees this many newest keys, its own included; None for all.
         softcap: Scores s become `softcap * tanh(s / softcap)`; None for no cap.
+        dtype: Name of the dtype of keys and values in pages.
     """
 
     num_heads: int
@@ -61,6 +63,12 @@ class AttentionShape(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    dtype: str = "float32"
+
+    @property
+    def stored(self) -> str:
+        """LLVM's type of the numbers in pages."""
+        return STORED[self.dtype]
 
     @property
     def group(self) -> int:
@@ -89,7 +97,7 @@ class Pages(NamedTuple):
         page = code.load(code.at(self.table, code.div(index, size), I32), I32)
         row = code.mul(code.convert("sext", page, I64), self.shape.num_kv_heads)
         token = code.add(code.mul(code.add(row, self.head), size), code.rem(index, size))
-        return code.at(pages, code.mul(token, self.shape.head_dim))
+        return code.at(pages, code.mul(token, self.shape.head_dim), self.shape.stored)
 
     def vector_of(self, pages: Value, first: Value, count: int, places: Value) -> KeyVector:
         """`count` keys from a multiple of it on; the last existing key replaces missing ones.
@@ -100,11 +108,11 @@ class Pages(NamedTuple):
         last = code.sub(self.num_keys, 1)
         if self.shape.page_size % count == 0:
             whole = code.mul(code.div(code.min(first, last), count), count)
-            return KeyVector(code, self.key(pages, whole), head_dim)
+            return KeyVector(code, self.shape, self.key(pages, whole), head_dim)
         with code.loop(0, count) as index:
             key = self.key(pages, code.min(code.add(first, index), last))
             code.store(key, code.at(places, index, PTR))
-        return KeyVector(code, places, None)
+        return KeyVector(code, self.shape, places, None)
 
 
 class KeyVector(NamedTuple):
@@ -112,10 +120,11 @@ class KeyVector(NamedTuple):
 
     Attributes:
         base: Address of the first key, or of a list of all their addresses.
-        stride: Floats from one key to the next; None if `base` lists addresses.
+        stride: Numbers from one key to the next; None if `base` lists addresses.
     """
 
     code: Code
+    shape: AttentionShape
     base: Value
     stride: int | None
 
@@ -124,7 +133,12 @@ class KeyVector(NamedTuple):
         code = self.code
         if self.stride is None:
             return code.load(code.at(self.base, index, PTR), PTR)
-        return code.at(self.base, code.mul(index, self.stride))
+        return code.at(self.base, code.mul(index, self.stride), self.shape.stored)
+
+    def channels(self, key: Value, channel: int, lanes: int) -> Value:
+        """Some channels of a key at an address, as float32."""
+        code, shape = self.code, self.shape
+        return load_as_float(code, code.at(key, channel, shape.stored), shape.dtype, lanes)
 
 
 class Queries(NamedTuple):
@@ -286,8 +300,8 @@ class Attention:
         sums: list[Value] = []
         for channel in range(0, head_dim, lanes):
             if channel % _LINE == 0:
-                code.prefetch(code.at(later, channel))
-            part = code.load(code.at(key, channel), vector(lanes), 4)
+                code.prefetch(code.at(later, channel, self._shape.stored))
+            part = keys.channels(key, channel, lanes)
             for row in range(self._count):
                 place = code.at(self._queries.vectors, row * head_dim + channel)
                 query = code.load(place, vector(lanes), 4)
@@ -374,8 +388,8 @@ class Attention:
             factors.append(code.splat(code.load(code.at(self._scores, place), F32), lanes))
         for place, channel in enumerate(channels):
             if channel % _LINE == 0:
-                code.prefetch(code.at(later, channel))
-            part = code.load(code.at(value, channel), vector(lanes), 4)
+                code.prefetch(code.at(later, channel, self._shape.stored))
+            part = values.channels(value, channel, lanes)
             for row in range(self._count):
                 total = sums[row][place]
                 total.set(code.fma(factors[row], part, total.get()))

@@ -6,13 +6,13 @@ or infinite, and else 0. This costs next to nothing, since the copy is bound by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
+import jax.numpy as jnp
 
 from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32, vector
-from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.kernels.cpu.machine import Vectors
+from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_engine.kernels.cpu.primitive import run
 
 _CHUNK = 1 << 15
 """Floats that a thread copies at a time."""
@@ -23,19 +23,19 @@ _VECTORS = 4
 
 def copy(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A copy of a float32 array of any shape, and bool []: whether all values are finite."""
-    results = jax.ShapeDtypeStruct((x.size,), x.dtype), jax.ShapeDtypeStruct((), x.dtype)
-    copied, flag = jax.ffi.ffi_call(register(_COPY), results)(x.reshape(-1))
-    return copied.reshape(x.shape), is_unset(flag)
+    results = [jax.ShapeDtypeStruct((x.size,), x.dtype), flags_of(-(-x.size // _CHUNK))]
+    copied, flags = run(_COPY, [x.reshape(-1)], results)
+    return copied.reshape(x.shape), are_unset(flags)
 
 
-def is_unset(flag: jax.Array) -> jax.Array:
-    """Bool []: whether a flag of float32 [] is as `clear_flag` left it."""
-    return flag == 0
+def flags_of(num_chunks: int) -> jax.ShapeDtypeStruct:
+    """A float32 for each chunk: 0, or NaN if the chunk has a value that is not finite."""
+    return jax.ShapeDtypeStruct((num_chunks,), jnp.float32)
 
 
-def clear_flag(code: Code, flag: Value) -> None:
-    """Clears the flag before the chunks run; chunks set it to NaN."""
-    code.store(f32(0.0), flag)
+def are_unset(flags: jax.Array) -> jax.Array:
+    """Bool []: whether no flag is set."""
+    return jnp.all(flags == 0)
 
 
 class SeenValues:
@@ -53,29 +53,25 @@ class SeenValues:
         """Adds a single value."""
         self._zero.set(self._code.fma(value, f32(0.0), self._zero.get()))
 
-    def set_flag(self, flag: Value) -> None:
-        """Sets the flag at the end of a chunk. Threads may race: all write the same value."""
+    def store_flag(self, flags: Value, chunk: Value) -> None:
+        """Stores the chunk's flag at its end."""
         code = self._code
         total = code.float_op("fadd", code.sum_lanes(self._zeros.get()), self._zero.get())
-        with code.when(code.float_compare("uno", total, total)):
-            code.store(total, flag)
+        code.store(total, code.at(flags, chunk))
 
 
-def _plan(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
-    del threads
-    x, y, flag = buffers
-    clear_flag(code, flag.data)
-    size = x.dim(0)
-    return Job(code.ceil_div(size, _CHUNK), [x.data, y.data, flag.data, size])
+def _plan(arguments: Shapes, results: Shapes, threads: int) -> Plan:
+    del arguments, threads
+    return Plan(results[1].shape[0], results[0].shape)
 
 
-def _write_chunk(module: Module, vectors: Vectors) -> Value:
+def _write(module: Module, vectors: Vectors) -> Value:
     """Writes f(values, chunk): a run of adjacent floats."""
     lanes = vectors.lanes
     step = _VECTORS * lanes
     with Code(module, "copy", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        x, y, flag, size = read_values(code, values, 3, 1)
+        x, y, flags, size = read_values(code, values, 3, 1)
         begin = code.mul(chunk, _CHUNK)
         end = code.min(code.add(begin, _CHUNK), size)
         whole_end = code.add(begin, code.mul(code.div(code.sub(end, begin), step), step))
@@ -97,8 +93,8 @@ def _write_chunk(module: Module, vectors: Vectors) -> Value:
             value = code.load(code.at(x, place), F32)
             code.store(value, code.at(y, place))
             seen.add_one(value)
-        seen.set_flag(flag)
+        seen.store_flag(flags, chunk)
     return code.function
 
 
-_COPY = Operation("copy", 1, 2, _write_chunk, _plan)
+_COPY = Operation("copy", _write, _plan)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-I1, I8, I32, I64, F32, PTR, VOID = "i1", "i8", "i32", "i64", "float", "ptr", "void"
+I1, I8, I32, I64, F32, F64, PTR, VOID = "i1", "i8", "i32", "i64", "float", "double", "ptr", "void"
 
 
 class Value(NamedTuple):
@@ -45,6 +45,11 @@ def f32(value: float) -> Value:
     return Value(F32, f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}")
 
 
+def f64(value: float) -> Value:
+    """A double constant."""
+    return Value(F64, f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}")
+
+
 def i32(value: int) -> Value:
     """An i32 constant."""
     return Value(I32, str(value))
@@ -54,15 +59,13 @@ class Module:
     """Functions and memory that are compiled together."""
 
     def __init__(self) -> None:
-        self.has_nontemporal = False
         self._parts: list[str] = []
         self._declared: dict[str, str] = {}
 
     @property
     def text(self) -> str:
         """The whole module as LLVM IR."""
-        ends = ["!0 = !{i32 1}"] if self.has_nontemporal else []
-        return "\n".join([*self._declared.values(), *self._parts, *ends]) + "\n"
+        return "\n".join([*self._declared.values(), *self._parts]) + "\n"
 
     def declare(self, name: str, result: str, arguments: Sequence[str]) -> Value:
         """Declares an external function."""
@@ -72,6 +75,12 @@ class Module:
     def memory(self, name: str, type_: str) -> Value:
         """Memory that lives as long as the process, 0 at first."""
         self._parts.append(f"@{name} = internal global {type_} zeroinitializer, align 64")
+        return Value(PTR, f"@{name}")
+
+    def constant(self, name: str, type_: str, values: Sequence[Value]) -> Value:
+        """A list of constants."""
+        listed = ", ".join(f"{type_} {value.text}" for value in values)
+        self._parts.append(f"@{name} = internal constant [{len(values)} x {type_}] [{listed}]")
         return Value(PTR, f"@{name}")
 
     def add(self, text: str) -> None:
@@ -176,9 +185,21 @@ class Code:
         """A << b, of vectors too."""
         return self._op(a.type, f"shl {a.type} {a.text}, {b.text}")
 
+    def shift_right(self, a: Value, b: Value) -> Value:
+        """A >> b of numbers without a sign, of vectors too."""
+        return self._op(a.type, f"lshr {a.type} {a.text}, {b.text}")
+
     def both(self, a: Value, b: Value) -> Value:
-        """A and b, of conditions."""
+        """A and b, of conditions, and of integers bit by bit."""
         return self._op(a.type, f"and {a.type} {a.text}, {b.text}")
+
+    def either(self, a: Value, b: Value) -> Value:
+        """A or b, of integers bit by bit."""
+        return self._op(a.type, f"or {a.type} {a.text}, {b.text}")
+
+    def differ(self, a: Value, b: Value) -> Value:
+        """The bits in which two integers differ."""
+        return self._op(a.type, f"xor {a.type} {a.text}, {b.text}")
 
     def compare(self, how: str, a: Number, b: Number) -> Value:
         """A condition: `how` is LLVM's, such as "eq", "ne", "slt", "sge"; of vectors too."""
@@ -242,13 +263,6 @@ class Code:
         place = f"ptr {address.text}{_alignment(align)}"
         self._lines.append(f"store {value.type} {value.text}, {place}")
 
-    def store_past_caches(self, value: Value, address: Value, align: int) -> None:
-        """`store` that bypasses the caches, for values that are not read soon."""
-        self._module.has_nontemporal = True
-        self._lines.append(
-            f"store {value.type} {value.text}, ptr {address.text}, align {align}, !nontemporal !0"
-        )
-
     def load_field(self, base: Value, offset: int, type_: str) -> Value:
         """Loads a value at a byte offset from an address."""
         return self.load(self.at(base, offset, I8), type_)
@@ -288,6 +302,10 @@ class Code:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """A * b + c, rounded once."""
         return self._elementwise("llvm.fma", [a, b, c])
+
+    def square_root(self, a: Value) -> Value:
+        """The square root."""
+        return self._elementwise("llvm.sqrt", [a])
 
     def round_even(self, a: Value) -> Value:
         """The nearest whole number."""
@@ -434,8 +452,8 @@ class Code:
 
     def _elementwise(self, name: str, arguments: Sequence[Value]) -> Value:
         type_ = arguments[0].type
-        kind = type_.strip("<>").replace(" x ", "").replace("float", "f32")
-        suffix = f"v{kind}" if type_.startswith("<") else "f32"
+        kind = type_.strip("<>").replace(" x ", "").replace("float", "f32").replace("double", "f64")
+        suffix = f"v{kind}" if type_.startswith("<") else kind
         return self.intrinsic(f"{name}.{suffix}", type_, arguments)
 
     @staticmethod

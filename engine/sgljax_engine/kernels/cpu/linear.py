@@ -1,18 +1,20 @@
-"""Products `W @ x` of projections, on CPUs, in float32.
+"""Products of tokens with a weight in panels, on CPUs.
 
-Registers hold a tile of the result, some rows of the weight by some vectors of tokens, while it is
-summed over the inputs (Goto and van de Geijn, 2008). Each weight is loaded once for all tokens of
-the tile, and each vector of tokens once for all its rows. The weight is read in place. A result is
-summed over the inputs one by one, whatever the number of tokens and their split among threads. A
-token-major result, such as logits, is transposed in registers before it is stored.
+Registers hold a tile of the result, some tokens by some panels, while it is summed over the inputs
+(Goto and van de Geijn, 2008). Outputs lie in vector lanes; each weight is loaded once for all
+tokens of the tile, and each input of a token once for all its panels. Every output is one chain of
+fused multiply-adds over the inputs, in order, whatever the number of tokens, their tile and their
+thread: so a token has the same bits in any batch. A few tokens take as long as reading the weight.
 
-`small_batch_linear` computes products of small batches.
+Weights may be stored in bfloat16 or float16: they are widened in registers, and sums are float32.
+Those in int8 have a factor per output, which multiplies the sum.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,203 +22,248 @@ import jax.numpy as jnp
 from sgljax_engine.kernels.cpu.emit import (
     F32,
     I64,
+    NULL,
     PTR,
     VOID,
     Code,
     Module,
+    Number,
     Value,
-    lanes_of,
     vector,
 )
-from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
 from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.small_batch_linear import (
-    CHUNKS_PER_THREAD,
-    SMALL_BATCH,
-    in_row_tiles,
-    small_batch_linear,
-)
-from sgljax_engine.kernels.cpu.transpose import transpose_tile
+from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float
+from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_engine.kernels.cpu.panels import PANEL
+from sgljax_engine.kernels.cpu.primitive import run_one
 
-_CHUNK_WEIGHTS = 1 << 15
-"""Weights in a chunk: they are read once for each tile of tokens."""
+_PANELS = {
+    16: {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4, 7: 2, 8: 2, 9: 2, 10: 2},
+    8: {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1},
+}
+"""Panels of a tile, a power of two, by lanes and tokens: their sums fill the registers."""
 
-_FEW_ROWS = 128
-"""Up to this many rows, as in a LoRA adapter, low tiles split better among threads."""
+_MANY = 6
+"""Tokens of a tile when a tile does not hold them all."""
 
-_LOW_TILE = 4
+_CHUNK_PANELS = 8
+"""Panels of a chunk, unless there would be fewer than two chunks a thread."""
 
-_TOKEN_MAJOR_TILES = {16: (8, 2), 8: (6, 2)}
-"""Rows and vectors of tokens in a token-major tile, by lanes.
-
-More rows would give longer runs, but their addresses would fill the registers.
-"""
+_UNROLLED = 4
 
 
 def linear(
-    weight: jax.Array, x: jax.Array, *, is_token_major: bool = False, is_deterministic: bool = False
+    weight: jax.Array, x: jax.Array, num_outputs: int, scale: jax.Array | None = None
 ) -> jax.Array:
-    """`weight @ x`, or its transpose.
+    """`x @ W`, inside a program.
 
     Args:
-        weight: [out, in] float32.
-        x: [in, T] float32.
-        is_token_major: Return `(weight @ x).T`.
-        is_deterministic: Give a token the same bits whatever T is; small batches take longer.
+        weight: [panels, in, 16] float32, bfloat16, float16 or int8.
+        x: [T, in] float32.
+        num_outputs: Outputs of the weight.
+        scale: [num_outputs] float32, factors of the outputs of an int8 weight.
 
     Returns:
-        [out, T] float32, or [T, out] if token-major.
+        [T, num_outputs] float32.
     """
-    if x.shape[1] <= SMALL_BATCH and not is_deterministic:
-        return small_batch_linear(weight, x.T, is_token_major=is_token_major)
-    shape = (weight.shape[0], x.shape[1])
-    result = jax.ShapeDtypeStruct(shape[::-1] if is_token_major else shape, jnp.float32)
-    operation = _of_many(is_token_major, weight.shape[0] <= _FEW_ROWS and not is_token_major)
-    return jax.ffi.ffi_call(register(operation), result)(weight, x)
+    result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32)
+    arrays = [weight, x] if scale is None else [weight, x, scale]
+    return run_one(_operation(weight.dtype.name), arrays, result)
 
 
 @functools.cache
-def _of_many(is_token_major: bool, is_low: bool) -> Operation:
-    name = "linear_token_major" if is_token_major else "linear_low" if is_low else "linear"
-    write = functools.partial(_write_many, is_token_major=is_token_major, is_low=is_low)
-    rows = 24 if is_token_major else _LOW_TILE if is_low else 12  # whole tiles of each processor
-    return Operation(name, 2, 1, write, functools.partial(_plan_many, rows=rows))
+def _operation(dtype: str) -> Operation:
+    return Operation("linear", functools.partial(_write, dtype=dtype), _plan)
 
 
-def _write_many(module: Module, vectors: Vectors, *, is_token_major: bool, is_low: bool) -> Value:
-    """Writes f(values, chunk): rows of the weight with all tokens."""
-    row_tile, token_vectors = vectors.row_tile, vectors.token_vectors
-    if is_token_major:
-        row_tile, token_vectors = _TOKEN_MAJOR_TILES[vectors.lanes]
-    elif is_low:
-        row_tile = _LOW_TILE
-    write_tile = functools.partial(
-        _write_tile, module, vectors.lanes, is_token_major=is_token_major
-    )
-    tiles = {
-        (rows, width, is_partial): write_tile(rows, width, is_partial)
-        for rows in (row_tile, 1)
-        for width in range(1, token_vectors + 1)
-        for is_partial in (False, True)
-    }
-    with Code(module, "many", VOID, [PTR, I64]) as code:
+def chunk_panels(count: int, threads: int) -> int:
+    """Panels of a chunk, of a weight with `count` panels."""
+    size = _CHUNK_PANELS
+    while size > 1 and count < 2 * threads * size:
+        size //= 2
+    return size
+
+
+def _plan(arguments: Shapes, results: Shapes, threads: int) -> Plan:
+    weight, x = arguments[:2]
+    count, num_inputs, _ = weight.shape
+    size = chunk_panels(count, threads)
+    num_chunks = -(-count // size) if x.shape[0] else 0
+    return Plan(num_chunks, (num_inputs, x.shape[0], results[0].shape[1], size))
+
+
+def _write(module: Module, vectors: Vectors, *, dtype: str) -> Value:
+    """Writes f(values, chunk): some panels with all tokens."""
+    tiles = write_tiles(module, vectors, dtype)
+    with Code(module, "chunk", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        weight, x, y, *sizes = read_values(code, values, 3, 4)
-        num_inputs, num_tokens, num_rows, size = sizes
-        stride = num_rows if is_token_major else num_tokens
+        count = 4 if dtype == "int8" else 3
+        weight, x, *scale, y, num_inputs, num_tokens, num_outputs, size = read_values(
+            code, values, count, 4
+        )
         first = code.mul(chunk, size)
-        last = code.min(code.add(first, size), num_rows)
-        per_tile = vectors.lanes * token_vectors
-
-        def all_rows(width: int, is_partial: bool, token: Value, last_lanes: Value) -> None:
-            def one(row: Value, rows: int) -> None:
-                outer, inner = (token, row) if is_token_major else (row, token)
-                place = code.add(code.mul(outer, stride), inner)
-                places = [
-                    code.at(weight, code.mul(row, num_inputs)),
-                    code.at(x, token),
-                    code.at(y, place),
-                ]
-                sizes = [num_inputs, num_tokens, stride, last_lanes]
-                code.call(tiles[rows, width, is_partial], VOID, [*places, *sizes])
-
-            in_row_tiles(code, first, last, row_tile, one)
-
-        whole = code.mul(code.div(num_tokens, per_tile), per_tile)
-        with code.loop(0, whole, per_tile) as token:
-            all_rows(token_vectors, False, token, num_tokens)
-        width = code.ceil_div(code.sub(num_tokens, whole), vectors.lanes)
-        last_lanes = code.rem(num_tokens, vectors.lanes)
-        for count in range(1, token_vectors + 1):
-            with code.when(code.equal(width, count)):
-                for is_partial in (False, True):
-                    with code.when(code.compare("ne" if is_partial else "eq", last_lanes, 0)):
-                        all_rows(count, is_partial, whole, last_lanes)
+        last = code.min(code.add(first, size), code.ceil_div(num_outputs, PANEL))
+        arrays = Arrays(weight, x, y, num_inputs, num_outputs, scale[0] if scale else NULL)
+        multiply(code, tiles, arrays, (first, last), (0, num_tokens))
     return code.function
 
 
-def _write_tile(
-    module: Module, lanes: int, rows: int, width: int, is_partial: bool, *, is_token_major: bool
-) -> Value:
-    """Writes f(weight, x, y, inputs, tokens, stride, last_lanes): a tile of the result.
+class Arrays(NamedTuple):
+    """The arrays of a product, in the code of its kernel.
 
-    `stride` is that of the result's rows. With `is_partial`, the last vector has only `last_lanes`
-    lanes.
+    Attributes:
+        weight: Address of the panels.
+        x: Address of [T, in].
+        y: Address of [T, out].
+        num_inputs: Inputs.
+        num_outputs: Outputs.
+        scale: Address of the outputs' factors, of int8 weights.
     """
-    name = f"tile_{rows}_{width}{'_partial' if is_partial else ''}"
-    with Code(module, name, VOID, [PTR, PTR, PTR, I64, I64, I64, I64]) as code:
-        weight, x, y, num_inputs, num_tokens, stride, last_lanes = code.arguments
-        there = code.first_lanes(last_lanes, lanes) if is_partial else None
-        sums = [[code.variable(code.zeros(lanes)) for _ in range(width)] for _ in range(rows)]
-        weights = [code.at(weight, code.mul(num_inputs, row)) for row in range(rows)]
+
+    weight: Value
+    x: Value
+    y: Value
+    num_inputs: Value
+    num_outputs: Value
+    scale: Value = NULL
+
+
+class Tiles(NamedTuple):
+    """Functions that compute tiles of a result.
+
+    Attributes:
+        dtype: Name of the weight's dtype.
+        panels: Panels of a tile by its number of tokens.
+        functions: By tokens and panels.
+    """
+
+    dtype: str
+    panels: Mapping[int, int]
+    functions: Mapping[tuple[int, int], Value]
+
+
+def write_tiles(module: Module, vectors: Vectors, dtype: str) -> Tiles:
+    """Writes the functions of all tiles. A sum has the same bits in each."""
+    panels = _PANELS[vectors.lanes]
+    functions = {
+        (tokens, count): _write_tile(module, vectors.lanes, dtype, tokens, count)
+        for tokens, most in panels.items()
+        for count in {most, 1}
+    }
+    return Tiles(dtype, panels, functions)
+
+
+def multiply(
+    code: Code,
+    tiles: Tiles,
+    arrays: Arrays,
+    panels: tuple[Value, Value],
+    tokens: tuple[Number, Number],
+) -> None:
+    """Emits the product of a range of panels with a range of tokens, at least one."""
+    most = max(tiles.panels)
+    count = code.sub(tokens[1], tokens[0])
+    is_one_tile = code.less(count, most + 1)
+    num_tiles = code.select(is_one_tile, 1, code.ceil_div(count, _MANY))
+    # Tiles of two sizes, which differ by one token.
+    size, longer = code.div(count, num_tiles), code.rem(count, num_tiles)
+
+    def of_size(tokens_each: int, first: Value, end: Value) -> None:
+        """Tiles of one size: they start at `first` and stop before `end`."""
+        most_panels = tiles.panels[tokens_each]
+        whole = code.sub(panels[1], code.rem(code.sub(panels[1], panels[0]), most_panels))
+
+        def of_panels(begin: Value, stop: Value, num: int) -> None:
+            with code.loop(begin, stop, num) as panel, code.loop(first, end, tokens_each) as token:
+                _call(code, tiles, arrays, (panel, num), (token, tokens_each))
+
+        # The last panel of the weight may be partly filled, which only tiles of one panel allow.
+        is_partial = code.less(arrays.num_outputs, code.mul(whole, PANEL))
+        whole = code.sub(whole, code.select(is_partial, most_panels, 0))
+        of_panels(panels[0], whole, most_panels)
+        of_panels(whole, panels[1], 1)
+
+    border = code.add(tokens[0], code.mul(longer, code.add(size, 1)))
+    for tokens_each in tiles.panels:
+        with code.when(code.equal(code.add(size, 1), tokens_each)):
+            of_size(tokens_each, code.add(tokens[0], 0), border)
+        with code.when(code.equal(size, tokens_each)):
+            of_size(tokens_each, border, code.add(tokens[1], 0))
+
+
+def _call(
+    code: Code, tiles: Tiles, arrays: Arrays, panel: tuple[Value, int], token: tuple[Value, int]
+) -> None:
+    first, count = panel
+    lanes = code.min(code.sub(arrays.num_outputs, code.mul(first, PANEL)), PANEL)
+    size = code.mul(arrays.num_inputs, PANEL)
+    output = code.add(code.mul(token[0], arrays.num_outputs), code.mul(first, PANEL))
+    places = [
+        code.at(arrays.weight, code.mul(first, size), STORED[tiles.dtype]),
+        code.at(arrays.x, code.mul(token[0], arrays.num_inputs)),
+        code.at(arrays.y, output),
+        code.at(arrays.scale, code.mul(first, PANEL)) if tiles.dtype == "int8" else NULL,
+    ]
+    sizes = [arrays.num_inputs, arrays.num_outputs, lanes]
+    code.call(tiles.functions[token[1], count], VOID, [*places, *sizes])
+
+
+def _write_tile(module: Module, lanes: int, dtype: str, tokens: int, panels: int) -> Value:
+    """Writes f(weight, x, y, scale, inputs, outputs, lanes): `tokens` by `panels` of a result.
+
+    With one panel, only so many lanes are stored.
+    """
+    name = f"tile_{tokens}_{panels}"
+    with Code(module, name, VOID, [PTR, PTR, PTR, PTR, I64, I64, I64]) as code:
+        weight, x, y, scale, num_inputs, num_outputs, used = code.arguments
+        halves = range(0, PANEL, lanes)
+        bases = [
+            code.at(weight, code.mul(code.mul(num_inputs, PANEL), panel), STORED[dtype])
+            for panel in range(panels)
+        ]
+        rows = [code.at(x, code.mul(num_inputs, token)) for token in range(tokens)]
+        sums = [
+            [code.variable(code.zeros(lanes)) for _ in range(panels) for _ in halves]
+            for _ in range(tokens)
+        ]
 
         def add_input(index: Value) -> None:
-            tokens = []
-            for i in range(width):
-                place = code.at(x, code.add(code.mul(index, num_tokens), i * lanes))
-                if there is not None and i == width - 1:
-                    tokens.append(code.load_lanes(place, there, lanes))
-                else:
-                    tokens.append(code.load(place, vector(lanes), 4))
-            for row in range(rows):
-                factor = code.splat(code.load(code.at(weights[row], index), F32), lanes)
-                for i in range(width):
-                    sums[row][i].set(code.fma(factor, tokens[i], sums[row][i].get()))
+            at = code.mul(index, PANEL)
+            weights = [
+                load_as_float(code, code.at(base, code.add(at, half), STORED[dtype]), dtype, lanes)
+                for base in bases
+                for half in halves
+            ]
+            for row, of_token in zip(rows, sums, strict=True):
+                factor = code.splat(code.load(code.at(row, index), F32), lanes)
+                for total, part in zip(of_token, weights, strict=True):
+                    total.set(code.fma(factor, part, total.get()))
 
         _unrolled(code, num_inputs, add_input)
-        for i in range(width):
-            found = [row[i].get() for row in sums]
-            is_last_partial = is_partial and i == width - 1
-            if is_token_major:
-                first = code.at(y, code.mul(stride, i * lanes))
-                _store_by_token(code, found, first, stride, last_lanes if is_last_partial else None)
-                continue
-            for row, total in enumerate(found):
-                place = code.at(y, code.add(code.mul(stride, row), i * lanes))
-                if there is not None and is_last_partial:
-                    code.store_lanes(total, place, there, lanes)
+        for token, of_token in enumerate(sums):
+            for i, total in enumerate(of_token):
+                place = code.at(y, code.add(code.mul(num_outputs, token), i * lanes))
+                there = code.first_lanes(code.sub(used, i * lanes), lanes)
+                found = total.get()
+                if dtype == "int8":
+                    factors = code.at(scale, i * lanes)
+                    if panels > 1:
+                        of_outputs = code.load(factors, vector(lanes), 4)
+                    else:
+                        of_outputs = code.load_lanes(factors, there, lanes)
+                    found = code.float_op("fmul", found, of_outputs)
+                if panels > 1:
+                    code.store(found, place, 4)
                 else:
-                    code.store(total, place, 4)
+                    code.store_lanes(found, place, there, lanes)
     return code.function
 
 
-def _store_by_token(
-    code: Code, rows: Sequence[Value], place: Value, stride: Value, num_tokens: Value | None
-) -> None:
-    """Stores one vector of tokens per row as one run of rows per token.
-
-    `num_tokens` is the number of tokens; None if all lanes are used.
-    """
-    lanes = lanes_of(rows[0].type)
-    columns = transpose_tile(code, [*rows, *[code.zeros(lanes)] * (lanes - len(rows))])
-    there = code.first_lanes(Value(I64, str(len(rows))), lanes)
-
-    def one(token: int) -> None:
-        code.store_lanes(columns[token], code.at(place, code.mul(stride, token)), there, lanes)
-
-    for token in range(lanes):
-        if num_tokens is None:
-            one(token)
-            continue
-        with code.when(code.less(token, num_tokens)):
-            one(token)
-
-
-def _unrolled(code: Code, count: Value, one: Callable[[Value], None], times: int = 4) -> None:
-    whole = code.mul(code.div(count, times), times)
-    with code.loop(0, whole, times) as index:
-        for i in range(times):
+def _unrolled(code: Code, count: Value, one: Callable[[Value], None]) -> None:
+    """Emits a loop over integers, several in one iteration."""
+    whole = code.mul(code.div(count, _UNROLLED), _UNROLLED)
+    with code.loop(0, whole, _UNROLLED) as index:
+        for i in range(_UNROLLED):
             one(code.add(index, i))
     with code.loop(whole, count) as index:
         one(index)
-
-
-def _plan_many(code: Code, buffers: Sequence[Buffer], threads: Value, *, rows: int) -> Job:
-    """Plans chunks of a multiple of `rows` rows."""
-    weight, x, y = buffers
-    num_rows, num_inputs, num_tokens = weight.dim(0), weight.dim(1), x.dim(1)
-    even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
-    near = code.div(_CHUNK_WEIGHTS, code.max(num_inputs, 1))
-    size = code.round_up(code.max(code.min(even, near), 1), rows)
-    values = [weight.data, x.data, y.data, num_inputs, num_tokens, num_rows, size]
-    return Job(code.ceil_div(num_rows, size), values)

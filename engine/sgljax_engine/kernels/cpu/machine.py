@@ -12,19 +12,15 @@ from sgljax_engine.kernels.cpu import kept_code
 
 
 class Vectors(NamedTuple):
-    """The vectors of a processor, and how much of a product its registers hold.
+    """The vectors of a processor.
 
     Attributes:
         lanes: Floats in a vector.
-        row_tile: Rows of a weight that a product processes at a time.
-        token_vectors: Vectors of tokens that it processes with them.
         features: The processor's features, as LLVM names them.
         cpu: The processor's name in LLVM.
     """
 
     lanes: int
-    row_tile: int
-    token_vectors: int
     features: str
     cpu: str
 
@@ -63,8 +59,8 @@ def host_vectors() -> Vectors:
     cpu = llvm.get_host_cpu_name()
     if all(features.get(name) for name in AVX512):
         # By default LLVM uses half of such vectors on processors that once slowed down for them.
-        return Vectors(16, 6, 4, features.flatten() + ",-prefer-256-bit", cpu)
-    return Vectors(8, 6, 2, features.flatten(), cpu)
+        return Vectors(16, features.flatten() + ",-prefer-256-bit", cpu)
+    return Vectors(8, features.flatten(), cpu)
 
 
 _PIPELINE = "1"

@@ -1,84 +1,80 @@
-"""Products of tokens sorted by expert with their expert's weight, on CPUs, in float32.
+"""Products of tokens sorted by expert with their expert's weight in panels, on CPUs.
 
-One call computes all experts. Each thread takes some rows of every weight, so that threads finish
-together however tokens are spread over experts, and reads the weights in place. Experts without
-tokens cost nothing. A sum over the inputs has the same bits however many tokens an expert has.
+One call computes all experts. Each thread takes some panels of every weight, so that threads finish
+together however tokens are spread over experts. Experts without tokens cost nothing. A sum has the
+bits of `linear`, however many tokens an expert has.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from sgljax_engine.kernels.cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Value, f32
-from sgljax_engine.kernels.cpu.ffi import Buffer, Job, Operation, read_values, register
+from sgljax_engine.kernels.cpu.linear import Arrays, chunk_panels, multiply, write_tiles
 from sgljax_engine.kernels.cpu.machine import Vectors
-from sgljax_engine.kernels.cpu.small_batch_linear import (
-    CHUNKS_PER_THREAD,
-    Arrays,
-    multiply,
-    write_tiles,
-)
-
-_CHUNK_WEIGHTS = 1 << 16
-"""Weights of an expert in a chunk: they are read again for every eight tokens, from a cache."""
+from sgljax_engine.kernels.cpu.numbers import STORED
+from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_engine.kernels.cpu.panels import PANEL
+from sgljax_engine.kernels.cpu.primitive import run_one
 
 
-def ragged_linear(weights: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`x[t] @ weights[e].T` for each token t of each expert e.
+def ragged_linear(
+    weights: jax.Array, x: jax.Array, group_sizes: jax.Array, num_outputs: int
+) -> jax.Array:
+    """`x[t] @ W[e]` for each token t of each expert e, inside a program.
 
     Args:
-        weights: [E, out, in] float32.
+        weights: [E, panels, in, 16] float32, bfloat16 or float16.
         x: [T, in] float32: first the tokens of expert 0, then those of expert 1, and so on.
         group_sizes: [E] int32, tokens of each expert; together at most T.
+        num_outputs: Outputs of an expert.
 
     Returns:
-        [T, out] float32; 0 for tokens beyond the last expert's.
+        [T, num_outputs] float32; 0 for tokens beyond the last expert's.
     """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(register(_operation()), result)(weights, x, ends)
+    result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32)
+    return run_one(_operation(weights.dtype.name), [weights, x, ends], result)
 
 
 @functools.cache
-def _operation() -> Operation:
-    return Operation("ragged_linear", 3, 1, _write_chunk, _plan)
+def _operation(dtype: str) -> Operation:
+    return Operation("ragged_linear", functools.partial(_write, dtype=dtype), _plan)
 
 
-def _plan(code: Code, buffers: Sequence[Buffer], threads: Value) -> Job:
-    weights, x, ends, y = buffers
-    num_rows, num_inputs = weights.dim(1), weights.dim(2)
-    even = code.ceil_div(num_rows, code.mul(threads, CHUNKS_PER_THREAD))
-    near = code.div(_CHUNK_WEIGHTS, code.max(num_inputs, 1))
-    size = code.round_up(code.max(code.min(even, near), 1), 24)  # whole tiles
-    pointers = [weights.data, x.data, ends.data, y.data]
-    sizes = [weights.dim(0), num_rows, num_inputs, x.dim(0), size]
-    return Job(code.ceil_div(num_rows, size), [*pointers, *sizes])
+def _plan(arguments: Shapes, results: Shapes, threads: int) -> Plan:
+    num_experts, count, num_inputs, _ = arguments[0].shape
+    size = chunk_panels(count, threads)
+    num_tokens, num_outputs = results[0].shape
+    return Plan(-(-count // size), (num_experts, num_inputs, num_tokens, num_outputs, size))
 
 
-def _write_chunk(module: Module, vectors: Vectors) -> Value:
-    """Writes f(values, chunk): some rows of all experts with their tokens."""
-    tiles = write_tiles(module, vectors)
+def _write(module: Module, vectors: Vectors, *, dtype: str) -> Value:
+    """Writes f(values, chunk): some panels of all experts with their tokens."""
+    tiles = write_tiles(module, vectors, dtype)
     with Code(module, "chunk", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         weights, x, ends, y, *sizes = read_values(code, values, 4, 5)
-        num_experts, num_rows, num_inputs, num_tokens, size = sizes
+        num_experts, num_inputs, num_tokens, num_outputs, size = sizes
+        count = code.ceil_div(num_outputs, PANEL)
         first = code.mul(chunk, size)
-        last = code.min(code.add(first, size), num_rows)
-        per_expert = code.mul(num_rows, num_inputs)
+        last = code.min(code.add(first, size), count)
+        per_expert = code.mul(code.mul(count, num_inputs), PANEL)
         start = code.variable(0)
         with code.loop(0, num_experts) as expert:
             end = code.convert("sext", code.load(code.at(ends, expert, I32), I32), I64)
             with code.when(code.less(start.get(), end)):
-                weight = code.at(weights, code.mul(expert, per_expert))
-                arrays = Arrays(weight, x, y, num_inputs, Value(I64, "1"), num_rows)
+                weight = code.at(weights, code.mul(expert, per_expert), STORED[dtype])
+                arrays = Arrays(weight, x, y, num_inputs, num_outputs)
                 multiply(code, tiles, arrays, (first, last), (start.get(), end))
                 start.set(end)
+        begin = code.mul(first, PANEL)
+        end = code.min(code.mul(last, PANEL), num_outputs)
         with code.loop(start.get(), num_tokens) as token:
-            place = code.at(y, code.mul(token, num_rows))
-            with code.loop(first, last) as row:
-                code.store(f32(0.0), code.at(place, row, F32))
+            place = code.at(y, code.mul(token, num_outputs))
+            with code.loop(begin, end) as output:
+                code.store(f32(0.0), code.at(place, output, F32))
     return code.function

@@ -1,0 +1,99 @@
+"""A row of logits in the code of the kernels that sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sgljax_engine.kernels.cpu.emit import F32, Code, Number, Value, f32
+from sgljax_engine.kernels.cpu.math import exp
+from sgljax_engine.kernels.cpu.operation import Plan, Shapes
+
+BLOCK = 128
+"""Logits that are summed by lane before others are added."""
+
+PART = 32 * BLOCK
+"""Logits of a row that a thread takes at a time."""
+
+
+class Row:
+    """A row of logits in the code of a kernel."""
+
+    def __init__(
+        self, code: Code, lanes: int, logits: Value, row: Value, size: Value, peaks: Value | None
+    ) -> None:
+        """Takes the row's largest logit from `peaks`, unless that is None."""
+        self.code, self.lanes, self.size = code, lanes, size
+        self.base = code.at(logits, code.mul(row, size))
+        self.row = row
+        self.num_parts = code.ceil_div(size, PART)
+        if peaks is not None:
+            self.peak = self._largest_of(peaks)
+
+    def _largest_of(self, peaks: Value) -> Value:
+        code = self.code
+        first = code.mul(self.row, self.num_parts)
+        found = code.variable(code.load(code.at(peaks, first), F32))
+        with code.loop(1, self.num_parts) as part:
+            value = code.load(code.at(peaks, code.add(first, part)), F32)
+            found.set(code.float_max(found.get(), value))
+        return found.get()
+
+    def in_vectors(
+        self, begin: Number, end: Value, one: Callable[[Value, Value, Value], None]
+    ) -> None:
+        """Emits a loop: takes indices of vectors, their logits, and which lanes are there."""
+        code, lanes = self.code, self.lanes
+        with code.loop(begin, end, lanes) as at:
+            there = code.first_lanes(code.sub(end, at), lanes)
+            found = code.load_lanes(code.at(self.base, at), there, lanes)
+            one(at, found, there)
+
+    def scaled(self, values: Value, divisor: Value) -> Value:
+        """(logit - largest) / temperature of a vector."""
+        code, lanes = self.code, self.lanes
+        below = code.float_op("fsub", values, code.splat(self.peak, lanes))
+        return code.float_op("fdiv", below, code.splat(divisor, lanes))
+
+    def weights(
+        self, values: Value, there: Value, divisor: Value, passes: Callable[[Value, Value], Value]
+    ) -> Value:
+        """Exponentials of a vector that pass, else 0."""
+        code, lanes = self.code, self.lanes
+        scaled = self.scaled(values, divisor)
+        found = exp(code, scaled)
+        wanted = code.both(there, passes(scaled, found))
+        return code.select(wanted, found, code.zeros(lanes))
+
+
+def divisor_of(code: Code, temperatures: Value, row: Value) -> Value:
+    """What a row's logits are divided by."""
+    found = code.load(code.at(temperatures, row), F32)
+    return code.select(code.float_compare("oeq", found, f32(0.0)), f32(1.0), found)
+
+
+def passing(
+    code: Code, filters: tuple[Value, Value], row: Value, lanes: int
+) -> Callable[[Value, Value], Value]:
+    """Conditions of a row's `Filters`, whose arrays are given by their addresses."""
+    threshold, min_p = (code.load(code.at(each, row), F32) for each in filters)
+    return above(code, threshold, min_p, lanes)
+
+
+def above(
+    code: Code, threshold: Value, min_p: Value, lanes: int
+) -> Callable[[Value, Value], Value]:
+    """Whether scaled logits are at least a threshold, and their weights at least `min_p`."""
+    limits = code.splat(threshold, lanes), code.splat(min_p, lanes)
+
+    def passes(scaled: Value, weight: Value) -> Value:
+        is_likely = code.float_compare("oge", scaled, limits[0])
+        return code.both(is_likely, code.float_compare("oge", weight, limits[1]))
+
+    return passes
+
+
+def plan_rows(arguments: Shapes, results: Shapes, threads: int, *, wide: int | None = None) -> Plan:
+    """Sizes: the vocabulary, and the last axis of one more argument."""
+    del results, threads
+    num_rows, size = arguments[0].shape
+    return Plan(num_rows, (size,) if wide is None else (size, arguments[wide].shape[-1]))

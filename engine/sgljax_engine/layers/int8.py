@@ -1,0 +1,52 @@
+"""Projections with weights in int8 and a factor for each output; see `weights.quantize`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sgljax_engine.layers.basic import Layout, embed, linear, unembed
+
+SCALE_SUFFIX = "_scale"
+"""Suffix of a quantised weight's name, for its factors among the engine's weights."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Weight:
+    """A quantised weight inside a program.
+
+    Shape: values: int8, in the layout. scale: [outputs] float32.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.values.shape
+
+    def astype(self, dtype: jnp.dtype) -> Int8Weight:
+        """Itself: products choose their dtype."""
+        del dtype
+        return self
+
+
+def int8_linear(x: jax.Array, weight: Int8Weight, layout: Layout) -> jax.Array:
+    """`x @ W` over features; the factors multiply the result."""
+    product = linear(x, weight.values.astype(x.dtype), layout)
+    return product * layout.per_feature(weight.scale).astype(x.dtype)
+
+
+def int8_unembed(x_TD: jax.Array, table_VD: Int8Weight) -> jax.Array:
+    """Logits [T, V] float32."""
+    return unembed(x_TD, table_VD.values.astype(x_TD.dtype)) * table_VD.scale[None, :]
+
+
+def int8_embed(table_VD: Int8Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows [T, D] of a table."""
+    rows = embed(table_VD.values, ids_T).astype(jnp.float32)
+    return (rows * embed(table_VD.scale, ids_T)[:, None]).astype(dtype)

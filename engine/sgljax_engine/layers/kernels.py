@@ -1,0 +1,345 @@
+"""What each token goes through besides attention: one class per backend, and the choice among them.
+
+A backend multiplies with weights, normalises, rotates and looks embeddings up. Models reach it
+through `ModelContext`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sgljax_engine.kernels.cpu.embed import embed as cpu_embed
+from sgljax_engine.kernels.cpu.fusion import fuse
+from sgljax_engine.kernels.cpu.linear import linear as cpu_linear
+from sgljax_engine.kernels.cpu.norm import rms_norm as cpu_rms_norm
+from sgljax_engine.kernels.cpu.panels import PANEL, Panels
+from sgljax_engine.kernels.cpu.ragged_linear import ragged_linear as cpu_ragged_linear
+from sgljax_engine.kernels.cpu.rope import rope_tables as cpu_rope_tables
+from sgljax_engine.kernels.cpu.rope import rotate as cpu_rotate
+from sgljax_engine.layers.basic import (
+    SMALL_BATCH,
+    Layout,
+    embed,
+    linear,
+    rms_norm,
+    small_batch_linear,
+    unembed,
+)
+from sgljax_engine.layers.int8 import (
+    SCALE_SUFFIX,
+    Int8Weight,
+    int8_embed,
+    int8_linear,
+    int8_unembed,
+)
+from sgljax_engine.layers.ragged import linear_in_blocks
+from sgljax_engine.layers.rope import apply_rope, rope_tables
+from sgljax_engine.layers.target import Target, require_backend
+
+Weight = jax.Array | Panels | Int8Weight
+"""A weight in the layout of the backend."""
+
+
+class Options(NamedTuple):
+    """How a pass computes. Static.
+
+    Attributes:
+        layout: Layout of activations and weights.
+        is_batch_invariant: Give a token the same bits whatever it is computed with.
+    """
+
+    layout: Layout
+    is_batch_invariant: bool = False
+
+
+class Kernels(Protocol):
+    """The computations of a backend. Hashable: programs are compiled for it."""
+
+    @property
+    def mesh(self) -> jax.sharding.AbstractMesh | None:
+        """Axes over which weights are sharded; None on a single device."""
+        ...
+
+    def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
+        """The weights of a program as the other functions take them."""
+        ...
+
+    def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of arrays, compiled as the backend runs it best; called inside programs."""
+        ...
+
+    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
+        """`x @ W` over features.
+
+        Args:
+            weight: [out, in] features first, panels, or [in, out].
+            x: [in, T] features first, else [T, in].
+            options: How to compute it.
+        """
+        ...
+
+    def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
+        """Logits [T, V] float32, the same bits for a token whatever T is."""
+        ...
+
+    def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Rows of the embedding table [T, D]. Ids must be in range.
+
+        Args:
+            table_VD: The table.
+            ids_T: Ids.
+            dtype: Of activations, for a quantised table.
+        """
+        ...
+
+    def norm(
+        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
+    ) -> jax.Array:
+        """Root-mean-square norm over features, in float32; see `basic.rms_norm`.
+
+        Args:
+            x: Activations, of heads or not.
+            weight: [D]; None for ones.
+            eps: Added to the mean square.
+            offset: Added to the weight.
+            options: How to compute it.
+        """
+        ...
+
+    def rope_tables(
+        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sines and cosines of rotary angles, in the layout, for `rotate`.
+
+        Args:
+            positions: [T] int32.
+            timescales: Makes them, [head_dim // 2] float32, see `rope.rope_timescales`.
+            options: How to compute them.
+        """
+        ...
+
+    def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
+        """Rotary embedding of heads, see `rope.apply_rope`."""
+        ...
+
+    def ragged_linear(
+        self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
+    ) -> jax.Array:
+        """`x[t] @ W[e]` for each token t of each expert e, on one device.
+
+        Args:
+            weights: [E, out, in] features first, panels, or [E, in, out].
+            x: [T, in]: first the tokens of expert 0, then those of expert 1, and so on.
+            group_sizes: [E] int32, tokens of each expert; together at most T.
+            options: How to compute it.
+
+        Returns:
+            [T, out]; undefined for tokens beyond the last expert's.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaKernels:
+    """XLA's code: all platforms and dtypes.
+
+    Attributes:
+        mesh: See `Kernels`.
+    """
+
+    mesh: jax.sharding.AbstractMesh | None = None
+
+    def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
+        """See `Kernels`."""
+        return {
+            name: Int8Weight(x, params[name + SCALE_SUFFIX]) if name + SCALE_SUFFIX in params else x
+            for name, x in params.items()
+        }
+
+    def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Kernels`."""
+        return function
+
+    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
+        """See `Kernels`."""
+        if isinstance(weight, Int8Weight):
+            return int8_linear(x, weight, options.layout)
+        assert isinstance(weight, jax.Array)
+        layout, is_small = options.layout, x.shape[options.layout.token_axis] < SMALL_BATCH
+        is_narrow = options.is_batch_invariant and is_small
+        return (small_batch_linear if is_narrow else linear)(x, weight, layout)
+
+    def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
+        """See `Kernels`."""
+        if isinstance(table_VD, Int8Weight):
+            return int8_unembed(hidden_TD, table_VD)
+        assert isinstance(table_VD, jax.Array)
+        return unembed(hidden_TD, table_VD)
+
+    def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """See `Kernels`."""
+        if isinstance(table_VD, Int8Weight):
+            return int8_embed(table_VD, ids_T, dtype)
+        assert isinstance(table_VD, jax.Array)
+        return embed(table_VD, ids_T)
+
+    def norm(
+        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
+    ) -> jax.Array:
+        """See `Kernels`."""
+        weight = None if weight is None else options.layout.per_feature(weight)
+        axis, is_ordered = options.layout.feature_axis, options.is_batch_invariant
+        return rms_norm(x, weight, eps, offset, axis, is_ordered=is_ordered)
+
+    def rope_tables(
+        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Kernels`."""
+        layout = options.layout
+
+        def make(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+            sin, cos = rope_tables(positions, timescales())
+            return layout.place(sin), layout.place(cos)
+
+        if options.is_batch_invariant:
+            return make(positions)  # a sine computed in another kernel may have other bits
+        return layout.compute_once(make, positions)
+
+    def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
+        """See `Kernels`."""
+        return apply_rope(x, sin, cos, layout.feature_axis)
+
+    def ragged_linear(
+        self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
+    ) -> jax.Array:
+        """See `Kernels`.
+
+        For TPUs XLA has a kernel that reads each used weight once. For CPUs it would multiply all
+        tokens with all experts. Nothing promises the order of sums of either.
+        """
+        assert isinstance(weights, jax.Array)
+        layout, is_batch_invariant = options
+        if is_batch_invariant or layout is Layout.FEATURES_FIRST:
+            return linear_in_blocks(
+                weights, x, group_sizes, layout, is_batch_invariant=is_batch_invariant
+            )
+        return lax.ragged_dot(x, weights, group_sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuKernels:
+    """The JIT-compiled CPU kernels: one CPU, panels. All are batch-invariant.
+
+    Attributes:
+        partial_outputs: Outputs of the weights whose last panel is partly filled, by name.
+    """
+
+    partial_outputs: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def mesh(self) -> None:
+        """See `Kernels`."""
+        return None
+
+    def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
+        """See `Kernels`."""
+        outputs = dict(self.partial_outputs)
+
+        def in_panels(name: str, x: jax.Array) -> Panels:
+            count = outputs.get(name, x.shape[-3] * PANEL)
+            return Panels(x, count, params.get(name + SCALE_SUFFIX))
+
+        return {name: in_panels(name, x) if x.ndim > 2 else x for name, x in params.items()}
+
+    def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Kernels`."""
+        return fuse(function)
+
+    def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
+        """See `Kernels`."""
+        del options
+        assert isinstance(weight, Panels)
+        return cpu_linear(weight.array, x, weight.num_outputs, weight.scale)
+
+    def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
+        """See `Kernels`."""
+        assert isinstance(table_VD, Panels)
+        return cpu_linear(table_VD.array, hidden_TD, table_VD.num_outputs, table_VD.scale)
+
+    def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """See `Kernels`. Activations are float32."""
+        del dtype
+        if isinstance(table_VD, Panels):
+            return cpu_embed(table_VD.array, ids_T, table_VD.scale)
+        assert isinstance(table_VD, jax.Array)
+        return embed(table_VD, ids_T).astype(jnp.float32)
+
+    def norm(
+        self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
+    ) -> jax.Array:
+        """See `Kernels`."""
+        del options
+        return cpu_rms_norm(x, weight, eps, offset)
+
+    def rope_tables(
+        self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Kernels`."""
+        del options
+        with jax.ensure_compile_time_eval():  # the same bits in each program
+            constants = np.array(timescales())  # a copy: the program keeps no device array
+        return cpu_rope_tables(positions, constants)
+
+    def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
+        """See `Kernels`."""
+        del layout
+        return cpu_rotate(x, sin, cos)
+
+    def ragged_linear(
+        self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
+    ) -> jax.Array:
+        """See `Kernels`."""
+        del options
+        assert isinstance(weights, Panels)
+        return cpu_ragged_linear(weights.array, x, group_sizes, weights.num_outputs)
+
+
+class LinearBackend(NamedTuple):
+    """The chosen backend.
+
+    Attributes:
+        name: "native" or "xla".
+        kernels: The computations of the backend.
+        why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
+    """
+
+    name: str
+    kernels: Kernels
+    why_not_native: str | None = None
+
+
+def pick_kernels(name: str, target: Target) -> LinearBackend:
+    """The backend of that name; "auto" picks "native" where it is available.
+
+    Args:
+        name: One of `config.LINEAR_BACKENDS`.
+        target: What the engine runs on.
+
+    Raises:
+        InvalidConfigError: when "native" is asked for but not available.
+    """
+    problem = target.cpu_kernels_problem()
+    if name == "native":
+        require_backend(problem, "linear_backend 'native'")
+    if problem is None and target.layout is Layout.PANELS:
+        return LinearBackend("native", CpuKernels())
+    is_cpu = name == "auto" and target.platform == "cpu"
+    mesh = target.mesh if target.num_tensor_shards > 1 else None
+    return LinearBackend("xla", XlaKernels(mesh), problem if is_cpu else None)
