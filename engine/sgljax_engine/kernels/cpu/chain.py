@@ -67,6 +67,8 @@ def run_chain(
     shapes = {n: shape for step in steps for n, shape in zip(step.results, step.made, strict=True)}
     owner = _owners(steps)
     # Updated inputs leave the call as results of their own.
+    updated = [own for number, own in owner.items() if own != number]
+    assert len(set(updated)) == len(updated), "an array is updated once in a chain"
     outputs = sorted({*kept, *(n for n, own in owner.items() if own != n and own in arrays)})
     places, scratch_bytes = _scratch(steps, shapes, {*inputs, *outputs}, owner)
 

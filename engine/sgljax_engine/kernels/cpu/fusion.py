@@ -175,7 +175,7 @@ class _Fusion:
 
     def _add(self, index: int, equation: _Equation) -> None:
         if equation.source.primitive is OPERATION:
-            self._add_operation(equation)
+            self._add_operation(index, equation)
         elif equation.name == _SPREAD and (spread := _spread(equation)) is not None:
             self._known[equation.results[0]] = spread
         elif not any(self._is_pending(operand) for operand in equation.operands):
@@ -216,13 +216,13 @@ class _Fusion:
         assert not isinstance(known, _Pending), operand
         return known
 
-    def _add_operation(self, equation: _Equation) -> None:
+    def _add_operation(self, index: int, equation: _Equation) -> None:
         parameters = equation.source.params
         for operand in equation.operands:
             known = self._known[operand] if isinstance(operand, int) else None
             if isinstance(known, _Spread):  # the operation reads it in memory
                 if self._is_pending(operand):
-                    self._finish_chain(self._equations.index(equation))
+                    self._finish_chain(index)
                 self._array(operand)
         arguments = tuple(self._number(operand) for operand in equation.operands)
         taken = tuple(_spec_of(atom.aval) for atom in equation.source.invars)
