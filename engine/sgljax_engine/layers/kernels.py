@@ -286,6 +286,7 @@ class CpuKernels:
     ) -> jax.Array:
         """See `Kernels`."""
         del options
+        weight = None if weight is None else weight.astype(jnp.float32)
         return cpu_rms_norm(x, weight, eps, offset)
 
     def rope_tables(

@@ -53,6 +53,7 @@ def paged_attention(
     Returns:
         [N * Q, num_heads, head_dim] float32, 0 for unused blocks.
     """
+    assert q.dtype == jnp.float32, q.dtype
     per_tile = min(max(_QUERY_ROWS // shape.group, 1), positions.shape[1])
     arrays = [q, k_pages, v_pages, page_table, positions, kv_lens]
     return run_one(_attention(shape, per_tile), arrays, jax.ShapeDtypeStruct(q.shape, jnp.float32))
@@ -73,6 +74,7 @@ def write_kv(
     Returns:
         The pages.
     """
+    assert k.dtype == v.dtype == jnp.float32, k.dtype
     pages = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
     operation = _write_operation(k_pages.dtype.name)
     new_k, new_v = run(operation, [k, v, k_pages, v_pages, slots], [pages, pages])

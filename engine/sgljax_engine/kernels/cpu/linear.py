@@ -67,6 +67,8 @@ def linear(
         [T, num_outputs] float32.
     """
     result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32)
+    assert x.dtype == jnp.float32, x.dtype
+    assert (scale is not None) == (weight.dtype == jnp.int8), weight.dtype
     arrays = [weight, x] if scale is None else [weight, x, scale]
     return run_one(_operation(weight.dtype.name), arrays, result)
 

@@ -38,6 +38,8 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float) 
         eps: Added to the mean square.
         offset: Added to the weight.
     """
+    assert x.dtype == jnp.float32, x.dtype
+    assert weight is None or weight.dtype == jnp.float32, weight
     operation = _operation(eps, offset, weight is not None)
     result = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     return run_one(operation, [x] if weight is None else [x, weight], result)

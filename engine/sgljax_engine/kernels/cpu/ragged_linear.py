@@ -35,6 +35,7 @@ def ragged_linear(
     Returns:
         [T, num_outputs] float32; 0 for tokens beyond the last expert's.
     """
+    assert x.dtype == jnp.float32, x.dtype
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32)
     return run_one(_operation(weights.dtype.name), [weights, x, ends], result)

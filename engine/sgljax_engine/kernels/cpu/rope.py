@@ -35,6 +35,7 @@ def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
         sin: [T, 1, H / 2] float32.
         cos: Likewise.
     """
+    assert {x.dtype, sin.dtype, cos.dtype} == {jnp.dtype(jnp.float32)}, x.dtype
     return run_one(_operation(), [x, sin, cos], jax.ShapeDtypeStruct(x.shape, jnp.float32))
 
 

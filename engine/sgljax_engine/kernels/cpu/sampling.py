@@ -59,6 +59,7 @@ class Filters(NamedTuple):
 
 def find_peaks(logits: jax.Array) -> Peaks:
     """The largest logits [B, V] float32 by part, inside a program."""
+    assert logits.dtype == jnp.float32, logits.dtype
     shape = (logits.shape[0], -(-logits.shape[1] // PART))
     results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)]
     return Peaks(*run(_PEAKS, [logits], results))
