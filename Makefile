@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 
 DEMO_ARGS ?= --check
 BENCH_ARGS ?=
+LLAMACPP_ARGS ?=
 # Three processes keep two cores busy: each takes up to 4 GB, and waits for threads now and then.
 PYTEST_ARGS ?= -n 3 --dist worksteal
 # A checkout of Tunix for `make test-tunix`, and what runs with it.
@@ -42,6 +43,7 @@ test-tunix: $(STAMP) ## Run the tests that use Tunix with another one: make test
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
 	$(BIN)/python benchmarks/throughput/compare.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/throughput/llamacpp.py $(filter --quick,$(BENCH_ARGS)) $(LLAMACPP_ARGS)
 
 .PHONY: notebooks
 notebooks: $(STAMP) ## Run the notebooks and write them with their outputs.
