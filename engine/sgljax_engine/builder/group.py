@@ -87,7 +87,7 @@ def build_group(
 ) -> tuple[BuiltGroup, Limits]:
     """Checks the configuration, takes memory, transforms the weights."""
     max_model_len = pick_max_model_len(model, config)
-    check_has_experts(model, config)
+    check_experts(model, config)
     enable_compilation_cache(config.runtime.compilation_cache_dir)
     parallel = fit_parallel(model, config, mesh, dtype)
     placement = place(model, mesh, dtype, parallel, config.runtime)
@@ -153,7 +153,7 @@ def build_shapes(
         InvalidConfigError: when the configuration does not fit; says what would fit.
     """
     max_model_len = pick_max_model_len(model, config)
-    check_has_experts(model, config)
+    check_experts(model, config)
     parallel = fit_parallel(model, config, mesh, dtype, device_bytes)
     placement = place(model, mesh, dtype, parallel, config.runtime)
     count, engine = len(placement.engines), placement.engines[0]
@@ -190,7 +190,7 @@ def pick_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     return asked or model.context_length
 
 
-def check_has_experts(model: ModelConfig, config: EngineConfig) -> None:
+def check_experts(model: ModelConfig, config: EngineConfig) -> None:
     """Raises InvalidConfigError when a model has no experts to return, or some to quantise."""
     if config.runtime.quantization is not None and model.moe is not None:
         raise InvalidConfigError(

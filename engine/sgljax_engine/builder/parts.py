@@ -182,7 +182,8 @@ def _program_context(
 ) -> ProgramContext:
     runtime = config.runtime
     kernels = pick_kernels(runtime.linear_backend, placement.target).kernels
-    if isinstance(kernels, CpuKernels):
+    is_native = isinstance(kernels, CpuKernels)
+    if is_native:
         kernels = CpuKernels(_partial_outputs(definition, model, placement, slots))
     context = ModelContext(
         model,
@@ -192,7 +193,7 @@ def _program_context(
         lora_rank=config.lora.max_lora_rank if config.lora.max_loras else 0,
         returns_routed=config.cache.enable_return_routed_experts,
     )
-    if runtime.enable_deterministic_sampling and not isinstance(kernels, CpuKernels):
+    if runtime.enable_deterministic_sampling and not is_native:
         # Of devices that nobody has, the one width that every engine has.
         are_here = all(isinstance(weight, jax.Array) for weight in weights.values())
         widths = (SMALL_BATCH,)
@@ -209,7 +210,7 @@ def _program_context(
         decode_attention=attention.decode,
         prefill_attention=attention.prefill,
         write_kv=attention.write_kv,
-        sampler=NATIVE if isinstance(kernels, CpuKernels) else XLA,
+        sampler=NATIVE if is_native else XLA,
         is_deterministic=bool(runtime.enable_deterministic_sampling),
         num_vocab_shards=placement.num_tensor_shards,
         heads_per_row=attention.heads_per_row,

@@ -10,7 +10,14 @@ from sgljax_engine.kernels.cpu import sampling as kernels
 from sgljax_engine.kernels.cpu.fusion import fuse
 from sgljax_engine.kernels.cpu.sampling_threshold import find_threshold
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, Logprobs
-from sgljax_engine.sampling.sampler import Sampler, SamplingBatch, divisor, largest, uniform
+from sgljax_engine.sampling.sampler import (
+    Sampler,
+    SamplingBatch,
+    divisor,
+    filters_of,
+    largest,
+    uniform,
+)
 
 
 def _draw(
@@ -19,11 +26,7 @@ def _draw(
     """See `Sampler`."""
     del num_shards  # one device
     batch, vocab_size = choices_BV.shape
-    # Filters of greedy rows change nothing, so they must cost nothing.
-    is_greedy = rows.temperature == 0.0
-    top_k = jnp.where(is_greedy, vocab_size, rows.top_k)
-    top_p = jnp.where(is_greedy, 1.0, rows.top_p)
-    min_p = jnp.where(is_greedy, 0.0, rows.min_p)
+    top_k, top_p, min_p = filters_of(rows, vocab_size)
 
     def find() -> jax.Array:
         peaks = kernels.find_peaks(choices_BV)

@@ -36,7 +36,7 @@ from sgljax_engine.sampling.logprobs import (
 )
 
 _BLOCK = 128
-NUM_SORTED = 64
+_NUM_SORTED = 64
 """Number of largest logits to sort: enough for usual settings of top-k and top-p."""
 
 _GROUP = 16
@@ -158,11 +158,8 @@ def _draw(
     weights_BV = jnp.exp(scaled_BV)  # unnormalised probabilities in [0, 1]
     all_weight = jnp.sum(weights_BV, axis=-1)
 
-    # Filters of greedy rows change nothing, so they must cost nothing.
     vocab_size = choices_BV.shape[1]
-    top_k = jnp.where(is_greedy, vocab_size, rows.top_k)
-    top_p = jnp.where(is_greedy, 1.0, rows.top_p)
-    min_p = jnp.where(is_greedy, 0.0, rows.min_p)
+    top_k, top_p, min_p = filters_of(rows, vocab_size)
     is_filtering = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
 
     def filtered() -> tuple[jax.Array, jax.Array]:
@@ -178,6 +175,19 @@ def _draw(
     token = jnp.where(is_greedy, greedy, token)
     processed = _pick(scaled_BV, token) - jnp.log(kept)
     return token, jnp.where(is_greedy, 0.0, processed)
+
+
+def filters_of(rows: SamplingBatch, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """top_k, top_p and min_p [B] of each row.
+
+    Filters of greedy rows change nothing, so they must cost nothing: they keep all.
+    """
+    is_greedy = rows.temperature == 0.0
+    return (
+        jnp.where(is_greedy, vocab_size, rows.top_k),
+        jnp.where(is_greedy, 1.0, rows.top_p),
+        jnp.where(is_greedy, 0.0, rows.min_p),
+    )
 
 
 def _argmax(values_BV: jax.Array, num_shards: int) -> jax.Array:
@@ -286,24 +296,24 @@ def _top_threshold(
 
 
 def largest(values_BV: jax.Array, num_shards: int) -> jax.Array:
-    """The `NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
+    """The `_NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
 
     They lie in the N groups with the largest maxima, since each of these maxima is at least as
     large as every entry of the other groups.
     """
     batch, vocab_size = values_BV.shape
-    if vocab_size < NUM_SORTED * _GROUP:
-        return lax.top_k(values_BV, min(NUM_SORTED, vocab_size))[0]
+    if vocab_size < _NUM_SORTED * _GROUP:
+        return lax.top_k(values_BV, min(_NUM_SORTED, vocab_size))[0]
     padded = _padded_shards(values_BV, _GROUP, -jnp.inf, num_shards)
     grouped = padded.reshape(batch, num_shards, _GROUP, -1)
     maxima = jnp.max(grouped, axis=2)
-    groups = lax.top_k(maxima.reshape(batch, -1), NUM_SORTED)[1]
+    groups = lax.top_k(maxima.reshape(batch, -1), _NUM_SORTED)[1]
     if num_shards == 1:
         entries = jnp.take_along_axis(grouped[:, 0], groups[:, None, :], axis=2)
     else:
         by_group = grouped.swapaxes(2, 3).reshape(batch, -1, _GROUP)
         entries = jnp.take_along_axis(by_group, groups[:, :, None], axis=1)
-    return lax.top_k(entries.reshape(batch, -1), NUM_SORTED)[0]
+    return lax.top_k(entries.reshape(batch, -1), _NUM_SORTED)[0]
 
 
 def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array, num_shards: int = 1) -> jax.Array:

@@ -495,7 +495,7 @@ def _stored(
     is_copied = target.form is Form.LOGICAL and x.dtype == target.dtype == jnp.float32
     if is_native and is_copied and step.part is None:  # a kernel would need the part sliced first
         return copy(x.reshape(target.shape))
-    if is_native and target.form.is_packed and {x.dtype.name, target.dtype.name} <= _NATIVE:
+    if is_native and _is_packed_natively(x, target):
         if target.form is Form.TABLE_PANELS:
             return pack(x.reshape(target.shape), target.dtype, is_by_output=True)
         if is_by_output and x.ndim == len(target.shape):  # XLA drops both transposes
@@ -515,9 +515,13 @@ _NATIVE = {"float32", "bfloat16", "float16"}
 """Dtypes that the JIT-compiled CPU kernels read and write."""
 
 
+def _is_packed_natively(x: jax.Array, target: TargetSpec) -> bool:
+    return target.form.is_packed and {x.dtype.name, target.dtype.name} <= _NATIVE
+
+
 def _stored_rows(x: jax.Array, target: TargetSpec, is_native: bool) -> tuple[jax.Array, jax.Array]:
     """As `_stored`, from rows of outputs [..., out, in]."""
-    if is_native and target.form is Form.PANELS and {x.dtype.name, target.dtype.name} <= _NATIVE:
+    if is_native and target.form is Form.PANELS and _is_packed_natively(x, target):
         return pack(x, target.dtype, is_by_output=True)
     cast = x.astype(target.dtype)
     stored = cast if target.form is Form.TRANSPOSED else target.form.store(cast.swapaxes(-1, -2))

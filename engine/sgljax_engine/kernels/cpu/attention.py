@@ -108,7 +108,7 @@ def _write_tokens(module: Module, vectors: Vectors, *, dtype: str) -> Value:
         num_tokens, num_heads, head_dim, page_size, num_slots = arrays[7:]
         first = code.mul(chunk, _WRITE_CHUNK)
         with code.loop(first, code.min(code.add(first, _WRITE_CHUNK), num_tokens)) as token:
-            slot = _load_int(code, slots, token)
+            slot = code.load_int(slots, token)
             is_there = code.both(code.less(slot, num_slots), code.compare("sge", slot, 0))
             with code.when(is_there), code.loop(0, num_heads) as head:
                 source = code.mul(code.add(code.mul(token, num_heads), head), head_dim)
@@ -174,7 +174,7 @@ def _write_tile(module: Module, lanes: int, shape: AttentionShape, per_tile: int
         )
         _, width, num_queries, tiles, _ = sizes
         block, begin = code.div(tile, tiles), code.mul(code.rem(tile, tiles), per_tile)
-        num_keys = _load_int(code, kv_lens, block)
+        num_keys = code.load_int(kv_lens, block)
         channels = shape.group * shape.head_dim
         tokens, places = [], []  # past the block's end its last token repeats
         for i in range(per_tile):
@@ -191,7 +191,7 @@ def _write_tile(module: Module, lanes: int, shape: AttentionShape, per_tile: int
         for i, (token, place) in enumerate(zip(tokens, places, strict=True)):
             target = code.at(queries, i * channels)
             _copy(code, code.at(q, place), target, channels, lanes, shape.scale)
-            ends.append(code.min(code.add(_load_int(code, positions, token), 1), num_keys))
+            ends.append(code.min(code.add(code.load_int(positions, token), 1), num_keys))
         pages = Pages(code, shape, code.at(table, code.mul(block, width), I32), head, num_keys)
         last, first = functools.reduce(code.max, ends), functools.reduce(code.min, ends)
         of_rows = [end for end in ends for _ in range(shape.group)]
@@ -200,11 +200,6 @@ def _write_tile(module: Module, lanes: int, shape: AttentionShape, per_tile: int
         for i, place in enumerate(places):
             _copy(code, code.at(found, i * channels), code.at(out, place), channels, lanes)
     return code.function
-
-
-def _load_int(code: Code, base: Value, index: Value) -> Value:
-    """Loads an int32 as an i64."""
-    return code.convert("sext", code.load(code.at(base, index, I32), I32), I64)
 
 
 def _copy(

@@ -70,7 +70,8 @@ def run_chain(
     updated = [own for number, own in owner.items() if own != number]
     assert len(set(updated)) == len(updated), "an array is updated once in a chain"
     outputs = sorted({*kept, *(n for n, own in owner.items() if own != n and own in arrays)})
-    places, scratch_bytes = _scratch(steps, shapes, {*inputs, *outputs}, owner)
+    phases = _phases(steps, owner)
+    places, scratch_bytes = _scratch(phases, shapes, {*inputs, *outputs}, owner)
 
     buffers = {number: Pointer(index) for index, number in enumerate(inputs)}
     buffers |= {number: Pointer(len(inputs) + index) for index, number in enumerate(outputs)}
@@ -80,15 +81,15 @@ def run_chain(
         buffers.setdefault(number, buffers[own])
 
     kernels: list[Operation] = list(dict.fromkeys(step.operation for step in steps))
-    phases: list[list[Work]] = []
-    for phase in _phases(steps, owner):
+    work: list[list[Work]] = []
+    for phase in phases:
         works = []
         for step in phase:
             plan = step.operation.plan(step.taken, step.made, num_threads())
             pointers = [buffers[n] for n in (*step.arguments, *step.results)]
             kernel = kernels.index(step.operation)
             works.append(Work(kernel, plan.num_chunks, [*pointers, *plan.sizes]))
-        phases.append(works)
+        work.append(works)
 
     results = [shapes[number] for number in outputs]
     if scratch_bytes:
@@ -99,7 +100,7 @@ def run_chain(
         if own != number and own in arrays
     }
     call = jax.ffi.ffi_call(_register(kernels), results, input_output_aliases=aliases)
-    table = np.asarray(encode(phases), np.int64)
+    table = np.asarray(encode(work), np.int64)
     found = call(*(arrays[number] for number in inputs), table=table)
     by_number = dict(zip(outputs, found, strict=False))
     return [by_number[number] for number in kept]
@@ -134,7 +135,7 @@ def _phases(steps: Sequence[Step], owner: Mapping[int, int]) -> list[list[Step]]
 
 
 def _scratch(
-    steps: Sequence[Step],
+    phases: Sequence[Sequence[Step]],
     shapes: Mapping[int, jax.ShapeDtypeStruct],
     elsewhere: Iterable[int],
     owner: Mapping[int, int],
@@ -144,7 +145,6 @@ def _scratch(
     A phase's values are all alive throughout it, since its steps run at once.
     """
     elsewhere = set(elsewhere)
-    phases = _phases(steps, owner)
     last: dict[int, int] = {}
     for index, phase in enumerate(phases):
         for step in phase:

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, Value, f32, i32, vector
+from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, Value, f32, lanes_of
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.math import exp, tanh
-from sgljax_engine.kernels.cpu.norm import rows_of_chunk
 from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
+from sgljax_engine.kernels.cpu.rows import VectorAt, in_vectors, rows_of_chunk
 
 
 class Leaf(NamedTuple):
@@ -54,24 +54,20 @@ def _power(exponent: int) -> Callable[..., Value]:
 
 
 def _logistic(code: Code, x: Value) -> Value:
-    lanes = _lanes(x)
+    lanes = lanes_of(x.type)
     one = code.splat(f32(1.0), lanes)
     grown = _exp(code, code.negative(x))
     return code.float_op("fdiv", one, code.float_op("fadd", one, grown))
 
 
 def _exp(code: Code, x: Value) -> Value:
-    lanes = _lanes(x)
+    lanes = lanes_of(x.type)
     limit = code.splat(f32(-88.0), lanes)
     return exp(code, code.negative(code.float_max(code.negative(x), limit)))
 
 
 def _select(code: Code, condition: Value, no: Value, yes: Value) -> Value:
     return code.select(condition, yes, no)
-
-
-def _lanes(value: Value) -> int:
-    return int(value.type[1:].split()[0])
 
 
 def _op(how: str) -> Callable[..., Value]:
@@ -86,9 +82,9 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     "sub": _op("fsub"),
     "mul": _op("fmul"),
     "div": _op("fdiv"),
-    "max": lambda code, a, b: code.float_max(a, b),
-    "neg": lambda code, a: code.negative(a),
-    "sqrt": lambda code, a: code.square_root(a),
+    "max": Code.float_max,
+    "neg": Code.negative,
+    "sqrt": Code.square_root,
     "tanh": tanh,
     "logistic": _logistic,
     "square": _power(2),
@@ -96,20 +92,6 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     "select_n": _select,
 }
 """Functions of vectors, named as JAX's primitives where these have no parameters."""
-
-
-class Elementwise(NamedTuple):
-    """An expression over arrays.
-
-    Attributes:
-        expression: What to compute.
-        num_leaves: Number of arrays.
-        row_size: D, see `Leaf`.
-    """
-
-    expression: Expression
-    num_leaves: int
-    row_size: int
 
 
 @functools.cache
@@ -136,7 +118,7 @@ def _write(module: Module, vectors: Vectors, *, expression: Expression, num_leav
         with code.loop(first, code.min(code.add(first, each), num_rows)) as row:
             begin = code.mul(row, size)
 
-            def of_vector(at: Value, there: Value | None) -> None:
+            def one(at: Value, vector_at: VectorAt) -> None:
                 found: dict[Expression, Value] = {}
 
                 def compute(part: Expression) -> Value:
@@ -155,21 +137,13 @@ def _write(module: Module, vectors: Vectors, *, expression: Expression, num_leav
                         index = row if part.spread == "column" else Value(I64, "0")
                         return _load_one(code, base, index, part.dtype, lanes)
                     index = code.add(begin, at) if part.spread == "full" else at
-                    return _load_vector(code, base, index, part.dtype, there, lanes)
+                    if part.dtype == "bool":
+                        return vector_at.load_conditions(code.at(base, index, "i8"))
+                    return vector_at.load(code.at(base, index))
 
-                result = compute(expression)
-                target = code.at(places[-1], code.add(begin, at))
-                if there is None:
-                    code.store(result, target, 4)
-                else:
-                    code.store_lanes(result, target, there, lanes)
+                vector_at.store(compute(expression), code.at(places[-1], code.add(begin, at)))
 
-            whole = code.mul(code.div(size, lanes), lanes)
-            with code.loop(0, whole, lanes) as at:
-                of_vector(at, None)
-            left = code.sub(size, whole)
-            with code.when(code.less(0, left)):
-                of_vector(whole, code.first_lanes(left, lanes))
+            in_vectors(code, size, lanes, one)
     return code.function
 
 
@@ -178,21 +152,3 @@ def _load_one(code: Code, base: Value, index: Value, dtype: str, lanes: int) -> 
         found = code.load(code.at(base, index, "i8"), "i8")
         return code.splat(code.compare("ne", found, Value("i8", "0")), lanes)
     return code.splat(code.load(code.at(base, index), "float"), lanes)
-
-
-def _load_vector(
-    code: Code, base: Value, index: Value, dtype: str, there: Value | None, lanes: int
-) -> Value:
-    if dtype == "bool":
-        place, bytes_ = code.at(base, index, "i8"), vector(lanes, "i8")
-        if there is None:
-            found = code.load(place, bytes_, 1)
-        else:
-            zeros = Value(bytes_, "zeroinitializer")
-            arguments = [place, i32(1), there, zeros]
-            found = code.intrinsic(f"llvm.masked.load.v{lanes}i8.p0", bytes_, arguments)
-        return code.compare("ne", found, Value(bytes_, "zeroinitializer"))
-    place = code.at(base, index)
-    if there is None:
-        return code.load(place, vector(lanes), 4)
-    return code.load_lanes(place, there, lanes)

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Value
+from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float
 from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
@@ -46,7 +46,7 @@ def _write(module: Module, vectors: Vectors, *, dtype: str) -> Value:
         values, token = code.arguments
         count = 4 if dtype == "int8" else 3
         table, ids, *scale, y, size = read_values(code, values, count, 1)
-        row = code.convert("sext", code.load(code.at(ids, token, I32), I32), I64)
+        row = code.load_int(ids, token)
         first = code.add(
             code.mul(code.mul(code.div(row, PANEL), size), PANEL), code.rem(row, PANEL)
         )

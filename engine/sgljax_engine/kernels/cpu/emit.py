@@ -177,10 +177,6 @@ class Code:
         """A / b rounded up, of numbers >= 0."""
         return self.div(self.sub(self.add(a, b), 1), b)
 
-    def round_up(self, a: Number, b: Number) -> Value:
-        """The next multiple of b."""
-        return self.mul(self.ceil_div(a, b), b)
-
     def shift_left(self, a: Value, b: Value) -> Value:
         """A << b, of vectors too."""
         return self._op(a.type, f"shl {a.type} {a.text}, {b.text}")
@@ -262,6 +258,10 @@ class Code:
         """Stores a value."""
         place = f"ptr {address.text}{_alignment(align)}"
         self._lines.append(f"store {value.type} {value.text}, {place}")
+
+    def load_int(self, base: Value, index: Number) -> Value:
+        """An element of an array of int32, as an i64."""
+        return self.convert("sext", self.load(self.at(base, index, I32), I32), I64)
 
     def load_field(self, base: Value, offset: int, type_: str) -> Value:
         """Loads a value at a byte offset from an address."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +12,10 @@ from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Va
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
 from sgljax_engine.kernels.cpu.primitive import run_one
-
-_CHUNK = 4096
-"""Floats of a chunk, about."""
+from sgljax_engine.kernels.cpu.rows import VectorAt, in_vectors, rows_of_chunk
 
 _SUMS = 4
 """Sums of squares in flight."""
-
-Load = Callable[[Value], Value]
-"""Loads a vector of floats at an address."""
-
-Put = Callable[[Value, Value], None]
-"""Stores a vector of floats at an address."""
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
@@ -49,11 +40,6 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float) 
 def _operation(eps: float, offset: float, has_weight: bool) -> Operation:
     write = functools.partial(_write, eps=eps, offset=offset, has_weight=has_weight)
     return Operation("rms_norm", write, _plan)
-
-
-def rows_of_chunk(num_rows: int, row_size: int, threads: int) -> int:
-    """Rows of a chunk, for work that is little per row."""
-    return max(min(_CHUNK // max(row_size, 1), -(-num_rows // threads)), 1)
 
 
 def _plan(arguments: Shapes, results: Shapes, threads: int) -> Plan:
@@ -81,14 +67,14 @@ def _write(
             mean = code.float_op("fadd", code.float_op("fdiv", total, count), f32(eps))
             rms = code.splat(code.square_root(mean), lanes)
 
-            def store(at: Value, load: Load, put: Put) -> None:
-                scaled = code.float_op("fdiv", load(code.at(source, at)), rms)
+            def store(at: Value, vector_at: VectorAt) -> None:
+                scaled = code.float_op("fdiv", vector_at.load(code.at(source, at)), rms)
                 if has_weight:
-                    weight = load(code.at(places[1], at))
+                    weight = vector_at.load(code.at(places[1], at))
                     if offset:
                         weight = code.float_op("fadd", weight, code.splat(f32(offset), lanes))
                     scaled = code.float_op("fmul", weight, scaled)
-                put(scaled, code.at(target, at))
+                vector_at.store(scaled, code.at(target, at))
 
             in_vectors(code, size, lanes, store)
     return code.function
@@ -109,35 +95,3 @@ def _sum_of_squares(code: Code, source: Value, size: Value, lanes: int) -> Value
         sums[0].set(code.fma(part, part, sums[0].get()))
     left, right = (code.float_op("fadd", sums[i].get(), sums[i + 1].get()) for i in (0, 2))
     return code.float_op("fadd", left, right)
-
-
-def in_vectors(
-    code: Code,
-    size: Value,
-    lanes: int,
-    one: Callable[[Value, Load, Put], None],
-) -> None:
-    """Emits a loop over the vectors of a row; the last one may be partly filled.
-
-    Args:
-        code: Code of the kernel.
-        size: Floats of the row.
-        lanes: Floats of a vector.
-        one: Takes the index of a vector's first float, and how to load and store vectors of floats
-            there.
-    """
-    whole = code.mul(code.div(size, lanes), lanes)
-    with code.loop(0, whole, lanes) as at:
-        one(
-            at,
-            lambda place: code.load(place, vector(lanes), 4),
-            lambda value, place: code.store(value, place, 4),
-        )
-    left = code.sub(size, whole)
-    with code.when(code.less(0, left)):
-        there = code.first_lanes(left, lanes)
-        one(
-            whole,
-            lambda place: code.load_lanes(place, there, lanes),
-            lambda value, place: code.store_lanes(value, place, there, lanes),
-        )

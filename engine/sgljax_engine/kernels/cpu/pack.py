@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.kernels.cpu.copy import SeenValues, are_unset, flags_of
-from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, Value, vector
+from sgljax_engine.kernels.cpu.emit import I64, PTR, VOID, Code, Module, Number, Value, vector
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.numbers import STORED, load_as_float, rounded, widen
 from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
@@ -88,12 +88,12 @@ def _write(
             code.store(stored, code.at(y, place, STORED[target]), 1)
             seen.add_zeros(code.float_op("fmul", widen(code, stored, target), code.zeros(lanes)))
 
-        def load_some(place: Value, wanted: Value) -> Value:
-            """The first numbers of a vector, and zeros."""
+        def load_some(place: Value, wanted: Value, stride: Number = 1) -> Value:
+            """A vector of numbers a stride apart: as many as wanted, then zeros."""
             found = code.stack(f"[{lanes} x float]")
             code.store(code.zeros(lanes), found)
             with code.loop(0, code.min(code.max(wanted, 0), lanes)) as lane:
-                at = code.at(x, code.add(place, lane), STORED[source])
+                at = code.at(x, code.add(place, code.mul(lane, stride)), STORED[source])
                 one = load_as_float(code, at, source, 1)
                 code.store(code.lane(one, 0), code.at(found, lane))
             return code.load(found, vector(lanes))
@@ -142,16 +142,10 @@ def _write(
                         ]
                         seen.add_zeros(code.call(square, vector(lanes), arguments))
                     with code.loop(begin, num_inputs) as index:
-                        found = code.stack(f"[{lanes} x float]")
-                        code.store(code.zeros(lanes), found)
-                        left = code.min(code.max(code.sub(num_outputs, output), 0), lanes)
-                        with code.loop(0, left) as lane:
-                            row = code.mul(code.add(output, lane), num_inputs)
-                            at = code.at(x, code.add(row, index), STORED[source])
-                            one = load_as_float(code, at, source, 1)
-                            code.store(code.lane(one, 0), code.at(found, lane))
+                        from_ = code.add(code.mul(output, num_inputs), index)
+                        left = code.sub(num_outputs, output)
                         to = code.add(place, code.mul(index, PANEL))
-                        keep(code.load(found, vector(lanes)), to)
+                        keep(load_some(from_, left, num_inputs), to)
         seen.store_flag(flags, chunk)
     return code.function
 

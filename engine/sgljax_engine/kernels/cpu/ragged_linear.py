@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sgljax_engine.kernels.cpu.emit import F32, I32, I64, PTR, VOID, Code, Module, Value, f32
+from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32
 from sgljax_engine.kernels.cpu.linear import Arrays, chunk_panels, multiply, write_tiles
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.numbers import STORED
@@ -66,7 +66,7 @@ def _write(module: Module, vectors: Vectors, *, dtype: str) -> Value:
         per_expert = code.mul(code.mul(count, num_inputs), PANEL)
         start = code.variable(0)
         with code.loop(0, num_experts) as expert:
-            end = code.convert("sext", code.load(code.at(ends, expert, I32), I32), I64)
+            end = code.load_int(ends, expert)
             with code.when(code.less(start.get(), end)):
                 weight = code.at(weights, code.mul(expert, per_expert), STORED[dtype])
                 arrays = Arrays(weight, x, y, num_inputs, num_outputs)

@@ -22,9 +22,9 @@ from sgljax_engine.kernels.cpu.emit import (
 )
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.math import sin_cos
-from sgljax_engine.kernels.cpu.norm import Load, Put, in_vectors, rows_of_chunk
 from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
 from sgljax_engine.kernels.cpu.primitive import run, run_one
+from sgljax_engine.kernels.cpu.rows import VectorAt, in_vectors, rows_of_chunk
 
 
 def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
@@ -81,13 +81,16 @@ def _write(module: Module, vectors: Vectors) -> Value:
             row = code.add(code.mul(token, num_heads), head)
             low = code.mul(code.mul(row, half), 2)
 
-            def one(at: Value, load: Load, put: Put) -> None:
-                sines, cosines = (load(code.at(t, code.add(angles, at))) for t in (sin, cos))
+            def one(at: Value, vector_at: VectorAt) -> None:
+                sines, cosines = (
+                    vector_at.load(code.at(t, code.add(angles, at))) for t in (sin, cos)
+                )
                 places = [code.add(low, at), code.add(code.add(low, half), at)]
-                left, right = (load(code.at(x, place)) for place in places)
+                left, right = (vector_at.load(code.at(x, place)) for place in places)
                 turned = code.float_op("fmul", right, sines), code.float_op("fmul", left, sines)
-                put(code.fma(left, cosines, code.negative(turned[0])), code.at(y, places[0]))
-                put(code.fma(right, cosines, turned[1]), code.at(y, places[1]))
+                low_half = code.fma(left, cosines, code.negative(turned[0]))
+                vector_at.store(low_half, code.at(y, places[0]))
+                vector_at.store(code.fma(right, cosines, turned[1]), code.at(y, places[1]))
 
             in_vectors(code, half, lanes, one)
     return code.function
@@ -111,13 +114,13 @@ def _write_tables(module: Module, vectors: Vectors) -> Value:
             position = code.convert("sitofp", code.load(code.at(positions, token, I32), I32), F32)
             row = code.mul(token, count)
 
-            def one(at: Value, load: Load, put: Put) -> None:
-                scales = load(code.at(timescales, at))
+            def one(at: Value, vector_at: VectorAt) -> None:
+                scales = vector_at.load(code.at(timescales, at))
                 angles = code.float_op("fdiv", code.splat(position, lanes), scales)
                 doubles = code.convert("fpext", angles, vector(lanes, F64))
                 for found, target in zip(sin_cos(code, doubles), (sin, cos), strict=True):
                     narrow = code.convert("fptrunc", found, vector(lanes))
-                    put(narrow, code.at(target, code.add(row, at)))
+                    vector_at.store(narrow, code.at(target, code.add(row, at)))
 
             in_vectors(code, count, lanes, one)
     return code.function

@@ -30,7 +30,15 @@ from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.math import log
 from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
 from sgljax_engine.kernels.cpu.primitive import run
-from sgljax_engine.kernels.cpu.sampling_row import BLOCK, PART, Row, divisor_of, passing, plan_rows
+from sgljax_engine.kernels.cpu.sampling_row import (
+    BLOCK,
+    PART,
+    Row,
+    divisor_of,
+    part_of_row,
+    passing,
+    plan_rows,
+)
 
 _LOWEST = float("-inf")
 
@@ -141,10 +149,7 @@ def _write_peaks(module: Module, vectors: Vectors) -> Value:
     with Code(module, "part", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         logits, peaks, indices, size = read_values(code, values, 3, 1)
-        num_parts = code.ceil_div(size, PART)
-        row, part = code.div(chunk, num_parts), code.rem(chunk, num_parts)
-        begin = code.mul(part, PART)
-        end = code.min(code.add(begin, PART), size)
+        row, begin, end = part_of_row(code, chunk, size)
         this = Row(code, lanes, logits, row, size, None)
         lowest = code.splat(f32(_LOWEST), lanes)
         found = code.variable(lowest)
@@ -156,14 +161,10 @@ def _write_peaks(module: Module, vectors: Vectors) -> Value:
         this.in_vectors(begin, end, take)
         peak = code.max_lanes(found.get())
         # No element equals a peak that is NaN: the first one stands for it.
-        place, at = code.variable(begin), code.variable(begin)
-        with code.repeat(lambda: code.less(at.get(), end)):
-            value = code.load(code.at(this.base, at.get()), F32)
-            is_peak = code.float_compare("oeq", value, peak)
-            place.set(code.select(is_peak, at.get(), place.get()))
-            at.set(code.select(is_peak, end, code.add(at.get(), 1)))
+        logits = code.at(this.base, begin)
+        place = code.add(begin, _first_equal(code, logits, code.sub(end, begin), peak))
         code.store(peak, code.at(peaks, chunk))
-        code.store(code.convert("trunc", place.get(), I32), code.at(indices, chunk, I32))
+        code.store(code.convert("trunc", place, I32), code.at(indices, chunk, I32))
     return code.function
 
 
@@ -176,10 +177,7 @@ def _write_sums(module: Module, vectors: Vectors) -> Value:
     with Code(module, "part", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         logits, peaks, temperature, threshold, min_p, sums, size = read_values(code, values, 6, 1)
-        num_parts = code.ceil_div(size, PART)
-        row, part = code.div(chunk, num_parts), code.rem(chunk, num_parts)
-        begin = code.mul(part, PART)
-        end = code.min(code.add(begin, PART), size)
+        row, begin, end = part_of_row(code, chunk, size)
         this = Row(code, lanes, logits, row, size, peaks)
         divisor = divisor_of(code, temperature, row)
         passes = passing(code, (threshold, min_p), row, lanes)
@@ -232,8 +230,7 @@ def _write_draw(module: Module, vectors: Vectors) -> Value:
         with code.when(is_greedy):
             first = code.mul(row, this.num_parts)
             part = _first_equal(code, code.at(peaks, first), this.num_parts, this.peak)
-            index = code.load(code.at(indices, code.add(first, part), I32), I32)
-            token.set(code.convert("sext", index, I64))
+            token.set(code.load_int(indices, code.add(first, part)))
         with code.unless(is_greedy):
             target = code.float_op("fmul", code.load(code.at(uniform, row), F32), total)
             first = code.at(sums, code.mul(row, num_blocks))
@@ -258,8 +255,7 @@ def _write_draw(module: Module, vectors: Vectors) -> Value:
             )
             token.set(code.add(begin, offset))
         code.store(code.convert("trunc", token.get(), I32), code.at(tokens, row, I32))
-        value = code.load(code.at(this.base, token.get()), F32)
-        scaled = code.float_op("fdiv", code.float_op("fsub", value, this.peak), divisor)
+        scaled = this.scaled_at(token.get(), divisor)
         found = code.float_op("fsub", scaled, _log_of(code, total, lanes))
         code.store(code.select(is_greedy, f32(0.0), found), code.at(logprobs, row))
     return code.function
@@ -313,9 +309,7 @@ def _write_logprobs(module: Module, vectors: Vectors) -> Value:
         normalizer = _log_of(code, total, lanes)
         with code.loop(0, num_ids) as index:
             place = code.add(code.mul(row, num_ids), index)
-            token = code.convert("sext", code.load(code.at(ids, place, I32), I32), I64)
-            value = code.load(code.at(this.base, token), F32)
-            scaled = code.float_op("fdiv", code.float_op("fsub", value, this.peak), divisor)
+            scaled = this.scaled_at(code.load_int(ids, place), divisor)
             code.store(code.float_op("fsub", scaled, normalizer), code.at(found, place))
     return code.function
 

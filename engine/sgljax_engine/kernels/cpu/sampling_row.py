@@ -54,6 +54,12 @@ class Row:
         below = code.float_op("fsub", values, code.splat(self.peak, lanes))
         return code.float_op("fdiv", below, code.splat(divisor, lanes))
 
+    def scaled_at(self, index: Value, divisor: Value) -> Value:
+        """`scaled` of one logit."""
+        code = self.code
+        value = code.load(code.at(self.base, index), F32)
+        return code.float_op("fdiv", code.float_op("fsub", value, self.peak), divisor)
+
     def weights(
         self, values: Value, there: Value, divisor: Value, passes: Callable[[Value, Value], Value]
     ) -> Value:
@@ -63,6 +69,13 @@ class Row:
         found = exp(code, scaled)
         wanted = code.both(there, passes(scaled, found))
         return code.select(wanted, found, code.zeros(lanes))
+
+
+def part_of_row(code: Code, chunk: Value, size: Value) -> tuple[Value, Value, Value]:
+    """The row of a chunk that is a part, and where the part begins and ends in the row."""
+    num_parts = code.ceil_div(size, PART)
+    begin = code.mul(code.rem(chunk, num_parts), PART)
+    return code.div(chunk, num_parts), begin, code.min(code.add(begin, PART), size)
 
 
 def divisor_of(code: Code, temperatures: Value, row: Value) -> Value:

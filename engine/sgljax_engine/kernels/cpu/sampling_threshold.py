@@ -64,14 +64,13 @@ def _write_threshold(module: Module, vectors: Vectors) -> Value:
     lanes = vectors.lanes
     with Code(module, "row", VOID, [PTR, I64]) as code:
         values, row = code.arguments
-        logits, peaks, temperature, largest, top_k, top_p, found, size, *widths = read_values(
+        logits, peaks, temperature, largest, top_k, top_p, found, size, num_sorted = read_values(
             code, values, 7, 2
         )
-        num_sorted = widths[0]
         this = Row(code, lanes, logits, row, size, peaks)
         divisor = divisor_of(code, temperature, row)
         sorted_ = code.at(largest, code.mul(row, num_sorted))
-        count = code.convert("sext", code.load(code.at(top_k, row, I32), I32), I64)
+        count = code.load_int(top_k, row)
         mass = code.load(code.at(top_p, row), F32)
         lowest = f32(_LOWEST)
 
@@ -166,8 +165,7 @@ def _has(code: Code, found: _AtOrAbove, count: Value) -> Value:
     code.store(number.get(), kept)
     total = code.variable(0)
     with code.loop(0, lanes) as lane:
-        part = code.load(code.at(kept, lane, I32), I32)
-        total.set(code.add(total.get(), code.convert("sext", part, I64)))
+        total.set(code.add(total.get(), code.load_int(kept, lane)))
     return code.compare("sge", total.get(), count)
 
 
