@@ -23,7 +23,8 @@ _QUERY_ROWS = 8
 _MAX_TILES = 16
 """Tiles of a chunk: of neighbouring rows of a decode batch, which may share a prompt."""
 
-_CHUNKS_PER_THREAD = 4
+_CHUNKS_PER_THREAD = 32
+"""Chunks of a thread, if there are so many tiles: it may have to wait for another one's last."""
 
 _WRITE_CHUNK = 16
 """Tokens of a chunk when keys are written."""
@@ -158,8 +159,9 @@ def _write_chunk(
     with Code(module, "tiles", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
         *_, total, _, _, _, size = read_values(code, values, 7, 5)
-        head = code.rem(chunk, shape.num_kv_heads)
-        first = code.mul(code.div(chunk, shape.num_kv_heads), size)
+        # Neighbouring rows, which may share keys, come one after another.
+        per_head = code.ceil_div(total, size)
+        head, first = code.div(chunk, per_head), code.mul(code.rem(chunk, per_head), size)
         with code.loop(first, code.min(code.add(first, size), total)) as tile:
             code.call(one_tile, VOID, [values, tile, head])
     return code.function

@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.kernels.cpu.emit import F32, I64, PTR, VOID, Code, Module, Value, f32
-from sgljax_engine.kernels.cpu.linear import Arrays, chunk_panels, multiply, write_tiles
+from sgljax_engine.kernels.cpu.linear import (
+    Arrays,
+    PanelRange,
+    chunk_panels,
+    multiply,
+)
+from sgljax_engine.kernels.cpu.linear_tile import write_tiles
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.numbers import STORED
 from sgljax_engine.kernels.cpu.operation import Operation, Plan, Shapes, read_values
@@ -48,9 +54,10 @@ def _operation(dtype: str) -> Operation:
 
 def _plan(arguments: Shapes, results: Shapes, threads: int) -> Plan:
     num_experts, count, num_inputs, _ = arguments[0].shape
-    size = chunk_panels(count, threads)
     num_tokens, num_outputs = results[0].shape
-    return Plan(-(-count // size), (num_experts, num_inputs, num_tokens, num_outputs, size))
+    size = chunk_panels(count, threads, -(-num_tokens // num_experts))
+    sizes = (num_experts, num_inputs, num_tokens, num_outputs, size)
+    return Plan(-(-count // size), sizes)
 
 
 def _write(module: Module, vectors: Vectors, *, dtype: str) -> Value:
@@ -62,7 +69,8 @@ def _write(module: Module, vectors: Vectors, *, dtype: str) -> Value:
         num_experts, num_inputs, num_tokens, num_outputs, size = sizes
         count = code.ceil_div(num_outputs, PANEL)
         first = code.mul(chunk, size)
-        last = code.min(code.add(first, size), count)
+        # The thread goes on with another expert.
+        panels = PanelRange(first, code.min(code.add(first, size), count), following=count)
         per_expert = code.mul(code.mul(count, num_inputs), PANEL)
         start = code.variable(0)
         with code.loop(0, num_experts) as expert:
@@ -70,10 +78,10 @@ def _write(module: Module, vectors: Vectors, *, dtype: str) -> Value:
             with code.when(code.less(start.get(), end)):
                 weight = code.at(weights, code.mul(expert, per_expert), STORED[dtype])
                 arrays = Arrays(weight, x, y, num_inputs, num_outputs)
-                multiply(code, tiles, arrays, (first, last), (start.get(), end))
+                multiply(code, tiles, arrays, panels, (start.get(), end))
                 start.set(end)
-        begin = code.mul(first, PANEL)
-        end = code.min(code.mul(last, PANEL), num_outputs)
+        begin = code.mul(panels.first, PANEL)
+        end = code.min(code.mul(panels.last, PANEL), num_outputs)
         with code.loop(start.get(), num_tokens) as token:
             place = code.at(y, code.mul(token, num_outputs))
             with code.loop(begin, end) as output:

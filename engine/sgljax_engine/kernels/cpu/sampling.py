@@ -25,6 +25,7 @@ from sgljax_engine.kernels.cpu.emit import (
     Value,
     Variable,
     f32,
+    i32,
 )
 from sgljax_engine.kernels.cpu.machine import Vectors
 from sgljax_engine.kernels.cpu.math import log
@@ -153,16 +154,26 @@ def _write_peaks(module: Module, vectors: Vectors) -> Value:
         this = Row(code, lanes, logits, row, size, None)
         lowest = code.splat(f32(_LOWEST), lanes)
         found = code.variable(lowest)
+        # For each lane the first place, within the part, of the largest logit.
+        places = code.variable(code.splat(i32(0), lanes))
 
         def take(at: Value, values: Value, there: Value) -> None:
-            del at
-            found.set(code.float_max(found.get(), code.select(there, values, lowest)))
+            values = code.select(there, values, lowest)
+            is_larger = code.float_compare("ogt", values, found.get())
+            first = code.splat(code.convert("trunc", code.sub(at, begin), I32), lanes)
+            here = code.add(first, code.lane_numbers(lanes))
+            places.set(code.select(is_larger, here, places.get()))
+            found.set(code.float_max(found.get(), values))
 
         this.in_vectors(begin, end, take)
         peak = code.max_lanes(found.get())
-        # No element equals a peak that is NaN: the first one stands for it.
-        logits = code.at(this.base, begin)
-        place = code.add(begin, _first_equal(code, logits, code.sub(end, begin), peak))
+        is_peak = code.float_compare("oeq", found.get(), code.splat(peak, lanes))
+        nowhere = code.splat(i32(PART), lanes)
+        candidates = code.select(is_peak, places.get(), nowhere)
+        nearest = code.intrinsic(f"llvm.vector.reduce.smin.v{lanes}i32", I32, [candidates])
+        # No lane equals a peak that is NaN: the first logit stands for it.
+        nearest = code.select(code.less(nearest, i32(PART)), nearest, i32(0))
+        place = code.add(begin, code.convert("sext", nearest, I64))
         code.store(peak, code.at(peaks, chunk))
         code.store(code.convert("trunc", place, I32), code.at(indices, chunk, I32))
     return code.function
