@@ -457,15 +457,17 @@ class TestLogprobs:
         assert int(sample(jnp.asarray(logits), rows, jnp.int32(0)).token[0]) == 200
 
 
-def test_uniform_numbers_are_those_of_jax():
-    """Of keys that fold the steps in, in the middles of the intervals that it draws."""
+def test_random_numbers_are_those_of_jax():
+    """Of keys that fold the steps in; uniform ones are the middles of the intervals."""
 
-    def one(seed: jax.Array, step: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, step), dtype=jnp.float32)
+    def key_of(seed: jax.Array, step: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)
 
     rng = np.random.default_rng(0)
     seeds = jnp.asarray(rng.integers(0, 2**32, (200, 2), np.uint32))
     steps = jnp.asarray(rng.integers(0, 2**31, 200, np.int32))
-    expected = jax.vmap(one)(seeds, steps) + 2.0**-24
-    np.testing.assert_array_equal(sampler.uniform(seeds, steps), expected)
+    keys = jax.vmap(key_of)(seeds, steps)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (37,), jnp.uint32))(keys)
+    np.testing.assert_array_equal(sampler.random_bits(seeds, steps, 37), bits)
+    numbers = jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
+    np.testing.assert_array_equal(sampler.uniform(seeds, steps), numbers + 2.0**-24)

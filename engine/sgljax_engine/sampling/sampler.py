@@ -1,13 +1,16 @@
 """Sampling next tokens from logits, on the device, for a batch of rows with different settings.
 
-No step sorts the vocabulary and none draws a random number per vocabulary entry:
+No step sorts the vocabulary:
 
 - The k-th largest logit (top-k) and the nucleus's smallest logit (top-p) are looked up among the 64
   largest logits. Where a row needs more of them, they are found by bisection over the 32 bits of
   the float's order-preserving integer form, with one compare-and-sum per bit. Both are exact. Ties
   with the threshold are kept.
-- A token is drawn by inverting the cumulative distribution at one uniform number per row, in two
-  levels: over the sums of blocks of 128 entries, then inside one block.
+- A token is drawn by a race: each weight is the rate of an exponential variable, and the smallest
+  variable wins (the Gumbel-max trick; Maddison et al., 2014). Sums of blocks race first, then the
+  entries of one block, so that most entries need no random number. Rounding errors of the logits
+  change a draw only where they exceed the winner's lead. To invert the cumulative distribution
+  needs one number, but there they move the borders of all tokens.
 
 Devices that share the vocabulary each cut their own part into blocks and groups, so that none of
 them gets the logits of another: only sums, maxima and the chosen blocks are exchanged.
@@ -19,6 +22,7 @@ as in SGLang; vLLM applies it before top-k). Batches in which no row filters ski
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -169,7 +173,7 @@ def _draw(
 
     def drawn() -> tuple[jax.Array, jax.Array]:
         kept_BV, kept = lax.cond(jnp.any(is_filtering), filtered, lambda: (weights_BV, all_weight))
-        return invert_cdf(kept_BV, uniform(rows.seed, rows.step), num_shards), kept
+        return race(kept_BV, rows.seed, rows.step, num_shards), kept
 
     token, kept = lax.cond(jnp.all(is_greedy), lambda: (greedy, all_weight), drawn)
     token = jnp.where(is_greedy, greedy, token)
@@ -316,40 +320,51 @@ def largest(values_BV: jax.Array, num_shards: int) -> jax.Array:
     return lax.top_k(entries.reshape(batch, -1), _NUM_SORTED)[0]
 
 
-def invert_cdf(weights_BV: jax.Array, uniform_B: jax.Array, num_shards: int = 1) -> jax.Array:
-    """First index with a cumulative weight above `uniform * total`; never one of weight 0.
+def race(
+    weights_BV: jax.Array, seed_B2: jax.Array, step_B: jax.Array, num_shards: int = 1
+) -> jax.Array:
+    """Draws an index [B] of each row, each with the probability of its weight.
 
     Args:
-        weights_BV: [B, V] float32 >= 0 with a positive entry in each row.
-        uniform_B: [B] float32 in [0, 1).
+        weights_BV: [B, V] float32 in [0, 1], with a 1 in each row. Weights of 0 are never drawn.
+        seed_B2: [B, 2] uint32.
+        step_B: [B] int32.
         num_shards: As for `sample`.
     """
-    blocks = _in_blocks(weights_BV, 0.0, num_shards)
-    sums = jnp.sum(blocks, axis=-1)
-    ends = jnp.cumsum(sums, axis=-1)
-    target = uniform_B * ends[:, -1]
-    block = _first_above(ends, target, sums > 0)
-    start = jnp.where(block > 0, _pick(ends, jnp.maximum(block - 1, 0)), 0.0)
+    size = _race_block(weights_BV.shape[1])
+    blocks = _in_blocks(weights_BV, 0.0, num_shards, size)
+    num_blocks = blocks.shape[1]
+    bits = random_bits(seed_B2, step_B, num_blocks + size)
+    # Middles of 2**32 intervals of (0, 1), at the precision of floats near 0.
+    numbers = bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33
+    arrivals = -jnp.log1p(-jnp.minimum(numbers, 1.0 - 2.0**-24))
+    block = _first_largest(jnp.sum(blocks, axis=-1) / arrivals[:, :num_blocks])
     inside = _pick_block(blocks, block)
-    offset = _first_above(jnp.cumsum(inside, axis=-1), target - start, inside > 0)
-    return _place(block, offset, weights_BV.shape[1], num_shards)
+    offset = _first_largest(inside / arrivals[:, num_blocks:])
+    return _place(block, offset, weights_BV.shape[1], num_shards, size)
 
 
-def _first_above(cumulative: jax.Array, target: jax.Array, allowed: jax.Array) -> jax.Array:
-    """First allowed index whose cumulative weight is above the target, else the last allowed.
+def _race_block(vocab_size: int) -> int:
+    """Entries of a block: they begin at the same entries on 1, 2, 4 and 8 devices.
 
-    A cumulative sum that a device computes as a tree need not be monotone: without `allowed`, an
-    entry of weight 0 could be the first above the target by rounding.
+    So draws do not depend on the number of devices that share the vocabulary.
     """
-    above = (cumulative > target[:, None]) & allowed
-    last = allowed.shape[1] - 1 - jnp.argmax(allowed[:, ::-1], axis=-1)
-    return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last).astype(jnp.int32)
+    if vocab_size % 2:
+        return _BLOCK
+    return min(max(math.gcd(vocab_size, 8 * _BLOCK) // 8, 1), _BLOCK)
 
 
-def _in_blocks(values_BV: jax.Array, fill: float, num_shards: int) -> jax.Array:
-    """Splits each row into blocks [B, N, _BLOCK], with a padded last block in each shard."""
-    padded = _padded_shards(values_BV, _BLOCK, fill, num_shards)
-    return padded.reshape(values_BV.shape[0], -1, _BLOCK)
+def _first_largest(values: jax.Array) -> jax.Array:
+    """The first index of each row's largest entry. XLA on CPUs does not vectorise `jnp.argmax`."""
+    count = values.shape[1]
+    is_largest = values == jnp.max(values, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_largest, jnp.arange(count, dtype=jnp.int32), count - 1), axis=-1)
+
+
+def _in_blocks(values_BV: jax.Array, fill: float, num_shards: int, size: int = _BLOCK) -> jax.Array:
+    """Splits each row into blocks [B, N, size], with a padded last block in each shard."""
+    padded = _padded_shards(values_BV, size, fill, num_shards)
+    return padded.reshape(values_BV.shape[0], -1, size)
 
 
 def _padded_shards(values_BV: jax.Array, multiple: int, fill: float, num_shards: int) -> jax.Array:
@@ -359,12 +374,14 @@ def _padded_shards(values_BV: jax.Array, multiple: int, fill: float, num_shards:
     return jnp.pad(shards, padding, constant_values=fill)
 
 
-def _place(block: jax.Array, offset: jax.Array, vocab_size: int, num_shards: int) -> jax.Array:
+def _place(
+    block: jax.Array, offset: jax.Array, vocab_size: int, num_shards: int, size: int = _BLOCK
+) -> jax.Array:
     """The token of an entry of `_in_blocks`."""
     shard_size = vocab_size // num_shards
-    blocks_each = -(-shard_size // _BLOCK)
+    blocks_each = -(-shard_size // size)
     shard, block = block // blocks_each, block % blocks_each
-    return shard * shard_size + block * _BLOCK + offset
+    return shard * shard_size + block * size + offset
 
 
 def _pick_block(blocks: jax.Array, block_B: jax.Array) -> jax.Array:
@@ -380,12 +397,17 @@ def uniform(seed_B2: jax.Array, step_B: jax.Array) -> jax.Array:
 
     Never 0, which would draw the first token with any weight, however small.
     """
-    zero_B = jnp.zeros_like(seed_B2[:, 0])
-    # Like `jax.random` when it folds a step into a key and draws one number of 32 bits.
-    key = _threefry((seed_B2[:, 0], seed_B2[:, 1]), (zero_B, step_B.astype(jnp.uint32)))
-    low, high = _threefry(key, (zero_B, zero_B))
-    bits_B = (low ^ high) >> 9
+    bits_B = random_bits(seed_B2, step_B, 1)[:, 0] >> 9
     return bits_B.astype(jnp.float32) * 2.0**-23 + 2.0**-24
+
+
+def random_bits(seed_B2: jax.Array, step_B: jax.Array, count: int) -> jax.Array:
+    """Random uint32 [B, count]: those of `jax.random` for keys that the steps are folded into."""
+    zero_B1 = jnp.zeros_like(seed_B2[:, :1])
+    key = (seed_B2[:, :1], seed_B2[:, 1:])
+    key = _threefry(key, (zero_B1, step_B.astype(jnp.uint32)[:, None]))
+    low, high = _threefry(key, (zero_B1, jnp.arange(count, dtype=jnp.uint32)[None, :]))
+    return low ^ high
 
 
 _Words = tuple[jax.Array, jax.Array]
