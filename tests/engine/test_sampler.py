@@ -151,11 +151,11 @@ def test_rounding_errors_change_no_draw(spread):
     for step in range(4):
         logits = rng.normal(0, spread, (count, vocab)).astype(np.float32)
         errors = rng.uniform(-2e-6, 2e-6, logits.shape).astype(np.float32)
-        tokens = [
+        one, other = (
             np.asarray(draw(jnp.asarray(x), batch(count, vocab, step=step), jnp.int32(0)).token)
             for x in (logits, logits + errors)
-        ]
-        np.testing.assert_array_equal(*tokens)
+        )
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("vocab", [8 * 37, 8 * 151, 4096], ids=["small", "uneven", "whole"])
@@ -363,4 +363,4 @@ def test_both_keep_the_same_tokens(vocab):
             scaled = (logits - logits.max(-1, keepdims=True)) / rows.temperature[:, None]
             drawn = scaled[np.arange(48), np.asarray(found.token)]
             kept_masses.append(drawn - np.asarray(found.processed_logprob))
-    np.testing.assert_allclose(*kept_masses, atol=3e-6)
+    np.testing.assert_allclose(kept_masses[0], kept_masses[1], atol=3e-6)
