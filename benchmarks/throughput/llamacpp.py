@@ -27,27 +27,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from benchmarks.lib.gguf_model import STORED_TYPES, write_gguf
-from benchmarks.lib.llamacpp_peer import Clock, Settings, serve
+from benchmarks.lib.gguf_model import write_gguf
+from benchmarks.lib.llamacpp_peer import Settings, serve
+from benchmarks.lib.llamacpp_report import Pair, Result, report_lines
+from benchmarks.lib.llamacpp_sides import (
+    OUR_OPTIONS,
+    OurSide,
+    PeerProcesses,
+    Run,
+    Worker,
+    is_disturbed,
+    make_weights,
+)
 from benchmarks.lib.reporting import ROOT, report_head, write_report
-from sgljax_engine import Engine, EngineConfig, ModelConfig, SamplingParams
-from sgljax_engine.builder.sources import dummy_weights
-from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine import EngineConfig
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.workloads import WORKLOADS, Workload, make_workload
@@ -60,245 +63,10 @@ CHANGES: tuple[Mapping[str, Any], ...] = (
     {"waiting": "passive"},
 )
 """Settings of llama.cpp that are tried after all combinations of the others."""
-LOAD_LIMIT = 0.1
-"""Fraction of the machine that other processes may keep busy during a pair."""
-OUR_OPTIONS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "float32", "quantization": "int8"},
-}
 
 _NUM_CHECKED, _NUM_GREEDY_TOKENS = 8, 8
 _LEAST_AGREED = 0.9
-_PEER_SCRIPT = ROOT / "benchmarks/lib/llamacpp_peer.py"
-_SEED = 0
-_SETTLE_S = 0.2
 _TRIAL_S, _MAX_TRIAL_RUNS = 2.0, 3
-_WAIT_VARIABLE = "OMP_WAIT_POLICY"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run of one side.
-
-    Attributes:
-        wall_s: Seconds of the call.
-        cpu_s: CPU seconds of its process meanwhile.
-        other_load: Fraction of the machine that other processes kept busy; None if unknown.
-    """
-
-    wall_s: float
-    cpu_s: float
-    other_load: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
-    """One run of each side, one right after the other."""
-
-    ours: Run
-    peer: Run
-
-    @property
-    def ratio(self) -> float:
-        """Our speed over llama.cpp's."""
-        return self.peer.wall_s / self.ours.wall_s
-
-    @property
-    def other_load(self) -> float:
-        """The larger load of other processes."""
-        return max(self.ours.other_load or 0.0, self.peer.other_load or 0.0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """One workload.
-
-    Attributes:
-        workload: Its name.
-        useful_tokens: Tokens of a run.
-        trials: Settings of llama.cpp that were tried, with their seconds, in order.
-        settings: The fastest of them.
-        num_agreed: Greedy tokens that agree.
-        num_compared: Greedy tokens that follow equal tokens.
-        used: Pairs in the table.
-        left_out: Pairs that other processes disturbed more.
-    """
-
-    workload: str
-    useful_tokens: int
-    trials: list[tuple[Settings, float]]
-    settings: Settings
-    num_agreed: int
-    num_compared: int
-    used: list[Pair]
-    left_out: list[Pair]
-
-    def row(self) -> str:
-        """A line of the table."""
-        ratios = [pair.ratio for pair in self.used]
-        ours, peer = ([getattr(pair, side) for pair in self.used] for side in ("ours", "peer"))
-        cells = [
-            self.workload,
-            *(f"{np.median([run.wall_s for run in runs]):.3f}" for runs in (ours, peer)),
-            f"{np.median(ratios):.3f}",
-            f"{min(ratios):.3f} to {max(ratios):.3f}",
-            *(f"{np.median([run.cpu_s for run in runs]):.3f}" for runs in (ours, peer)),
-            f"{max(pair.other_load for pair in self.used):.1%}",
-            f"{len(self.used)}, {sum(is_disturbed(pair.other_load) for pair in self.used)}",
-            f"{self.num_agreed} of {self.num_compared}",
-        ]
-        return f"| {' | '.join(cells)} |"
-
-
-HEAD = (
-    "| workload | ours, s | llama.cpp, s | our speed over llama.cpp's, median pair | smallest to "
-    "largest | CPU, ours, s | CPU, llama.cpp, s | largest load of others | pairs, disturbed ones "
-    "| greedy tokens that agree |",
-    "|---|---:|---:|---:|---|---:|---:|---:|---|---|",
-)
-
-
-class Worker:
-    """A process that answers commands (`serve`); it is stopped between them."""
-
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-        """Starts the process.
-
-        Args:
-            command: What it runs.
-            variables: Additional environment variables.
-        """
-        environment = {k: v for k, v in os.environ.items() if k != _WAIT_VARIABLE}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment | dict(variables or {}),
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._commands, self._answers = self._process.stdin, self._process.stdout
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.send_signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):
-            self._commands.close()
-        self._process.wait()
-        self._answers.close()
-
-    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Sends a command and returns the answer.
-
-        Raises:
-            RuntimeError: the worker failed; the message is its own.
-        """
-        self._process.send_signal(signal.SIGCONT)
-        time.sleep(_SETTLE_S)
-        print(json.dumps({"command": command, **arguments}), file=self._commands, flush=True)
-        line = self._answers.readline()
-        if not line:
-            raise RuntimeError(f"a worker ended with {self._process.wait()} at {command}")
-        self._process.send_signal(signal.SIGSTOP)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"a worker failed at {command}: {answer['error']}")
-        return answer
-
-    def generate(self, requests: Sequence[Sequence[int]], lengths: Sequence[int]) -> Any:
-        """Answers requests; returns the run and the tokens of each."""
-        answer = self.call("run", prompts=requests, lengths=lengths)
-        outputs = answer.pop("outputs")
-        if tuple(map(len, outputs)) != tuple(lengths):
-            raise AssertionError(f"answered {[*map(len, outputs)]} tokens, not {lengths}")
-        return Run(**answer), outputs
-
-    def run(self, workload: Workload) -> Run:
-        """Answers a workload."""
-        return self.generate(workload.requests, workload.output_lengths)[0]
-
-
-class OurSide:
-    """The commands of our engine's process."""
-
-    def __init__(self, model: str, dtype: str) -> None:
-        """Makes the weights."""
-        self._config, self._dtype = MODELS[model].config, dtype
-        self._source = make_weights(self._config)
-        self._engine: Engine | None = None
-
-    def open(self, max_model_len: int, num_rows: int) -> dict[str, Any]:
-        """Makes an engine in place of the last one and compiles it."""
-        if self._engine is not None:
-            self._engine.shutdown()
-        self._engine = Engine(
-            model_config=self._config,
-            weights=self._source.arrays,
-            weight_rules=self._source.rules,
-            max_model_len=max_model_len,
-            max_running_requests=num_rows,
-            **OUR_OPTIONS[self._dtype],
-        )
-        self._engine.warmup()
-        return {}
-
-    def run(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
-        """Answers requests greedily, from an empty prefix cache."""
-        assert self._engine is not None
-        params = [
-            SamplingParams(temperature=0.0, max_new_tokens=length, ignore_eos=True)
-            for length in lengths
-        ]
-        self._engine.flush_cache()
-        clock = Clock()
-        outputs = self._engine.generate_requests(prompts, params)
-        return clock.read() | {"outputs": [output.output_ids for output in outputs]}
-
-
-def is_disturbed(other_load: float | None) -> bool:
-    """Whether other processes kept too much of the machine busy."""
-    return other_load is not None and other_load > LOAD_LIMIT
-
-
-def make_weights(config: ModelConfig) -> WeightSource:
-    """Random weights of a seed; projections keep the size of what they multiply.
-
-    With the smaller ones of `load_format="dummy"` a greedy answer repeats one token.
-    """
-    source = dummy_weights(config, _SEED)
-    arrays = {
-        name: array * np.float32(array.shape[0] ** -0.5 / array.std())
-        if name.endswith("_proj.weight")
-        else array
-        for name, array in source.arrays.items()
-    }
-    return WeightSource(arrays, source.rules)
-
-
-class PeerProcesses:
-    """Processes of llama.cpp, one for each waiting mode, which a process cannot change."""
-
-    def __init__(self, python: str, path: Path, stack: contextlib.ExitStack) -> None:
-        """Starts none yet; the stack ends them."""
-        self._command, self._stack = [python, str(_PEER_SCRIPT), str(path)], stack
-        self._workers: dict[str, Worker] = {}
-
-    def get(self, waiting: str) -> Worker:
-        """The process of a waiting mode."""
-        if waiting not in self._workers:
-            variables = {} if waiting == "default" else {_WAIT_VARIABLE: waiting}
-            self._workers[waiting] = Worker(self._command, variables)
-            self._stack.callback(self._workers[waiting].close)
-        return self._workers[waiting]
-
-    def open(self, workload: Workload, settings: Settings) -> Worker:
-        """The process of the settings' waiting mode, ready for a workload."""
-        worker = self.get(settings.waiting)
-        options = dataclasses.asdict(settings)
-        worker.call("open", max_model_len=workload.max_model_len, settings=options)
-        return worker
 
 
 def first_settings(num_rows: int) -> list[Settings]:
@@ -438,30 +206,6 @@ def started(args: argparse.Namespace) -> Iterator[tuple[Worker, PeerProcesses, d
         stack.callback(ours.close)
         peers = PeerProcesses(args.peer_python, path, stack)
         yield ours, peers, peers.get("default").call("describe")
-
-
-def report_lines(
-    args: argparse.Namespace, facts: Mapping[str, Any], results: Sequence[Result]
-) -> list[str]:
-    """The tables: results, then the settings that were tried."""
-    lines = [*HEAD, *(result.row() for result in results), ""]
-    lines += ["## Settings of llama.cpp", ""]
-    lines += ["Seconds of one run; of short or disturbed ones, the best of three.", ""]
-    lines += ["| workload | settings | s | |", "|---|---|---:|---|"]
-    for result in results:
-        for settings, seconds in result.trials:
-            mark = "chosen" if settings == result.settings else ""
-            lines.append(f"| {result.workload} | {settings.in_words()} | {seconds:.3f} | {mark} |")
-    stored = STORED_TYPES[args.dtype]
-    return [
-        f"- llama.cpp: llama-cpp-python {facts['version']}, {facts['system'].strip(' |')}; "
-        f"weights in {stored}, KV cache in float16",
-        f"- Ours: {OUR_OPTIONS[args.dtype]}, the other options at their defaults",
-        f"- Model: {MODELS[args.model].in_words}, random weights; greedy on both sides",
-        *(["- Quick sizes: no result"] if args.quick else []),
-        "",
-        *lines,
-    ]
 
 
 def missing_reason(args: argparse.Namespace) -> str | None:

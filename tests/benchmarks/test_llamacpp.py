@@ -13,9 +13,10 @@ import pytest
 
 from benchmarks.lib.gguf_model import encode, gguf_name, write_gguf
 from benchmarks.lib.llamacpp_peer import Batcher, Settings
+from benchmarks.lib.llamacpp_report import Pair, Result
+from benchmarks.lib.llamacpp_sides import Run, Worker, make_weights
 from benchmarks.lib.reporting import ROOT
 from benchmarks.throughput import llamacpp
-from benchmarks.throughput.llamacpp import Pair, Result, Run, Worker
 from tunix_sgljax.bench.shapes import MODELS
 
 VOCAB = 50
@@ -106,7 +107,7 @@ class Reader:
 
 def test_a_file_holds_the_weights_transposed(tmp_path):
     config = MODELS["tiny"].config
-    weights = llamacpp.make_weights(config).arrays
+    weights = make_weights(config).arrays
     path = tmp_path / "model.gguf"
     write_gguf(path, config, weights)
     reader = Reader(path.read_bytes())
