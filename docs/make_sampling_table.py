@@ -74,7 +74,8 @@ on real generations.
 Draws depend on `seed`, on the step and on the row's own distribution. So a request with a seed
 gives the same tokens in any batch, in any configuration, and also after a retraction
 (`tests/engine/test_sampling_batches.py`), up to rounding: another batch size may sum in another
-order.
+order ([interruptions.md](interruptions.md) says how often that changes a draw). One thing matters
+besides: with the JIT-compiled CPU kernels a seed draws other tokens than with portable code.
 
 ## Log-probs
 
