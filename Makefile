@@ -34,7 +34,8 @@ test-long: $(STAMP) ## Run the long tests: trainings, notebooks, wheel, site, se
 	$(BIN)/python -m pytest -m "slow and not recipes" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: test test-long ## Run all tests.
+test-all: $(STAMP) ## Run all tests, fast and long ones in one go.
+	$(BIN)/python -m pytest -m "not recipes" $(PYTEST_ARGS)
 
 .PHONY: test-tunix
 test-tunix: $(STAMP) ## Run the tests that use Tunix with another one: make test-tunix TUNIX=../tunix.

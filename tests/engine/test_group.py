@@ -32,9 +32,10 @@ def test_on_eight_devices(case, tmp_path):
     run("tests.engine.group_cases", case, *([str(tmp_path)] if case == "checkpoints" else []))
 
 
+@pytest.mark.slow
 def test_interrupt_machine():
     """As of a single engine, over two."""
-    run("tests.engine.group_machine", "200")
+    run("tests.engine.group_machine", "100")
 
 
 def run(module: str, *arguments: str) -> None:

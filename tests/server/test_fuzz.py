@@ -18,7 +18,7 @@ from tests.engine.interrupts import assert_idle
 from tests.server.served import FOLDER, OPTIONS, Served, serving
 from tests.threads import LIMIT_S, wait_for
 
-NUM_EXAMPLES = 5000
+NUM_EXAMPLES = 2000
 NUM_RAW = 1500
 HEAL_EVERY = 20
 
