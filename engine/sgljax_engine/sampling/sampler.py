@@ -338,9 +338,9 @@ def race(
     # Middles of 2**32 intervals of (0, 1), at the precision of floats near 0.
     numbers = bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33
     arrivals = -jnp.log1p(-jnp.minimum(numbers, 1.0 - 2.0**-24))
-    block = _first_largest(jnp.sum(blocks, axis=-1) / arrivals[:, :num_blocks])
+    block = _argmax(jnp.sum(blocks, axis=-1) / arrivals[:, :num_blocks], num_shards)
     inside = _pick_block(blocks, block)
-    offset = _first_largest(inside / arrivals[:, num_blocks:])
+    offset = jnp.argmax(inside / arrivals[:, num_blocks:], axis=-1).astype(jnp.int32)
     return _place(block, offset, weights_BV.shape[1], num_shards, size)
 
 
@@ -352,13 +352,6 @@ def _race_block(vocab_size: int) -> int:
     if vocab_size % 2:
         return _BLOCK
     return min(max(math.gcd(vocab_size, 8 * _BLOCK) // 8, 1), _BLOCK)
-
-
-def _first_largest(values: jax.Array) -> jax.Array:
-    """The first index of each row's largest entry. XLA on CPUs does not vectorise `jnp.argmax`."""
-    count = values.shape[1]
-    is_largest = values == jnp.max(values, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(is_largest, jnp.arange(count, dtype=jnp.int32), count - 1), axis=-1)
 
 
 def _in_blocks(values_BV: jax.Array, fill: float, num_shards: int, size: int = _BLOCK) -> jax.Array:
