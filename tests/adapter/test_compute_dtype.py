@@ -49,12 +49,11 @@ def rollout_of(model, **options):
 
 
 @ref.deprecations_ignored()
-def report_of(model, **options):
+def report_of(model, tolerance=None, **options):
     rollout = rollout_of(model, **options)
     report = mismatch_report(rollout, model, [text_of(ids) for ids in PROMPTS])
     rollout.close()
-    # Twice what rounding explains of a token, since these are 1024 tokens of a flat distribution.
-    assert report.is_within(2 * TOLERANCES["bfloat16"]), str(report)
+    assert report.is_within(tolerance), str(report)
     return report.overall
 
 
@@ -85,7 +84,7 @@ def test_it_is_nearer_to_the_trainer_than_float32(model, monkeypatch):
     assert followed.k3 < 0.9 * finer.k3
     # It would not be with weights of norms that are rounded, as the trainer's are not.
     monkeypatch.setattr(placement, "_NORMS", ())
-    rounded = report_of(model, linear_backend="xla")
+    rounded = report_of(model, 2 * TOLERANCES["bfloat16"], linear_backend="xla")
     assert rounded.mean_abs > 0.9 * finer.mean_abs
 
 
