@@ -21,7 +21,7 @@ PACKAGES = {
 LAYERS = (
     ("errors", "kernels", "xla_options"),
     ("checks", "foreign_options", "io_struct", "layers", "sampling_params"),
-    ("config", "model_config", "observability", "sampling", "weights"),
+    ("config", "model_config", "observability", "sampling", "speculation", "weights"),
     ("types",),
     ("cache", "checkpoint", "outputs"),
     ("attention", "processing", "scheduler"),
@@ -57,6 +57,7 @@ HOST_ONLY = (
     "cache.radix",
     "processing",
     "scheduler",
+    "speculation",
     "weights.hf_json",
     "core.adapters",
     "core.background",

@@ -46,6 +46,13 @@ LORA_TARGETS = (
 """Kinds of projections that adapters may change; "gate" is the router of a mixture of experts, and
 those called "per_layer" are Gemma 4's."""
 
+SPECULATION = ("off", "auto", "always")
+
+DRAFTERS = ("history", "siblings", "ngram")
+"""Where draft tokens come from, in the order of preference for matches of one length."""
+
+MAX_DRAFT_TOKENS = 63
+
 TOKEN_BLOCK = 16
 """Query tokens of one request that prefill attention handles together."""
 
@@ -306,6 +313,55 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Draft tokens, which a step verifies several at a time; see docs/speculation.md.
+
+    Attributes:
+        speculation: "off" decodes token by token. "auto" verifies drafts where measured costs and
+            acceptance say that this is faster. "always" verifies all there are, whatever it costs:
+            for tests.
+        speculative_drafters: Where drafts come from, out of `DRAFTERS`: "history" (earlier answers
+            to the same prompt), "siblings" (other samples of the group), "ngram" (the request's own
+            tokens).
+        speculative_num_draft_tokens: Most draft tokens of a request in a step.
+        speculative_history_bytes: Most bytes of host memory that earlier answers take; the prompts
+            that were answered the longest time ago are forgotten first.
+    """
+
+    speculation: str = "off"
+    speculative_drafters: tuple[str, ...] = DRAFTERS
+    speculative_num_draft_tokens: int = 15
+    speculative_history_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfigError naming the field."""
+        require(
+            self.speculation in SPECULATION,
+            "speculation",
+            self.speculation,
+            f"one of {SPECULATION}",
+        )
+        drafters = self.speculative_drafters
+        require(
+            isinstance(drafters, (list, tuple))
+            and len(drafters) > 0
+            and all(name in DRAFTERS for name in drafters),
+            "speculative_drafters",
+            drafters,
+            f"some of {DRAFTERS}",
+        )
+        object.__setattr__(self, "speculative_drafters", tuple(dict.fromkeys(drafters)))
+        check_count("speculative_num_draft_tokens", self.speculative_num_draft_tokens)
+        require(
+            self.speculative_num_draft_tokens <= MAX_DRAFT_TOKENS,
+            "speculative_num_draft_tokens",
+            self.speculative_num_draft_tokens,
+            f"at most {MAX_DRAFT_TOKENS}",
+        )
+        check_count("speculative_history_bytes", self.speculative_history_bytes, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the devices of a mesh are shared out: tensor and data parallelism.
 
@@ -356,6 +412,7 @@ class EngineConfig:
         scheduler: Batches, chunks and the length of dispatches.
         runtime: Dtype, buckets, compilation, attention, determinism and seeds.
         lora: Adapters.
+        speculation: Draft tokens.
         parallel: Tensor and data parallelism.
         max_model_len: Maximum number of prompt plus output tokens of one sequence; None takes the
             model's context length.
@@ -365,6 +422,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     lora: LoraConfig = LoraConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     parallel: ParallelConfig = ParallelConfig()
     max_model_len: int | None = None
 
@@ -452,6 +510,7 @@ class EngineConfig:
             scheduler=SchedulerConfig(**groups["scheduler"]),
             runtime=RuntimeConfig(**groups["runtime"]),
             lora=LoraConfig(**groups["lora"]),
+            speculation=SpeculationConfig(**groups["speculation"]),
             parallel=ParallelConfig(**groups["parallel"]),
             **top,
         )
@@ -462,6 +521,7 @@ _GROUPS: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "runtime": RuntimeConfig,
     "lora": LoraConfig,
+    "speculation": SpeculationConfig,
     "parallel": ParallelConfig,
 }
 

@@ -71,6 +71,7 @@ class RequestOutput:
     num_retractions: int
     token_weight_versions: list[int]
     routed_experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    draft_sources: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -95,7 +96,8 @@ class RequestOutput:
         `input_token_logprobs` of the prompt from `logprob_start_len` on, and
         `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` with a list of triples
         for each position. `output_processed_logprobs` is this engine's own. `routed_experts` is
-        there unless it is None.
+        there unless it is None. With speculation there are `draft_sources`, and in
+        `spec_accept_token_num`, as in SGLang, how many output tokens were drafts.
         """
         finish = self.finish
         meta: dict[str, Any] = {
@@ -119,6 +121,9 @@ class RequestOutput:
                 prompt = self.prompt_ids[self.logprob_options.start_len :]
                 meta["input_token_logprobs"] = _entries(self.prompt_logprobs.logprobs, prompt)
                 meta |= self._extras("input", self.prompt_logprobs.extras)
+        if self.draft_sources:
+            meta["spec_accept_token_num"] = sum(source > 0 for source in self.draft_sources)
+            meta["draft_sources"] = list(self.draft_sources)
         if self.routed_experts is not None:
             meta["routed_experts"] = self.routed_experts
         return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}

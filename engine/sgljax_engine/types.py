@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from sgljax_engine.sampling.token_counts import TokenCounts
+    from sgljax_engine.speculation.plan import RowDrafts, RowVerified
+    from sgljax_engine.speculation.texts import RequestText
 
 
 NO_ADAPTER = -1
@@ -118,7 +120,9 @@ class Request:
     the slot that the engine thread found for it. `seen` is created when a batch first needs it,
     only for rows with penalties. `pages` is an array of C ints, which numpy copies into a page
     table without a loop. `routed` holds the experts of its first tokens, as far as they were read:
-    [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place.
+    [tokens, num_layers, k] of `MoEConfig.id_dtype`, never changed in place. `text` has its tokens
+    for drafters, with speculation. `draft_sources` says who drafted each output token: 0 for
+    nobody, else 1 plus an index in `config.DRAFTERS`.
     """
 
     rid: str
@@ -148,6 +152,8 @@ class Request:
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     seen: TokenCounts | None = None
     routed: np.ndarray | None = None
+    text: RequestText | None = None
+    draft_sources: array[int] = dataclasses.field(default_factory=lambda: array("b"))
     num_computed: int = 0
     num_cached: int = 0
     num_retractions: int = 0
@@ -246,6 +252,8 @@ class SchedulerOutput:
             program.
         window_pages: int32, the window page of each page or -1, see `cache.window`; changes after
             the dispatch. None without such pages.
+        drafts: What each decode row may draft from; then `num_steps` are forward passes, of which
+            each may give several tokens. None decodes token by token.
     """
 
     prefill: list[PrefillChunk]
@@ -258,6 +266,7 @@ class SchedulerOutput:
     prefill_tokens: int = 0
     max_finished: int | None = None
     window_pages: np.ndarray | None = None
+    drafts: Sequence[RowDrafts] | None = None
 
     @property
     def touched(self) -> list[Request]:
@@ -274,7 +283,8 @@ class SchedulerOutput:
 class RowOutput(NamedTuple):
     """What one decode row produced in one dispatch; lists of equal length, one entry per token.
 
-    `extra_logprobs` is empty for rows that asked for none.
+    `extra_logprobs` is empty for rows that asked for none. `drafts` says what became of its drafts;
+    None if the dispatch had none.
     """
 
     token_ids: list[int]
@@ -283,6 +293,7 @@ class RowOutput(NamedTuple):
     processed_logprobs: list[float]
     stopped: bool
     extra_logprobs: Sequence[TopLogprobs] = ()
+    drafts: RowVerified | None = None
 
 
 class StepTimes(NamedTuple):
@@ -304,6 +315,7 @@ class StepOutput:
         num_cache_misses: Programs that it compiled.
         failures: Errors of requests whose prompt could not be scored, by id.
         times: When its parts ended. Every dispatch sets it; a scheduler alone needs none.
+        passes: Forward passes of a dispatch with drafts, for each width of a step; None without.
     """
 
     rows: list[RowOutput]
@@ -311,6 +323,14 @@ class StepOutput:
     num_cache_misses: int = 0
     failures: Mapping[str, EngineError] = dataclasses.field(default_factory=dict)
     times: StepTimes | None = None
+    passes: tuple[int, ...] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps, which are forward passes."""
+        if self.passes is not None:
+            return sum(self.passes)
+        return max((len(row.token_ids) for row in self.rows), default=0)
 
     @property
     def dispatch_s(self) -> float | None:

@@ -191,7 +191,10 @@ def describe(first: EngineProgress, now: EngineProgress, seconds: float) -> str:
     prefilled = now.num_prefill_tokens - first.num_prefill_tokens
     cached = now.num_cached_tokens - first.num_cached_tokens
     rate = (now.num_output_tokens - first.num_output_tokens) / max(seconds, 1e-9)
+    verified = now.num_verified_tokens - first.num_verified_tokens
+    accepted = now.num_accepted_tokens - first.num_accepted_tokens
+    drafts = f", {accepted / verified:.0%} drafted" if verified else ""
     return (
         f"{rate:.0f} tokens/s, {now.num_running} running, {now.num_waiting} waiting, "
-        f"{cached / max(prefilled + cached, 1):.0%} cached, weights v{now.weight_version}"
+        f"{cached / max(prefilled + cached, 1):.0%} cached{drafts}, weights v{now.weight_version}"
     )

@@ -49,6 +49,10 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
+def _if_drafting(totals: StepTotals, value: float) -> float | None:
+    return value if totals.counters.num_verify_steps else None
+
+
 METRICS: Mapping[str, Metric] = {
     "tokens_per_s": Metric(
         "output tokens over `seconds`",
@@ -114,6 +118,36 @@ METRICS: Mapping[str, Metric] = {
     ),
     "update_s": Metric(
         "seconds of it that the engine could not generate", lambda t: t.counters.update_s, np.sum
+    ),
+    "acceptance_length": Metric(
+        "tokens that a row got from a step that may verify drafts, mean",
+        lambda t: t.counters.acceptance_length or None,
+        np.mean,
+    ),
+    "draft_acceptance": Metric(
+        "draft tokens that were right, of those verified",
+        lambda t: _ratio(t.counters.num_accepted_tokens, t.counters.num_draft_tokens),
+        np.mean,
+    ),
+    "accepted_history": Metric(
+        "right draft tokens from earlier answers",
+        lambda t: _if_drafting(t, t.counters.num_accepted_history),
+        np.sum,
+    ),
+    "accepted_siblings": Metric(
+        "right draft tokens from other samples of the group",
+        lambda t: _if_drafting(t, t.counters.num_accepted_siblings),
+        np.sum,
+    ),
+    "accepted_ngram": Metric(
+        "right draft tokens from the request's own",
+        lambda t: _if_drafting(t, t.counters.num_accepted_ngram),
+        np.sum,
+    ),
+    "speculation_saved_s": Metric(
+        "seconds that drafts saved, by the measured cost of a step",
+        lambda t: _if_drafting(t, t.counters.speculation_saved_s),
+        np.sum,
     ),
     "weight_version": Metric(
         "weight version after the step's sync", lambda t: t.weight_version, np.max

@@ -11,6 +11,7 @@ import jax
 
 from sgljax_engine.builder.adapters import adapter_slots, first_adapters
 from sgljax_engine.builder.compilation_cache import enable_compilation_cache
+from sgljax_engine.builder.drafting import make_drafters, make_speculator
 from sgljax_engine.builder.parts import EngineParts, build_runner, plan_parts
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.kv_pages import shape_of_zeros, zeros
@@ -39,6 +40,7 @@ from sgljax_engine.runner.parallel_fit import fit_parallel
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.speculation.drafters import Drafter
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.adapters import AdapterSlots, slot_shapes
 from sgljax_engine.weights.served import ServedSource
@@ -112,8 +114,9 @@ def build_group(
     parts = plan_parts(model, config, max_model_len, placement.engines[0], made[0], slots[0], count)
     page_size = config.cache.page_size
     groups = RequestGroups()
+    drafters = make_drafters(config.speculation)
     cores = [
-        _build_core(config, parts, engine, own, room, adapters, tokenizer, groups, index)
+        _build_core(config, parts, engine, own, room, adapters, tokenizer, groups, drafters, index)
         for index, (engine, own, room) in enumerate(
             zip(placement.engines, made, slots, strict=True)
         )
@@ -213,9 +216,12 @@ def _build_core(
     adapters: Mapping[str, WeightSource],
     tokenizer: Tokenizer | None,
     groups: RequestGroups,
+    drafters: Mapping[str, Drafter],
     place: int,
 ) -> EngineCore:
-    runner = build_runner(parts, placement, weights, slots, zeros)
+    speculator = make_speculator(config.speculation, drafters, parts)
+    costs = None if speculator is None else speculator.costs
+    runner = build_runner(parts, placement, weights, slots, zeros, costs)
     page_size, windows = config.cache.page_size, None
     if parts.memory.windows is not None:
         windows = WindowPages(parts.num_pages, parts.memory.windows, page_size)
@@ -231,6 +237,7 @@ def _build_core(
         token_block=TOKEN_BLOCK,
         max_prefill_tokens=config.max_prefill_tokens,
         prefill_sizes=prefill_sizes(parts.shapes.token_buckets, parts.static.prefill_pass),
+        speculator=speculator,
     )
     return EngineCore(
         scheduler=scheduler,
@@ -242,4 +249,5 @@ def _build_core(
         tokenizer=tokenizer,
         groups=groups,
         place=place,
+        speculator=speculator,
     )

@@ -15,6 +15,7 @@ from sgljax_engine.builder.program_memory import program_bytes
 from sgljax_engine.cache.kv_pages import MakeZeros, shape_of_zeros
 from sgljax_engine.cache.window import NUM_NULL
 from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
+from sgljax_engine.kernels.cpu.longest_match import longest_match
 from sgljax_engine.kernels.cpu.panels import PANEL
 from sgljax_engine.layers.basic import SMALL_BATCH
 from sgljax_engine.layers.kernels import CpuKernels, pick_kernels
@@ -26,9 +27,12 @@ from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,
+    max_verify_tokens,
     prefill_pass,
 )
 from sgljax_engine.runner.compiled import Lowerings
+from sgljax_engine.runner.draft_batch import TextSizes
+from sgljax_engine.runner.drafts import search_text
 from sgljax_engine.runner.memory_plan import MemoryPlan, plan_memory
 from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
@@ -36,6 +40,7 @@ from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.runner.widths import agreeing_widths
 from sgljax_engine.sampling.native import NATIVE
 from sgljax_engine.sampling.sampler import XLA
+from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.weights.adapters import AdapterSlots
 
 
@@ -107,7 +112,8 @@ def plan_parts(
     )
     batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
     table_width = -(-max_model_len // page_size)
-    shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width)
+    texts = TextSizes.of(max_model_len, static.max_verified) if static.num_drafts else None
+    shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width, texts)
     parts = _parts(static, plan(), shapes, Lowerings.for_engines(num_engines))
     is_accelerator = device_bytes is not None or not placement.is_own_cpu
     if not is_accelerator or _is_roomy(parts.memory.report):
@@ -146,6 +152,7 @@ def build_runner(
     weights: Mapping[str, Any],
     slots: AdapterSlots | None,
     make_zeros: MakeZeros,
+    costs: CostTable | None = None,
 ) -> ModelRunner:
     """Makes an engine's runner.
 
@@ -155,6 +162,7 @@ def build_runner(
         weights: Its arrays, or their shapes.
         slots: Room for adapters; None without.
         make_zeros: Makes the KV cache, or its shapes.
+        costs: Of steps with drafts; None without speculation.
     """
     windows = parts.memory.windows
     return ModelRunner(
@@ -163,6 +171,7 @@ def build_runner(
         weights=weights,
         num_pages=parts.num_pages,
         shapes=parts.shapes,
+        costs=costs,
         num_window_pages=0 if windows is None else windows.num_pages + NUM_NULL,
         contiguous_shapes=parts.memory.contiguous_shapes,
         slots=slots,
@@ -200,6 +209,8 @@ def _program_context(
         if are_here:
             widths = agreeing_widths(definition, context, weights, placement.is_own_cpu)
         context = context._replace(tile_widths=widths)
+    drafts = config.speculation
+    num_drafts = drafts.speculative_num_draft_tokens if drafts.speculation != "off" else 0
     return ProgramContext(
         model=definition,
         context=context,
@@ -214,6 +225,10 @@ def _program_context(
         is_deterministic=bool(runtime.enable_deterministic_sampling),
         num_vocab_shards=placement.num_tensor_shards,
         heads_per_row=attention.heads_per_row,
+        num_drafts=num_drafts,
+        max_verify_tokens=max_verify_tokens(placement.platform),
+        verifies_blocks=not is_native,
+        search=longest_match if is_native else search_text,
     )
 
 

@@ -31,9 +31,12 @@ from sgljax_engine.observability.trace import Recorder
 from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
+from sgljax_engine.runner.batch import pick_bucket
 from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.step_costs import measure_costs
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
+from sgljax_engine.scheduler.speculator import Speculator
 from sgljax_engine.types import FinishReason, Request, RequestStatus, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,7 @@ class EngineCore:
         adapters: AdapterRegistry,
         groups: RequestGroups,
         place: int,
+        speculator: Speculator | None = None,
     ) -> None:
         """Starts idle. `outputs.connect` comes before the first request.
 
@@ -87,6 +91,7 @@ class EngineCore:
             adapters: Those that the weights hold.
             groups: Calls of which the engine has requests; those of all engines of its group.
             place: Index of the engine in its group.
+            speculator: The scheduler's; None without speculation.
         """
         self.scheduler = scheduler
         self.pool = pool
@@ -104,6 +109,7 @@ class EngineCore:
         self.has_no_room = False
         self.steps_left: int | None = None
         self._memory = memory
+        self._speculator = speculator
 
     # ------------------------------------------------------------------ one step
 
@@ -117,6 +123,7 @@ class EngineCore:
         if plan.is_empty:
             raise EngineStepError("the scheduler has requests but nothing to run")
         try:
+            self._measure_costs(plan)
             # What the last step produced is sent while the device runs this one.
             pending = self.runner.dispatch(plan, self.outputs.flush, is_timed=self.recorder.is_on)
             result = pending.wait()
@@ -125,7 +132,18 @@ class EngineCore:
             self._fail_step(plan, error)
             return
         self.stats.stepped(plan, result)
+        if self._speculator is not None:
+            self.counters.speculation_saved_s += self._speculator.saved_s(plan, result)
         self.outputs.publish(self.scheduler.update(plan, result))
+
+    def _measure_costs(self, plan: SchedulerOutput) -> None:
+        """Measures the steps of a batch size before it verifies its first draft."""
+        if plan.drafts is None:
+            return
+        size = pick_bucket(self.runner.shapes.batch_buckets, len(plan.decode))
+        if size not in self.runner.costs:
+            self.outputs.flush()
+            self.runner.costs.put(size, measure_costs(self.runner, size))
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that a step touched; others keep going."""
@@ -198,12 +216,17 @@ class EngineCore:
         """Queues a request that was checked; its group is the caller's to add."""
         self.outputs.add(request, answer)
         self.scheduler.add(request)
+        if self._speculator is not None:
+            self._speculator.add(request)
         self.counters.num_requests += 1
 
     def hand_over(self, count: int) -> tuple[list[Request], list[Answer]]:
         """Lets go of the last requests that have not started, for another engine to take in."""
         requests = self.scheduler.waiting.take_newest(count)
         self.counters.num_requests -= len(requests)
+        if self._speculator is not None:
+            for request in requests:
+                self._speculator.hand_over(request)
         return requests, [self.outputs.hand_over(request) for request in requests]
 
     def find(self, name: str) -> list[Request]:
@@ -225,6 +248,8 @@ class EngineCore:
 
     def _finished(self, request: Request, failure: EngineError | None, now_s: float) -> None:
         self.groups.finish(request, failure)
+        if self._speculator is not None:
+            self._speculator.finish(request)
         self.stats.finished(request, now_s)
 
     def fail_all(self, error: EngineError) -> None:

@@ -118,6 +118,8 @@ class EngineLoop:
             num_output_tokens=core.counters.num_output_tokens,
             num_prefill_tokens=core.counters.num_prefill_tokens,
             num_cached_tokens=core.counters.num_cached_tokens,
+            num_verified_tokens=core.counters.num_verified_tokens,
+            num_accepted_tokens=core.counters.num_accepted_tokens,
             weight_version=core.serving.version,
             halted_s=None if since_s is None else time.perf_counter() - since_s,
         )

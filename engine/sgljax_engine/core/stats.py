@@ -67,10 +67,28 @@ class Stats:
         )
         counters.num_page_copies += len(output.copies)
         counters.num_output_tokens += num_tokens
+        if step.passes is not None:
+            self._count_drafts(step, num_tokens)
         pool = self._pool
         counters.used_kv_tokens += (pool.num_pages - pool.num_available) * pool.page_size
         if self.recorder.is_on:
             self._record(output, step, times, num_prefilled, num_tokens)
+
+    def _count_drafts(self, step: StepOutput, num_tokens: int) -> None:
+        counters = self.counters
+        counters.num_verify_steps += step.num_steps
+        counters.num_verified_tokens += num_tokens
+        for row in step.rows:
+            if row.drafts is None:
+                continue
+            history, siblings, own = row.drafts.num_drafted
+            counters.num_drafted_history += history
+            counters.num_drafted_siblings += siblings
+            counters.num_drafted_ngram += own
+            history, siblings, own = row.drafts.num_right
+            counters.num_accepted_history += history
+            counters.num_accepted_siblings += siblings
+            counters.num_accepted_ngram += own
 
     def finished(self, request: Request, now_s: float) -> None:
         """A request is finished at a time of `time.perf_counter`."""
@@ -136,6 +154,11 @@ class Stats:
         if output.decode:
             args = {"rows": len(output.decode), "steps": output.num_steps, "tokens": num_tokens}
             args["weight_version"] = step.weight_version
+            if step.passes is not None:
+                found = [row.drafts for row in step.rows if row.drafts is not None]
+                args["steps"] = step.num_steps
+                args["drafted"] = sum(sum(each.num_drafted) for each in found)
+                args["accepted"] = sum(sum(each.num_right) for each in found)
             slice_(ENGINE_TRACK, "decode", prefilled_s, times.decoded_s, args)
         self.recorder.sample(
             RecordedSample(

@@ -38,6 +38,13 @@ class EngineCounters:
         update_s: Seconds that the engine thread spent on new weights; it decodes while another
             thread makes them.
         sleep_s, wake_s: Seconds spent going to sleep and waking up.
+        num_verify_steps: Forward passes of dispatches that may verify drafts.
+        num_verified_tokens: Tokens that these dispatches generated; they are output tokens too.
+        num_drafted_history, num_drafted_siblings, num_drafted_ngram: Draft tokens that were
+            verified, by drafter.
+        num_accepted_history, num_accepted_siblings, num_accepted_ngram: Those that were right.
+        speculation_saved_s: Seconds that dispatches with drafts would have taken longer without, by
+            the measured cost of a step; 0 where costs are not measured.
     """
 
     num_requests: int = 0
@@ -65,6 +72,34 @@ class EngineCounters:
     update_s: float = 0.0
     sleep_s: float = 0.0
     wake_s: float = 0.0
+    num_verify_steps: int = 0
+    num_verified_tokens: int = 0
+    num_drafted_history: int = 0
+    num_drafted_siblings: int = 0
+    num_drafted_ngram: int = 0
+    num_accepted_history: int = 0
+    num_accepted_siblings: int = 0
+    num_accepted_ngram: int = 0
+    speculation_saved_s: float = 0.0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that were verified."""
+        return self.num_drafted_history + self.num_drafted_siblings + self.num_drafted_ngram
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens that were right."""
+        return self.num_accepted_history + self.num_accepted_siblings + self.num_accepted_ngram
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a row got from a step of a dispatch with drafts, mean; 0 without such.
+
+        A row gets one token from each step beside the drafts that were right.
+        """
+        own = self.num_verified_tokens - self.num_accepted_tokens
+        return self.num_verified_tokens / own if own > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -316,6 +316,7 @@ def _output(news: _News, span: slice, text: str, finish: FinishReason | None) ->
         time_to_first_token_s=request.time_to_first_token_s,
         num_retractions=request.num_retractions,
         token_weight_versions=request.token_versions[span].tolist(),
+        draft_sources=request.draft_sources[span].tolist(),
         routed_experts=None if finish is None else _routed_experts(news, span.stop),
     )
 

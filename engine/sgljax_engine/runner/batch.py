@@ -110,6 +110,15 @@ def prefill_pass(platform: str) -> int | None:
     return 256 if platform == "cpu" else None
 
 
+def max_verify_tokens(platform: str) -> int:
+    """Most tokens of a decode step with drafts.
+
+    Where they would cost as much as reading the weights, on accelerators; on a CPU, where they cost
+    several times as much even for large weights.
+    """
+    return 64 if platform == "cpu" else 256
+
+
 def default_token_buckets(max_tokens: int, per_pass: int | None) -> tuple[int, ...]:
     """Buckets up to `max_tokens`: a quarter of a pass and whole passes; else powers of two."""
     if per_pass is None:

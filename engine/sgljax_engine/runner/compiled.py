@@ -22,7 +22,7 @@ import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner import page_programs, programs, scoring
+from sgljax_engine.runner import page_programs, programs, scoring, verify
 from sgljax_engine.runner.compiled_memory import checked_fit
 from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.xla_options import Options, compiler_options
@@ -80,6 +80,7 @@ _PROGRAMS = {
     "decode": _Program(
         programs.decode, ("weights", "kv", "contiguous_kv"), ("kv", "contiguous_kv", "result")
     ),
+    "verify": _Program(verify.verify, ("weights", "kv"), ("kv", "result")),
     "read_pages": _Program(page_programs.read_pages, ("kv",), ("moved",)),
     "write_pages": _Program(page_programs.write_pages, ("kv", "moved"), ("kv",)),
     "read_routed": _Program(page_programs.read_routed, ("kv",), ("result",)),

@@ -12,7 +12,9 @@ from sgljax_engine.attention.base import (
 )
 from sgljax_engine.cache.kv_pages import write_kv
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
+from sgljax_engine.runner.drafts import Search, search_text, verify_widths
 from sgljax_engine.sampling.sampler import XLA, Sampler
+from sgljax_engine.speculation.plan import TOKENS_PER_STEP
 
 
 class ProgramContext(NamedTuple):
@@ -30,6 +32,11 @@ class ProgramContext(NamedTuple):
         num_vocab_shards: Devices that share the vocabulary.
         heads_per_row: Kv heads in a row of the pages, see `PageLayout`.
         has_windows: Whether sliding layers have window pages, see `cache.window`.
+        num_drafts: Most draft tokens of a row in a step; 0 without speculation.
+        max_verify_tokens: Most tokens of a step with drafts.
+        verifies_blocks: Whether attention takes a row's newest token and drafts as a block, and
+            not one by one. A block reads its keys once, but tokens must be copied into blocks.
+        search: Finds drafts in texts.
     """
 
     model: ModelDefinition
@@ -46,6 +53,19 @@ class ProgramContext(NamedTuple):
     num_vocab_shards: int = 1
     heads_per_row: int = 1
     has_windows: bool = False
+    num_drafts: int = 0
+    max_verify_tokens: int = 0
+    verifies_blocks: bool = True
+    search: Search = search_text
+
+    @property
+    def max_verified(self) -> int:
+        """Most tokens of a row in a dispatch with drafts."""
+        return TOKENS_PER_STEP * self.max_steps
+
+    def verify_widths(self, num_rows: int) -> tuple[int, ...]:
+        """Tokens of a step with drafts, see `drafts.verify_widths`."""
+        return verify_widths(num_rows, self.num_drafts, self.max_verify_tokens)
 
     @property
     def in_windows(self) -> tuple[bool, ...]:

@@ -119,14 +119,14 @@ def _prefill_pass(
     )
     assert out.kv is not None
     layers, _ = _split_caches(out.kv)
-    return KVPages(layers, _with_routed(kv.routed, out, pages))
+    return KVPages(layers, with_routed(kv.routed, out, pages.slots))
 
 
-def _with_routed(routed: jax.Array | None, out: Forward, pages: Pages) -> jax.Array | None:
-    """The kept experts with those of a pass."""
+def with_routed(routed: jax.Array | None, out: Forward, slots: jax.Array) -> jax.Array | None:
+    """The kept experts with those of a pass whose tokens have these slots."""
     if routed is None or out.routed is None:
         return routed
-    return write_routed(routed, out.routed, pages.slots)
+    return write_routed(routed, out.routed, slots)
 
 
 class _Carry(NamedTuple):
@@ -216,7 +216,7 @@ def decode(
         routed=kv.routed,
         input_ids=rows.input_ids,
         table=options.table,
-        output=_empty_output(rows.input_ids.shape[0], static.max_steps, options.logprobs),
+        output=empty_output(rows.input_ids.shape[0], static.max_steps, options.logprobs),
     )
     end = lax.while_loop(keep_going, body, start)
     layers, contiguous_kv = _split_caches(end.caches)
@@ -285,19 +285,12 @@ def _next_logits(
         rows.adapters,
     )
     assert out.kv is not None
-    return logits, out.kv, _with_routed(carry.routed, out, pages)
+    return logits, out.kv, with_routed(carry.routed, out, pages.slots)
 
 
-def _empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:
+def empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:
+    """Room for that many tokens of each row."""
     per_step = (max_steps, batch_size)
-    extras = None
-    if logprobs is not None:
-        num_top, num_ids = logprobs.ranks.shape[0], logprobs.token_ids.shape[1]
-        extras = ExtraLogprobs(
-            values=jnp.zeros((*per_step, num_top), jnp.float32),
-            token_ids=jnp.zeros((*per_step, num_top), jnp.int32),
-            chosen=jnp.zeros((*per_step, num_ids), jnp.float32),
-        )
     return DecodeOutput(
         token_ids=jnp.zeros(per_step, jnp.int32),
         logprobs=jnp.zeros(per_step, jnp.float32),
@@ -305,7 +298,19 @@ def _empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None
         processed_logprobs=jnp.zeros(per_step, jnp.float32),
         num_tokens=jnp.zeros(batch_size, jnp.int32),
         stopped=jnp.zeros(batch_size, bool),
-        extras=extras,
+        extras=empty_extras(per_step, logprobs),
+    )
+
+
+def empty_extras(shape: tuple[int, ...], logprobs: LogprobBatch | None) -> ExtraLogprobs | None:
+    """Room for the further log-probs of places of that shape; None if no row asks for any."""
+    if logprobs is None:
+        return None
+    num_top, num_ids = logprobs.ranks.shape[0], logprobs.token_ids.shape[1]
+    return ExtraLogprobs(
+        values=jnp.zeros((*shape, num_top), jnp.float32),
+        token_ids=jnp.zeros((*shape, num_top), jnp.int32),
+        chosen=jnp.zeros((*shape, num_ids), jnp.float32),
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from sgljax_engine.errors import EngineError
 from sgljax_engine.runner.programs import DecodeOutput
+from sgljax_engine.runner.verify import Verified
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions
+from sgljax_engine.speculation.plan import RowVerified
 from sgljax_engine.types import Request, RowOutput, StepOutput, StepTimes, TopLogprobs
 
 
@@ -19,22 +21,31 @@ class PendingDecode(NamedTuple):
     """A decode dispatch that may still run.
 
     Attributes:
-        result: Arrays of the device.
+        result: Arrays of the device: a `DecodeOutput`, or a `Verified` with drafts.
         rows: The requests in the order of the device's rows.
         order: For each row, the place of its request in `SchedulerOutput.decode`.
     """
 
-    result: DecodeOutput
+    result: Any
     rows: Sequence[Request]
     order: Sequence[int]
 
-    def wait(self) -> list[RowOutput]:
-        """Waits for the tokens; one entry for each of `SchedulerOutput.decode`, in its order."""
-        by_row = row_outputs(jax.device_get(self.result), self.rows)
+    def wait(self) -> tuple[list[RowOutput], tuple[int, ...] | None]:
+        """Waits for the tokens: an entry for each of `SchedulerOutput.decode`, in its order.
+
+        Returns:
+            The entries, and `StepOutput.passes`.
+        """
+        result, passes = jax.device_get(self.result), None
+        if isinstance(result, Verified):
+            by_row = _verified_rows(result, self.rows)
+            passes = tuple(result.num_steps.tolist())
+        else:
+            by_row = row_outputs(result, self.rows)
         outputs = list(by_row)
         for place, output in zip(self.order, by_row, strict=True):
             outputs[place] = output
-        return outputs
+        return outputs, passes
 
 
 class PendingStep(NamedTuple):
@@ -60,10 +71,11 @@ class PendingStep(NamedTuple):
     def wait(self) -> StepOutput:
         """Waits for the device; raises what failed there."""
         rows: list[RowOutput] = []
+        passes = None
         if self.decode is None:
             self.wait_for_pages()
         else:
-            rows = self.decode.wait()
+            rows, passes = self.decode.wait()
         decoded_s = time.perf_counter()
         return StepOutput(
             rows,
@@ -71,6 +83,7 @@ class PendingStep(NamedTuple):
             self.num_cache_misses,
             failures=self.failures,
             times=StepTimes(self.started_s, self.scored_s, self.prefilled_s, decoded_s),
+            passes=passes,
         )
 
 
@@ -101,6 +114,17 @@ def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput
         for row, (count, ids, raw, scaled, processed) in enumerate(
             zip(counts, *columns, strict=True)
         )
+    ]
+
+
+def _verified_rows(result: Verified, rows: Sequence[Request]) -> list[RowOutput]:
+    """As `row_outputs`, with what became of the drafts."""
+    outputs = row_outputs(result.output, rows)
+    columns = (x.T.tolist() for x in (result.sources, result.num_drafted, result.num_right))
+    places = zip(outputs, *columns, result.acceptance.tolist(), strict=False)  # padding rows behind
+    return [
+        row._replace(drafts=RowVerified(sources[: len(row.token_ids)], *facts))
+        for row, sources, *facts in places
     ]
 
 

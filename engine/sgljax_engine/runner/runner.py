@@ -24,6 +24,8 @@ from sgljax_engine.runner.batch import (
     rows_above_smaller_bucket,
 )
 from sgljax_engine.runner.compiled import Lowerings, ProgramCache, ProgramCall
+from sgljax_engine.runner.draft_batch import build_draft_batch
+from sgljax_engine.runner.drafts import DraftBatch
 from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
 from sgljax_engine.runner.kv_memory import KVMemory
 from sgljax_engine.runner.page_ids import build_copies
@@ -37,6 +39,8 @@ from sgljax_engine.runner.sampling_batch import (
 )
 from sgljax_engine.runner.scorer import Scorer
 from sgljax_engine.runner.shapes import BatchShapes
+from sgljax_engine.speculation.costs import CostTable
+from sgljax_engine.speculation.plan import RowDrafts
 from sgljax_engine.types import PageCopy, PrefillChunk, PromptLogprobs, Request, SchedulerOutput
 from sgljax_engine.weights.adapters import AdapterSlots, empty_slots
 from sgljax_engine.weights.rules import WeightRule
@@ -52,6 +56,7 @@ class ModelRunner:
         programs: The compiled ones.
         kv_memory: Pages and contiguous KV, which the programs read and write.
         scorer: Scores given tokens.
+        costs: Of steps with drafts.
         routed_reader: Reads the experts of tokens; None if they are not kept.
         shapes: Sizes of the batches.
         weights: Physical weights by name.
@@ -67,6 +72,7 @@ class ModelRunner:
         num_pages: int,
         num_window_pages: int = 0,
         shapes: BatchShapes,
+        costs: CostTable | None = None,
         contiguous_shapes: Sequence[ContiguousShapes] | None,
         slots: AdapterSlots | None = None,
         lowerings: Lowerings | None = None,
@@ -82,6 +88,7 @@ class ModelRunner:
             num_pages: KV pages in the pool.
             num_window_pages: Window pages, the null page included, see `cache.window`; 0 without.
             shapes: Sizes of the batches.
+            costs: Of steps with drafts; None without speculation.
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
                 pages.
             slots: Room for adapters, which is among the weights; None without.
@@ -93,6 +100,7 @@ class ModelRunner:
         self._placement = placement
         self._host_memory: HostMemory = host_memory(placement.mesh.devices.flat[0])
         self.shapes = shapes
+        self.costs = CostTable(measures=False) if costs is None else costs
         self.weights: dict[str, jax.Array] = dict(weights)
         self.weight_version = 0
         self.programs = ProgramCache(static, placement, lowerings)
@@ -109,7 +117,7 @@ class ModelRunner:
             self.run,
             token_buckets=shapes.token_buckets,
             token_block=shapes.token_block,
-            max_len=shapes.table_width * static.page_size,
+            max_len=self.max_len,
             vocab_size=static.context.config.vocab_size,
             has_adapters=self.has_adapters,
         )
@@ -119,6 +127,25 @@ class ModelRunner:
     def model_config(self) -> ModelConfig:
         """The model's shape."""
         return self._static.context.config
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest request, in whole pages."""
+        return self.shapes.table_width * self._static.page_size
+
+    @property
+    def max_steps(self) -> int:
+        """Most decode steps of a dispatch."""
+        return self._static.max_steps
+
+    @property
+    def num_drafts(self) -> int:
+        """Most draft tokens of a row in a step; 0 without speculation."""
+        return self._static.num_drafts
+
+    def verify_widths(self, size: int) -> tuple[int, ...]:
+        """Tokens of steps of that batch size; more than one width if it verifies drafts."""
+        return self._static.verify_widths(size)
 
     @property
     def has_windows(self) -> bool:
@@ -231,23 +258,38 @@ class ModelRunner:
             windows=output.window_pages,
         )
         self.kv_memory.contiguous_slots.changed(output.started)
-        if self.kv_memory.contiguous_kv:
+        if self.kv_memory.contiguous_kv and output.drafts is None:
             num_ready = self.kv_memory.contiguous_slots.place(rows, batch, output.num_steps)
             batch = batch._replace(num_ready=np.int32(num_ready))
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
         sampling = build_sampling_batch(rows, size, vocab_size)
+        num_tokens = output.num_steps
+        if output.drafts is not None:  # rejected drafts are recorded too
+            num_tokens = self._static.max_verified + self._static.num_drafts
         options = programs.RowOptions(
-            build_table(rows, size, vocab_size, output.num_steps),
+            build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
         )
         max_finished = output.max_finished or rows_above_smaller_bucket(
             self.shapes.batch_buckets, len(rows)
         )
         limits = np.int32(output.num_steps), np.int32(max_finished)
-        result = self.run(ProgramCall("decode", (batch, sampling, options, *limits)))
+        if output.drafts is None:
+            call = ProgramCall("decode", (batch, sampling, options, *limits))
+        else:
+            # Its tokens are in pages only.
+            self.kv_memory.contiguous_slots.forget()
+            drafts = self._draft_batch([output.drafts[place] for place in order], size)
+            call = ProgramCall("verify", (batch, sampling, options, drafts, *limits))
+        result = self.run(call)
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
         return PendingDecode(result, rows, order)
+
+    def _draft_batch(self, rows: Sequence[RowDrafts], size: int) -> DraftBatch:
+        assert self.shapes.text_sizes is not None
+        costs = self.costs.of_widths(size, len(self.verify_widths(size)))
+        return build_draft_batch(rows, size, self.shapes.text_sizes, costs)
 
     def run(self, call: ProgramCall) -> Any:
         """Dispatches a program and returns its result, which nobody has waited for."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sgljax_engine.runner.draft_batch import TextSizes
+
 
 class BatchShapes(NamedTuple):
     """The sizes to which batches are padded.
@@ -13,9 +15,11 @@ class BatchShapes(NamedTuple):
         token_buckets: Prefill sizes, ascending, multiples of `token_block`.
         token_block: Tokens in a prefill block.
         table_width: Pages of the longest request.
+        text_sizes: Tokens that a row may draft from; None without speculation.
     """
 
     batch_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
     token_block: int
     table_width: int
+    text_sizes: TextSizes | None = None

@@ -15,6 +15,7 @@ from sgljax_engine.runner.page_ids import build_copies, no_windows
 from sgljax_engine.runner.programs import RowOptions
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.sampling_batch import build_sampling_batch, empty_table, table_buckets
+from sgljax_engine.runner.step_costs import measure_costs, verify_call
 from sgljax_engine.types import Request
 
 
@@ -58,6 +59,9 @@ class Warmup:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
             for call in calls:
                 jax.block_until_ready(runner.run(call))
+            for size in drafting_sizes(runner):
+                if size not in runner.costs:
+                    runner.costs.put(size, measure_costs(runner, size))
             windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
             kv_memory.load_pages(kv_memory.save_pages([0], windows), [0], windows)
         except BaseException:
@@ -108,6 +112,8 @@ def warm_calls(
         tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
         for table in tables:
             yield ProgramCall("decode", (*rows, RowOptions(table), np.int32(1), np.int32(1)))
+            if size in drafting_sizes(runner):
+                yield verify_call(runner, size, 0, width=0, table=table)
     for size in shapes.token_buckets:
         batch = empty_prefill_batch(
             size,
@@ -124,6 +130,13 @@ def warm_calls(
     yield ProgramCall("copy_pages", copies)
     if runner.routed_reader is not None:
         yield runner.routed_reader.warm_call()
+
+
+def drafting_sizes(runner: ModelRunner) -> list[int]:
+    """The batch sizes that may verify drafts."""
+    if not runner.num_drafts:
+        return []
+    return [size for size in runner.shapes.batch_buckets if len(runner.verify_widths(size)) > 1]
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:

@@ -93,7 +93,7 @@ class DispatchPacer:
 
     def on_dispatch(self, output: SchedulerOutput, step: StepOutput) -> None:
         """Learns from the time of a dispatch."""
-        num_steps = max((len(row.token_ids) for row in step.rows), default=0)
+        num_steps = step.num_steps
         prefilled, num_rows = self._padded(output.prefill_tokens), len(output.decode)
         num_tokens = prefilled + num_steps * num_rows
         if step.dispatch_s is None or not num_tokens:

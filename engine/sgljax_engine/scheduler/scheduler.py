@@ -25,7 +25,9 @@ from sgljax_engine.cache.radix import PrefixHandle
 from sgljax_engine.config import SchedulerConfig
 from sgljax_engine.errors import EngineError
 from sgljax_engine.scheduler.policy import AdmissionPolicy, DispatchPacer
+from sgljax_engine.scheduler.speculator import Speculator
 from sgljax_engine.scheduler.waiting import WaitingQueue
+from sgljax_engine.speculation.plan import TOKENS_PER_STEP
 from sgljax_engine.types import (
     FinishReason,
     PageCopy,
@@ -80,6 +82,7 @@ class Scheduler:
         token_block: int,
         max_prefill_tokens: int,
         prefill_sizes: Sequence[int],
+        speculator: Speculator | None = None,
     ) -> None:
         """Starts empty.
 
@@ -91,12 +94,14 @@ class Scheduler:
             max_prefill_tokens: The most token budget of a dispatch, a multiple of `token_block`.
             prefill_sizes: Token budgets that waste no padding, ascending multiples of
                 `token_block`, the last at least `max_prefill_tokens`; see `DispatchPacer`.
+            speculator: Has drafts for small batches; None without speculation.
         """
         self._config = config
         self._pool = pool
         self._token_block = token_block
         self._max_prefill_tokens = max_prefill_tokens
         self._num_arrivals = 0
+        self._speculator = speculator
         self.admits_new = True
         self.policy = AdmissionPolicy(config)
         self.pacer = DispatchPacer(config, prefill_sizes)
@@ -174,15 +179,25 @@ class Scheduler:
 
         decode = [r for r in self.running if plan.ends.get(r.rid, r.num_computed) == r.kv_len]
         num_steps = min(num_steps, self._most_steps(len(decode), decode, plan.num_tokens))
-        for request in decode:
-            steps = min(num_steps, self._room(request), request.num_remaining)
-            self._pool.open_window(request, request.kv_len + steps)
+        drafts = None
+        if self._has_prefill_left(plan) or _begins_stream(decode):
+            num_steps = 1
+        elif self._speculator is not None:
+            drafts = self._speculator.plan(decode)
+        limits = [min(self._room(r), r.num_remaining) for r in decode]
+        num_tokens = num_steps
+        if drafts is not None:
+            num_tokens = self._most_tokens(num_steps)
+            limits = [min(limit, num_tokens) for limit in limits]
+        for request, limit in zip(decode, limits, strict=True):
+            self._pool.open_window(request, request.kv_len + min(num_tokens, limit))
         return SchedulerOutput(
             prefill=plan.chunks,
             copies=plan.copies,
             decode=decode,
-            step_limits=[min(self._room(r), r.num_remaining) for r in decode],
-            num_steps=1 if self._has_prefill_left(plan) or _begins_stream(decode) else num_steps,
+            step_limits=limits,
+            num_steps=num_steps,
+            drafts=drafts,
             prefill_tokens=plan.num_tokens,
             retracted=retracted,
             started=started,
@@ -203,6 +218,10 @@ class Scheduler:
             request.extra_logprobs.extend(row.extra_logprobs)
             request.token_versions.extend([result.weight_version] * len(row.token_ids))
             request.num_computed += len(row.token_ids)
+            if self._speculator is not None:
+                no_sources = [0] * len(row.token_ids)
+                sources = no_sources if row.drafts is None else row.drafts.sources
+                request.draft_sources.extend(sources)
             if row.stopped:
                 self.finish(request, FinishReason("stop", matched=request.output_ids[-1]))
             elif request.num_remaining == 0:
@@ -214,6 +233,8 @@ class Scheduler:
         if plan.decode:
             self.policy.on_decode()
         self.pacer.on_dispatch(plan, result)
+        if self._speculator is not None:
+            self._speculator.learn(plan, result)
         return StepChanges(finished, plan.decode, result.failures)
 
     def _finish_failed(
@@ -252,12 +273,20 @@ class Scheduler:
         """Tokens that the request's pages can still take."""
         return len(request.pages) * self._pool.page_size - request.kv_len
 
+    def _most_tokens(self, num_steps: int) -> int:
+        """Tokens that a row may generate in a dispatch of so many steps with drafts."""
+        most = num_steps * TOKENS_PER_STEP
+        # Window pages are counted for steps of one token.
+        return most if self._pool.windows is None else min(most, self._config.decode_steps)
+
     def _reserve_decode_pages(self, decodable: list[Request]) -> tuple[int, list[Request]]:
         """Gives decoding rows pages for as many steps as fit, retracting the youngest for one."""
         num_steps = self._most_steps(self._num_rows, self.running)
         retracted: list[Request] = []
+        may_draft = self._speculator is not None and self._speculator.may_draft(decodable)
         while True:
-            missing = [self._missing_pages(r, num_steps) for r in decodable]
+            num_tokens = self._most_tokens(num_steps) if may_draft and num_steps > 1 else num_steps
+            missing = [self._missing_pages(r, num_tokens) for r in decodable]
             if sum(missing) <= self._pool.num_available:
                 break
             if num_steps > 1:

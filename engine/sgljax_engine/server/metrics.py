@@ -47,6 +47,11 @@ class _State(Collector):
             "prompt_tokens": ("Tokens prefilled.", counters.num_prefill_tokens),
             "prefix_cache_hits": ("Tokens from the prefix cache.", counters.num_cached_tokens),
             "generation_tokens": ("Tokens generated.", counters.num_output_tokens),
+            "spec_decode_num_draft_tokens": ("Draft tokens verified.", counters.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": (
+                "Draft tokens that were right.",
+                counters.num_accepted_tokens,
+            ),
             "num_preemptions": ("Requests that lost their pages.", counters.num_retractions),
             "weight_updates": ("Weight updates.", counters.num_weight_updates),
             "pauses": ("Pauses of generation.", counters.num_pauses),

@@ -1,0 +1,39 @@
+"""The parts of an engine that verify drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sgljax_engine.builder.parts import EngineParts
+from sgljax_engine.config import SpeculationConfig
+from sgljax_engine.scheduler.speculator import Speculator
+from sgljax_engine.speculation.costs import CostTable
+from sgljax_engine.speculation.drafters import Drafter, HistoryDrafter, SiblingDrafter
+
+
+def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
+    """Those that have references, for all engines of a group."""
+    drafters: dict[str, Drafter] = {}
+    if config.speculation != "off":
+        if "history" in config.speculative_drafters:
+            drafters["history"] = HistoryDrafter(config.speculative_history_bytes)
+        if "siblings" in config.speculative_drafters:
+            drafters["siblings"] = SiblingDrafter()
+    return drafters
+
+
+def make_speculator(
+    config: SpeculationConfig, drafters: Mapping[str, Drafter], parts: EngineParts
+) -> Speculator | None:
+    """Of one engine; None without speculation, and if no batch is small enough for it."""
+    static = parts.static
+    sizes = [size for size in parts.shapes.batch_buckets if len(static.verify_widths(size)) > 1]
+    if config.speculation == "off" or not sizes:
+        return None
+    return Speculator(
+        config,
+        drafters,
+        CostTable(measures=config.speculation == "auto"),
+        sizes=sizes,
+        num_drafts=static.num_drafts,
+    )

@@ -1,0 +1,117 @@
+"""Measures what decode steps cost, without drafts and with, on this machine. Engine thread only."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sgljax_engine.runner import programs
+from sgljax_engine.runner.batch import build_decode_batch
+from sgljax_engine.runner.compiled import ProgramCall
+from sgljax_engine.runner.draft_batch import build_draft_batch
+from sgljax_engine.runner.page_ids import no_windows
+from sgljax_engine.runner.runner import ModelRunner
+from sgljax_engine.runner.sampling_batch import build_sampling_batch
+from sgljax_engine.runner.verify import Verified
+from sgljax_engine.sampling.table import SamplingTable
+from sgljax_engine.speculation.costs import StepCosts
+from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, RowDrafts
+
+_RUN_S = 0.02
+"""Seconds of a run that is long enough for its start not to count."""
+
+_MIN_STEPS = 3
+_NUM_ROUNDS = 15
+_NEVER, _ALWAYS = 1e9, 1e-9
+
+
+def measure_costs(runner: ModelRunner, size: int) -> StepCosts:
+    """Runs steps of a batch of that size, and of each width.
+
+    The rows share a page, whose contents are put back.
+    """
+    kv_memory = runner.kv_memory
+    kv_memory.take()
+    windows = no_windows(kv_memory.num_pages) if runner.has_windows else None
+    tokens = runner.verify_widths(size)
+    makers = [functools.partial(decode_call, runner, size)]
+    makers += [
+        functools.partial(verify_call, runner, size, width=width) for width in range(len(tokens))
+    ]
+    saved = kv_memory.save_pages([0], windows)
+    try:
+        calls = [make(_num_steps(runner, make)) for make in makers]
+        # In turns, since other processes may disturb some of them.
+        rounds = [[_timed(runner, call) for call in calls] for _ in range(_NUM_ROUNDS)]
+    finally:
+        kv_memory.load_pages(saved, [0], windows)
+        kv_memory.contiguous_slots.forget()
+    plain, *made = map(min, zip(*rounds, strict=True))
+    # The program without drafts does no more than one that has none.
+    return StepCosts(min(plain, made[0]), tuple(made), tokens)
+
+
+def decode_call(runner: ModelRunner, size: int, num_steps: int) -> ProgramCall:
+    """A dispatch without drafts of rows that all go on; none with 0 steps."""
+    rows, sampling, limits = _rows(runner, size, num_steps)
+    return ProgramCall("decode", (rows, sampling, programs.RowOptions(), *limits))
+
+
+def verify_call(
+    runner: ModelRunner,
+    size: int,
+    num_steps: int,
+    *,
+    width: int,
+    table: SamplingTable | None = None,
+) -> ProgramCall:
+    """As `decode_call`, with steps of the width with that index."""
+    rows, sampling, limits = _rows(runner, size, num_steps)
+    costs = np.full(len(runner.verify_widths(size)), _NEVER, np.float32)
+    costs[width] = _ALWAYS
+    repeated = np.zeros(2 * runner.num_drafts, np.int32)
+    row = RowDrafts((), (), repeated, True, runner.num_drafts, (1.0,) * ACCEPTANCE_KINDS, 1.0)
+    assert runner.shapes.text_sizes is not None
+    drafts = build_draft_batch([row] * size, size, runner.shapes.text_sizes, costs.tolist())
+    options = programs.RowOptions(table)
+    return ProgramCall("verify", (rows, sampling, options, drafts, *limits))
+
+
+def _rows(runner: ModelRunner, size: int, num_steps: int) -> tuple[Any, Any, tuple[Any, Any]]:
+    """Rows of the same page, the settings of their sampling, and the limits of a dispatch."""
+    shapes = runner.shapes
+    rows = build_decode_batch(
+        [],
+        [],
+        buckets=[size],
+        table_width=shapes.table_width,
+        has_adapters=runner.has_adapters,
+        windows=no_windows(runner.kv_memory.num_pages) if runner.has_windows else None,
+    )
+    longest = runner.max_len if num_steps else 0
+    rows = rows._replace(step_limits=np.full(size, longest, np.int32))
+    sampling = build_sampling_batch([], size, runner.model_config.vocab_size)
+    return rows, sampling, (np.int32(num_steps), np.int32(size + 1))
+
+
+def _num_steps(runner: ModelRunner, make_call: Callable[[int], ProgramCall]) -> int:
+    """Steps of a run that is long enough."""
+    _timed(runner, make_call(_MIN_STEPS))  # compiles
+    seconds = _timed(runner, make_call(_MIN_STEPS))
+    most = min(runner.max_steps, runner.max_len // (1 + runner.num_drafts))
+    return max(min(int(_RUN_S / seconds), most), _MIN_STEPS)
+
+
+def _timed(runner: ModelRunner, call: ProgramCall) -> float:
+    """Seconds of a dispatch, divided by its steps."""
+    started_s = time.perf_counter()
+    result = jax.device_get(runner.run(call))
+    seconds = time.perf_counter() - started_s
+    if isinstance(result, Verified):
+        return seconds / max(int(result.num_steps.sum()), 1)
+    return seconds / max(int(result.num_tokens.max()), 1)

@@ -1,0 +1,436 @@
+"""Decode with draft tokens: a step verifies some of each row's drafts, in one forward pass.
+
+Every position of a request draws its own token, with the random numbers that it would have without
+drafts. A draft is right if it is that token. So drafts change how long tokens take, and not which
+they are: of given drafts as many are accepted as by rejection sampling (Leviathan et al., 2023),
+and those are the same samples, not just the same distribution. Keys of wrong drafts stay in their
+slots, which the next tokens take.
+
+Tokens of all rows are packed, so a step takes as long as it has tokens, and a row that has ended
+leaves room for the drafts of others. There is a loop for each width; what the next step verifies
+is decided at the end of a step, without the host.
+
+Shape legend: B rows, T tokens of a step, W tokens of a row (its newest and its drafts), S stop ids.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgljax_engine.attention.base import AttentionOptions, BlockTables
+from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
+from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params
+from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend
+from sgljax_engine.runner.batch import DecodeBatch
+from sgljax_engine.runner.drafts import (
+    NUM_SOURCES,
+    DraftBatch,
+    Drafts,
+    Match,
+    choose_drafts,
+    find_drafts,
+    learn,
+    may_pay,
+    read_drafts,
+    row_drafts,
+)
+from sgljax_engine.runner.page_ids import NO_SLOT
+from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.programs import (
+    DecodeOutput,
+    RowOptions,
+    empty_extras,
+    empty_output,
+    with_routed,
+)
+from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
+from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
+
+NO_SOURCE = 0
+"""Of tokens that no draft foretold; others have 1 + one of `NUM_SOURCES`."""
+
+
+class Verified(NamedTuple):
+    """What a dispatch generated, and how.
+
+    Shape: sources: [tokens, B] int32, see `NO_SOURCE`. num_drafted, num_right: [NUM_SOURCES, B]
+        int32. acceptance: See `DraftBatch`. num_steps: [number of widths] int32.
+    """
+
+    output: DecodeOutput
+    sources: jax.Array
+    num_drafted: jax.Array
+    num_right: jax.Array
+    acceptance: jax.Array
+    num_steps: jax.Array
+
+
+class _Carry(NamedTuple):
+    caches: tuple[LayerCache, ...]
+    routed: jax.Array | None
+    input_ids: jax.Array
+    table: SamplingTable | None
+    text: jax.Array
+    num_text: jax.Array
+    pointer: jax.Array
+    drafts: Drafts
+    out: Verified
+
+
+class _Packed(NamedTuple):
+    """Tokens of a step, those of a row one after another.
+
+    Shape: row, place: [T] int32, a token's row and its place among the row's. is_used: [T] bool.
+        starts: [B] int32, each row's first token.
+    """
+
+    row: jax.Array
+    place: jax.Array
+    is_used: jax.Array
+    starts: jax.Array
+
+
+class _Passed(NamedTuple):
+    """Of a step that has done its forward pass, or will.
+
+    Shape: sampled: Of each place of the widest step. is_done: Scalar bool.
+    """
+
+    caches: tuple[LayerCache, ...]
+    routed: jax.Array | None
+    sampled: Sampled
+    is_done: jax.Array
+
+
+def verify(
+    params: Params,
+    kv: KVPages,
+    rows: DecodeBatch,
+    sampling: SamplingBatch,
+    options: RowOptions,
+    drafts: DraftBatch,
+    num_steps: jax.Array,
+    max_finished: jax.Array,
+    *,
+    static: ProgramContext,
+) -> tuple[KVPages, Verified]:
+    """Generates tokens with up to `num_steps` forward passes in one dispatch; donates `kv`.
+
+    `step_limits` of the rows are tokens. Ends early when no row can continue, when `max_finished`
+    rows have finished for good, or when one has no room left for a token. Reads keys from pages.
+    """
+    num_rows, max_tokens = rows.input_ids.shape[0], static.max_verified
+    widths = static.verify_widths(num_rows)
+    assert drafts.costs.shape == (len(widths),), drafts.costs.shape
+    limits = jnp.minimum(rows.step_limits, max_tokens)
+    ends_at_limit = rows.ends_at_limit & (rows.step_limits <= max_tokens)
+    run = _Run(params, rows, sampling, options, drafts, limits, widths, static)
+
+    def keep_going(carry: _Carry) -> jax.Array:
+        done, stopped = carry.out.output.num_tokens, carry.out.output.stopped
+        at_limit = (done >= limits) & (limits > 0)
+        num_finished = jnp.sum(stopped | (at_limit & ends_at_limit), dtype=jnp.int32)
+        in_time = (jnp.sum(carry.out.num_steps) < num_steps) & (num_finished < max_finished)
+        has_room = ~jnp.any(at_limit & ~ends_at_limit & ~stopped)
+        return in_time & has_room & jnp.any(run.is_active(carry))
+
+    no_counts = jnp.zeros((NUM_SOURCES, num_rows), jnp.int32)
+    out = Verified(
+        output=empty_output(num_rows, max_tokens, options.logprobs),
+        sources=jnp.zeros((max_tokens, num_rows), jnp.int32),
+        num_drafted=no_counts,
+        num_right=no_counts,
+        acceptance=drafts.acceptance,
+        num_steps=jnp.zeros(len(widths), jnp.int32),
+    )
+    start = _Carry(
+        caches=kv.layers,
+        routed=kv.routed,
+        input_ids=rows.input_ids,
+        table=options.table,
+        text=drafts.text,
+        num_text=drafts.num_text,
+        pointer=jnp.full(num_rows, drafts.text.shape[1], jnp.int32),
+        drafts=run.no_drafts(),
+        out=out,
+    )
+    end = lax.while_loop(keep_going, run.step, run.with_drafts(start))
+    layers = tuple(layer for layer in end.caches if isinstance(layer, LayerKV))
+    return KVPages(layers, end.routed), end.out
+
+
+class _Run(NamedTuple):
+    """What does not change during a dispatch."""
+
+    params: Params
+    rows: DecodeBatch
+    sampling: SamplingBatch
+    options: RowOptions
+    drafts: DraftBatch
+    limits: jax.Array
+    widths: tuple[int, ...]
+    static: ProgramContext
+
+    def is_active(self, carry: _Carry) -> jax.Array:
+        """Which rows [B] go on."""
+        return (carry.out.output.num_tokens < self.limits) & ~carry.out.output.stopped
+
+    def no_drafts(self) -> Drafts:
+        """A step without drafts."""
+        num_rows, num_drafts = len(self.limits), row_drafts(self.widths[-1], self.static.num_drafts)
+        nothing, size = jnp.zeros(num_rows, jnp.int32), self.drafts.text.shape[1]
+        return Drafts(
+            tokens=jnp.zeros((num_rows, num_drafts), jnp.int32),
+            counts=nothing,
+            match=Match(nothing > 0, nothing + size, nothing, nothing),
+            width=jnp.zeros((), jnp.int32),
+            is_searched=jnp.array(False),
+        )
+
+    def with_drafts(self, carry: _Carry) -> _Carry:
+        """Decides about the next step."""
+        batch = self.drafts._replace(acceptance=carry.out.acceptance)
+        active, num_drafts = self.is_active(carry), carry.drafts.tokens.shape[1]
+
+        def choose() -> Drafts:
+            search, vocab_size = self.static.search, self.static.context.config.vocab_size
+            match = find_drafts(batch, carry.text, carry.num_text, carry.pointer, search)
+            tokens, available = read_drafts(
+                carry.text, carry.num_text, match, num_drafts, vocab_size
+            )
+            # The token behind the last right draft needs room too.
+            room = self.limits - carry.out.output.num_tokens - 1
+            available = jnp.clip(available, 0, jnp.maximum(room, 0))
+            return choose_drafts(batch, match, tokens, available, active, self.widths)
+
+        pays = may_pay(batch, active, self.widths, num_drafts)
+        return carry._replace(drafts=lax.cond(pays, choose, self.no_drafts))
+
+    def step(self, carry: _Carry) -> _Carry:
+        """A forward pass, and what follows from it."""
+        packed = _pack(self.is_active(carry), carry.drafts.counts, self.widths[-1])
+        shape, extras = packed.row.shape, self.options.logprobs
+        numbers = jnp.zeros(shape, jnp.float32)
+        nothing = Sampled(packed.row, numbers, numbers, numbers, empty_extras(shape, extras))
+        passed = _Passed(carry.caches, carry.routed, nothing, jnp.array(False))
+        for index in range(len(self.widths)):
+            # A loop that runs once or never: it updates the caches in place, as a branch may not.
+            passed = lax.while_loop(
+                lambda passed, index=index: (carry.drafts.width == index) & ~passed.is_done,
+                functools.partial(self._pass, index, carry, packed),
+                passed,
+            )
+        found = self._accept(carry, packed, passed.sampled.token)
+        carry = carry._replace(caches=passed.caches, routed=passed.routed)
+        return self.with_drafts(self._after(carry, packed, passed.sampled, found))
+
+    def _pass(self, index: int, carry: _Carry, packed: _Packed, passed: _Passed) -> _Passed:
+        """A forward pass of the width with that index."""
+        width = self.widths[index]
+        most = 1 + row_drafts(width, self.static.num_drafts) if index else 1
+        row, place, is_used = (x[:width] for x in (packed.row, packed.place, packed.is_used))
+        packed = _Packed(row, place, is_used, packed.starts)
+        offset = carry.out.output.num_tokens[row] + place
+        drafted = carry.drafts.tokens[row, jnp.maximum(place - 1, 0)]
+        input_ids = jnp.where(place == 0, carry.input_ids[row], drafted)
+        attend, slots = self._attend(carry, packed, self.rows.positions[row] + offset, most)
+        static, num_used = self.static, jnp.sum(is_used, dtype=jnp.int32)
+        widths, has_experts = static.context.tile_widths, static.context.has_experts
+        logits, out = static.model.token_logits(
+            self.params,
+            static.context,
+            input_ids,
+            self.rows.positions[row] + offset,
+            attend,
+            passed.caches,
+            tokens_in_tiles(widths, width, num_used, is_used if has_experts else None),
+            None if self.rows.adapters is None else self.rows.adapters[row],
+        )
+        assert out.kv is not None
+        # The compiler orders sums over the vocabulary, and the order may depend on the width.
+        tokens = tokens_in_tiles(widths[:1], width, num_used)
+        sampled = self._sample(logits, carry, packed, offset, most, tokens)
+        # The last width has all places.
+        sampled = jax.tree.map(lambda all_, new: all_.at[:width].set(new), passed.sampled, sampled)
+        return _Passed(out.kv, with_routed(passed.routed, out, slots), sampled, jnp.array(True))
+
+    def _attend(
+        self, carry: _Carry, packed: _Packed, positions: jax.Array, most: int
+    ) -> tuple[Attend, jax.Array]:
+        """Attention of tokens, one by one or in blocks of a row's, and their slots."""
+        rows, static = self.rows, self.static
+
+        def slots_in(table: jax.Array) -> jax.Array:
+            page = jnp.minimum(positions // static.page_size, table.shape[1] - 1)
+            slots = table[packed.row, page] * static.page_size + positions % static.page_size
+            return jnp.where(packed.is_used, slots, NO_SLOT)
+
+        slots, of_windows = slots_in(rows.page_table), None
+        if rows.window_table is not None:
+            of_windows = slots_in(rows.window_table)
+        if most == 1 or not static.verifies_blocks:
+            tables = BlockTables(
+                page_table=rows.page_table[packed.row],
+                positions=positions[:, None],
+                kv_lens=jnp.where(packed.is_used, positions + 1, 0),
+            )
+            windows = None if rows.window_table is None else rows.window_table[packed.row]
+            pages = Pages.make(tables, slots, windows, of_windows)
+            own = static.decode_attention if most == 1 else None
+            attend = paged_attend(static, pages, None if own is None else of_blocks(own))
+            return attend, slots
+        first = rows.positions + carry.out.output.num_tokens
+        num_keys = first + 1 + carry.drafts.counts
+        number = jnp.arange(most, dtype=jnp.int32)
+        tables = BlockTables(
+            page_table=rows.page_table,
+            positions=first[:, None] + number,
+            kv_lens=jnp.where(self.is_active(carry), num_keys, 0),
+        )
+        places = jnp.minimum(packed.starts[:, None] + number, len(packed.row) - 1).reshape(-1)
+        is_there = (tables.positions < tables.kv_lens[:, None]).reshape(-1)
+
+        def in_blocks(slots: jax.Array) -> jax.Array:
+            return jnp.where(is_there, slots[places], NO_SLOT)
+
+        window_slots = None if of_windows is None else in_blocks(of_windows)
+        pages = Pages.make(tables, in_blocks(slots), rows.window_table, window_slots)
+        by_blocks = paged_attend(static, pages, static.prefill_attention)
+        back = packed.row * most + packed.place
+
+        def attend_blocks(
+            q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
+        ) -> tuple[jax.Array, LayerCache]:
+            q, new = jax.tree.map(lambda x: x[places], (q, new))
+            out, layer = by_blocks(q, new, layer, options)
+            return out[back], layer
+
+        return attend_blocks, slots
+
+    def _sample(
+        self,
+        logits: jax.Array,
+        carry: _Carry,
+        packed: _Packed,
+        offset: jax.Array,
+        most: int,
+        tokens: Tokens,
+    ) -> Sampled:
+        """A token at each position, as if all drafts before it were right."""
+        static, table, adjusted = self.static, carry.table, None
+        sampling = jax.tree.map(lambda x: x[packed.row], self.sampling)
+        if table is not None:
+            drafted = carry.drafts.tokens[packed.row]
+
+            def add(number: jax.Array, table: SamplingTable) -> SamplingTable:
+                return record(table, drafted[:, number], packed.place > number)
+
+            of_tokens = jax.tree.map(lambda x: x[packed.row], table)
+            table = lax.fori_loop(0, most - 1, add, of_tokens)
+            num_output = sampling.step + offset
+            adjusted = adjust_logits(logits, table, sampling.stop_ids, num_output)
+        others = self.options.logprobs
+        if others is not None:
+            others = others._replace(token_ids=others.token_ids[packed.row])
+        shards, sampler = static.num_vocab_shards, static.sampler
+        return sample(logits, sampling, offset, adjusted, tokens, shards, sampler, others)
+
+    def _accept(self, carry: _Carry, packed: _Packed, token: jax.Array) -> _Accepted:
+        """Keeps a row's tokens up to the first that its draft differs from, or that ends it."""
+        drafts, most = carry.drafts, 1 + carry.drafts.tokens.shape[1]
+        places = packed.starts[:, None] + jnp.arange(most, dtype=jnp.int32)
+        tokens = token[jnp.minimum(places, len(token) - 1)]
+        number = jnp.arange(most - 1, dtype=jnp.int32)
+        right = (tokens[:, :-1] == drafts.tokens) & (number < drafts.counts[:, None])
+        num_right = jnp.sum(jnp.cumprod(right, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        is_stop = jnp.any(tokens[:, :, None] == self.sampling.stop_ids[:, None], axis=2)
+        first_stop = jnp.where(jnp.any(is_stop, axis=1), jnp.argmax(is_stop, axis=1), most)
+        num_tokens = jnp.minimum(num_right, first_stop.astype(jnp.int32)) + 1
+        active = self.is_active(carry)
+        stopped = active & (first_stop < num_tokens)
+        num_tokens = jnp.where(active, num_tokens, 0)
+        return _Accepted(tokens, num_tokens, jnp.minimum(num_right, num_tokens), stopped)
+
+    def _after(self, carry: _Carry, packed: _Packed, sampled: Sampled, found: _Accepted) -> _Carry:
+        """Notes the tokens of a step."""
+        out, drafts = carry.out, carry.drafts
+        done = out.output.num_tokens
+        row, place = packed.row, packed.place
+        is_kept = packed.is_used & (place < found.num_tokens[row])
+        where = jnp.where(is_kept, done[row] + place, out.sources.shape[0])
+
+        def put(kept: jax.Array, new: jax.Array) -> jax.Array:
+            return kept.at[where, row].set(new, mode="drop")
+
+        output = DecodeOutput(
+            token_ids=put(out.output.token_ids, sampled.token),
+            logprobs=put(out.output.logprobs, sampled.logprob),
+            scaled_logprobs=put(out.output.scaled_logprobs, sampled.scaled_logprob),
+            processed_logprobs=put(out.output.processed_logprobs, sampled.processed_logprob),
+            num_tokens=done + found.num_tokens,
+            stopped=out.output.stopped | found.stopped,
+            extras=jax.tree.map(put, out.output.extras, sampled.extras),
+        )
+        source = 1 + drafts.match.source[row]
+        is_of = jnp.arange(NUM_SOURCES, dtype=jnp.int32)[:, None] == drafts.match.source
+        is_right = place < found.num_right[row]
+        was_active = self.is_active(carry)
+        out = Verified(
+            output=output,
+            sources=put(out.sources, jnp.where(is_right, source, NO_SOURCE)),
+            num_drafted=out.num_drafted + is_of * drafts.counts,
+            num_right=out.num_right + is_of * found.num_right,
+            acceptance=learn(out.acceptance, drafts, found.num_right, was_active),
+            num_steps=out.num_steps.at[drafts.width].add(1),
+        )
+        table = carry.table
+        if table is not None:
+
+            def add(number: jax.Array, table: SamplingTable) -> SamplingTable:
+                return record(table, found.tokens[:, number], number < found.num_tokens)
+
+            table = lax.fori_loop(0, found.tokens.shape[1], add, table)
+        rows = jnp.arange(len(done), dtype=jnp.int32)
+        text_end = carry.text.shape[1]
+        behind = jnp.where(is_kept, carry.num_text[row] + place, text_end)
+        newest = found.tokens[rows, jnp.maximum(found.num_tokens - 1, 0)]
+        return carry._replace(
+            input_ids=jnp.where(found.num_tokens > 0, newest, carry.input_ids),
+            table=table,
+            text=carry.text.at[row, behind].set(sampled.token, mode="drop"),
+            num_text=carry.num_text + found.num_tokens,
+            pointer=jnp.minimum(drafts.match.place + found.num_tokens, text_end),
+            out=out,
+        )
+
+
+class _Accepted(NamedTuple):
+    """What a step adds to each row.
+
+    Shape: tokens: [B, W] int32. num_tokens, num_right: [B] int32, tokens to keep, and those of them
+        that were drafts. stopped: [B] bool.
+    """
+
+    tokens: jax.Array
+    num_tokens: jax.Array
+    num_right: jax.Array
+    stopped: jax.Array
+
+
+def _pack(active: jax.Array, counts: jax.Array, width: int) -> _Packed:
+    """Places of the newest tokens and drafts of active rows in a step of that width."""
+    sizes = jnp.where(active, 1 + counts, 0)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    token = jnp.arange(width, dtype=jnp.int32)
+    row = jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32)
+    is_used = row < len(active)
+    row = jnp.minimum(row, len(active) - 1)
+    starts = ends - sizes
+    place = jnp.where(is_used, token - starts[row], 0)
+    return _Packed(row, place, is_used, starts)

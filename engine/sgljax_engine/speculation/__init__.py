@@ -1,0 +1,1 @@
+"""Which tokens a request may be about to generate, and when it pays to verify them. Host only."""

@@ -1,0 +1,149 @@
+"""Drafts change how long tokens take, and not which they are: with every drafter and width."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sgljax_engine import EngineCounters
+from sgljax_engine.config import DRAFTERS
+from sgljax_engine.layers import target
+from tests.engine.determinism_cases import (
+    MODEL,
+    Asked,
+    Bits,
+    Interrupter,
+    Way,
+    differing,
+    make_engine,
+    requests,
+    run,
+)
+from tests.engine.models import spread_weights
+
+COMPARES_BITS = True  # see conftest
+
+REQUESTS = requests(200, MODEL.vocab_size)
+PLAIN = [each for each in REQUESTS if not each.params.changes_logits and not each.top_logprobs]
+"""They need one program of each kind."""
+
+OPTIONS: dict[str, Any] = {
+    "page_size": 16,
+    "num_kv_tokens": 4096,
+    "batch_buckets": (4,),
+    "max_running_requests": 4,
+    "token_buckets": (256,),
+    "chunked_prefill_size": 256,
+    "decode_steps": 16,
+    "speculation": "always",
+}
+
+
+@pytest.fixture(scope="module", params=["native", pytest.param("portable", marks=pytest.mark.slow)])
+def backend(request):
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "portable":
+            patch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
+        elif target.unavailable() is not None:
+            pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
+        yield request.param
+
+
+@functools.cache
+def _expected(backend: str) -> list[Bits]:
+    with make_engine(OPTIONS | {"speculation": "off"}) as engine:
+        return run(engine, REQUESTS, Way({}))
+
+
+@pytest.fixture
+def expected(backend):
+    """Of requests, without drafts."""
+
+    def bits(asked: Sequence[Asked]) -> list[Bits]:
+        places = [REQUESTS.index(each) for each in asked]
+        return [_expected(backend)[place] for place in places]
+
+    return bits
+
+
+def run_twice(expected: Any, asked: Sequence[Asked], **options: Any) -> EngineCounters:
+    """Requests, and the same ones again with the first answers as history; no bit may differ."""
+    with make_engine(OPTIONS | options) as engine:
+        for _ in range(2):
+            assert differing(run(engine, asked, Way({})), expected(asked)) == []
+        return engine.get_internal_state().counters
+
+
+def test_some_requests(backend):
+    """Of settings that need no further programs, so that this is fast."""
+    del backend
+    few, options = PLAIN[:12], {"speculative_num_draft_tokens": 3}
+    with make_engine(OPTIONS | {"speculation": "off"}) as engine:
+        bits = run(engine, few, Way({}))
+    counters = run_twice(lambda asked: bits, few, **options)
+    assert counters.num_accepted_history > 100
+    assert counters.num_drafted_ngram > counters.num_accepted_ngram
+
+
+@pytest.mark.slow
+def test_all_requests(expected):
+    """200 of all sampling kinds."""
+    counters = run_twice(expected, REQUESTS)
+    assert counters.num_accepted_history > 1000
+    assert counters.num_drafted_ngram > counters.num_accepted_ngram > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_each_drafter(expected, drafter):
+    counters = run_twice(expected, PLAIN[:40], speculative_drafters=(drafter,))
+    drafted = {name: getattr(counters, f"num_drafted_{name}") for name in DRAFTERS}
+    assert {name for name, count in drafted.items() if count} <= {drafter}
+    assert drafted[drafter] or drafter == "siblings"  # of prompts that differ there are none
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [1, 2, 7, 30])
+def test_each_width(expected, num_drafts):
+    """Most drafts of a row, from which the widths of steps follow."""
+    options = {"speculative_num_draft_tokens": num_drafts, "batch_buckets": (2, 4)}
+    counters = run_twice(expected, PLAIN[:40], **options)
+    assert counters.num_accepted_tokens > 100
+    assert 1 < counters.acceptance_length <= 1 + num_drafts
+
+
+@pytest.mark.slow
+def test_siblings(backend):
+    """Samples of one prompt draft from each other."""
+    del backend
+    asked = [
+        each._replace(
+            prompt=PLAIN[0].prompt,
+            params=dataclasses.replace(each.params, temperature=0.05, max_new_tokens=40),
+        )
+        for each in PLAIN[:12]
+    ]
+    with make_engine(OPTIONS | {"speculation": "off"}) as engine:
+        bits = run(engine, asked, Way({}))
+    with make_engine(OPTIONS | {"speculative_drafters": ("siblings",)}) as engine:
+        assert differing(run(engine, asked, Way({})), bits) == []
+        assert engine.get_internal_state().counters.num_accepted_siblings > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_interruptions(expected, seed):
+    """Pauses, retractions, updates and sleep; drafts of an older policy are only drafts."""
+    interrupt = Interrupter(seed, spread_weights(MODEL))
+    options = {"num_kv_tokens": 600, "decode_steps": 4}
+    with make_engine(OPTIONS | options) as engine:
+        for _ in range(2):
+            found = run(engine, PLAIN, Way({}, splits=2, interrupt=interrupt))
+            assert differing(found, expected(PLAIN)) == []
+        counters = engine.get_internal_state().counters
+    assert len(interrupt.counts) >= 3, "of the ways to interrupt"
+    assert counters.num_accepted_history > 200
