@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 import threading
@@ -22,6 +23,8 @@ RUNNING = EngineProgress(
     num_finished=5,
     num_output_tokens=150,
     num_prefill_tokens=30,
+    num_verified_tokens=0,
+    num_accepted_tokens=0,
     num_cached_tokens=70,
     weight_version=4,
     halted_s=None,
@@ -110,6 +113,8 @@ def test_what_the_rollout_bar_says():
         num_finished=5,
         num_output_tokens=50,
         num_prefill_tokens=0,
+        num_verified_tokens=0,
+        num_accepted_tokens=0,
         num_cached_tokens=0,
         weight_version=3,
         halted_s=None,
@@ -118,6 +123,8 @@ def test_what_the_rollout_bar_says():
         "50 tokens/s, 3 running, 2 waiting, 70% cached, weights v4"
     )
     assert "0% cached" in describe(RUNNING, RUNNING, 0.0)
+    drafting = dataclasses.replace(RUNNING, num_verified_tokens=80, num_accepted_tokens=60)
+    assert "70% cached, 75% drafted, weights v4" in describe(first, drafting, 2.0)
 
 
 # ------------------------------------------------------------------ training

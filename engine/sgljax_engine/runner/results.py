@@ -30,22 +30,21 @@ class PendingDecode(NamedTuple):
     rows: Sequence[Request]
     order: Sequence[int]
 
-    def wait(self) -> tuple[list[RowOutput], tuple[int, ...] | None]:
-        """Waits for the tokens: an entry for each of `SchedulerOutput.decode`, in its order.
-
-        Returns:
-            The entries, and `StepOutput.passes`.
-        """
-        result, passes = jax.device_get(self.result), None
-        if isinstance(result, Verified):
-            by_row = _verified_rows(result, self.rows)
-            passes = tuple(result.num_steps.tolist())
-        else:
-            by_row = row_outputs(result, self.rows)
+    def wait(self) -> list[RowOutput]:
+        """Waits for the tokens; one entry for each of `SchedulerOutput.decode`, in its order."""
+        result = jax.device_get(self.result)
+        is_verified = isinstance(result, Verified)
+        by_row = (_verified_rows if is_verified else row_outputs)(result, self.rows)
         outputs = list(by_row)
         for place, output in zip(self.order, by_row, strict=True):
             outputs[place] = output
-        return outputs, passes
+        return outputs
+
+    def passes(self) -> tuple[int, ...] | None:
+        """See `StepOutput.passes`; waits too."""
+        if not isinstance(self.result, Verified):
+            return None
+        return tuple(jax.device_get(self.result.num_steps).tolist())
 
 
 class PendingStep(NamedTuple):
@@ -75,7 +74,7 @@ class PendingStep(NamedTuple):
         if self.decode is None:
             self.wait_for_pages()
         else:
-            rows, passes = self.decode.wait()
+            rows, passes = self.decode.wait(), self.decode.passes()
         decoded_s = time.perf_counter()
         return StepOutput(
             rows,

@@ -1,0 +1,176 @@
+"""Where drafts come from, and when they pay. No device."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from sgljax_engine.speculation.costs import CostTable, StepCosts
+from sgljax_engine.speculation.drafters import End, HistoryDrafter, SiblingDrafter
+from sgljax_engine.speculation.texts import PROMPT_TOKENS, RequestText
+
+PROMPT = list(range(20))
+TAIL = PROMPT[-PROMPT_TOKENS:]
+
+
+def text(output: list[int], prompt: list[int] = PROMPT) -> RequestText:
+    made = RequestText(prompt)
+    made.update(output)
+    return made
+
+
+def lists(references) -> list[list[int]]:
+    return [each.tolist() for each in references]
+
+
+def test_a_text_grows():
+    made, output = RequestText(PROMPT), []
+    views = []
+    for token in range(500):
+        output.append(token)
+        made.update(output)
+        views.append((made.tokens, made.reference, list(output)))
+    for tokens, reference, expected in views:  # old ones are not changed
+        assert tokens.tolist() == PROMPT + expected
+        assert reference.tolist() == TAIL + expected
+    assert made.num_output == 500
+    assert made.key == RequestText(PROMPT).key != RequestText([1]).key
+
+
+class TestSiblings:
+    def test_others_of_the_prompt_the_longest_last(self):
+        drafter = SiblingDrafter()
+        long, short, own, empty = text([1, 2, 3]), text([4]), text([5, 6]), text([])
+        for each in (long, short, own, empty, text([9], prompt=[1])):
+            drafter.add(each)
+        assert lists(drafter.references(own)) == [[*TAIL, 4], [*TAIL, 1, 2, 3]]
+        drafter.finish(long, End(version=0))
+        drafter.finish(short, End(is_moved=True))
+        assert lists(drafter.references(own)) == [[*TAIL, 1, 2, 3]]
+
+    def test_forgets_a_prompt_with_its_last_request(self):
+        drafter, both = SiblingDrafter(), [text([1]), text([2])]
+        for each in both:
+            drafter.add(each)
+        for each in both:
+            drafter.finish(each, End(version=0))
+        assert not drafter._samples
+        assert not drafter._num_unfinished
+
+
+class TestHistory:
+    def answer(self, drafter: HistoryDrafter, *outputs: list[int], prompt=PROMPT, version=0):
+        texts = [text(output, prompt) for output in outputs]
+        for each in texts:
+            drafter.add(each)
+        for each in texts:
+            drafter.finish(each, End(version=version))
+
+    def test_answers_of_earlier_calls_the_newest_last(self):
+        drafter = HistoryDrafter(10_000)
+        self.answer(drafter, [1], [2], version=3)
+        self.answer(drafter, [3], version=4)
+        assert lists(drafter.references(text([]))) == [[*TAIL, 1], [*TAIL, 2], [*TAIL, 3]]
+        assert [answer.version for answer in drafter.dump()[text([]).key]] == [3, 3, 4]
+        assert not drafter.references(text([], prompt=[1]))
+
+    def test_samples_of_an_unfinished_group_are_not_history(self):
+        drafter, first, second = HistoryDrafter(10_000), text([1]), text([2])
+        for each in (first, second):
+            drafter.add(each)
+        drafter.finish(first, End(version=0))
+        assert not drafter.references(second)
+        drafter.finish(second, End())  # aborted
+        assert lists(drafter.references(text([]))) == [[*TAIL, 1]]
+
+    def test_bytes_are_limited_and_the_oldest_prompt_goes_first(self):
+        drafter = HistoryDrafter(1000)
+        for prompt in ([1], [2], [3], [1], [4]):
+            self.answer(drafter, list(range(60)), prompt=prompt)  # 260 bytes each
+            assert drafter.num_bytes <= 1000
+        has = [bool(drafter.references(text([], prompt=[p]))) for p in (1, 2, 3, 4)]
+        assert has == [True, False, False, True]
+        self.answer(drafter, list(range(5000)))
+        assert drafter.num_bytes == 0
+        assert not drafter.dump()
+
+    def test_bytes_are_those_of_what_is_kept(self):
+        drafter, rng = HistoryDrafter(20_000), np.random.default_rng(0)
+        for _ in range(300):
+            output = list(range(rng.integers(1, 100)))
+            self.answer(drafter, *[output] * int(rng.integers(1, 5)), prompt=[rng.integers(9)])
+            kept = drafter.dump()
+            num_bytes = sum(len(key) for key in kept)
+            num_bytes += sum(a.tokens.nbytes for answers in kept.values() for a in answers)
+            assert drafter.num_bytes == num_bytes <= 20_000
+            assert all(0 < len(answers) <= 32 for answers in kept.values())
+
+    def test_a_dump_is_loaded(self):
+        drafter, other = HistoryDrafter(10_000), HistoryDrafter(10_000)
+        self.answer(drafter, [1], [2])
+        other.load(drafter.dump())
+        assert lists(other.references(text([]))) == lists(drafter.references(text([])))
+        assert other.num_bytes == drafter.num_bytes
+        small = HistoryDrafter(10)
+        small.load(drafter.dump())
+        assert small.num_bytes == 0
+
+    def test_threads(self):
+        """Engines of a group share it."""
+        drafter = HistoryDrafter(5000)
+
+        def work(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for _ in range(300):
+                self.answer(drafter, [seed] * int(rng.integers(1, 60)), prompt=[rng.integers(5)])
+                drafter.references(text([], prompt=[rng.integers(5)]))
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not drafter._num_unfinished
+        assert not drafter._finished
+        kept = drafter.dump()
+        num_bytes = sum(a.tokens.nbytes for answers in kept.values() for a in answers)
+        assert drafter.num_bytes == num_bytes + sum(map(len, kept)) <= 5000
+
+    def test_only_the_part_around_the_request(self):
+        drafter = HistoryDrafter(10**6)
+        self.answer(drafter, list(range(10_000)))
+        (found,) = drafter.references(text([0] * 5000))
+        assert 5000 in found
+        assert len(found) < 3000
+
+
+class TestCosts:
+    COSTS = StepCosts(plain=1.0, widths=(1.0, 1.5, 2.5), tokens=(1, 4, 16))
+
+    @pytest.mark.parametrize(
+        ("num_rows", "acceptance", "pays"), [(1, 0.9, True), (1, 0.2, False), (4, 0.5, False)]
+    )
+    def test_may_pay(self, num_rows, acceptance, pays):
+        assert self.COSTS.may_pay(num_rows, acceptance, num_drafts=15) == pays
+
+    def test_learns_what_dispatches_take(self):
+        costs = self.COSTS
+        for _ in range(100):
+            costs = costs.learnt(None, 10, 30.0)
+            costs = costs.learnt((0, 10, 0), 10, 12.0)
+        assert costs.plain == pytest.approx(3.0)
+        assert costs.widths[1] == pytest.approx(1.2)
+        assert costs.widths[2] == 2.5, "never seen"
+        once = self.COSTS.learnt(None, 10, 1000.0)
+        assert once.plain < 1.2, "one dispatch that was disturbed"
+
+    def test_without_measurements_all_steps_cost_the_same(self):
+        table = CostTable(measures=False)
+        assert 4 in table
+        assert table.of_widths(4, 3) == (1.0, 1.0, 1.0)
+        table = CostTable(measures=True)
+        assert 4 not in table
+        table.put(4, self.COSTS)
+        assert table.of_widths(4, 3) == self.COSTS.widths
