@@ -165,11 +165,14 @@ _WITHOUT_COUNTERPART = (
     ),
     (
         "it is not implemented",
-        "speculative_config speculative_algorithm speculative_draft_model_path "
-        "speculative_num_steps speculative_num_draft_tokens grammar_backend "
-        "guided_decoding_backend structured_outputs_config limit_mm_per_prompt mm_processor_kwargs "
+        "grammar_backend guided_decoding_backend structured_outputs_config limit_mm_per_prompt mm_processor_kwargs "
         "multimodal kv_transfer_config disable_sliding_window disable_cascade_attn "
         "enable_prompt_embeds",
+    ),
+    (
+        "'speculation' turns draft tokens on; they come from texts, without a draft model",
+        "speculative_config speculative_algorithm speculative_draft_model_path "
+        "speculative_num_steps",
     ),
     (
         "the host always prepares and reads batches while the device runs",

@@ -100,7 +100,7 @@ class TestHistory:
         drafter, rng = HistoryDrafter(20_000), np.random.default_rng(0)
         for _ in range(300):
             output = list(range(rng.integers(1, 100)))
-            self.answer(drafter, *[output] * int(rng.integers(1, 5)), prompt=[rng.integers(9)])
+            self.answer(drafter, *[output] * int(rng.integers(1, 5)), prompt=[int(rng.integers(9))])
             kept = drafter.dump()
             num_bytes = sum(len(key) for key in kept)
             num_bytes += sum(a.tokens.nbytes for answers in kept.values() for a in answers)
@@ -124,8 +124,10 @@ class TestHistory:
         def work(seed: int) -> None:
             rng = np.random.default_rng(seed)
             for _ in range(300):
-                self.answer(drafter, [seed] * int(rng.integers(1, 60)), prompt=[rng.integers(5)])
-                drafter.references(text([], prompt=[rng.integers(5)]))
+                self.answer(
+                    drafter, [seed] * int(rng.integers(1, 60)), prompt=[int(rng.integers(5))]
+                )
+                drafter.references(text([], prompt=[int(rng.integers(5))]))
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for thread in threads:

@@ -225,7 +225,7 @@ class TestLearn:
     def test_right_drafts_raise_their_kind(self):
         found = self.after(num_right=3, counts=3)
         assert found[2] == pytest.approx(1 - 0.6 * 0.8**3)
-        assert found[:2] == pytest.approx([0.4] * 2)
+        assert max(found[:2]) < 0.4, "kinds that were searched for in vain"
 
     def test_the_first_wrong_one_is_the_last_that_counts(self):
         assert self.after(num_right=1, counts=5)[2] == pytest.approx((1 - 0.6 * 0.8) * 0.8)
@@ -236,7 +236,7 @@ class TestLearn:
     def test_what_is_not_tried_becomes_worth_a_try(self):
         found = self.after(num_right=0, counts=0, steps=2000)
         assert found[2] > 0.6
-        assert found[0] == pytest.approx(0.4)
+        assert found[0] < 0.1
 
 
 def test_references_that_do_not_fit_are_cut():

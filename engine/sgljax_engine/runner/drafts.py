@@ -45,7 +45,10 @@ _SHARED_RATE = 0.05
 """How much a row learns from a draft of another one: they answer alike."""
 
 _MISS_RATE = 1 / 32
-"""How fast an acceptance falls while a search finds nothing: then searching does not pay either."""
+"""How fast the acceptance of a kind falls with each search that finds no such draft.
+
+Where that is all of them, searching does not pay.
+"""
 
 
 class DraftBatch(NamedTuple):
@@ -296,9 +299,9 @@ def learn(
     tried = 1 - (1 - acceptance) * (1 - _LEARNING_RATE) ** num_right[:, None].astype(jnp.float32)
     tried = jnp.where(was_wrong[:, None], tried * (1 - _LEARNING_RATE), tried)
     hoped = acceptance + HOPE_RATE * jnp.maximum(HOPE - acceptance, 0)
-    found = jnp.where(was_tried, tried, jnp.where(is_kind, hoped, acceptance))
-    searched = jnp.where(drafts.match.exists[:, None], found, acceptance * (1 - _MISS_RATE))
-    learnt = jnp.where(drafts.is_searched, searched, hoped)
+    is_found = is_kind & drafts.match.exists[:, None]
+    missed = jnp.where(is_found, hoped, acceptance * (1 - _MISS_RATE))
+    learnt = jnp.where(was_tried, tried, jnp.where(drafts.is_searched, missed, hoped))
 
     def of_others(count: jax.Array) -> jax.Array:
         """By kind, [B, ACCEPTANCE_KINDS]."""
