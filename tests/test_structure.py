@@ -230,6 +230,7 @@ def test_exported_names():
         "SamplingParams",
         "SchedulerCheckpoint",
         "SchedulerConfig",
+        "SpeculationConfig",
         "StagedWeights",
         "UnsupportedModelError",
         "WeightLoadError",

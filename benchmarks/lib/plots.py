@@ -2,8 +2,9 @@
 
     python benchmarks/lib/plots.py [FOLDER]
 
-Reads `bench_*.json` (compare.py), `step_parts_*.json` (step_parts.py) and `growth.json`
-(growth.py), as far as they are there, and the first lines of every report.
+Reads `bench_*.json` (compare.py), `step_parts_*.json` (step_parts.py), `growth.json` (growth.py)
+and `grpo_speculation*.json` (grpo_speculation.py), as far as they are there, and the first lines of
+every report.
 """
 
 from __future__ import annotations
@@ -168,6 +169,42 @@ def draw_growth(series: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def draw_speculation(data: dict[str, Any], path: Path) -> None:
+    """Seconds of each step's rollout without drafts and with, and the acceptance by epoch."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 3.5), width_ratios=(3, 2), layout="constrained"
+    )
+    labels = {"off": "speculation off", "auto": "auto"}
+    for (mode, steps), color in zip(data["steps"].items(), ("tab:gray", "tab:blue"), strict=True):
+        milliseconds = [step["seconds"] * 1e3 for step in steps]
+        numbers = range(1, len(steps) + 1)
+        left.plot(numbers, milliseconds, "o-", color=color, markersize=3, label=labels[mode])
+    for epoch in range(1, len(data["epochs"])):
+        end = epoch * data["steps_per_epoch"] + 0.5
+        left.axvline(end, color="black", linewidth=0.8, linestyle=":")
+    left.set_ylim(bottom=0)
+    left.set_xlabel("step; dotted lines are ends of epochs")
+    left.set_ylabel("milliseconds")
+    left.legend(frameon=False, fontsize=8)
+    _tidy(left, "Rollout of a step, equal tokens")
+    drafted = [epoch["drafted"] for epoch in data["epochs"]]
+    names = [str(epoch["epoch"]) for epoch in data["epochs"]]
+    below = np.zeros(len(names))
+    for drafter, color in zip(drafted[0]["num_accepted"], _PART_COLORS, strict=False):
+        shares = [each["num_accepted"][drafter] / each["num_tokens"] for each in drafted]
+        right.bar(names, shares, 0.6, bottom=below, color=color, label=drafter)
+        below += shares
+    for place, each in enumerate(drafted):
+        text = f"{each['acceptance_length']:.1f} tokens a step"
+        right.annotate(text, (place, below[place]), ha="center", va="bottom", fontsize=8)
+    right.yaxis.set_major_formatter("{x:.0%}")
+    right.set_ylim(top=1.4 * max(below))
+    right.set_xlabel("epoch")
+    right.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)
+    _tidy(right, "Tokens that were right drafts")
+    _save(figure, path)
+
+
 def write_page(folder: Path) -> Path:
     """Draws everything in the folder and writes README.md, which shows it; returns its path."""
     with mpl.rc_context(_STYLE):
@@ -236,6 +273,12 @@ def _write_page(folder: Path) -> Path:
             name = f"growth_{series['name']}.svg"
             draw_growth(series, folder / name)
             show(series["title"], name)
+    for path in sorted(folder.glob("grpo_speculation*.json")):
+        data = json.loads(path.read_text())
+        lines += ["## GRPO with speculation", "", f"[The numbers]({path.stem}.md)."]
+        lines += [_made_on(data["environment"]), ""]
+        draw_speculation(data, folder / f"{path.stem}.svg")
+        show("Rollouts and acceptance, epoch by epoch", f"{path.stem}.svg")
     page = folder / "README.md"
     page.write_text("\n".join(lines))
     return page

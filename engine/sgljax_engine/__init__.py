@@ -15,6 +15,7 @@ from sgljax_engine.config import (
     ParallelConfig,
     RuntimeConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from sgljax_engine.errors import (
     CheckpointError,
@@ -150,6 +151,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerCheckpoint",
     "SchedulerConfig",
+    "SpeculationConfig",
     "StagedWeights",
     "UnsupportedModelError",
     "WeightLoadError",

@@ -165,9 +165,9 @@ _WITHOUT_COUNTERPART = (
     ),
     (
         "it is not implemented",
-        "grammar_backend guided_decoding_backend structured_outputs_config limit_mm_per_prompt mm_processor_kwargs "
-        "multimodal kv_transfer_config disable_sliding_window disable_cascade_attn "
-        "enable_prompt_embeds",
+        "grammar_backend guided_decoding_backend structured_outputs_config limit_mm_per_prompt "
+        "mm_processor_kwargs multimodal kv_transfer_config disable_sliding_window "
+        "disable_cascade_attn enable_prompt_embeds",
     ),
     (
         "'speculation' turns draft tokens on; they come from texts, without a draft model",

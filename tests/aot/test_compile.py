@@ -9,6 +9,7 @@ import pytest
 from sgljax_engine.aot import CHIPS
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
+from sgljax_engine.runner.drafts import verify_widths
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.topologies import needs_cuda_plugin, needs_libtpu, run_compiler
@@ -119,6 +120,22 @@ def test_programs_of_a_chip(topology, shape):
     if tp_size > 1:
         assert sum(op["count"] for op in sums if op["num_loops"] == 1) >= 2 * 2
     assert [each["name"] for each in found["estimates"]] == ["decode"] * 2 + ["prefill"] * 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_steps_with_drafts_of_a_chip():
+    """A loop for each width, whose kernels read a row's pages once and write them in place."""
+    found = compile_for("v6e:2x2", (1, 2), speculation="always")
+    programs = {program["name"]: program for program in found["programs"]}
+    assert sorted(programs) == ["copy_pages", "decode", "prefill", "verify"]
+    program, widths = programs["verify"], verify_widths(ROWS, 15, 256)
+    assert program["problem"] is None
+    assert len(widths) > 1
+    num_kernels = sum(call["count"] for call in program["kernels"])
+    assert num_kernels == TWO_LAYERS.num_layers * len(widths)
+    assert program["copies"] == []
+    assert program["memory"]["alias_bytes"] == programs["prefill"]["memory"]["alias_bytes"]
 
 
 @needs_libtpu

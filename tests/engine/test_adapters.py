@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,7 @@ def make_engine(**options):
     )
 
 
-def generate(engine, lora, prompts=PROMPTS, params=GREEDY):
+def generate(engine, lora, prompts=PROMPTS, params: Any = GREEDY):
     outputs = engine.generate(
         input_ids=prompts, sampling_params=params, lora=lora, return_logprob=True
     )

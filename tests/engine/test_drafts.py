@@ -224,11 +224,11 @@ class TestLearn:
 
     def test_right_drafts_raise_their_kind(self):
         found = self.after(num_right=3, counts=3)
-        assert found[2] == pytest.approx(1 - 0.6 * 0.8**3)
+        assert found[2] == pytest.approx(1 - 0.6 * 0.75**3)
         assert max(found[:2]) < 0.4, "kinds that were searched for in vain"
 
     def test_the_first_wrong_one_is_the_last_that_counts(self):
-        assert self.after(num_right=1, counts=5)[2] == pytest.approx((1 - 0.6 * 0.8) * 0.8)
+        assert self.after(num_right=1, counts=5)[2] == pytest.approx((1 - 0.6 * 0.75) * 0.75)
 
     def test_searches_in_vain_lower_all(self):
         assert max(self.after(num_right=0, counts=0, steps=64, exists=False)) < 0.1

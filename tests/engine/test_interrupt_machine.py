@@ -289,6 +289,17 @@ class InterruptMachine(RuleBasedStateMachine):
             raise
 
 
+@functools.cache
+def make_drafting_subject() -> Subject:
+    return Subject(speculation="always", speculative_num_draft_tokens=3)
+
+
+class DraftingMachine(InterruptMachine):
+    """The same with drafts, which change no answer."""
+
+    make_subject: Any = staticmethod(make_drafting_subject)
+
+
 def _ignore(answer: Any) -> None:
     assert answer is None
 
@@ -321,3 +332,4 @@ def machine(
 
 TestInterruptMachine = machine(num_examples=20)
 TestInterruptMachineForLong = pytest.mark.first(pytest.mark.slow(machine(num_examples=120)))
+TestDraftingMachine = pytest.mark.slow(machine(num_examples=60, kind=DraftingMachine))

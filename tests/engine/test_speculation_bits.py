@@ -107,11 +107,11 @@ def test_each_drafter(expected, drafter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [1, 2, 7, 30])
+@pytest.mark.parametrize("num_drafts", [2, 30])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
-    options = {"speculative_num_draft_tokens": num_drafts, "batch_buckets": (2, 4)}
-    counters = run_twice(expected, PLAIN[:40], **options)
+    options = {"speculative_num_draft_tokens": num_drafts, "batch_buckets": (4,)}
+    counters = run_twice(expected, PLAIN[:20], **options)
     assert counters.num_accepted_tokens > 100
     assert 1 < counters.acceptance_length <= 1 + num_drafts
 

@@ -53,6 +53,8 @@ FRESH = frozenset(
         "seen",
         "num_computed",
         "routed",
+        "text",
+        "draft_sources",
     }
 )
 """Fields of `Request` that one that goes on has anew; a checkpoint keeps all others."""

@@ -81,6 +81,9 @@ class Stats:
         for row in step.rows:
             if row.drafts is None:
                 continue
+            # A pass gives a token of the model's own, but for one that a right draft ends.
+            sources = row.drafts.sources
+            counters.num_verify_rows += sources.count(0) + (row.stopped and sources[-1] > 0)
             history, siblings, own = row.drafts.num_drafted
             counters.num_drafted_history += history
             counters.num_drafted_siblings += siblings

@@ -39,6 +39,7 @@ class EngineCounters:
             thread makes them.
         sleep_s, wake_s: Seconds spent going to sleep and waking up.
         num_verify_steps: Forward passes of dispatches that may verify drafts.
+        num_verify_rows: Rows of these passes that generated tokens, all passes together.
         num_verified_tokens: Tokens that these dispatches generated; they are output tokens too.
         num_drafted_history, num_drafted_siblings, num_drafted_ngram: Draft tokens that were
             verified, by drafter.
@@ -73,6 +74,7 @@ class EngineCounters:
     sleep_s: float = 0.0
     wake_s: float = 0.0
     num_verify_steps: int = 0
+    num_verify_rows: int = 0
     num_verified_tokens: int = 0
     num_drafted_history: int = 0
     num_drafted_siblings: int = 0
@@ -94,12 +96,9 @@ class EngineCounters:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a row got from a step of a dispatch with drafts, mean; 0 without such.
-
-        A row gets one token from each step beside the drafts that were right.
-        """
-        own = self.num_verified_tokens - self.num_accepted_tokens
-        return self.num_verified_tokens / own if own > 0 else 0.0
+        """Tokens that a row got from a step of a dispatch with drafts, mean; 0 without such."""
+        rows = self.num_verify_rows
+        return self.num_verified_tokens / rows if rows else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,7 +40,7 @@ NUM_SOURCES = 3
 _MOST_CERTAIN = 0.98
 """Below 1, so that a draft is worth less than the one before it."""
 
-_LEARNING_RATE = 0.2
+_LEARNING_RATE = 0.25
 _SHARED_RATE = 0.05
 """How much a row learns from a draft of another one: they answer alike."""
 

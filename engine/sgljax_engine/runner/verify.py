@@ -207,6 +207,7 @@ class _Run(NamedTuple):
             # The token behind the last right draft needs room too.
             room = self.limits - carry.out.output.num_tokens - 1
             available = jnp.clip(available, 0, jnp.maximum(room, 0))
+            match = match._replace(exists=match.exists & (available > 0))
             return choose_drafts(batch, match, tokens, available, active, self.widths)
 
         pays = may_pay(batch, active, self.widths, num_drafts)

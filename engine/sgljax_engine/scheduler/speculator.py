@@ -34,6 +34,9 @@ _MOST_CERTAIN = 0.98
 _PRIOR_RATE = 0.02
 """How far a draft moves what new requests expect towards what its request does."""
 
+_RECOVERY_RATE = 0.02
+"""How far each request without a right draft moves it back, so that drafts are tried again."""
+
 _TOKENS_PER_DRAFT = 8
 """Tokens without a draft that count as one that was not worth verifying."""
 
@@ -104,6 +107,9 @@ class Speculator:
         text = _text(request)
         text.update(request.output_ids)
         del self._acceptance[request.rid]
+        if not any(request.draft_sources):
+            hoped = ((_FIRST_ACCEPTANCE - each) * _RECOVERY_RATE for each in self._prior)
+            self._prior = [each + more for each, more in zip(self._prior, hoped, strict=True)]
         for drafter in self._drafters.values():
             drafter.finish(text, end)
 

@@ -37,7 +37,10 @@ class StepCosts(NamedTuple):
         return best > 1 / self.plain
 
     def learnt(self, passes: Sequence[int] | None, num_steps: int, seconds: float) -> StepCosts:
-        """With what a dispatch took; each cost moves by its share of it.
+        """With what a dispatch took.
+
+        Half of a difference is taken for the machine's, and moves all costs; the other half moves
+        those of its steps, by their shares. A wider step never counts as the cheaper one.
 
         Args:
             passes: Steps of the program with drafts, for each width; None without.
@@ -45,21 +48,19 @@ class StepCosts(NamedTuple):
             seconds: Of all of them.
         """
         if passes is None:
-            return self._replace(
-                plain=self.plain * _step_towards(seconds, num_steps * self.plain, 1)
-            )
-        parts = [count * cost for count, cost in zip(passes, self.widths, strict=True)]
-        expected = sum(parts)
-        widths = (
-            cost * _step_towards(seconds, expected, part / expected)
-            for cost, part in zip(self.widths, parts, strict=True)
-        )
-        return self._replace(widths=tuple(widths))
-
-
-def _step_towards(found: float, expected: float, share: float) -> float:
-    """A factor that goes some way towards what was found; one dispatch cannot do much."""
-    return min(max(found / expected, 0.5), 2.0) ** (_LEARNING_RATE * share)
+            parts, plain_s = [0.0] * len(self.widths), num_steps * self.plain
+        else:
+            parts = [count * cost for count, cost in zip(passes, self.widths, strict=True)]
+            plain_s = 0.0
+        expected = sum(parts) + plain_s
+        factor = min(max(seconds / expected, 0.5), 2.0) ** (_LEARNING_RATE / 2)
+        made: list[float] = []
+        for cost, part in zip(self.widths, parts, strict=True):
+            made.append(cost * factor ** (1 + part / expected))
+        for index in reversed(range(1, len(made))):
+            made[index - 1] = min(made[index - 1], made[index])
+        plain = min(self.plain * factor ** (1 + plain_s / expected), made[0])
+        return self._replace(plain=plain, widths=tuple(made))
 
 
 class CostTable:
