@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import types
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -35,3 +36,15 @@ def test_every_picture_is_shown(drawn):
     pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
     for path in drawn.iterdir():
         assert f"(images/{path.name})" in pages
+
+
+@pytest.mark.slow
+def test_accepted_runs(tmp_path):
+    """The picture of a policy's own answers is drawn; what is in it depends on the machine."""
+    script = runpy.run_path(str(DOCS / "make_accepted_runs.py"))
+    assert script["main"](["--output", str(tmp_path / "runs.svg")]) == 0
+    assert "<svg" in (tmp_path / "runs.svg").read_text()
+    steps = script["steps_of"](
+        types.SimpleNamespace(output_ids=[1, 2, 3, 4], draft_sources=[1, 0, 0, 2])
+    )
+    assert steps == [[(1, 1), (2, 0)], [(3, 0)], [(4, 2)]]
