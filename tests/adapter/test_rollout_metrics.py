@@ -37,6 +37,16 @@ from tunix_sgljax.observability.rollout_metrics import METRICS, log_rollout_metr
 
 ENGINE = functools.partial(SglJaxRollout, **ENGINE_OPTIONS)
 
+OF_DRAFTS = {
+    "acceptance_length",
+    "draft_acceptance",
+    "accepted_history",
+    "accepted_siblings",
+    "accepted_ngram",
+    "speculation_saved_s",
+}
+ALWAYS = tuple(name for name in METRICS if name not in OF_DRAFTS)
+
 # Warnings of Tunix itself and of what it uses, while it trains.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -47,7 +57,7 @@ def log_to(parts: Any, folder: Path) -> None:
     parts.arguments["cluster_config"].training_config.metrics_logging_options = options
 
 
-def check_steps(scalars, counters, *, names=tuple(METRICS)):
+def check_steps(scalars, counters, *, names=ALWAYS):
     """Every metric is there for every step, beside the learner's, and adds up to the totals."""
     steps = [step for step, _ in scalars["rewards/train/score/mean"]]
     assert steps == list(range(NUM_STEPS))
@@ -90,7 +100,7 @@ def test_grpo(tmp_path):
     cluster.rollout.close()
     scalars = read_scalars(tmp_path)
     check_steps(scalars, counters)
-    of = {name: [v for _, v in scalars[f"rollout/train/{name}"]] for name in METRICS}
+    of = {name: [v for _, v in scalars[f"rollout/train/{name}"]] for name in ALWAYS}
     assert of["requests"] == [PROMPTS_PER_STEP * NUM_GENERATIONS] * NUM_STEPS
     assert of["cache_hit_rate"] == [0.75] * NUM_STEPS
     assert of["pauses"] == [1.0] * NUM_STEPS
@@ -138,7 +148,7 @@ def test_agentic(tmp_path):
     agentic_parts.train(agentic_parts.make_learner(cluster), NUM_STEPS)
     cluster.rollout.close()
     scalars = read_scalars(tmp_path)
-    for name in METRICS:
+    for name in ALWAYS:
         # The next step's episodes may be over at a sync, so that a step has none, and no rates.
         steps = [step for step, _ in scalars[f"rollout/train/{name}"]]
         assert steps in ([0], [0, 1]), name
@@ -169,7 +179,7 @@ def test_metrics_without_a_value_are_left_out():
     nothing = RolloutTotals(0.0, 0.0, EngineCounters(), 1000, 3)
     values = step_metrics(nothing, nothing)
     rates = {"tokens_per_s", "cache_hit_rate", "kv_use", "time_to_first_token_s", "latency_s"}
-    assert set(METRICS) - set(values) == rates
+    assert set(METRICS) - set(values) == rates | OF_DRAFTS
     assert values.pop("weight_version") == 3
     assert set(values.values()) == {0.0}
     counters = dataclasses.replace(
@@ -179,6 +189,30 @@ def test_metrics_without_a_value_are_left_out():
     assert values["kv_use"] == 0.25
     assert values["tokens_per_s"] == 15.0
     assert (values["sync_s"], values["seconds"]) == (0.5, 2.0)
+
+
+def test_metrics_of_drafts():
+    nothing = RolloutTotals(0.0, 0.0, EngineCounters(), 1000, 3)
+    counters = dataclasses.replace(
+        EngineCounters(),
+        num_verify_steps=5,
+        num_verify_rows=10,
+        num_verified_tokens=25,
+        num_drafted_history=30,
+        num_accepted_history=12,
+        num_drafted_ngram=10,
+        num_accepted_ngram=4,
+        speculation_saved_s=0.5,
+    )
+    values = step_metrics(nothing, RolloutTotals(2.0, 0.5, counters, 1000, 4))
+    assert {name: values[name] for name in OF_DRAFTS} == {
+        "acceptance_length": 2.5,
+        "draft_acceptance": 0.4,
+        "accepted_history": 12,
+        "accepted_siblings": 0,
+        "accepted_ngram": 4,
+        "speculation_saved_s": 0.5,
+    }
 
 
 def test_the_documentation_has_every_metric():
