@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,7 @@ class RecordingRollout(RolloutWrapper):
         assert isinstance(self.inner, SglJaxRollout)
         if not self.rollouts:
             self.inner.engine.warmup()
+        gc.collect()  # or it would take a quarter of a second of some rollout
         before = self.inner.observers.totals()
         output = self.inner.generate(prompts, rollout_config, **kwargs)
         self.rollouts.append(DraftedRollout.between(before, self.inner.observers.totals()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,33 +44,43 @@ class Repeats:
         return [a / b for a, b in zip(self.seconds["off"], self.seconds["auto"], strict=True)]
 
 
-def measure_repeats(configs: dict[str, TrainConfig], policy: nnx.Module, num_pairs: int) -> Repeats:
-    """Samples the prompts of a step; a pass before the first pair is the drafts' history.
+def measure_repeats(
+    configs: dict[str, TrainConfig], policy: nnx.Module, numbers: Sequence[int], num_pairs: int
+) -> list[Repeats]:
+    """Samples some prompts; a pass before the first pair is the drafts' history.
 
     Args:
         configs: Of "off" and "auto", alike but for engine options.
         policy: Its weights sample.
-        num_pairs: Which of a pair is first alternates.
+        numbers: How many prompts are sampled together, one measurement each.
+        num_pairs: Pairs of each; which of a pair is first alternates.
     """
-    rollouts: dict[str, list[DraftedRollout]] = {name: [] for name in configs}
-    num_differing = 0
+    prompts, count = _prompts(configs["off"]), configs["off"].algorithm.grpo.num_generations
     with contextlib.ExitStack() as stack:
         workers = {name: _worker(config, policy) for name, config in configs.items()}
         for worker in workers.values():
             stack.callback(worker.close)
             worker.engine.warmup()
-        prompts = _prompts(configs["off"])
-        for pair in range(num_pairs + 1):
-            tokens: dict[str, Any] = {}
-            for name in list(workers)[:: 1 if pair % 2 else -1]:
-                rollout, tokens[name] = _sample(workers[name], prompts)
-                rollouts[name] += [rollout] if pair else []
-            num_differing += tokens["off"] != tokens["auto"]
-    answers = total(rollouts["off"]).num_tokens / (len(prompts) * num_pairs)
+        return [
+            _measure(workers, prompts[: number * count], number, num_pairs) for number in numbers
+        ]
+
+
+def _measure(
+    workers: dict[str, SglJaxRollout], prompts: list[str], num_prompts: int, num_pairs: int
+) -> Repeats:
+    rollouts: dict[str, list[DraftedRollout]] = {name: [] for name in workers}
+    num_differing = 0
+    for pair in range(num_pairs + 1):
+        tokens: dict[str, Any] = {}
+        for name in list(workers)[:: 1 if pair % 2 else -1]:
+            rollout, tokens[name] = _sample(workers[name], prompts)
+            rollouts[name] += [rollout] if pair else []
+        num_differing += tokens["off"] != tokens["auto"]
     return Repeats(
-        num_prompts=configs["off"].training.batch_size,
+        num_prompts=num_prompts,
         num_rows=len(prompts),
-        answer_tokens=answers,
+        answer_tokens=total(rollouts["off"]).num_tokens / (len(prompts) * num_pairs),
         seconds={name: [each.seconds for each in made] for name, made in rollouts.items()},
         drafted=total(rollouts["auto"]),
         num_differing=num_differing,

@@ -96,11 +96,9 @@ def train(args: argparse.Namespace, overrides: list[str]) -> dict[str, Training]
 
 def repeat(args: argparse.Namespace, trainings: dict[str, Training]) -> list[Repeats]:
     """Samples with the policy at the end, for each number of prompts."""
-    policy = trainings["auto"].policy
-    return [
-        measure_repeats(make_configs(number, []), policy, args.pairs)
-        for number in REPEATED_PROMPTS[: 1 if args.quick else None]
-    ]
+    numbers = REPEATED_PROMPTS[: 1 if args.quick else None]
+    configs = make_configs(max(numbers), [])
+    return measure_repeats(configs, trainings["auto"].policy, numbers, args.pairs)
 
 
 def use_tools(args: argparse.Namespace) -> list[ToolRollouts]:
@@ -127,6 +125,7 @@ def head(args: argparse.Namespace, environment: Environment) -> list[str]:
         f"{args.prompts} prompts {NUM_GENERATIONS} times, all of them decoded together",
         "Both trainings with `enable_deterministic_sampling=True` and the same seeds, in turns",
         FACT,
+        *args.fact,
     )
 
 
@@ -134,21 +133,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Returns the command line's options."""
     parser = argparse.ArgumentParser(description="GRPO without speculation and with.")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps-per-epoch", type=int, default=16)
+    parser.add_argument("--steps-per-epoch", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=4, help="of a step")
     parser.add_argument(
         "--train-first", type=int, default=0, metavar="STEPS", help="start from a trained policy"
     )
     parser.add_argument("--pairs", type=int, default=30, help="of rollouts of the same prompts")
-    parser.add_argument("--tool-steps", type=int, default=8, help="0 leaves the tools out")
+    parser.add_argument("--tool-steps", type=int, default=6, help="0 leaves the tools out")
     parser.add_argument("--quick", action="store_true", help="a smoke test")
+    parser.add_argument("--fact", action="append", default=[], help="another line of the report")
     parser.add_argument(
         "--output", type=Path, default=ROOT / "benchmarks/results/grpo_speculation.md"
     )
     parser.add_argument("--work-dir", type=Path, default=Path("outputs/grpo_speculation"))
     args = parser.parse_args(argv)
     if args.quick:
-        args.steps_per_epoch = args.prompts = args.pairs = 2
+        args.steps_per_epoch, args.prompts, args.pairs = 2, 1, 2
         args.tool_steps = min(args.tool_steps, 2)
     return args
 

@@ -121,7 +121,8 @@ class SchedulerConfig:
             `decode_steps`. A dispatch takes at least the smallest prefill program and one decode
             step. Above 0; infinity leaves only the other two limits.
         stream_interval: Maximum number of decode steps in one dispatch while any running request
-            streams or has stop strings; all requests share the shorter dispatch. A stream gets its
+            streams or has stop strings; all requests share the shorter dispatch. With drafts a
+            step may give several tokens. A stream gets its
             first token by itself, and then the tokens of each dispatch. A stop string is found at
             the end of a dispatch, and tokens decoded after it are discarded.
         init_new_token_ratio: Expected fraction of their remaining max_new_tokens that running

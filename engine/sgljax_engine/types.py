@@ -242,7 +242,7 @@ class SchedulerOutput:
         prefill: Chunks that fit the token budget; each request at most once.
         copies: Pages to copy, all sources read before any target is written.
         decode: Requests to decode; their prefill is complete or completes in `prefill`.
-        step_limits: For each decode row, the steps that its pages and max_new_tokens allow.
+        step_limits: For each decode row, the tokens that its pages and max_new_tokens allow.
         num_steps: Decode steps in this dispatch.
         retracted: Requests that lost their pages while this was decided.
         started: Requests that got pages, for the first time or again.

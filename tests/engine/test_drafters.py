@@ -56,8 +56,8 @@ class TestSiblings:
             drafter.add(each)
         for each in both:
             drafter.finish(each, End(version=0))
-        assert not drafter._samples
-        assert not drafter._num_unfinished
+        assert not drafter._running
+        assert not drafter._finished
 
 
 class TestHistory:

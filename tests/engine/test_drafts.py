@@ -219,7 +219,7 @@ class TestLearn:
         )
         acceptance = rows.acceptance
         for _ in range(steps):
-            acceptance = learn(acceptance, drafts, numbers + num_right, numbers == 0)
+            acceptance = learn(acceptance, drafts, numbers + num_right, numbers == 0, numbers > 0)
         return acceptance[0].tolist()
 
     def test_right_drafts_raise_their_kind(self):

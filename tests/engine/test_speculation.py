@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -19,7 +21,9 @@ from sgljax_engine import (
     RequestOutput,
     SamplingParams,
 )
+from sgljax_engine.core import engine_core
 from sgljax_engine.layers import target
+from sgljax_engine.runner.step_costs import measure_costs
 from sgljax_engine.speculation.costs import StepCosts
 from sgljax_engine.speculation.drafters import Answer, HistoryDrafter
 from sgljax_engine.speculation.texts import RequestText
@@ -282,6 +286,47 @@ def test_nothing_is_compiled_after_warm_up():
                 input_ids=PROMPTS[0], sampling_params=PARAMS[0], top_logprobs_num=3,
                 return_logprob=True,
             )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native", "portable"])
+@pytest.mark.parametrize(
+    "model", [TINY, test_window_pages.MODEL, TINY_MOE], ids=["tiny", "windows", "experts"]
+)
+def test_measuring_changes_no_page(model, backend, monkeypatch):
+    """Though it takes steps, on pages that may be in use."""
+    if backend == "portable":
+        monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
+    elif target.unavailable() is not None:
+        pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
+    options: dict[str, Any] = {"num_kv_tokens": 128, "page_size": 4, "speculation": "auto"}
+    options["speculative_num_draft_tokens"] = 1
+    options["enable_return_routed_experts"] = model.moe is not None
+    engine = SteppedEngine(model, **OPTIONS | options)
+    runner = engine.core.runner
+    rng, kv_memory = np.random.default_rng(0), runner.kv_memory
+    kv_memory.take()
+    kv_memory.kv = jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(1, 9, x.shape), x.dtype), kv_memory.kv
+    )
+    before = jax.device_get(kv_memory.kv)
+    costs = measure_costs(runner, 2)
+    assert 0 < costs.plain <= costs.widths[0]
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(kv_memory.kv))
+
+
+def test_a_failed_measurement_ends_drafts(monkeypatch):
+    """And no request."""
+    engine = SteppedEngine(TINY, **OPTIONS | {"speculation": "auto"})
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine_core, "measure_costs", fail)
+    futures = engine.add(PROMPTS[:2], PARAMS[1])
+    engine.finish()
+    assert [len(future.result(LIMIT_S).output_ids) for future in futures] == [24, 24]
+    assert engine.core.counters.num_verify_steps == engine.core.counters.num_failed_steps == 0
 
 
 class TestPolicy:

@@ -27,7 +27,7 @@ from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner.batch import (
     default_batch_buckets,
     default_token_buckets,
-    max_verify_tokens,
+    max_step_tokens,
     prefill_pass,
 )
 from sgljax_engine.runner.compiled import Lowerings
@@ -112,7 +112,7 @@ def plan_parts(
     )
     batch_buckets, token_buckets = _buckets(config, placement.platform, static.prefill_pass)
     table_width = -(-max_model_len // page_size)
-    texts = TextSizes.of(max_model_len, static.max_verified) if static.num_drafts else None
+    texts = TextSizes.of(max_model_len, static.max_row_tokens) if static.num_drafts else None
     shapes = BatchShapes(batch_buckets, token_buckets, TOKEN_BLOCK, table_width, texts)
     parts = _parts(static, plan(), shapes, Lowerings.for_engines(num_engines))
     is_accelerator = device_bytes is not None or not placement.is_own_cpu
@@ -226,7 +226,7 @@ def _program_context(
         num_vocab_shards=placement.num_tensor_shards,
         heads_per_row=attention.heads_per_row,
         num_drafts=num_drafts,
-        max_verify_tokens=max_verify_tokens(placement.platform),
+        max_step_tokens=max_step_tokens(placement.platform),
         verifies_blocks=not is_native,
         search=longest_match if is_native else search_text,
     )

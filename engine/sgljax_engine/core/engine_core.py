@@ -6,6 +6,7 @@ a command, `EngineCore.step` takes a step. `core.interruptions` has pauses and u
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -123,7 +124,7 @@ class EngineCore:
         if plan.is_empty:
             raise EngineStepError("the scheduler has requests but nothing to run")
         try:
-            self._measure_costs(plan)
+            plan = self._with_costs(plan)
             # What the last step produced is sent while the device runs this one.
             pending = self.runner.dispatch(plan, self.outputs.flush, is_timed=self.recorder.is_on)
             result = pending.wait()
@@ -136,14 +137,25 @@ class EngineCore:
             self.counters.speculation_saved_s += self._speculator.saved_s(plan, result)
         self.outputs.publish(self.scheduler.update(plan, result))
 
-    def _measure_costs(self, plan: SchedulerOutput) -> None:
-        """Measures the steps of a batch size before it verifies its first draft."""
-        if plan.drafts is None:
-            return
-        size = pick_bucket(self.runner.shapes.batch_buckets, len(plan.decode))
-        if size not in self.runner.costs:
-            self.outputs.flush()
+    def _with_costs(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """Measures the steps of a batch size before it verifies its first draft.
+
+        If that fails, there are no drafts from now on.
+        """
+        size = pick_bucket(self.runner.shapes.batch_buckets, max(len(plan.decode), 1))
+        if plan.drafts is None or size in self.runner.costs:
+            return plan
+        assert self._speculator is not None
+        self.outputs.flush()
+        try:
             self.runner.costs.put(size, measure_costs(self.runner, size))
+        except Exception:
+            logger.exception("measuring steps with drafts failed; there are no more drafts")
+            self._speculator.give_up()
+            if self.runner.kv_memory.recover():
+                raise
+            return dataclasses.replace(plan, drafts=None)
+        return plan
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """Ends the requests that a step touched; others keep going."""

@@ -47,7 +47,7 @@ class DecodeBatch(NamedTuple):
     """Rows that decode together, one request each.
 
     Shape (all [B] unless said): input_ids: int32, each request's newest token. positions: int32,
-        that token's position. page_table: [B, P] int32. step_limits: int32, steps that the row may
+        that token's position. page_table: [B, P] int32. step_limits: int32, tokens that the row may
         take; 0 for padding rows. ends_at_limit: bool, whether the row reaches its max_new_tokens at
         `step_limits`. num_ready: Scalar int32, chunks of contiguous KV that match the pages
         already. adapters: int32, the adapter slot of each request, -1 for none; None for an engine
@@ -110,7 +110,7 @@ def prefill_pass(platform: str) -> int | None:
     return 256 if platform == "cpu" else None
 
 
-def max_verify_tokens(platform: str) -> int:
+def max_step_tokens(platform: str) -> int:
     """Most tokens of a decode step with drafts.
 
     Where they would cost as much as reading the weights, on accelerators; on a CPU, where they cost

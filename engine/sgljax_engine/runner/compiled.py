@@ -33,7 +33,7 @@ _MAX_COMPILE_THREADS = 8
 """XLA uses several threads for one program already, and each compilation takes memory."""
 
 _MAX_FUNCTIONS = 64
-"""Each function keeps its programs of all shapes; an engine has up to seven functions."""
+"""Each function keeps its programs of all shapes; an engine has up to eight functions."""
 
 
 class ProgramCall(NamedTuple):

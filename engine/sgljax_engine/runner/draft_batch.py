@@ -21,7 +21,7 @@ class TextSizes(NamedTuple):
     Attributes:
         references: Those of references, each followed by an entry without a token.
         own: The row's own at the start of a dispatch.
-        grown: The row's own that a dispatch adds.
+        grown: Tokens of the row that a dispatch may add.
     """
 
     references: int

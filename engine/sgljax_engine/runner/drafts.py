@@ -287,7 +287,11 @@ def choose_drafts(
 
 
 def learn(
-    acceptance: jax.Array, drafts: Drafts, num_right: jax.Array, was_active: jax.Array
+    acceptance: jax.Array,
+    drafts: Drafts,
+    num_right: jax.Array,
+    was_active: jax.Array,
+    stopped: jax.Array,
 ) -> jax.Array:
     """The acceptance [B, ACCEPTANCE_KINDS] after a step, by each row's number of right drafts.
 
@@ -295,7 +299,7 @@ def learn(
     """
     is_kind = jnp.arange(ACCEPTANCE_KINDS, dtype=jnp.int32) == drafts.match.kind[:, None]
     was_tried = (drafts.counts > 0)[:, None] & is_kind
-    was_wrong = num_right < drafts.counts
+    was_wrong = (num_right < drafts.counts) & ~stopped  # behind the end nothing is wrong
     tried = 1 - (1 - acceptance) * (1 - _LEARNING_RATE) ** num_right[:, None].astype(jnp.float32)
     tried = jnp.where(was_wrong[:, None], tried * (1 - _LEARNING_RATE), tried)
     hoped = acceptance + HOPE_RATE * jnp.maximum(HOPE - acceptance, 0)

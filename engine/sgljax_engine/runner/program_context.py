@@ -33,7 +33,7 @@ class ProgramContext(NamedTuple):
         heads_per_row: Kv heads in a row of the pages, see `PageLayout`.
         has_windows: Whether sliding layers have window pages, see `cache.window`.
         num_drafts: Most draft tokens of a row in a step; 0 without speculation.
-        max_verify_tokens: Most tokens of a step with drafts.
+        max_step_tokens: Most tokens of a step with drafts.
         verifies_blocks: Whether attention takes a row's newest token and drafts as a block, and
             not one by one. A block reads its keys once, but tokens must be copied into blocks.
         search: Finds drafts in texts.
@@ -54,18 +54,18 @@ class ProgramContext(NamedTuple):
     heads_per_row: int = 1
     has_windows: bool = False
     num_drafts: int = 0
-    max_verify_tokens: int = 0
+    max_step_tokens: int = 0
     verifies_blocks: bool = True
     search: Search = search_text
 
     @property
-    def max_verified(self) -> int:
+    def max_row_tokens(self) -> int:
         """Most tokens of a row in a dispatch with drafts."""
         return TOKENS_PER_STEP * self.max_steps
 
     def verify_widths(self, num_rows: int) -> tuple[int, ...]:
         """Tokens of a step with drafts, see `drafts.verify_widths`."""
-        return verify_widths(num_rows, self.num_drafts, self.max_verify_tokens)
+        return verify_widths(num_rows, self.num_drafts, self.max_step_tokens)
 
     @property
     def in_windows(self) -> tuple[bool, ...]:

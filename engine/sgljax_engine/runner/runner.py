@@ -265,7 +265,8 @@ class ModelRunner:
         sampling = build_sampling_batch(rows, size, vocab_size)
         num_tokens = output.num_steps
         if output.drafts is not None:  # rejected drafts are recorded too
-            num_tokens = self._static.max_verified + self._static.num_drafts
+            num_tokens = min(max(output.step_limits), self._static.max_row_tokens)
+            num_tokens += self._static.num_drafts
         options = programs.RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),

@@ -14,7 +14,6 @@ from sgljax_engine.runner import programs
 from sgljax_engine.runner.batch import build_decode_batch
 from sgljax_engine.runner.compiled import ProgramCall
 from sgljax_engine.runner.draft_batch import build_draft_batch
-from sgljax_engine.runner.page_ids import no_windows
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.sampling_batch import build_sampling_batch
 from sgljax_engine.runner.verify import Verified
@@ -25,19 +24,21 @@ from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, RowDrafts
 _RUN_S = 0.02
 """Seconds of a run that is long enough for its start not to count."""
 
-_MIN_STEPS = 3
-_NUM_ROUNDS = 15
+_MIN_STEPS, _MAX_STEPS = 2, 20
+_ALL_S, _MIN_ROUNDS, _MAX_ROUNDS = 1.5, 3, 15
+"""Seconds of all runs together, if that leaves enough of them."""
+
 _NEVER, _ALWAYS = 1e9, 1e-9
 
 
 def measure_costs(runner: ModelRunner, size: int) -> StepCosts:
     """Runs steps of a batch of that size, and of each width.
 
-    The rows share a page, whose contents are put back.
+    The rows share a page, whose contents are put back; of sliding windows, the null page.
     """
     kv_memory = runner.kv_memory
     kv_memory.take()
-    windows = no_windows(kv_memory.num_pages) if runner.has_windows else None
+    windows = _null_windows(runner)
     tokens = runner.verify_widths(size)
     makers = [functools.partial(decode_call, runner, size)]
     makers += [
@@ -46,8 +47,13 @@ def measure_costs(runner: ModelRunner, size: int) -> StepCosts:
     saved = kv_memory.save_pages([0], windows)
     try:
         calls = [make(_num_steps(runner, make)) for make in makers]
+        started_s = time.perf_counter()
+        rounds: list[list[float]] = []
         # In turns, since other processes may disturb some of them.
-        rounds = [[_timed(runner, call) for call in calls] for _ in range(_NUM_ROUNDS)]
+        while len(rounds) < _MIN_ROUNDS or (
+            len(rounds) < _MAX_ROUNDS and time.perf_counter() - started_s < _ALL_S
+        ):
+            rounds.append([_timed(runner, call) for call in calls])
     finally:
         kv_memory.load_pages(saved, [0], windows)
         kv_memory.contiguous_slots.forget()
@@ -91,7 +97,7 @@ def _rows(runner: ModelRunner, size: int, num_steps: int) -> tuple[Any, Any, tup
         buckets=[size],
         table_width=shapes.table_width,
         has_adapters=runner.has_adapters,
-        windows=no_windows(runner.kv_memory.num_pages) if runner.has_windows else None,
+        windows=_null_windows(runner),
     )
     longest = runner.max_len if num_steps else 0
     rows = rows._replace(step_limits=np.full(size, longest, np.int32))
@@ -99,12 +105,20 @@ def _rows(runner: ModelRunner, size: int, num_steps: int) -> tuple[Any, Any, tup
     return rows, sampling, (np.int32(num_steps), np.int32(size + 1))
 
 
+def _null_windows(runner: ModelRunner) -> np.ndarray | None:
+    """The null page as the window page of each page, so that steps write to no other."""
+    if not runner.has_windows:
+        return None
+    return np.zeros(runner.kv_memory.num_pages, np.int32)
+
+
 def _num_steps(runner: ModelRunner, make_call: Callable[[int], ProgramCall]) -> int:
     """Steps of a run that is long enough."""
     _timed(runner, make_call(_MIN_STEPS))  # compiles
     seconds = _timed(runner, make_call(_MIN_STEPS))
-    most = min(runner.max_steps, runner.max_len // (1 + runner.num_drafts))
-    return max(min(int(_RUN_S / seconds), most), _MIN_STEPS)
+    # Few enough that drafts, all wrong, are still chosen at the end.
+    most = min(runner.max_steps, runner.max_len // (1 + runner.num_drafts), _MAX_STEPS)
+    return max(min(int(_RUN_S / seconds), most), min(_MIN_STEPS, runner.max_steps))
 
 
 def _timed(runner: ModelRunner, call: ProgramCall) -> float:

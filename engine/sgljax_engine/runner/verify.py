@@ -2,8 +2,8 @@
 
 Every position of a request draws its own token, with the random numbers that it would have without
 drafts. A draft is right if it is that token. So drafts change how long tokens take, and not which
-they are: of given drafts as many are accepted as by rejection sampling (Leviathan et al., 2023),
-and those are the same samples, not just the same distribution. Keys of wrong drafts stay in their
+they are. Of drafts that are given as many are accepted as by rejection sampling (Leviathan et al.,
+2023), which keeps the distribution; this keeps the samples. Keys of wrong drafts stay in their
 slots, which the next tokens take.
 
 Tokens of all rows are packed, so a step takes as long as it has tokens, and a row that has ended
@@ -123,9 +123,9 @@ def verify(
     """Generates tokens with up to `num_steps` forward passes in one dispatch; donates `kv`.
 
     `step_limits` of the rows are tokens. Ends early when no row can continue, when `max_finished`
-    rows have finished for good, or when one has no room left for a token. Reads keys from pages.
+    rows have finished for good, or when a row's pages are full. Reads keys from pages.
     """
-    num_rows, max_tokens = rows.input_ids.shape[0], static.max_verified
+    num_rows, max_tokens = rows.input_ids.shape[0], static.max_row_tokens
     widths = static.verify_widths(num_rows)
     assert drafts.costs.shape == (len(widths),), drafts.costs.shape
     limits = jnp.minimum(rows.step_limits, max_tokens)
@@ -387,7 +387,7 @@ class _Run(NamedTuple):
             sources=put(out.sources, jnp.where(is_right, source, NO_SOURCE)),
             num_drafted=out.num_drafted + is_of * drafts.counts,
             num_right=out.num_right + is_of * found.num_right,
-            acceptance=learn(out.acceptance, drafts, found.num_right, was_active),
+            acceptance=learn(out.acceptance, drafts, found.num_right, was_active, found.stopped),
             num_steps=out.num_steps.at[drafts.width].add(1),
         )
         table = carry.table

@@ -285,10 +285,16 @@ class Scheduler:
         retracted: list[Request] = []
         may_draft = self._speculator is not None and self._speculator.may_draft(decodable)
         while True:
-            num_tokens = self._most_tokens(num_steps) if may_draft and num_steps > 1 else num_steps
+            num_tokens = num_steps
+            if self._speculator is not None and may_draft and num_steps > 1:
+                most = num_steps * self._speculator.tokens_per_step
+                num_tokens = min(self._most_tokens(num_steps), most)
             missing = [self._missing_pages(r, num_tokens) for r in decodable]
             if sum(missing) <= self._pool.num_available:
                 break
+            if may_draft:  # a dispatch that is shorter in tokens ends earlier
+                may_draft = False
+                continue
             if num_steps > 1:
                 num_steps //= 2
                 continue

@@ -8,6 +8,7 @@ more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -76,6 +77,8 @@ class Speculator:
         self._prior = [_FIRST_ACCEPTANCE] * ACCEPTANCE_KINDS
         self._trial_steps = _TRIAL_STEPS
         self._steps_without = 0
+        self._tokens_per_step = 1.0
+        self._has_given_up = False
         self.costs = costs
         self._sizes = sizes
 
@@ -98,6 +101,9 @@ class Speculator:
         is_answered = reason is not None and reason.type in ("stop", "length")
         version = request.token_versions[-1] if is_answered and request.output_ids else None
         self._end(request, End(version=version))
+        if request.output_ids and not any(request.draft_sources):
+            hoped = ((_FIRST_ACCEPTANCE - each) * _RECOVERY_RATE for each in self._prior)
+            self._prior = [each + more for each, more in zip(self._prior, hoped, strict=True)]
 
     def hand_over(self, request: Request) -> None:
         """A request goes to another engine."""
@@ -107,9 +113,6 @@ class Speculator:
         text = _text(request)
         text.update(request.output_ids)
         del self._acceptance[request.rid]
-        if not any(request.draft_sources):
-            hoped = ((_FIRST_ACCEPTANCE - each) * _RECOVERY_RATE for each in self._prior)
-            self._prior = [each + more for each, more in zip(self._prior, hoped, strict=True)]
         for drafter in self._drafters.values():
             drafter.finish(text, end)
 
@@ -117,7 +120,16 @@ class Speculator:
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
         """Whether a dispatch of these rows may have drafts."""
-        return 0 < len(requests) <= self._sizes[-1]
+        return 0 < len(requests) <= self._sizes[-1] and not self._has_given_up
+
+    def give_up(self) -> None:
+        """Plans no more drafts."""
+        self._has_given_up = True
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a row to give pages for, for each step."""
+        return math.ceil(self._tokens_per_step - 0.05)
 
     def plan(self, requests: Sequence[Request]) -> list[RowDrafts] | None:
         """What each request may draft from; None if drafts do not pay.
@@ -192,6 +204,9 @@ class Speculator:
         seconds = None if plan.prefill or plan.copies else result.dispatch_s
         if seconds is not None and self.may_draft(plan.decode):
             self.costs.learn(self._size_of(plan.decode), result.passes, result.num_steps, seconds)
+        if result.num_steps:
+            most = max(len(row.token_ids) for row in result.rows) / result.num_steps
+            self._tokens_per_step += (most - self._tokens_per_step) / 4
         if num_drafted:
             self._steps_without = 0
         elif self.may_draft(plan.decode):
@@ -209,7 +224,7 @@ class Speculator:
         self._prior = [old + rate * (new - old) for old, new in pairs]
 
     def _hope(self, request: Request, num_tokens: int) -> None:
-        """As the device does in steps without drafts."""
+        """Raises what is not tried, as the device does in steps without drafts."""
         rate = 1 - (1 - HOPE_RATE) ** num_tokens
         known = self._acceptance[request.rid]
         self._acceptance[request.rid] = [each + rate * max(HOPE - each, 0) for each in known]

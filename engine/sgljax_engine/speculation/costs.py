@@ -30,7 +30,7 @@ class StepCosts(NamedTuple):
             num_drafts: Most drafts of a row.
         """
         best = 0.0
-        for tokens, cost in zip(self.tokens, self.widths, strict=True):
+        for tokens, cost in zip(self.tokens[1:], self.widths[1:], strict=True):
             each = min(tokens / num_rows - 1, num_drafts)
             right = acceptance * (1 - acceptance**each) / (1 - acceptance)
             best = max(best, (1 + right) / cost)
@@ -39,8 +39,8 @@ class StepCosts(NamedTuple):
     def learnt(self, passes: Sequence[int] | None, num_steps: int, seconds: float) -> StepCosts:
         """With what a dispatch took.
 
-        Half of a difference is taken for the machine's, and moves all costs; the other half moves
-        those of its steps, by their shares. A wider step never counts as the cheaper one.
+        Half of the error scales all costs; the other half scales only those of the steps that ran.
+        A wider step never counts as the cheaper one.
 
         Args:
             passes: Steps of the program with drafts, for each width; None without.

@@ -57,37 +57,39 @@ class SiblingDrafter:
     def __init__(self) -> None:
         """Knows nobody yet."""
         self._lock = threading.Lock()
-        self._samples: dict[PromptKey, list[RequestText]] = {}
-        self._num_unfinished: Counter[PromptKey] = Counter()
+        self._running: dict[PromptKey, list[RequestText]] = {}
+        self._finished: dict[PromptKey, deque[RequestText]] = {}
 
     def add(self, text: RequestText) -> None:
         """See `Drafter`."""
         with self._lock:
-            self._samples.setdefault(text.key, []).append(text)
-            self._num_unfinished[text.key] += 1
+            self._running.setdefault(text.key, []).append(text)
 
     def finish(self, text: RequestText, end: End) -> None:
         """See `Drafter`."""
-        key, samples = text.key, self._samples
+        key = text.key
         with self._lock:
-            if end.is_moved:
-                samples[key] = [other for other in samples[key] if other is not text]
-            self._num_unfinished[key] -= 1
-            if not self._num_unfinished[key]:
-                del self._num_unfinished[key], samples[key]
+            running = [other for other in self._running.pop(key) if other is not text]
+            finished = self._finished.pop(key, deque(maxlen=_MAX_ANSWERS))
+            if not end.is_moved:
+                finished.append(text)
+            if running:
+                self._running[key], self._finished[key] = running, finished
 
     def references(self, text: RequestText) -> Sequence[np.ndarray]:
         """See `Drafter`."""
         with self._lock:
-            others = [other for other in self._samples.get(text.key, ()) if other is not text]
+            known = (*self._running.get(text.key, ()), *self._finished.get(text.key, ()))
+        others = [other for other in known if other is not text and other.num_output]
         others.sort(key=lambda other: other.num_output)
-        return [_around(other.reference, text.num_output) for other in others if other.num_output]
+        return [_around(other.reference, text.num_output) for other in others[-_MAX_ANSWERS:]]
 
 
 class HistoryDrafter:
     """Answers of earlier calls to the same prompt: of earlier steps and epochs.
 
-    An answer is kept once all samples of its prompt are finished; until then it is a sibling's.
+    An answer is kept once all samples of its prompt are finished, or as many as are kept of one
+    prompt; until then it is a sibling's.
     The bytes that all answers take are limited: the prompt that was answered the longest time ago
     is forgotten first.
     """
@@ -122,8 +124,10 @@ class HistoryDrafter:
                 answer = Answer(end.version, text.reference.copy())
                 self._finished.setdefault(text.key, []).append(answer)
             self._num_unfinished[text.key] -= 1
-            if not self._num_unfinished[text.key]:
+            is_last = not self._num_unfinished[text.key]
+            if is_last:
                 del self._num_unfinished[text.key]
+            if is_last or len(self._finished.get(text.key, ())) >= _MAX_ANSWERS:
                 self._keep(text.key, self._finished.pop(text.key, ()))
 
     def _keep(self, key: PromptKey, answers: Iterable[Answer]) -> None:

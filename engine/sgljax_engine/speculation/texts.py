@@ -42,12 +42,14 @@ class RequestText:
     @property
     def tokens(self) -> np.ndarray:
         """int32, all of them; never changed in place."""
-        return self._tokens[: self._size]
+        size = self._size  # first, since the array may be replaced by a longer one
+        return self._tokens[:size]
 
     @property
     def reference(self) -> np.ndarray:
         """int32, the end of the prompt and the output; never changed in place."""
-        return self._tokens[max(self._num_prompt - PROMPT_TOKENS, 0) : self._size]
+        size = self._size  # as above
+        return self._tokens[max(self._num_prompt - PROMPT_TOKENS, 0) : size]
 
     @property
     def num_output(self) -> int:
