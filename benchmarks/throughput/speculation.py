@@ -1,7 +1,7 @@
 """What draft tokens bring and cost: the speed of `speculation="auto"` over that of "off".
 
     python benchmarks/throughput/speculation.py                                  # ten minutes
-    python benchmarks/throughput/speculation.py --models qwen3-0.6b --pairs 3    # about an hour
+    python benchmarks/throughput/speculation.py --models qwen3-0.6b --pairs 3 --tables made_up
     python benchmarks/throughput/speculation.py --models tiny --pairs 1 --tokens 24   # smoke test
 
 Two engines with the same weights answer the same requests in turns in one process, at temperature
@@ -49,6 +49,10 @@ from tunix_sgljax.bench.environment import Environment, describe_environment
 from tunix_sgljax.bench.shapes import MODELS, BenchModel
 
 MODES = ("off", "auto")
+TITLES = {
+    "made_up": "Drafts that are right some of the time",
+    "adversarial": "Adversarial drafts",
+}
 NUM_TOKENS = {"qwen3-0.6b": 64}
 DEFAULT_NUM_TOKENS = 256
 
@@ -216,16 +220,17 @@ def measure(engines: Mapping[str, Engine], case: Case, rows: int, num_pairs: int
 
 
 def measure_rows(
-    model: ModelConfig, num_rows: int, num_tokens: int, num_pairs: int
+    model: ModelConfig, num_rows: int, num_tokens: int, num_pairs: int, tables: Sequence[str]
 ) -> dict[str, list[Result]]:
-    """All cases with so many rows, by table."""
+    """The cases of tables with so many rows."""
     engines = make_engines(model, num_rows, num_tokens)
     try:
         requests = make_requests(engines["off"], num_rows, num_tokens)
-        cases = {
-            "made_up": made_up_cases(requests),
-            "adversarial": adversarial_cases(engines["off"], requests),
-        }
+        cases: dict[str, Sequence[Case]] = {}
+        if "made_up" in tables:
+            cases["made_up"] = made_up_cases(requests)
+        if "adversarial" in tables:
+            cases["adversarial"] = adversarial_cases(engines["off"], requests)
         return {
             name: [measure(engines, case, num_rows, num_pairs) for case in each]
             for name, each in cases.items()
@@ -264,8 +269,10 @@ def report(
         "Tokens per step: what a row gets from a step of a dispatch with drafts",
         "Tokens with drafts: share of all tokens that came from such dispatches",
     )
-    made_up = table("Drafts that are right some of the time", results["made_up"])
-    return [*head, *made_up, "", *table("Adversarial drafts", results["adversarial"])]
+    lines = list(head)
+    for name, each in results.items():
+        lines += [*table(TITLES[name], each), ""]
+    return lines[:-1]
 
 
 def measure_model(model: BenchModel, args: argparse.Namespace) -> None:
@@ -273,11 +280,13 @@ def measure_model(model: BenchModel, args: argparse.Namespace) -> None:
     num_tokens = args.tokens or NUM_TOKENS.get(model.name, DEFAULT_NUM_TOKENS)
     results: dict[str, list[Result]] = {}
     for num_rows in args.rows:
-        for key, each in measure_rows(model.config, num_rows, num_tokens, args.pairs).items():
+        found = measure_rows(model.config, num_rows, num_tokens, args.pairs, args.tables)
+        for key, each in found.items():
             results.setdefault(key, []).extend(each)
     command = (
         f"benchmarks/throughput/speculation.py --models {model.name} "
-        f"--rows {' '.join(map(str, args.rows))} --tokens {num_tokens} --pairs {args.pairs}"
+        f"--rows {' '.join(map(str, args.rows))} --tokens {num_tokens} --pairs {args.pairs} "
+        f"--tables {' '.join(args.tables)}"
     )
     environment = describe_environment(jax.devices()[0].device_kind)
     lines = report(model, command, environment, results)
@@ -294,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=("small",))
     parser.add_argument("--rows", nargs="+", type=int, default=(1, 8))
     parser.add_argument("--tokens", type=int, help="of a request; 256, or 64 for qwen3-0.6b")
+    parser.add_argument("--tables", nargs="+", choices=tuple(TITLES), default=tuple(TITLES))
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args(argv)

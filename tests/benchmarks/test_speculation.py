@@ -48,7 +48,7 @@ def test_made_up_answers_are_right_as_often_as_they_should_be(share):
 
 @pytest.mark.slow
 def test_all_cases():
-    results = speculation.measure_rows(TINY, 2, NUM_TOKENS, 1)
+    results = speculation.measure_rows(TINY, 2, NUM_TOKENS, 1, tuple(speculation.TITLES))
     assert [len(results[name]) for name in ("made_up", "adversarial")] == [len(SHARES), 6]
     for result in (*results["made_up"], *results["adversarial"]):
         assert (result.rows, len(result.ratios)) == (2, 1)
