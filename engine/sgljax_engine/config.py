@@ -336,6 +336,8 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfigError naming the field."""
+        if self.speculation is False:  # what YAML reads in a bare off
+            object.__setattr__(self, "speculation", "off")
         require(
             self.speculation in SPECULATION,
             "speculation",

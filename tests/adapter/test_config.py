@@ -158,6 +158,11 @@ def test_honoured_field(make_rollout, name):
         ("rollout_sglang_jax_precompile_token_paddings", [64, 16]),
         ("rollout_sglang_jax_kwargs", {"batch_buckets": [4, 8], "max_running_requests": 8}),
         ("rollout_sglang_jax_kwargs", {"page_size": 8, "disable_radix_cache": True}),
+        (
+            "rollout_sglang_jax_kwargs",
+            {"speculation": "auto", "speculative_drafters": ["history", "ngram"]},
+        ),
+        ("rollout_sglang_jax_kwargs", {"lora_targets": ["q_proj"]}),
     ],
 )
 def test_a_config_fits_the_engine_that_it_made(model, field, value):

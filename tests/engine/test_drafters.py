@@ -105,7 +105,7 @@ class TestHistory:
             num_bytes = sum(len(key) for key in kept)
             num_bytes += sum(a.tokens.nbytes for answers in kept.values() for a in answers)
             assert drafter.num_bytes == num_bytes <= 20_000
-            assert all(0 < len(answers) <= 32 for answers in kept.values())
+            assert all(0 < len(answers) <= 16 for answers in kept.values())
 
     def test_a_dump_is_loaded(self):
         drafter, other = HistoryDrafter(10_000), HistoryDrafter(10_000)

@@ -16,6 +16,7 @@ from scipy import stats
 from sgljax_engine import (
     CompileForbiddenError,
     Engine,
+    EngineConfig,
     InvalidConfigError,
     ModelConfig,
     RequestOutput,
@@ -409,6 +410,11 @@ class TestPolicy:
 def test_refused_options(options, message):
     with pytest.raises(InvalidConfigError, match=message):
         make(**options)
+
+
+def test_false_is_off():
+    """As YAML reads a bare off."""
+    assert EngineConfig.from_options({"speculation": False}).speculation.speculation == "off"
 
 
 def test_large_batches_have_no_drafts():

@@ -117,15 +117,19 @@ def check_same_engine(
     Raises:
         InvalidConfigError: names the option and both values.
     """
+    groups = [getattr(running, field.name) for field in dataclasses.fields(running)]
     current = {
         field.name: getattr(group, field.name)
-        for group in (running, running.cache, running.scheduler, running.runtime, running.parallel)
+        for group in (running, *filter(dataclasses.is_dataclass, groups))
         for field in dataclasses.fields(group)
+        if not dataclasses.is_dataclass(getattr(group, field.name))
     }
     asked = ask_options(config)
     for name, value in asked.values.items():
         if name.endswith("_buckets") and isinstance(value, (list, tuple)):
             value = tuple(sorted(set(value)))  # as in the engine's config
+        elif isinstance(value, list):
+            value = tuple(value)
         if name not in overridden and current.get(name) != value:
             raise InvalidConfigError(
                 f"RolloutConfig.{asked.sources[name]} asks for {name}={value!r}, but the engine "

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 _LEARNING_RATE = 0.2
 
+_MARGIN = 1.05
+"""How much faster drafts must promise to be: they take more of the host."""
+
 
 class StepCosts(NamedTuple):
     """Seconds of a step of a batch size.
@@ -34,7 +37,7 @@ class StepCosts(NamedTuple):
             each = min(tokens / num_rows - 1, num_drafts)
             right = acceptance * (1 - acceptance**each) / (1 - acceptance)
             best = max(best, (1 + right) / cost)
-        return best > 1 / self.plain
+        return best > _MARGIN / self.plain
 
     def learnt(self, passes: Sequence[int] | None, num_steps: int, seconds: float) -> StepCosts:
         """With what a dispatch took.

@@ -16,7 +16,7 @@ import numpy as np
 
 from sgljax_engine.speculation.texts import PromptKey, RequestText
 
-_MAX_ANSWERS = 32
+_MAX_ANSWERS = 16
 """Answers that are kept of one prompt."""
 
 
@@ -187,4 +187,6 @@ _BEFORE, _AFTER = 512, 1536
 
 def _around(reference: np.ndarray, num_output: int) -> np.ndarray:
     """The part of a reference in which a request with so many output tokens may find its place."""
+    if len(reference) <= _AFTER:
+        return reference
     return reference[max(num_output - _BEFORE, 0) : num_output + _AFTER]
