@@ -9,6 +9,7 @@ more.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -79,6 +80,7 @@ class Speculator:
         self._steps_without = 0
         self._tokens_per_step = 1.0
         self._has_given_up = False
+        self._planned_s = 0.0
         self.costs = costs
         self._sizes = sizes
 
@@ -137,6 +139,7 @@ class Speculator:
         Args:
             requests: Those that decode together.
         """
+        self._planned_s = time.perf_counter()
         if not self.may_draft(requests):
             return None
         if self._steps_without >= self._trial_steps:
@@ -201,9 +204,11 @@ class Speculator:
                 self._learn(request, row.drafts)
             elif request.rid in self._acceptance:
                 self._hope(request, len(row.token_ids))
-        seconds = None if plan.prefill or plan.copies else result.dispatch_s
-        if seconds is not None and self.may_draft(plan.decode):
-            self.costs.learn(self._size_of(plan.decode), result.passes, result.num_steps, seconds)
+        is_typical = not plan.prefill and not plan.copies and result.dispatch_s is not None
+        if is_typical and self.may_draft(plan.decode):
+            seconds = time.perf_counter() - self._planned_s  # with the work of the host
+            size = self._size_of(plan.decode)
+            self.costs.learn(size, result.passes, result.num_steps, seconds)
         if result.num_steps:
             most = max(len(row.token_ids) for row in result.rows) / result.num_steps
             self._tokens_per_step += (most - self._tokens_per_step) / 4
