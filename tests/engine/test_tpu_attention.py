@@ -240,12 +240,20 @@ def test_costs_count_what_a_window_shows():
     assert (full.flops, windowed.flops) == (4 * 64 * 8 * 4096 * 256, 4 * 64 * 8 * 512 * 256)
 
 
+def test_rows_with_drafts():
+    """A block for each row: its newest token and some drafts, in pages that have others."""
+    blocks = [[40, 1], [0, 3], [63, 16], [5, 0], [64, 8], [150, 13], [0, 0], [7, 2]]
+    Writing(SHAPES["prefill-gqa-3"], blocks).check(SIMPLE, OPTIONS["default"])
+
+
 @pytest.mark.slow
 def test_engine_with_the_interpreted_kernel(monkeypatch):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
     monkeypatch.setattr(tpu, "tpu_backend", lambda _, head_dims: backend_of(SIMPLE, head_dims))
     assert greedy_tokens(attention_backend="tpu") == expected
+    drafts: dict[str, Any] = {"speculation": "always", "speculative_num_draft_tokens": 1}
+    assert greedy_tokens(attention_backend="tpu", **drafts) == expected
 
 
 class TestChoosingIt:

@@ -169,6 +169,8 @@ class AttentionBackend(NamedTuple):
         contiguous_name: Name of decode attention over contiguous KV, for reports.
         heads_per_row: Kv heads in a row of the pages that `decode` and `prefill` take, see
             `cache.kv_pages.PageLayout`. `attend` and `batch_invariant` take one.
+        verifies_blocks: Whether a row's newest token and drafts are best one block, and not each a
+            block of its own: a block reads its keys once, but tokens must be copied into it.
         why_not_native: Why "auto" did not pick "native" on a CPU; None elsewhere.
     """
 
@@ -181,6 +183,7 @@ class AttentionBackend(NamedTuple):
     contiguous_kv: ContiguousKV = "never"
     contiguous_name: str = ""
     heads_per_row: int = 1
+    verifies_blocks: bool = True
     why_not_native: str | None = None
 
     def for_engine(self, *, is_deterministic: bool) -> AttentionBackend:
@@ -195,4 +198,5 @@ class AttentionBackend(NamedTuple):
             write_kv=write_kv,
             contiguous_name="ordered",
             heads_per_row=1,
+            verifies_blocks=True,
         )

@@ -56,7 +56,13 @@ def native_backend(target: Target, head_dims: Sequence[int]) -> AttentionBackend
         InvalidConfigError: when it is not available.
     """
     require_backend(native_problem(target, head_dims), "attention_backend 'native'")
-    return AttentionBackend("native", native_attention, native_attention, write_kv=native_write_kv)
+    return AttentionBackend(
+        "native",
+        native_attention,
+        native_attention,
+        write_kv=native_write_kv,
+        verifies_blocks=False,
+    )
 
 
 def _shape(num_heads: int, layer: LayerKV, options: AttentionOptions) -> AttentionShape:

@@ -227,7 +227,7 @@ def _program_context(
         heads_per_row=attention.heads_per_row,
         num_drafts=num_drafts,
         max_step_tokens=max_step_tokens(placement.platform),
-        verifies_blocks=not is_native,
+        verifies_blocks=attention.verifies_blocks,
         search=longest_match if is_native else search_text,
     )
 

@@ -148,7 +148,7 @@ class EngineCore:
         assert self._speculator is not None
         self.outputs.flush()
         try:
-            self.runner.costs.put(size, measure_costs(self.runner, size))
+            self._speculator.take_costs(size, measure_costs(self.runner, size))
         except Exception:
             logger.exception("measuring steps with drafts failed; there are no more drafts")
             self._speculator.give_up()

@@ -34,8 +34,7 @@ class ProgramContext(NamedTuple):
         has_windows: Whether sliding layers have window pages, see `cache.window`.
         num_drafts: Most draft tokens of a row in a step; 0 without speculation.
         max_step_tokens: Most tokens of a step with drafts.
-        verifies_blocks: Whether attention takes a row's newest token and drafts as a block, and
-            not one by one. A block reads its keys once, but tokens must be copied into blocks.
+        verifies_blocks: See `AttentionBackend`.
         search: Finds drafts in texts.
     """
 

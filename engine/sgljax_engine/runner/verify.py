@@ -24,6 +24,7 @@ from jax import lax
 
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
+from sgljax_engine.config import TOKEN_BLOCK
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params
 from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend
@@ -288,7 +289,10 @@ class _Run(NamedTuple):
             return attend, slots
         first = rows.positions + carry.out.output.num_tokens
         num_keys = first + 1 + carry.drafts.counts
-        number = jnp.arange(most, dtype=jnp.int32)
+        size = most
+        if static.prefill_attention is not None:  # it knows blocks of prefill's size
+            size = -(-most // TOKEN_BLOCK) * TOKEN_BLOCK
+        number = jnp.arange(size, dtype=jnp.int32)
         tables = BlockTables(
             page_table=rows.page_table,
             positions=first[:, None] + number,
@@ -303,7 +307,7 @@ class _Run(NamedTuple):
         window_slots = None if of_windows is None else in_blocks(of_windows)
         pages = Pages.make(tables, in_blocks(slots), rows.window_table, window_slots)
         by_blocks = paged_attend(static, pages, static.prefill_attention)
-        back = packed.row * most + packed.place
+        back = packed.row * size + packed.place
 
         def attend_blocks(
             q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions

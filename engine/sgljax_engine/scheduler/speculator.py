@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sgljax_engine.config import SpeculationConfig
-from sgljax_engine.speculation.costs import CostTable
+from sgljax_engine.speculation.costs import CostTable, StepCosts
 from sgljax_engine.speculation.drafters import Drafter, End
 from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, HOPE, HOPE_RATE, RowDrafts, RowVerified
 from sgljax_engine.speculation.texts import RequestText
@@ -123,6 +123,11 @@ class Speculator:
     def may_draft(self, requests: Sequence[Request]) -> bool:
         """Whether a dispatch of these rows may have drafts."""
         return 0 < len(requests) <= self._sizes[-1] and not self._has_given_up
+
+    def take_costs(self, size: int, costs: StepCosts) -> None:
+        """Takes what was measured after the plan for a dispatch of that size."""
+        self.costs.put(size, costs)
+        self._planned_s = time.perf_counter()
 
     def give_up(self) -> None:
         """Plans no more drafts."""
