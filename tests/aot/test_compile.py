@@ -134,7 +134,8 @@ def test_steps_with_drafts_of_a_chip():
     assert len(widths) > 1
     num_kernels = sum(call["count"] for call in program["kernels"])
     assert num_kernels == TWO_LAYERS.num_layers * len(widths)
-    assert program["copies"] == []
+    # Logits of a step, which happen to have as many elements as a weight; no pages.
+    assert sum(copy["count"] * copy["num_bytes"] for copy in program["copies"]) < 2**20
     assert program["memory"]["alias_bytes"] == programs["prefill"]["memory"]["alias_bytes"]
 
 
