@@ -8,7 +8,6 @@ from typing import Any
 
 from sgljax_engine.config import DRAFTERS
 from tunix_sgljax.observability.observers import RolloutTotals
-from tunix_sgljax.observability.rollout_metrics import step_metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +20,7 @@ class DraftedRollout:
         num_accepted: Right draft tokens, by drafter.
         num_drafts: Draft tokens that were verified.
         num_verified: Tokens from dispatches that may verify drafts.
+        num_verify_rows: Rows of their steps, all steps together.
         saved_s: Seconds that drafts saved, by the engine's costs of a step.
     """
 
@@ -29,27 +29,27 @@ class DraftedRollout:
     num_accepted: dict[str, int]
     num_drafts: int
     num_verified: int
+    num_verify_rows: int
     saved_s: float
 
     @classmethod
     def between(cls, before: RolloutTotals, now: RolloutTotals) -> DraftedRollout:
         """The rollout between two totals of `RolloutObservers`."""
-        metrics = step_metrics(before, now)
-        old, new = before.counters, now.counters
+        counters = now.counters.since(before.counters)
         return cls(
-            seconds=metrics["seconds"],
-            num_tokens=round(metrics["output_tokens"]),
-            num_accepted={name: round(metrics.get(f"accepted_{name}", 0)) for name in DRAFTERS},
-            num_drafts=new.num_draft_tokens - old.num_draft_tokens,
-            num_verified=new.num_verified_tokens - old.num_verified_tokens,
-            saved_s=metrics.get("speculation_saved_s", 0.0),
+            seconds=now.busy_s - before.busy_s,
+            num_tokens=counters.num_output_tokens,
+            num_accepted={name: getattr(counters, f"num_accepted_{name}") for name in DRAFTERS},
+            num_drafts=counters.num_draft_tokens,
+            num_verified=counters.num_verified_tokens,
+            num_verify_rows=counters.num_verify_rows,
+            saved_s=counters.speculation_saved_s,
         )
 
     @property
     def acceptance_length(self) -> float:
         """Tokens that a row got from a step that may verify drafts; 0 without such."""
-        own = self.num_verified - sum(self.num_accepted.values())
-        return self.num_verified / own if own else 0.0
+        return self.num_verified / self.num_verify_rows if self.num_verify_rows else 0.0
 
     def accepted(self, drafter: str) -> float:
         """Share of all tokens that were right drafts of this drafter."""
@@ -74,6 +74,7 @@ def total(rollouts: Sequence[DraftedRollout]) -> DraftedRollout:
         num_accepted={name: sum(each.num_accepted[name] for each in rollouts) for name in DRAFTERS},
         num_drafts=sum(each.num_drafts for each in rollouts),
         num_verified=sum(each.num_verified for each in rollouts),
+        num_verify_rows=sum(each.num_verify_rows for each in rollouts),
         saved_s=sum(each.saved_s for each in rollouts),
     )
 

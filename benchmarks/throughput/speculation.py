@@ -65,21 +65,20 @@ class Run(NamedTuple):
     before: EngineCounters
     after: EngineCounters
 
-    def counted(self, name: str) -> int:
-        """How much a counter grew."""
-        return getattr(self.after, name) - getattr(self.before, name)
+    @property
+    def counters(self) -> EngineCounters:
+        """What the counters grew by."""
+        return self.after.since(self.before)
 
     @property
     def tokens_per_step(self) -> float:
-        """`EngineCounters.acceptance_length` of the run; 0 without dispatches with drafts."""
-        num_tokens = self.counted("num_verified_tokens")
-        num_steps = num_tokens - self.counted("num_accepted_tokens")
-        return num_tokens / num_steps if num_steps else 0.0
+        """See `EngineCounters.acceptance_length`."""
+        return self.counters.acceptance_length
 
     @property
     def drafted_share(self) -> float:
         """Share of the tokens that came from dispatches with drafts."""
-        return self.counted("num_verified_tokens") / self.counted("num_output_tokens")
+        return self.counters.num_verified_tokens / self.counters.num_output_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,8 +211,8 @@ def measure(engines: Mapping[str, Engine], case: Case, rows: int, num_pairs: int
         auto_s=[each.seconds for each in auto],
         tokens_per_step=[each.tokens_per_step for each in auto],
         drafted_share=[each.drafted_share for each in auto],
-        num_draft_tokens=[each.counted("num_draft_tokens") for each in auto],
-        num_accepted_tokens=[each.counted("num_accepted_tokens") for each in auto],
+        num_draft_tokens=[each.counters.num_draft_tokens for each in auto],
+        num_accepted_tokens=[each.counters.num_accepted_tokens for each in auto],
     )
     print(result.row(), flush=True)
     return result

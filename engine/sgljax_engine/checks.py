@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sgljax_engine.errors import InvalidConfigError
 
@@ -21,6 +22,13 @@ def is_int(value: object) -> bool:
 def check_count(name: str, value: object, low: int = 1) -> None:
     """Raises InvalidConfigError unless a value is an integer of at least `low`."""
     require(is_int(value) and value >= low, name, value, f"an integer >= {low}")  # type: ignore[operator]
+
+
+def check_names(name: str, value: object, known: Sequence[str], limit: str) -> tuple[str, ...]:
+    """A list of known names as a tuple, each once; raises InvalidConfigError unless it is one."""
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    require(is_list and all(each in known for each in value), name, value, limit)  # type: ignore[union-attr]
+    return tuple(dict.fromkeys(value))  # type: ignore[arg-type]
 
 
 def check_positive(name: str, value: float) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sgljax_engine.checks import check_count, is_int, require
+from sgljax_engine.checks import check_count, check_names, is_int, require
 from sgljax_engine.errors import InvalidConfigError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_OPTIONS
 
@@ -121,10 +121,10 @@ class SchedulerConfig:
             `decode_steps`. A dispatch takes at least the smallest prefill program and one decode
             step. Above 0; infinity leaves only the other two limits.
         stream_interval: Maximum number of decode steps in one dispatch while any running request
-            streams or has stop strings; all requests share the shorter dispatch. With drafts a
-            step may give several tokens. A stream gets its
-            first token by itself, and then the tokens of each dispatch. A stop string is found at
-            the end of a dispatch, and tokens decoded after it are discarded.
+            streams or has stop strings; all requests share the shorter dispatch. With drafts a step
+            may give several tokens. A stream gets its first token by itself, and then the tokens of
+            each dispatch. A stop string is found at the end of a dispatch, and tokens decoded after
+            it are discarded.
         init_new_token_ratio: Expected fraction of their remaining max_new_tokens that running
             requests will use; admission keeps that many KV tokens free. In [0, 1].
         min_new_token_ratio: Where the ratio decays to. In [0, init_new_token_ratio].
@@ -299,18 +299,10 @@ class LoraConfig:
         """Raises InvalidConfigError naming the field."""
         check_count("max_loras", self.max_loras, 0)
         check_count("max_lora_rank", self.max_lora_rank)
-        targets = self.lora_targets
-        if targets is None:
-            return
-        require(
-            isinstance(targets, (list, tuple))
-            and len(targets) > 0
-            and all(name in LORA_TARGETS for name in targets),
-            "lora_targets",
-            targets,
-            f"None or some of {LORA_TARGETS}",
-        )
-        object.__setattr__(self, "lora_targets", tuple(dict.fromkeys(targets)))
+        if self.lora_targets is not None:
+            limit = f"None or some of {LORA_TARGETS}"
+            targets = check_names("lora_targets", self.lora_targets, LORA_TARGETS, limit)
+            object.__setattr__(self, "lora_targets", targets)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,16 +336,10 @@ class SpeculationConfig:
             self.speculation,
             f"one of {SPECULATION}",
         )
-        drafters = self.speculative_drafters
-        require(
-            isinstance(drafters, (list, tuple))
-            and len(drafters) > 0
-            and all(name in DRAFTERS for name in drafters),
-            "speculative_drafters",
-            drafters,
-            f"some of {DRAFTERS}",
+        drafters = check_names(
+            "speculative_drafters", self.speculative_drafters, DRAFTERS, f"some of {DRAFTERS}"
         )
-        object.__setattr__(self, "speculative_drafters", tuple(dict.fromkeys(drafters)))
+        object.__setattr__(self, "speculative_drafters", drafters)
         check_count("speculative_num_draft_tokens", self.speculative_num_draft_tokens)
         require(
             self.speculative_num_draft_tokens <= MAX_DRAFT_TOKENS,

@@ -16,7 +16,13 @@ from sgljax_engine.config import DRAFTERS
 def rollout(num_accepted: int) -> DraftedRollout:
     counts = dict.fromkeys(DRAFTERS, 0) | {"history": num_accepted}
     return DraftedRollout(
-        seconds=1.0, num_tokens=20, num_accepted=counts, num_drafts=8, num_verified=10, saved_s=0.0
+        seconds=1.0,
+        num_tokens=20,
+        num_accepted=counts,
+        num_drafts=8,
+        num_verified=10,
+        num_verify_rows=10 - num_accepted,
+        saved_s=0.0,
     )
 
 

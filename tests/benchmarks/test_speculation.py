@@ -28,10 +28,8 @@ def test_speeds_are_those_with_drafts_over_those_without():
 
 
 def test_tokens_per_step_are_those_of_one_run():
-    before = EngineCounters(num_output_tokens=10, num_verified_tokens=5, num_accepted_ngram=1)
-    after = EngineCounters(
-        num_output_tokens=50, num_verified_tokens=35, num_accepted_ngram=2, num_accepted_history=19
-    )
+    before = EngineCounters(num_output_tokens=10, num_verified_tokens=5, num_verify_rows=4)
+    after = EngineCounters(num_output_tokens=50, num_verified_tokens=35, num_verify_rows=14)
     run = Run([], 1.0, before, after)
     assert run.tokens_per_step == 30 / 10
     assert run.drafted_share == 30 / 40

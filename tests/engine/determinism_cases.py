@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from sgljax_engine import Engine, ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.layers import target
@@ -17,6 +19,17 @@ from tests.threads import LIMIT_S, gate_steps, start
 
 MODEL = dataclasses.replace(TINY, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
 """One width of sampling tables, so that there are few programs to compile."""
+
+
+@contextlib.contextmanager
+def using(backend: str) -> Iterator[str]:
+    """With JIT-compiled CPU kernels ("native"), or with what is used without them ("portable")."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "portable":
+            patch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
+        elif target.unavailable() is not None:
+            pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
+        yield backend
 
 
 class Asked(NamedTuple):

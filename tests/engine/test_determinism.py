@@ -15,7 +15,7 @@ import pytest
 from sgljax_engine.attention import registry
 from sgljax_engine.attention.xla import xla_tiles_attention
 from sgljax_engine.builder import parts
-from sgljax_engine.layers import kernels, target
+from sgljax_engine.layers import kernels
 from sgljax_engine.runner import compiled
 from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
@@ -29,6 +29,7 @@ from tests.engine.determinism_cases import (
     make_engine,
     requests,
     run,
+    using,
 )
 from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
@@ -95,12 +96,8 @@ WAYS = [draw_way(index) for index in range(NUM_WAYS)]
 @pytest.fixture(scope="module")
 def backend(request):
     """JIT-compiled CPU kernels, or what is used where there is none: XLA's, and rows of keys."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "portable":
-            patch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
-        elif target.unavailable() is not None:
-            pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
-        yield request.param
+    with using(request.param) as name:
+        yield name
 
 
 def ways(backend: str, count: int, num_fast: int) -> list[Any]:

@@ -9,10 +9,10 @@ import pytest
 
 from sgljax_engine.speculation.costs import CostTable, StepCosts
 from sgljax_engine.speculation.drafters import End, HistoryDrafter, SiblingDrafter
-from sgljax_engine.speculation.texts import PROMPT_TOKENS, RequestText
+from sgljax_engine.speculation.texts import MATCHED_TOKENS, RequestText
 
 PROMPT = list(range(20))
-TAIL = PROMPT[-PROMPT_TOKENS:]
+TAIL = PROMPT[-MATCHED_TOKENS:]
 
 
 def text(output: list[int], prompt: list[int] = PROMPT) -> RequestText:

@@ -11,7 +11,6 @@ from sgljax_engine.kernels.cpu.longest_match import longest_match
 from sgljax_engine.layers import target
 from sgljax_engine.runner.draft_batch import TextSizes, build_draft_batch
 from sgljax_engine.runner.drafts import (
-    MATCHED_TOKENS,
     NO_TOKEN,
     TEXT_CHUNK,
     DraftBatch,
@@ -25,6 +24,7 @@ from sgljax_engine.runner.drafts import (
     verify_widths,
 )
 from sgljax_engine.speculation.plan import RowDrafts
+from sgljax_engine.speculation.texts import MATCHED_TOKENS
 
 NUM_DRAFTS = 7
 
@@ -80,15 +80,12 @@ def row(
     drafts_own: bool = True,
     acceptance: tuple[float, ...] = (0.5, 0.5, 0.5),
     weight: float = 1.0,
-    limit: int = NUM_DRAFTS,
 ) -> RowDrafts:
     def arrays(lists: tuple[list[int], ...]) -> list[np.ndarray]:
         return [np.asarray(each, np.int32) for each in lists]
 
     tokens = np.asarray(own, np.int32)
-    return RowDrafts(
-        arrays(history), arrays(siblings), tokens, drafts_own, limit, acceptance, weight
-    )
+    return RowDrafts(arrays(history), arrays(siblings), tokens, drafts_own, acceptance, weight)
 
 
 def drafted(rows: DraftBatch, pointer: int | None = None) -> tuple[list[list[int]], Match]:
@@ -187,8 +184,8 @@ class TestChoose:
         assert chosen(batch(*rows, costs=(1.0, 1.0)), (2, 7))[1] == [2, 3]
 
     def test_no_more_than_there_are(self):
-        rows = batch(row([1]), row([1], limit=2), costs=(1.0, 1.0))
-        assert chosen(rows, (2, 16), [3, 7])[1] == [3, 2]
+        rows = batch(row([1]), row([1]), costs=(1.0, 1.0))
+        assert chosen(rows, (2, 16), [3, 2])[1] == [3, 2]
 
     def test_equal_rows_fill_the_width(self):
         rows = batch(*[row([1]) for _ in range(3)], costs=(1.0, 1.0))

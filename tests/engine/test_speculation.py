@@ -30,6 +30,7 @@ from sgljax_engine.speculation.drafters import Answer, HistoryDrafter
 from sgljax_engine.speculation.texts import RequestText
 from tests.devices import run_python
 from tests.engine import test_adapters, test_window_pages
+from tests.engine.determinism_cases import using
 from tests.engine.interrupts import wait_until
 from tests.engine.models import (
     MIXED_HEADS,
@@ -239,12 +240,11 @@ def test_streams():
 
 
 @pytest.mark.slow
-def test_frequencies(monkeypatch):
+def test_frequencies():
     """In default mode without JIT-compiled kernels: drafts change no frequency.
 
     Drafts are the likeliest pairs of tokens, so that acceptance itself could favour them.
     """
-    monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
     model = dataclasses.replace(TINY, vocab_size=8)
     prompt, count = [1, 2, 3], 3000
     params = [
@@ -253,7 +253,8 @@ def test_frequencies(monkeypatch):
     ]
     found = {}
     for mode, seeds in (("off", params[:count]), ("always", params[count:])):
-        with make(model, speculation=mode, max_running_requests=8, batch_buckets=(8,)) as engine:
+        options: dict[str, Any] = {"max_running_requests": 8, "batch_buckets": (8,)}
+        with using("portable"), make(model, speculation=mode, **options) as engine:
             outputs = engine.generate_requests([prompt] * count, seeds)
             found[mode] = Counter(tuple(o.output_ids) for o in outputs)
             counters = counters_of(engine)
@@ -294,26 +295,23 @@ def test_nothing_is_compiled_after_warm_up():
 @pytest.mark.parametrize(
     "model", [TINY, test_window_pages.MODEL, TINY_MOE], ids=["tiny", "windows", "experts"]
 )
-def test_measuring_changes_no_page(model, backend, monkeypatch):
+def test_measuring_changes_no_page(model, backend):
     """Though it takes steps, on pages that may be in use."""
-    if backend == "portable":
-        monkeypatch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
-    elif target.unavailable() is not None:
-        pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
-    options: dict[str, Any] = {"num_kv_tokens": 128, "page_size": 4, "speculation": "auto"}
-    options["speculative_num_draft_tokens"] = 1
-    options["enable_return_routed_experts"] = model.moe is not None
-    engine = SteppedEngine(model, **OPTIONS | options)
-    runner = engine.core.runner
-    rng, kv_memory = np.random.default_rng(0), runner.kv_memory
-    kv_memory.take()
-    kv_memory.kv = jax.tree.map(
-        lambda x: jnp.asarray(rng.integers(1, 9, x.shape), x.dtype), kv_memory.kv
-    )
-    before = jax.device_get(kv_memory.kv)
-    costs = measure_costs(runner, 2)
-    assert 0 < costs.plain <= costs.widths[0]
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(kv_memory.kv))
+    with using(backend):
+        options: dict[str, Any] = {"num_kv_tokens": 128, "page_size": 4, "speculation": "auto"}
+        options["speculative_num_draft_tokens"] = 1
+        options["enable_return_routed_experts"] = model.moe is not None
+        engine = SteppedEngine(model, **OPTIONS | options)
+        runner = engine.core.runner
+        rng, kv_memory = np.random.default_rng(0), runner.kv_memory
+        kv_memory.take()
+        kv_memory.kv = jax.tree.map(
+            lambda x: jnp.asarray(rng.integers(1, 9, x.shape), x.dtype), kv_memory.kv
+        )
+        before = jax.device_get(kv_memory.kv)
+        costs = measure_costs(runner, 2)
+        assert 0 < costs.plain <= costs.widths[0]
+        jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(kv_memory.kv))
 
 
 def test_a_failed_measurement_ends_drafts(monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 
 from sgljax_engine import EngineCounters
 from sgljax_engine.config import DRAFTERS
-from sgljax_engine.layers import target
 from tests.engine.determinism_cases import (
     MODEL,
     Asked,
@@ -22,6 +21,7 @@ from tests.engine.determinism_cases import (
     make_engine,
     requests,
     run,
+    using,
 )
 from tests.engine.models import spread_weights
 
@@ -45,12 +45,8 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=["native", pytest.param("portable", marks=pytest.mark.slow)])
 def backend(request):
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "portable":
-            patch.setattr(target, "unavailable", lambda: "this is a test of what else there is")
-        elif target.unavailable() is not None:
-            pytest.skip(f"no JIT-compiled CPU kernels here: {target.unavailable()}")
-        yield request.param
+    with using(request.param) as name:
+        yield name
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -218,16 +217,10 @@ class RolloutMetrics:
 
 def step_metrics(before: RolloutTotals, now: RolloutTotals) -> dict[str, float]:
     """The metrics of the time between two totals, without those that have no value."""
-    counters = EngineCounters(
-        **{
-            field.name: getattr(now.counters, field.name) - getattr(before.counters, field.name)
-            for field in dataclasses.fields(EngineCounters)
-        }
-    )
     step = StepTotals(
         now.busy_s - before.busy_s,
         now.sync_s - before.sync_s,
-        counters,
+        now.counters.since(before.counters),
         now.total_kv_tokens,
         now.weight_version,
     )

@@ -27,8 +27,8 @@ def make_speculator(
 ) -> Speculator | None:
     """Of one engine; None without speculation, and if no batch is small enough for it."""
     static = parts.static
-    sizes = [size for size in parts.shapes.batch_buckets if len(static.verify_widths(size)) > 1]
-    if config.speculation == "off" or not sizes:
+    sizes = static.sizes_with_drafts(parts.shapes.batch_buckets)
+    if not sizes:
         return None
     return Speculator(
         config,

@@ -84,6 +84,11 @@ class EngineCounters:
     num_accepted_ngram: int = 0
     speculation_saved_s: float = 0.0
 
+    def since(self, before: EngineCounters) -> EngineCounters:
+        """What each counter grew by since an earlier copy."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return EngineCounters(**{n: getattr(self, n) - getattr(before, n) for n in names})
+
     @property
     def num_draft_tokens(self) -> int:
         """Draft tokens that were verified."""

@@ -17,6 +17,7 @@ from sgljax_engine.attention.contiguous import row_attention
 from sgljax_engine.cache.contiguous_kv import PagedRows, write_rows
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from sgljax_engine.models.spec import Attend, LayerCache, NewKV
+from sgljax_engine.runner.page_ids import NO_SLOT
 from sgljax_engine.runner.program_context import ProgramContext
 
 
@@ -51,6 +52,18 @@ class Pages(NamedTuple):
         there = tables._replace(page_table=jnp.maximum(window_table, 0))
         windows = cls(there, window_slots)
         return cls(tables, slots, windows)
+
+
+def slots_at(
+    page_table: jax.Array, positions: jax.Array, is_used: jax.Array, page_size: int
+) -> jax.Array:
+    """The slots [T] int32 of tokens at positions [T], by the pages [T, P] of their requests.
+
+    `NO_SLOT` for those that are not used.
+    """
+    page = jnp.minimum(positions // page_size, page_table.shape[1] - 1)
+    page_id = jnp.take_along_axis(page_table, page[:, None], axis=1)[:, 0]
+    return jnp.where(is_used, page_id * page_size + positions % page_size, NO_SLOT)
 
 
 def paged_attend(

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgljax_engine.runner.drafts import MATCHED_TOKENS, NO_TOKEN, TEXT_CHUNK, DraftBatch
+from sgljax_engine.runner.drafts import NO_TOKEN, TEXT_CHUNK, DraftBatch
 from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, RowDrafts
+from sgljax_engine.speculation.texts import MATCHED_TOKENS
 
 _REFERENCE_TOKENS = 8192
 _OWN_TOKENS = 2048
@@ -51,7 +52,6 @@ def build_draft_batch(
     ends = np.zeros((size, 2), np.int32)
     num_text = np.zeros(size, np.int32)
     drafts_own = np.zeros(size, bool)
-    limits = np.zeros(size, np.int32)
     acceptance = np.zeros((size, ACCEPTANCE_KINDS), np.float32)
     weights = np.ones(size, np.float32)
     for index, row in enumerate(rows):
@@ -68,10 +68,9 @@ def build_draft_batch(
         text[index, end : end + len(own)] = own
         num_text[index] = end + len(own)
         drafts_own[index] = row.drafts_own
-        limits[index] = row.limit
         acceptance[index] = row.acceptance
         weights[index] = row.weight
-    arrays: Any = (text, ends, num_text, drafts_own, limits, acceptance, weights)
+    arrays: Any = (text, ends, num_text, drafts_own, acceptance, weights)
     return DraftBatch(*arrays, np.asarray(costs, np.float32))  # type: ignore[arg-type]
 
 

@@ -20,10 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, HOPE, HOPE_RATE
-
-MATCHED_TOKENS = 8
-"""A match counts up to this many last tokens."""
+from sgljax_engine.config import DRAFTERS
+from sgljax_engine.speculation.plan import (
+    ACCEPTANCE_KINDS,
+    HOPE,
+    HOPE_RATE,
+    MOST_CERTAIN,
+    expected_right,
+)
+from sgljax_engine.speculation.texts import MATCHED_TOKENS
 
 LONG_MATCH = 4
 """Matches of so many tokens have an acceptance of their own."""
@@ -34,11 +39,8 @@ TEXT_CHUNK = 512
 NO_TOKEN = -1
 """Entry of a text without a token: between sequences, and at its end."""
 
-NUM_SOURCES = 3
+NUM_SOURCES = len(DRAFTERS)
 """Parts of a text: history, siblings, own tokens; the places of their drafters in counts."""
-
-_MOST_CERTAIN = 0.98
-"""Below 1, so that a draft is worth less than the one before it."""
 
 _LEARNING_RATE = 0.25
 _SHARED_RATE = 0.05
@@ -55,19 +57,17 @@ class DraftBatch(NamedTuple):
     """What rows may draft from, and what that is worth.
 
     Shape (all [B] unless said): text: [B, N] int32, `NO_TOKEN` where there is none, as in the first
-        `MATCHED_TOKENS` entries; behind those come whole chunks. ends: [B, 2]
-        int32, where history and siblings end; own tokens begin at the second. num_text: int32, end
-        of the own tokens. drafts_own: bool, whether own tokens are drafted from. limits: int32,
-        most drafts of a step. acceptance: [B, ACCEPTANCE_KINDS] float32, expected share of right
-        drafts. weights: float32, worth of a row's token. costs: [number of widths] float32, seconds
-        of a step, or any multiple.
+        `MATCHED_TOKENS` entries; behind those come whole chunks. ends: [B, 2] int32, where history
+        and siblings end; own tokens begin at the second. num_text: int32, end of the own tokens.
+        drafts_own: bool, whether own tokens are drafted from. acceptance: [B, ACCEPTANCE_KINDS]
+        float32, expected share of right drafts. weights: float32, worth of a row's token. costs:
+        [number of widths] float32, seconds of a step, or any multiple.
     """
 
     text: jax.Array
     ends: jax.Array
     num_text: jax.Array
     drafts_own: jax.Array
-    limits: jax.Array
     acceptance: jax.Array
     weights: jax.Array
     costs: jax.Array
@@ -127,11 +127,10 @@ def may_pay(
 ) -> jax.Array:
     """Whether drafts would pay if all rows had as many as fit, of the best kind of any row."""
     likely = jnp.max(jnp.where(active[:, None], drafts.acceptance, 0.0))
-    likely = jnp.minimum(likely, _MOST_CERTAIN)
+    likely = jnp.minimum(likely, MOST_CERTAIN)
     num_active = jnp.sum(active, dtype=jnp.int32).astype(jnp.float32)
     room = jnp.asarray(widths, jnp.float32) / jnp.maximum(num_active, 1.0) - 1.0
-    each = likely * (1 - likely ** jnp.minimum(room, num_drafts)) / (1 - likely)
-    rate = (1 + each) / drafts.costs
+    rate = (1 + expected_right(likely, jnp.minimum(room, num_drafts))) / drafts.costs
     return jnp.any(rate[1:] > 1 / drafts.costs[0])
 
 
@@ -203,7 +202,7 @@ def find_drafts(
     size = text.shape[1]
     end = jnp.where(drafts.drafts_own, num_text, drafts.ends[:, 1])
     best = search(text, num_text, end, drafts.ends, MATCHED_TOKENS)
-    length = best // (size + 1) // (NUM_SOURCES + 1)
+    length = best // (size + 1) // (drafts.ends.shape[1] + 2)
     place = jnp.where(best > 0, best % (size + 1), size)
     kind = jnp.where(length >= LONG_MATCH, 2, 1)
     can_go_on = (pointer < end) & (_take(text, pointer) >= 0)
@@ -236,8 +235,12 @@ def read_drafts(
     period = jnp.where(match.source == NUM_SOURCES - 1, num_text - match.place, size)
     places = match.place[:, None] + steps % jnp.maximum(period, 1)[:, None]
     tokens = jnp.take_along_axis(text, places, axis=1, mode="fill", fill_value=NO_TOKEN)
-    exists = (tokens >= 0) & (tokens < vocab_size)
-    return tokens, jnp.sum(jnp.cumprod(exists, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    return tokens, num_leading((tokens >= 0) & (tokens < vocab_size))
+
+
+def num_leading(conditions: jax.Array) -> jax.Array:
+    """How many conditions [B, ...] of each row hold before the first that does not; [B] int32."""
+    return jnp.sum(jnp.cumprod(conditions, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
 def choose_drafts(
@@ -259,9 +262,9 @@ def choose_drafts(
         widths: Of `verify_widths`.
     """
     num_rows, num_drafts = tokens.shape
-    wanted = jnp.where(active, jnp.minimum(available, drafts.limits), 0)
+    wanted = jnp.where(active, available, 0)
     likely = jnp.take_along_axis(drafts.acceptance, match.kind[:, None], axis=1)
-    likely = jnp.minimum(likely, _MOST_CERTAIN)
+    likely = jnp.minimum(likely, MOST_CERTAIN)
     number = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
     # A draft counts if it and all before it are right.
     gain = likely ** number.astype(jnp.float32)

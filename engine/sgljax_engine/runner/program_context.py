@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgljax_engine.attention.base import (
@@ -65,6 +66,10 @@ class ProgramContext(NamedTuple):
     def verify_widths(self, num_rows: int) -> tuple[int, ...]:
         """Tokens of a step with drafts, see `drafts.verify_widths`."""
         return verify_widths(num_rows, self.num_drafts, self.max_step_tokens)
+
+    def sizes_with_drafts(self, sizes: Sequence[int]) -> list[int]:
+        """Those of the batch sizes that may verify drafts; none without speculation."""
+        return [size for size in sizes if len(self.verify_widths(size)) > 1]
 
     @property
     def in_windows(self) -> tuple[bool, ...]:

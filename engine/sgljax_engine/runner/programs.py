@@ -29,7 +29,7 @@ from sgljax_engine.models.spec import (
     LayerCache,
     Params,
 )
-from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, rows_attend
+from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, rows_attend, slots_at
 from sgljax_engine.runner.batch import DecodeBatch, ForwardBatch
 from sgljax_engine.runner.page_ids import NO_SLOT
 from sgljax_engine.runner.program_context import ProgramContext
@@ -262,10 +262,7 @@ def _next_logits(
     )
 
     def slots_in(table: jax.Array) -> jax.Array:
-        page = jnp.minimum(positions // static.page_size, table.shape[1] - 1)
-        page_id = jnp.take_along_axis(table, page[:, None], axis=1)[:, 0]
-        slots = page_id * static.page_size + positions % static.page_size
-        return jnp.where(active, slots, NO_SLOT)
+        return slots_at(table, positions, active, static.page_size)
 
     of_windows = None if rows.window_table is None else slots_in(rows.window_table)
     pages = Pages.make(tables, slots_in(rows.page_table), rows.window_table, of_windows)

@@ -143,6 +143,11 @@ class ModelRunner:
         """Most draft tokens of a row in a step; 0 without speculation."""
         return self._static.num_drafts
 
+    @property
+    def sizes_with_drafts(self) -> list[int]:
+        """The batch sizes that may verify drafts."""
+        return self._static.sizes_with_drafts(self.shapes.batch_buckets)
+
     def verify_widths(self, size: int) -> tuple[int, ...]:
         """Tokens of steps of that batch size; more than one width if it verifies drafts."""
         return self._static.verify_widths(size)

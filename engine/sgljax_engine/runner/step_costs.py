@@ -62,10 +62,19 @@ def measure_costs(runner: ModelRunner, size: int) -> StepCosts:
     return StepCosts(min(plain, made[0]), tuple(made), tokens)
 
 
-def decode_call(runner: ModelRunner, size: int, num_steps: int) -> ProgramCall:
-    """A dispatch without drafts of rows that all go on; none with 0 steps."""
+def decode_call(
+    runner: ModelRunner, size: int, num_steps: int, *, table: SamplingTable | None = None
+) -> ProgramCall:
+    """A dispatch without drafts of rows that share a page and take so many steps; 0 does nothing.
+
+    Args:
+        runner: Has the sizes.
+        size: Of the batch.
+        num_steps: How many.
+        table: Of rows whose settings change logits.
+    """
     rows, sampling, limits = _rows(runner, size, num_steps)
-    return ProgramCall("decode", (rows, sampling, programs.RowOptions(), *limits))
+    return ProgramCall("decode", (rows, sampling, programs.RowOptions(table), *limits))
 
 
 def verify_call(
@@ -81,7 +90,7 @@ def verify_call(
     costs = np.full(len(runner.verify_widths(size)), _NEVER, np.float32)
     costs[width] = _ALWAYS
     repeated = np.zeros(2 * runner.num_drafts, np.int32)
-    row = RowDrafts((), (), repeated, True, runner.num_drafts, (1.0,) * ACCEPTANCE_KINDS, 1.0)
+    row = RowDrafts((), (), repeated, True, (1.0,) * ACCEPTANCE_KINDS, 1.0)
     assert runner.shapes.text_sizes is not None
     drafts = build_draft_batch([row] * size, size, runner.shapes.text_sizes, costs.tolist())
     options = programs.RowOptions(table)

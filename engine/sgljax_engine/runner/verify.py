@@ -27,7 +27,7 @@ from sgljax_engine.cache.kv_pages import KVPages, LayerKV
 from sgljax_engine.config import TOKEN_BLOCK
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params
-from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend
+from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, slots_at
 from sgljax_engine.runner.batch import DecodeBatch
 from sgljax_engine.runner.drafts import (
     NUM_SOURCES,
@@ -38,6 +38,7 @@ from sgljax_engine.runner.drafts import (
     find_drafts,
     learn,
     may_pay,
+    num_leading,
     read_drafts,
     row_drafts,
 )
@@ -239,16 +240,17 @@ class _Run(NamedTuple):
         row, place, is_used = (x[:width] for x in (packed.row, packed.place, packed.is_used))
         packed = _Packed(row, place, is_used, packed.starts)
         offset = carry.out.output.num_tokens[row] + place
+        positions = self.rows.positions[row] + offset
         drafted = carry.drafts.tokens[row, jnp.maximum(place - 1, 0)]
         input_ids = jnp.where(place == 0, carry.input_ids[row], drafted)
-        attend, slots = self._attend(carry, packed, self.rows.positions[row] + offset, most)
+        attend, slots = self._attend(carry, packed, positions, most)
         static, num_used = self.static, jnp.sum(is_used, dtype=jnp.int32)
         widths, has_experts = static.context.tile_widths, static.context.has_experts
         logits, out = static.model.token_logits(
             self.params,
             static.context,
             input_ids,
-            self.rows.positions[row] + offset,
+            positions,
             attend,
             passed.caches,
             tokens_in_tiles(widths, width, num_used, is_used if has_experts else None),
@@ -269,9 +271,7 @@ class _Run(NamedTuple):
         rows, static = self.rows, self.static
 
         def slots_in(table: jax.Array) -> jax.Array:
-            page = jnp.minimum(positions // static.page_size, table.shape[1] - 1)
-            slots = table[packed.row, page] * static.page_size + positions % static.page_size
-            return jnp.where(packed.is_used, slots, NO_SLOT)
+            return slots_at(table[packed.row], positions, packed.is_used, static.page_size)
 
         slots, of_windows = slots_in(rows.page_table), None
         if rows.window_table is not None:
@@ -353,7 +353,7 @@ class _Run(NamedTuple):
         tokens = token[jnp.minimum(places, len(token) - 1)]
         number = jnp.arange(most - 1, dtype=jnp.int32)
         right = (tokens[:, :-1] == drafts.tokens) & (number < drafts.counts[:, None])
-        num_right = jnp.sum(jnp.cumprod(right, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        num_right = num_leading(right)
         is_stop = jnp.any(tokens[:, :, None] == self.sampling.stop_ids[:, None], axis=2)
         first_stop = jnp.where(jnp.any(is_stop, axis=1), jnp.argmax(is_stop, axis=1), most)
         num_tokens = jnp.minimum(num_right, first_stop.astype(jnp.int32)) + 1
@@ -385,13 +385,13 @@ class _Run(NamedTuple):
         source = 1 + drafts.match.source[row]
         is_of = jnp.arange(NUM_SOURCES, dtype=jnp.int32)[:, None] == drafts.match.source
         is_right = place < found.num_right[row]
-        was_active = self.is_active(carry)
+        active = self.is_active(carry)
         out = Verified(
             output=output,
             sources=put(out.sources, jnp.where(is_right, source, NO_SOURCE)),
             num_drafted=out.num_drafted + is_of * drafts.counts,
             num_right=out.num_right + is_of * found.num_right,
-            acceptance=learn(out.acceptance, drafts, found.num_right, was_active, found.stopped),
+            acceptance=learn(out.acceptance, drafts, found.num_right, active, found.stopped),
             num_steps=out.num_steps.at[drafts.width].add(1),
         )
         table = carry.table

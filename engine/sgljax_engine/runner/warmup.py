@@ -9,13 +9,12 @@ import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
-from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
+from sgljax_engine.runner.batch import empty_prefill_batch
 from sgljax_engine.runner.compiled import ProgramCall
 from sgljax_engine.runner.page_ids import build_copies, no_windows
-from sgljax_engine.runner.programs import RowOptions
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.sampling_batch import build_sampling_batch, empty_table, table_buckets
-from sgljax_engine.runner.step_costs import measure_costs, verify_call
+from sgljax_engine.runner.sampling_batch import empty_table, table_buckets
+from sgljax_engine.runner.step_costs import decode_call, measure_costs, verify_call
 from sgljax_engine.types import Request
 
 
@@ -59,7 +58,7 @@ class Warmup:
                 programs.compile(calls, kv_memory.state(runner.weights), lambda: advance(1))
             for call in calls:
                 jax.block_until_ready(runner.run(call))
-            for size in drafting_sizes(runner):
+            for size in runner.sizes_with_drafts:
                 if size not in runner.costs:
                     runner.costs.put(size, measure_costs(runner, size))
             windows = no_windows(kv_memory.num_pages) if self._runner.has_windows else None
@@ -99,20 +98,11 @@ def warm_calls(
     windows = no_windows(runner.kv_memory.num_pages) if runner.has_windows else None
     vocab_size = runner.model_config.vocab_size
     for size in shapes.batch_buckets:
-        batch = build_decode_batch(
-            [],
-            [],
-            buckets=[size],
-            table_width=shapes.table_width,
-            has_adapters=runner.has_adapters,
-            windows=windows,
-        )
-        rows = batch, build_sampling_batch([], size, vocab_size)
         widths = table_buckets(vocab_size) if include_table else ()
         tables = [None, *(empty_table(size, width, vocab_size) for width in widths)]
         for table in tables:
-            yield ProgramCall("decode", (*rows, RowOptions(table), np.int32(1), np.int32(1)))
-            if size in drafting_sizes(runner):
+            yield decode_call(runner, size, 0, table=table)
+            if size in runner.sizes_with_drafts:
                 yield verify_call(runner, size, 0, width=0, table=table)
     for size in shapes.token_buckets:
         batch = empty_prefill_batch(
@@ -130,13 +120,6 @@ def warm_calls(
     yield ProgramCall("copy_pages", copies)
     if runner.routed_reader is not None:
         yield runner.routed_reader.warm_call()
-
-
-def drafting_sizes(runner: ModelRunner) -> list[int]:
-    """The batch sizes that may verify drafts."""
-    if not runner.num_drafts:
-        return []
-    return [size for size in runner.shapes.batch_buckets if len(runner.verify_widths(size)) > 1]
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:

@@ -218,10 +218,6 @@ class Scheduler:
             request.extra_logprobs.extend(row.extra_logprobs)
             request.token_versions.extend([result.weight_version] * len(row.token_ids))
             request.num_computed += len(row.token_ids)
-            if self._speculator is not None:
-                no_sources = [0] * len(row.token_ids)
-                sources = no_sources if row.drafts is None else row.drafts.sources
-                request.draft_sources.extend(sources)
             if row.stopped:
                 self.finish(request, FinishReason("stop", matched=request.output_ids[-1]))
             elif request.num_remaining == 0:
@@ -283,17 +279,18 @@ class Scheduler:
         """Gives decoding rows pages for as many steps as fit, retracting the youngest for one."""
         num_steps = self._most_steps(self._num_rows, self.running)
         retracted: list[Request] = []
-        may_draft = self._speculator is not None and self._speculator.may_draft(decodable)
+        per_step = 1
+        if self._speculator is not None and self._speculator.may_draft(decodable):
+            per_step = self._speculator.tokens_per_step
         while True:
             num_tokens = num_steps
-            if self._speculator is not None and may_draft and num_steps > 1:
-                most = num_steps * self._speculator.tokens_per_step
-                num_tokens = min(self._most_tokens(num_steps), most)
+            if num_steps > 1:
+                num_tokens = min(num_steps * per_step, self._most_tokens(num_steps))
             missing = [self._missing_pages(r, num_tokens) for r in decodable]
             if sum(missing) <= self._pool.num_available:
                 break
-            if may_draft:  # a dispatch that is shorter in tokens ends earlier
-                may_draft = False
+            if per_step > 1:  # with fewer tokens a dispatch just ends earlier
+                per_step = 1
                 continue
             if num_steps > 1:
                 num_steps //= 2

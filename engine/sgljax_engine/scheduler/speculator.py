@@ -17,7 +17,14 @@ import numpy as np
 from sgljax_engine.config import SpeculationConfig
 from sgljax_engine.speculation.costs import CostTable, StepCosts
 from sgljax_engine.speculation.drafters import Drafter, End
-from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, HOPE, HOPE_RATE, RowDrafts, RowVerified
+from sgljax_engine.speculation.plan import (
+    ACCEPTANCE_KINDS,
+    HOPE,
+    HOPE_RATE,
+    MOST_CERTAIN,
+    RowDrafts,
+    RowVerified,
+)
 from sgljax_engine.speculation.texts import RequestText
 from sgljax_engine.types import Request, SchedulerOutput, StepOutput
 
@@ -29,9 +36,6 @@ _TRIAL_STEPS, _MAX_TRIAL_STEPS = 1024, 8192
 
 _GOOD_SHARE = 0.25
 """Share of right drafts after which a trial was not in vain."""
-
-_MOST_CERTAIN = 0.98
-"""Nothing is certain."""
 
 _PRIOR_RATE = 0.02
 """How far a draft moves what new requests expect towards what its request does."""
@@ -91,8 +95,7 @@ class Speculator:
         if request.text is None:
             request.text = RequestText(request.prompt_ids)
         request.text.update(request.output_ids)
-        unknown = len(request.output_ids) - len(request.draft_sources)  # of a checkpoint
-        request.draft_sources.extend([0] * unknown)
+        _add_sources(request)  # of tokens of a checkpoint
         self._acceptance[request.rid] = list(self._prior)
         for drafter in self._drafters.values():
             drafter.add(request.text)
@@ -168,7 +171,7 @@ class Speculator:
         if costs is None:
             return True
         likely = max(max(self._acceptance[request.rid]) for request in requests)
-        return costs.may_pay(len(requests), min(likely, _MOST_CERTAIN), self._num_drafts)
+        return costs.may_pay(len(requests), min(likely, MOST_CERTAIN), self._num_drafts)
 
     def _size_of(self, requests: Sequence[Request]) -> int:
         return next(size for size in self._sizes if size >= len(requests))
@@ -193,7 +196,6 @@ class Speculator:
             siblings=references("siblings"),
             own=text.tokens,
             drafts_own=self._drafts_own,
-            limit=self._num_drafts,
             acceptance=self._acceptance[request.rid],
             weight=weight,
         )
@@ -203,12 +205,14 @@ class Speculator:
         num_drafted = num_right = 0
         for request, row in zip(plan.decode, result.rows, strict=True):
             _text(request).update(request.output_ids)
-            if row.drafts is not None:
+            if row.drafts is None:
+                _add_sources(request)
+                self._hope(request, len(row.token_ids))
+            else:
+                request.draft_sources.extend(row.drafts.sources)
                 num_drafted += sum(row.drafts.num_drafted)
                 num_right += sum(row.drafts.num_right)
                 self._learn(request, row.drafts)
-            elif request.rid in self._acceptance:
-                self._hope(request, len(row.token_ids))
         is_typical = not plan.prefill and not plan.copies and result.dispatch_s is not None
         if is_typical and self.may_draft(plan.decode):
             seconds = time.perf_counter() - self._planned_s  # with the work of the host
@@ -225,8 +229,7 @@ class Speculator:
             self._trial_steps = _TRIAL_STEPS
 
     def _learn(self, request: Request, verified: RowVerified) -> None:
-        if request.rid in self._acceptance:  # it has not ended
-            self._acceptance[request.rid] = verified.acceptance
+        self._acceptance[request.rid] = verified.acceptance
         # Where nothing is found, nothing is drafted, and that counts too.
         evidence = max(sum(verified.num_drafted), len(verified.sources) / _TOKENS_PER_DRAFT)
         rate = 1 - (1 - _PRIOR_RATE) ** evidence
@@ -238,6 +241,12 @@ class Speculator:
         rate = 1 - (1 - HOPE_RATE) ** num_tokens
         known = self._acceptance[request.rid]
         self._acceptance[request.rid] = [each + rate * max(HOPE - each, 0) for each in known]
+
+
+def _add_sources(request: Request) -> None:
+    """Notes that nobody drafted the newest tokens."""
+    count = len(request.output_ids) - len(request.draft_sources)
+    request.draft_sources.extend([0] * count)
 
 
 def _text(request: Request) -> RequestText:

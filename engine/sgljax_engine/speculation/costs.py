@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sgljax_engine.speculation.plan import expected_right
+
 _LEARNING_RATE = 0.2
 
 _MARGIN = 1.05
@@ -35,8 +37,7 @@ class StepCosts(NamedTuple):
         best = 0.0
         for tokens, cost in zip(self.tokens[1:], self.widths[1:], strict=True):
             each = min(tokens / num_rows - 1, num_drafts)
-            right = acceptance * (1 - acceptance**each) / (1 - acceptance)
-            best = max(best, (1 + right) / cost)
+            best = max(best, (1 + expected_right(acceptance, each)) / cost)
         return best > _MARGIN / self.plain
 
     def learnt(self, passes: Sequence[int] | None, num_steps: int, seconds: float) -> StepCosts:

@@ -89,9 +89,8 @@ class HistoryDrafter:
     """Answers of earlier calls to the same prompt: of earlier steps and epochs.
 
     An answer is kept once all samples of its prompt are finished, or as many as are kept of one
-    prompt; until then it is a sibling's.
-    The bytes that all answers take are limited: the prompt that was answered the longest time ago
-    is forgotten first.
+    prompt; until then it is a sibling's. The bytes that all answers take are limited: the prompt
+    that was answered the longest time ago is forgotten first.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,21 @@ ACCEPTANCE_KINDS = 3
 HOPE, HOPE_RATE = 0.7, 1 / 1024
 """Where an acceptance goes while nothing is drafted, so that it is tried again now and then."""
 
+MOST_CERTAIN = 0.98
+"""No acceptance counts as more, so that a draft is worth less than the one before it."""
+
 TOKENS_PER_STEP = 4
 """Tokens of a row that a dispatch with drafts has room for, times its most steps."""
+
+
+def expected_right(acceptance: Any, count: Any) -> Any:
+    """How many of so many drafts are right, up to the first wrong one, on average.
+
+    Args:
+        acceptance: Share of right drafts, below 1: a number or an array, of JAX too.
+        count: Drafts: a number or an array.
+    """
+    return acceptance * (1 - acceptance**count) / (1 - acceptance)
 
 
 class RowDrafts(NamedTuple):
@@ -25,7 +38,6 @@ class RowDrafts(NamedTuple):
         siblings: Other samples of the group, int32, the most useful last.
         own: The row's own last tokens, int32, its newest last.
         drafts_own: Whether to draft from them.
-        limit: Most drafts in a step.
         acceptance: Expected share of right drafts, for each of `ACCEPTANCE_KINDS`.
         weight: What a token of this row is worth, compared with others.
     """
@@ -34,7 +46,6 @@ class RowDrafts(NamedTuple):
     siblings: Sequence[np.ndarray]
     own: np.ndarray
     drafts_own: bool
-    limit: int
     acceptance: Sequence[float]
     weight: float
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-PROMPT_TOKENS = 8
-"""Last tokens of the prompt that a reference begins with, so that the first token is drafted too.
+MATCHED_TOKENS = 8
+"""A match counts up to this many last tokens.
 
-As many as a match counts.
+A reference begins with as many of the prompt, so that the first token is drafted too.
 """
 
 PromptKey = bytes
@@ -49,7 +49,7 @@ class RequestText:
     def reference(self) -> np.ndarray:
         """int32, the end of the prompt and the output; never changed in place."""
         size = self._size  # as above
-        return self._tokens[max(self._num_prompt - PROMPT_TOKENS, 0) : size]
+        return self._tokens[max(self._num_prompt - MATCHED_TOKENS, 0) : size]
 
     @property
     def num_output(self) -> int:

@@ -26,20 +26,9 @@ from sgljax_engine.kernels.cpu.primitive import run_one
 def longest_match(
     text: jax.Array, num_text: jax.Array, stops: jax.Array, ends: jax.Array, max_length: int
 ) -> jax.Array:
-    """Finds what follows the longest match of a row's last tokens, inside a program.
+    """As `runner.drafts.search_text`, inside a program.
 
-    Args:
-        text: [B, N] int32, negative where there is no token, as in the first `max_length` entries;
-            behind these a multiple of 16.
-        num_text: [B] int32, end of the row's tokens.
-        stops: [B] int32, end of the places that count.
-        ends: [B, E] int32, ends of parts: of equal matches one in an earlier part counts, in one
-            part the last.
-        max_length: Longer matches count as this.
-
-    Returns:
-        [B] int32: `(length * (E + 2) + E - part) * (N + 1) + place`, where the place is that of the
-        token behind the match; 0 if nothing matches.
+    Behind the first `max_length` entries of a text come a multiple of 16.
     """
     result = jax.ShapeDtypeStruct(num_text.shape, jnp.int32)
     return run_one(_operation(max_length), [text, num_text, stops, ends], result)
