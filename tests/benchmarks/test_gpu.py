@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from benchmarks.hardware import gpu
+from benchmarks.hardware import gpu, gpu_profile
 
 
 @pytest.mark.slow
@@ -85,3 +85,20 @@ def test_it_is_refused_without_a_gpu(capsys):
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "this needs a GPU, and JAX's default device is a cpu" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
+def test_a_decode_step_is_profiled():
+    found = gpu_profile.measure(gpu.EngineSizes.smoke(), rows=4)
+    assert found["rows"] == 4
+    assert found["kernels_per_step"] == 0  # no GPU
+
+
+def test_the_profile_has_each_variant():
+    kernels = [{"kernel": "attention", "per_step": 28.0, "us_per_step": 2300.0}]
+    works = {"step_ms": 4.5, "kernels_per_step": 435.0, "kernel_ms_per_step": 4.1, "top": kernels}
+    lines = gpu_profile.report_lines({"off": works, "all": {"error": "first line\nno such flag"}})
+    assert "| off | 4.5 | 435 | 4.1 |" in lines
+    assert "| all | failed: no such flag | | |" in lines
+    assert "| `attention` | 28 | 2.3e+03 |" in lines
