@@ -132,7 +132,7 @@ def test_decode_and_prefill_lower_for_cuda():
         return num_kernel_calls(lowered.as_text())
 
     rows = build_decode_batch([], [], buckets=[8], table_width=16)
-    sampling = build_sampling_batch([], 8, TINY.vocab_size)
+    sampling = build_sampling_batch([], 8)
     no_rows: Any = ()
     decode = (no_rows, rows, sampling, programs.RowOptions(), np.int32(1), np.int32(1))
     assert num_kernels(programs.decode, *decode) == TINY.num_layers

@@ -1,4 +1,4 @@
-"""The device sampler against numpy in float64 with a plain sort."""
+"""Draws and log-probs of both samplers against numpy in float64."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sgljax_engine import SamplingParams
+from sgljax_engine.sampling.filters import make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
-from sgljax_engine.sampling.sampler import SamplingBatch, filter_weights, race, sample
+from sgljax_engine.sampling.race import race
+from sgljax_engine.sampling.sampler import SamplingBatch, sample
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.engine.sampler_cases import SAMPLERS, patched
+from tests.engine.sampling_reference import distribution
 
 
 @pytest.fixture(scope="module", params=SAMPLERS)
@@ -23,68 +27,19 @@ def backend(request):
 both = pytest.mark.usefixtures("backend")
 
 
-def batch(size, vocab, **fields):
-    rows = {
-        "temperature": np.ones(size, np.float32),
-        "top_k": np.full(size, vocab, np.int32),
-        "top_p": np.ones(size, np.float32),
-        "min_p": np.zeros(size, np.float32),
-        "seed": np.stack([np.zeros(size), np.arange(size)], -1).astype(np.uint32),
-        "step": np.zeros(size, np.int32),
-        "stop_ids": np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32),
-    }
-    for name, value in fields.items():
-        rows[name] = np.broadcast_to(np.asarray(value, rows[name].dtype), rows[name].shape)
-    return SamplingBatch(**rows)
+def batch(size, vocab, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, step=0):
+    def spread(value):
+        return np.broadcast_to(np.asarray(value), (size,))
 
-
-def reference_probs(logits, temperature, top_k, top_p, min_p):
-    """Probabilities of one row after temperature, top-k, top-p, min-p; sorts, float64."""
-    scaled = logits.astype(np.float64) / temperature
-    probs = np.exp(scaled - scaled.max())
-    order = np.argsort(-scaled, kind="stable")
-    kept = np.zeros_like(probs)
-    kept[order[:top_k]] = probs[order[:top_k]]
-    if top_p < 1.0:
-        sorted_probs = kept[order] / kept.sum()
-        before = np.cumsum(sorted_probs) - sorted_probs
-        kept[order[before >= top_p]] = 0.0
-    kept[probs < min_p * probs.max()] = 0.0
-    return kept / kept.sum()
-
-
-CASES = [
-    (1.0, 50, 1.0, 0.0),
-    (0.7, 1, 1.0, 0.0),
-    (1.3, 10_000, 0.9, 0.0),
-    (1.0, 20, 0.5, 0.0),
-    (0.8, 10_000, 1.0, 0.1),
-    (1.0, 40, 0.95, 0.02),
-    (2.0, 10_000, 1e-6, 0.0),
-]
-
-
-@pytest.mark.parametrize("vocab", [7, 128, 1000])
-@pytest.mark.parametrize("case", CASES)
-def test_filter_matches_a_sort(case, vocab):
-    temperature, top_k, top_p, min_p = case
-    top_k = min(top_k, vocab)
-    logits = np.random.default_rng(vocab).normal(0, 3, (16, vocab)).astype(np.float32)
-    scaled = jnp.asarray((logits - logits.max(-1, keepdims=True)) / np.float32(temperature))
-    full = np.full(16, 1.0)
-    weights = filter_weights(
-        scaled,
-        jnp.exp(scaled),
-        jnp.asarray(full * top_k, jnp.int32),
-        jnp.asarray(full * top_p, jnp.float32),
-        jnp.asarray(full * min_p, jnp.float32),
+    settings = (spread(vocab if top_k is None else top_k), spread(top_p), spread(min_p))
+    temperature = spread(temperature).astype(np.float64)
+    return SamplingBatch(
+        temperature.astype(np.float32),
+        make_filters(temperature, *settings),
+        np.stack([np.zeros(size), np.arange(size)], -1).astype(np.uint32),
+        spread(step).astype(np.int32),
+        np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32),
     )
-    probs = np.asarray(weights, np.float64)
-    probs /= probs.sum(-1, keepdims=True)
-    for row in range(16):
-        expected = reference_probs(logits[row], temperature, top_k, top_p, min_p)
-        np.testing.assert_array_equal(probs[row] > 0, expected > 0)
-        np.testing.assert_allclose(probs[row], expected, atol=1e-6)
 
 
 def seeds_and_steps(count, seed=0):
@@ -193,7 +148,7 @@ def test_draws_follow_the_distribution():
     logits = np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32)
     rows = batch(draws, vocab, temperature=0.8, top_k=12, min_p=0.01)
     tokens = np.asarray(jax.jit(sample)(jnp.tile(logits, (draws, 1)), rows, jnp.int32(0)).token)
-    expected = reference_probs(logits, 0.8, 12, 1.0, 0.01)
+    expected = distribution(logits, SamplingParams(temperature=0.8, top_k=12, min_p=0.01))
     counts = np.bincount(tokens, minlength=vocab)
     kept = expected > 0
     assert (counts[~kept] == 0).all()
@@ -236,7 +191,7 @@ def test_draw_depends_on_seed_and_step_only():
     shifted = rows._replace(step=np.full(4, 5, np.int32))
     np.testing.assert_array_equal(later, sample(logits, shifted, jnp.int32(0)).token)
     # The same row in other company.
-    alone = SamplingBatch(*(field[2:3] for field in rows))
+    alone = jax.tree.map(lambda field: field[2:3], rows)
     assert sample(logits[2:3], alone, jnp.int32(0)).token[0] == first[2]
 
 
@@ -261,34 +216,6 @@ def test_greedy_rows_take_the_first_of_the_largest(vocab):
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     tokens = sample(jnp.asarray(logits), rows, jnp.int32(0), jnp.asarray(adjusted)).token
     np.testing.assert_array_equal(tokens, adjusted.argmax(-1))
-
-
-def test_a_rows_nucleus_does_not_depend_on_its_mates():
-    """A flat mate needs the slow search; rows that do not must not take part in it."""
-    rng = np.random.default_rng(5)
-    peaked = 4.0 * rng.standard_normal((512, 2000)).astype(np.float32)
-    peaked -= peaked.max(-1, keepdims=True)
-    # Where a nucleus ends exactly at a token, the order of summation decides.
-    mass = np.cumsum(np.sort(np.exp(peaked))[:, ::-1], axis=-1, dtype=np.float32)
-    total = np.asarray(jnp.sum(jnp.exp(peaked), axis=-1))
-    top_p = mass[np.arange(512), rng.integers(2, 30, 512)] / total
-    flat = np.zeros((1, 2000), np.float32)
-
-    def kept(logits, top_p):
-        num = len(logits)
-        weights = filter_weights(
-            jnp.asarray(logits),
-            jnp.exp(logits),
-            jnp.full(num, 2000),
-            jnp.asarray(top_p),
-            jnp.zeros(num),
-        )
-        return np.asarray(weights) > 0
-
-    alone = kept(peaked, top_p)
-    in_company = kept(np.concatenate([peaked, flat]), np.append(top_p, np.float32(0.9)))
-    assert in_company[-1].sum() == 2000  # its ties all stay
-    np.testing.assert_array_equal(in_company[:-1], alone)
 
 
 @both
@@ -336,31 +263,7 @@ def test_a_row_has_the_same_bits_in_any_batch(vocab, backend):
     together = jax.jit(sample)(logits, rows, jnp.int32(3))
     for count in (1, 2, 3, 5, 8, 17, 33):
         some = rng.permutation(64)[:count]
-        part = SamplingBatch(*(field[some] for field in rows))
+        part = jax.tree.map(lambda field, some=some: field[some], rows)
         alone = jax.jit(sample)(logits[some], part, jnp.int32(3))
         for one, all_ in zip(alone[:4], together[:4], strict=True):
             np.testing.assert_array_equal(one, np.asarray(all_)[some])
-
-
-@pytest.mark.parametrize("vocab", [7, 128, 1000, 9000])
-def test_both_keep_the_same_tokens(vocab):
-    """The kernels' thresholds are those of the portable code, which is held to a sort above."""
-    rng = np.random.default_rng(vocab)
-    logits = rng.normal(0, 3, (48, vocab)).astype(np.float32)
-    rows = batch(
-        48,
-        vocab,
-        temperature=rng.choice([0.5, 1.0, 2.0], 48),
-        top_k=rng.choice([1, min(9, vocab), min(300, vocab), vocab], 48),
-        top_p=rng.choice([1e-40, 0.5, 0.95, 1.0], 48),
-        min_p=rng.choice([0.0, 0.1], 48),
-    )
-    kept_masses = []
-    for name in SAMPLERS:
-        for _ in patched(sys.modules[__name__], name):
-            found = jax.jit(sample)(logits, rows, jnp.int32(0))
-            # They draw other tokens, whose log-probs say how much passed the filters.
-            scaled = (logits - logits.max(-1, keepdims=True)) / rows.temperature[:, None]
-            drawn = scaled[np.arange(48), np.asarray(found.token)]
-            kept_masses.append(drawn - np.asarray(found.processed_logprob))
-    np.testing.assert_allclose(kept_masses[0], kept_masses[1], atol=3e-6)

@@ -1,10 +1,9 @@
-"""The sampling table's numbers against float64: adjusted logits, filters, sampled frequencies."""
+"""The sampling table's numbers against float64: adjusted logits, sampled frequencies."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ import scipy.stats
 
 from sgljax_engine import SamplingParams
 from sgljax_engine.runner.sampling_batch import build_sampling_batch, build_table, table_buckets
-from sgljax_engine.sampling import sampler
-from sgljax_engine.sampling.sampler import filter_weights, sample
+from sgljax_engine.sampling import race
+from sgljax_engine.sampling.sampler import sample
 from sgljax_engine.sampling.table import adjust_logits, record
 from sgljax_engine.types import LogitEdits, Request
 from tests.engine.sampler_cases import SAMPLERS, patched
@@ -59,7 +58,7 @@ def request(params: SamplingParams, prompt=PROMPT, output=OUTPUT, seed=0) -> Req
 
 def device_adjusted(logits, requests, num_steps=1):
     size, vocab = logits.shape
-    rows = build_sampling_batch(requests, size, vocab)
+    rows = build_sampling_batch(requests, size)
     table = build_table(requests, size, vocab, num_steps)
     assert table is not None
     return jax.jit(adjust_logits)(logits, table, rows.stop_ids, rows.step), table, rows
@@ -162,7 +161,7 @@ class TestRecord:
                 if active[row]:
                     each.output_ids.append(int(tokens[row]))
         logits = some_logits(4, VOCAB, seed=2)
-        sampling = build_sampling_batch(rows, 4, VOCAB)
+        sampling = build_sampling_batch(rows, 4)
         got = adjust_logits(jnp.asarray(logits), table, sampling.stop_ids, sampling.step)
         for row, each in enumerate(rows):
             expected = adjust(logits[row], each.params, each.prompt_ids, each.output_ids, STOP_IDS)
@@ -203,96 +202,6 @@ class TestRecord:
         np.testing.assert_allclose(
             got[1], adjust(logits[1], params, PROMPT, OUTPUT), rtol=1e-6, atol=1e-5
         )
-
-
-def spread(value: float, size: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (size,)))
-
-
-class TestFilter:
-    """Beyond the 64 sorted logits, where the thresholds are found by bisection."""
-
-    VOCABS = (64, 65, 1023, 1025, 5000)
-
-    @pytest.mark.parametrize("vocab", VOCABS)
-    @pytest.mark.parametrize(
-        ("top_k", "top_p", "min_p", "scale"),
-        [
-            (64, 1.0, 0.0, 3.0),
-            (65, 1.0, 0.0, 3.0),
-            (500, 0.99, 0.0, 3.0),
-            (10**6, 0.95, 0.0, 0.5),
-            (10**6, 0.95, 0.0, 9.0),
-            (40, 0.9, 0.1, 2.0),
-            (10**6, 1.0, 0.3, 1.0),
-        ],
-    )
-    def test_matches_a_sort(self, vocab, top_k, top_p, min_p, scale):
-        logits = some_logits(6, vocab, seed=vocab, scale=scale)
-        scaled = logits - logits.max(-1, keepdims=True)
-        k = min(top_k, vocab)
-        kept = np.asarray(
-            jax.jit(filter_weights)(
-                scaled,
-                np.exp(scaled),
-                spread(k, 6, np.int32),
-                spread(top_p, 6),
-                spread(min_p, 6),
-            )
-        )
-        params = SamplingParams(top_k=k, top_p=top_p, min_p=min_p)
-        for row in range(6):
-            expected = distribution(logits[row], params)
-            np.testing.assert_array_equal(kept[row] > 0, expected > 0)
-            np.testing.assert_allclose(kept[row] / kept[row].sum(), expected, atol=1e-6)
-
-    @pytest.mark.parametrize("vocab", [100, 5000])
-    @pytest.mark.parametrize("top_k", [3, 200])
-    def test_ties_with_the_threshold_are_kept(self, vocab, top_k):
-        """Half of the vocabulary is as likely as the k-th token."""
-        top_k = min(top_k, vocab - 1)
-        scaled = np.full((1, vocab), -2.0, np.float32)
-        scaled[0, :2] = 0.0, -1.0
-        scaled[0, vocab // 2 :] = -5.0
-        args = (jnp.asarray(scaled), jnp.exp(scaled), spread(top_k, 1, np.int32))
-        kept = np.asarray(filter_weights(*args, spread(1.0, 1), spread(0.0, 1)))[0] > 0
-        np.testing.assert_array_equal(kept, scaled[0] >= (-2.0 if top_k <= vocab // 2 else -5.0))
-        # A nucleus that ends among equals keeps them all.
-        none = spread(vocab, 1, np.int32)
-        kept = filter_weights(*args[:2], none, spread(0.5, 1), spread(0.0, 1))
-        np.testing.assert_array_equal(np.asarray(kept)[0] > 0, scaled[0] >= -2.0)
-
-    def test_rows_with_few_allowed_tokens(self):
-        """Forbidden tokens are never kept, though there are fewer others than top_k."""
-        scaled = np.full((2, 3000), -np.inf, np.float32)
-        scaled[0, [7, 2999]], scaled[1, 1234] = [0.0, -1.0], 0.0
-        for top_k, top_p in ((50, 1.0), (500, 1.0), (3000, 0.999), (50, 0.999)):
-            kept = filter_weights(
-                jnp.asarray(scaled),
-                jnp.exp(scaled),
-                spread(top_k, 2, np.int32),
-                spread(top_p, 2),
-                spread(0.0, 2),
-            )
-            np.testing.assert_array_equal(np.asarray(kept) > 0, scaled > -np.inf)
-
-    def test_mixed_rows(self):
-        """Rows that need the bisection beside rows that do not, and rows that filter nothing."""
-        vocab = 2000
-        logits = some_logits(5, vocab, seed=9, scale=1.0)
-        logits[1] *= 6
-        settings = [(5, 1.0), (vocab, 0.9), (vocab, 1.0), (300, 0.97), (vocab, 0.2)]
-        scaled = logits - logits.max(-1, keepdims=True)
-        kept = filter_weights(
-            jnp.asarray(scaled),
-            jnp.exp(scaled),
-            jnp.asarray([k for k, _ in settings], jnp.int32),
-            jnp.asarray([p for _, p in settings], jnp.float32),
-            spread(0.0, 5),
-        )
-        for row, (k, p) in enumerate(settings):
-            expected = distribution(logits[row], SamplingParams(top_k=k, top_p=p))
-            np.testing.assert_array_equal(np.asarray(kept)[row] > 0, expected > 0)
 
 
 DRAWS = 40_000
@@ -347,7 +256,7 @@ def without_63(params):
 def draw_tokens(draw, logits, params):
     """DRAWS independent draws: one request's row, with a seed of its own each."""
     made = request(params)
-    rows = build_sampling_batch([made], 1, len(logits))
+    rows = build_sampling_batch([made], 1)
     table = build_table(
         [request(dataclasses.replace(params, bad_token_ids=(*params.bad_token_ids, 63)))],
         1,
@@ -450,10 +359,10 @@ class TestLogprobs:
 
     def test_the_smallest_uniform_number_draws_no_negligible_token(self, monkeypatch):
         """A generator's 0 would draw the first token of any weight, here one of e**-60."""
-        monkeypatch.setattr(sampler, "_threefry", lambda _, count: count)
+        monkeypatch.setattr(race, "_threefry", lambda _, count: count)
         logits = np.full((1, 300), -60.0, np.float32)
         logits[0, 200] = 0.0
-        rows = build_sampling_batch([request(SamplingParams())], 1, 300)
+        rows = build_sampling_batch([request(SamplingParams())], 1)
         assert int(sample(jnp.asarray(logits), rows, jnp.int32(0)).token[0]) == 200
 
 
@@ -468,6 +377,6 @@ def test_random_numbers_are_those_of_jax():
     steps = jnp.asarray(rng.integers(0, 2**31, 200, np.int32))
     keys = jax.vmap(key_of)(seeds, steps)
     bits = jax.vmap(lambda key: jax.random.bits(key, (37,), jnp.uint32))(keys)
-    np.testing.assert_array_equal(sampler.random_bits(seeds, steps, 37), bits)
+    np.testing.assert_array_equal(race.random_bits(seeds, steps, 37), bits)
     numbers = jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
-    np.testing.assert_array_equal(sampler.uniform(seeds, steps), numbers + 2.0**-24)
+    np.testing.assert_array_equal(race.uniform(seeds, steps), numbers + 2.0**-24)

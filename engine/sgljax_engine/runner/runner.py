@@ -267,7 +267,7 @@ class ModelRunner:
             num_ready = self.kv_memory.contiguous_slots.place(rows, batch, output.num_steps)
             batch = batch._replace(num_ready=np.int32(num_ready))
         size, vocab_size = len(batch.input_ids), self.model_config.vocab_size
-        sampling = build_sampling_batch(rows, size, vocab_size)
+        sampling = build_sampling_batch(rows, size)
         num_tokens = output.num_steps
         if output.drafts is not None:  # rejected drafts are recorded too
             num_tokens = min(max(output.step_limits), self._static.max_row_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.runner.batch import grow_buckets, pick_bucket
+from sgljax_engine.sampling.filters import KEEP_ALL, make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.sampler import SamplingBatch
 from sgljax_engine.sampling.table import SamplingTable
@@ -19,6 +20,9 @@ from sgljax_engine.sampling_params import (
 )
 from sgljax_engine.types import Request
 
+_LEAST_TEMPERATURE = 1e-30
+"""Below it, logits that differ at all are infinitely far apart already."""
+
 TOP_BUCKETS = (0, 8, 32, MAX_TOP_LOGPROBS)
 TOKEN_ID_BUCKETS = (0, 8, 64, MAX_TOKEN_IDS_LOGPROB)
 
@@ -28,18 +32,18 @@ def table_buckets(vocab_size: int) -> tuple[int, ...]:
     return grow_buckets(64, 4, vocab_size)
 
 
-def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int) -> SamplingBatch:
+def build_sampling_batch(requests: Sequence[Request], size: int) -> SamplingBatch:
     """Sampling settings of the rows of a decode batch; padding rows are greedy."""
-    temperature = np.zeros(size, np.float32)
-    top_k = np.full(size, vocab_size, np.int32)
-    top_p = np.ones(size, np.float32)
-    min_p = np.zeros(size, np.float32)
+    temperature = np.zeros(size)
+    top_k = np.full(size, KEEP_ALL)
+    top_p = np.ones(size)
+    min_p = np.zeros(size)
     seed = np.zeros((size, 2), np.uint32)
     step = np.zeros(size, np.int32)
     stop_ids = np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32)
     used, params = slice(len(requests)), [request.params for request in requests]
-    temperature[used] = [p.temperature for p in params]
-    top_k[used] = [_top_k(p.top_k, vocab_size) for p in params]
+    temperature[used] = [_temperature(p.temperature) for p in params]
+    top_k[used] = [_top_k(p.top_k) for p in params]
     top_p[used] = [p.top_p for p in params]
     min_p[used] = [p.min_p for p in params]
     seeds = np.asarray([request.seed for request in requests], np.uint64)
@@ -53,11 +57,17 @@ def build_sampling_batch(requests: Sequence[Request], size: int, vocab_size: int
         padded[i, : len(ids)] = ids
     if requests:
         stop_ids[used] = padded[which]
-    return SamplingBatch(temperature, top_k, top_p, min_p, seed, step, stop_ids)  # type: ignore[arg-type]
+    filters = make_filters(temperature, top_k, top_p, min_p)
+    return SamplingBatch(temperature.astype(np.float32), filters, seed, step, stop_ids)  # type: ignore[arg-type]
 
 
-def _top_k(top_k: int | None, vocab_size: int) -> int:
-    return vocab_size if top_k is None or top_k <= 0 else min(top_k, vocab_size)
+def _top_k(top_k: int | None) -> int:
+    return KEEP_ALL if top_k is None or top_k <= 0 else min(top_k, KEEP_ALL)
+
+
+def _temperature(temperature: float) -> float:
+    """A temperature whose float32 is a normal number; a smaller one has the same distribution."""
+    return temperature if temperature == 0.0 else max(temperature, _LEAST_TEMPERATURE)
 
 
 def build_table(

@@ -110,7 +110,7 @@ def _rows(runner: ModelRunner, size: int, num_steps: int) -> tuple[Any, Any, tup
     )
     longest = runner.max_len if num_steps else 0
     rows = rows._replace(step_limits=np.full(size, longest, np.int32))
-    sampling = build_sampling_batch([], size, runner.model_config.vocab_size)
+    sampling = build_sampling_batch([], size)
     return rows, sampling, (np.int32(num_steps), np.int32(size + 1))
 
 

@@ -8,16 +8,12 @@ from jax import lax
 
 from sgljax_engine.kernels.cpu import sampling as kernels
 from sgljax_engine.kernels.cpu.fusion import fuse
-from sgljax_engine.kernels.cpu.sampling_threshold import find_threshold
+from sgljax_engine.kernels.cpu.sampling_threshold import top_threshold
+from sgljax_engine.sampling.blocks import largest
+from sgljax_engine.sampling.filters import Filters, min_p_threshold
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch, Logprobs
-from sgljax_engine.sampling.sampler import (
-    Sampler,
-    SamplingBatch,
-    divisor,
-    filters_of,
-    largest,
-    uniform,
-)
+from sgljax_engine.sampling.race import uniform
+from sgljax_engine.sampling.sampler import Sampler, SamplingBatch
 
 
 def _draw(
@@ -25,32 +21,35 @@ def _draw(
 ) -> tuple[jax.Array, jax.Array]:
     """See `Sampler`."""
     del num_shards  # one device
-    batch, vocab_size = choices_BV.shape
-    top_k, top_p, min_p = filters_of(rows, vocab_size)
-
-    def find() -> jax.Array:
-        peaks = kernels.find_peaks(choices_BV)
-        peak = jnp.max(peaks.values, axis=-1, keepdims=True)
-        scaled = (choices_BV - peak) / divisor(rows.temperature)[:, None]
-        sorted_ = largest(scaled, 1)
-        return find_threshold(choices_BV, peaks, rows.temperature, sorted_, top_k, top_p)
-
-    threshold = lax.cond(
-        jnp.any((top_k < vocab_size) | (top_p < 1.0)),
-        find,
-        lambda: jnp.full(batch, -jnp.inf, jnp.float32),
-    )
-    filters = kernels.Filters(threshold, min_p)
+    threshold = find_threshold(choices_BV, rows.filters)
     numbers = uniform(rows.seed, rows.step)
 
     def draw(
-        choices: jax.Array, temperature: jax.Array, filters: kernels.Filters, numbers: jax.Array
+        choices: jax.Array, temperature: jax.Array, threshold: jax.Array, numbers: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         peaks = kernels.find_peaks(choices)
-        sums = kernels.sum_weights(choices, peaks, temperature, filters)
-        return kernels.draw(choices, peaks, sums, temperature, filters, numbers)
+        sums = kernels.sum_weights(choices, peaks, temperature, threshold)
+        return kernels.draw(choices, peaks, sums, temperature, threshold, numbers)
 
-    return fuse(draw)(choices_BV, rows.temperature, filters, numbers)
+    return fuse(draw)(choices_BV, rows.temperature, threshold, numbers)
+
+
+def find_threshold(choices_BV: jax.Array, filters: Filters) -> jax.Array:
+    """The smallest logit [B] that all filters keep, of logits [B, V] float32 in memory."""
+    peaks = kernels.find_peaks(choices_BV)
+    top = lax.cond(
+        jnp.any(filters.has_top(choices_BV.shape[1])),
+        lambda: top_threshold(
+            choices_BV,
+            peaks,
+            largest(choices_BV, 1),
+            filters.top_k,
+            filters.top_p,
+            filters.inverse_temperature,
+        ),
+        lambda: jnp.full(len(choices_BV), -jnp.inf, jnp.float32),
+    )
+    return jnp.maximum(top, min_p_threshold(jnp.max(peaks.values, axis=-1), filters))
 
 
 def _logprobs(
@@ -65,13 +64,13 @@ def _logprobs(
         top = lax.top_k(logits_BV, batch.ranks.shape[0])[1].astype(jnp.int32)
         ids = jnp.concatenate([ids, top, batch.token_ids], axis=1)
     ones = jnp.ones_like(temperature)
-    everything = kernels.Filters(jnp.full_like(temperature, -jnp.inf), jnp.zeros_like(temperature))
+    everything = jnp.full_like(temperature, -jnp.inf)
 
     def compute(
         logits: jax.Array,
         temperature: jax.Array,
         ones: jax.Array,
-        everything: kernels.Filters,
+        everything: jax.Array,
         token: jax.Array,
         ids: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:

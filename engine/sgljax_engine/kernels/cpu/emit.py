@@ -39,6 +39,11 @@ def lanes_of(type_: str) -> int:
     return int(type_[1:].split()[0])
 
 
+def element_of(type_: str) -> str:
+    """The type of the elements of a vector type."""
+    return type_.strip("<>").split()[-1]
+
+
 def f32(value: float) -> Value:
     """A float constant. LLVM wants the bits of a double that is exactly a float."""
     rounded = struct.unpack("<f", struct.pack("<f", value))[0]
@@ -323,9 +328,9 @@ class Code:
         """A condition: `how` is LLVM's, such as "olt"."""
         return self._op(_of_conditions(a.type), f"fcmp {how} {a.type} {a.text}, {b.text}")
 
-    def zeros(self, lanes: int) -> Value:
+    def zeros(self, lanes: int, of: str = F32) -> Value:
         """A vector of 0."""
-        return Value(vector(lanes), "zeroinitializer")
+        return Value(vector(lanes, of), "zeroinitializer")
 
     def splat(self, value: Value, lanes: int) -> Value:
         """A vector with the value in each lane."""
@@ -336,14 +341,15 @@ class Code:
 
     def lane(self, value: Value, index: int) -> Value:
         """One element of a vector."""
-        return self._op(F32, f"extractelement {value.type} {value.text}, i32 {index}")
+        of = element_of(value.type)
+        return self._op(of, f"extractelement {value.type} {value.text}, i32 {index}")
 
     def shuffle(self, a: Value, b: Value, picks: Sequence[int]) -> Value:
         """Lanes picked from those of `a` followed by those of `b`."""
         mask = ", ".join(f"i32 {pick}" for pick in picks)
         kind = vector(len(picks), I32)
         return self._op(
-            vector(len(picks)),
+            vector(len(picks), element_of(a.type)),
             f"shufflevector {a.type} {a.text}, {b.type} {b.text}, {kind} <{mask}>",
         )
 

@@ -1,11 +1,11 @@
-"""Functions of vectors of float32."""
+"""Functions of vectors of float32, and some of float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from sgljax_engine.kernels.cpu.emit import I32, Code, Value, f32, f64, i32, lanes_of, vector
+from sgljax_engine.kernels.cpu.emit import I32, I64, Code, Value, f32, f64, i32, lanes_of, vector
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -47,6 +47,40 @@ def exp(code: Code, x: Value) -> Value:
     result = code.float_op("fmul", value, power)
     is_nothing = code.float_compare("olt", x, constant(_SMALLEST))
     return code.select(is_nothing, code.zeros(lanes), result)
+
+
+_EXP_DOUBLE_TERMS = tuple(1 / math.factorial(n) for n in range(13, 1, -1))
+"""Taylor coefficients of e^r from r^13 down to r^2: enough for a double, for |r| <= ln(2) / 2."""
+
+_LN2, _LN2_REST = 0.6931471805599453, 2.3190468138462996e-17
+
+_SMALLEST_DOUBLE = -700.0
+
+
+def exp_double(code: Code, x: Value) -> Value:
+    """e^x of a vector of doubles, to about 1e-15; 0 below -700. x is at most 1."""
+    lanes = lanes_of(x.type)
+
+    def constant(value: float) -> Value:
+        return code.splat(f64(value), lanes)
+
+    is_nothing = code.float_compare("olt", x, constant(_SMALLEST_DOUBLE))
+    x = code.select(is_nothing, constant(0.0), x)
+    whole = code.round_even(code.float_op("fmul", x, constant(_LOG2_E)))
+    rest = code.fma(whole, constant(-_LN2), x)
+    rest = code.fma(whole, constant(-_LN2_REST), rest)
+    terms = constant(_EXP_DOUBLE_TERMS[0])
+    for term in _EXP_DOUBLE_TERMS[1:]:
+        terms = code.fma(terms, rest, constant(term))
+    square = code.float_op("fmul", rest, rest)
+    value = code.float_op("fadd", code.fma(terms, square, rest), constant(1.0))
+    small, large = vector(lanes, I32), vector(lanes, I64)
+    exponent = code.convert("sext", code.convert("fptosi", whole, small), large)
+    exponent = code.add(exponent, code.splat(Value(I64, "1023"), lanes))
+    shift = code.splat(Value(I64, "52"), lanes)
+    power = code.convert("bitcast", code.shift_left(exponent, shift), x.type)
+    result = code.float_op("fmul", value, power)
+    return code.select(is_nothing, constant(0.0), result)
 
 
 _LOG_TERMS = (

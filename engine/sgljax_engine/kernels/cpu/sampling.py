@@ -37,7 +37,6 @@ from sgljax_engine.kernels.cpu.sampling_row import (
     Row,
     divisor_of,
     part_of_row,
-    passing,
     plan_rows,
 )
 
@@ -55,17 +54,6 @@ class Peaks(NamedTuple):
     indices: jax.Array
 
 
-class Filters(NamedTuple):
-    """Which tokens of a row can be drawn.
-
-    Shape: threshold: [B] float32, of (logit - largest) / temperature. min_p: [B] float32, of a
-        token's probability over the largest one.
-    """
-
-    threshold: jax.Array
-    min_p: jax.Array
-
-
 def find_peaks(logits: jax.Array) -> Peaks:
     """The largest logits [B, V] float32 by part, inside a program."""
     assert logits.dtype == jnp.float32, logits.dtype
@@ -75,21 +63,21 @@ def find_peaks(logits: jax.Array) -> Peaks:
 
 
 def sum_weights(
-    logits: jax.Array, peaks: Peaks, temperature: jax.Array, filters: Filters
+    logits: jax.Array, peaks: Peaks, temperature: jax.Array, threshold: jax.Array
 ) -> jax.Array:
-    """Sums of the exponentials that pass the filters, inside a program.
+    """Sums of the exponentials of logits at or above a threshold, inside a program.
 
     Args:
         logits: [B, V] float32.
         peaks: Of the logits.
         temperature: [B] float32.
-        filters: What passes.
+        threshold: [B] float32, the smallest logit that counts.
 
     Returns:
         [B, ceil(V / 128)] float32, a sum for each block.
     """
     result = jax.ShapeDtypeStruct((logits.shape[0], -(-logits.shape[1] // BLOCK)), jnp.float32)
-    return run(_SUMS, [logits, peaks.values, temperature, *filters], [result])[0]
+    return run(_SUMS, [logits, peaks.values, temperature, threshold], [result])[0]
 
 
 def draw(
@@ -97,7 +85,7 @@ def draw(
     peaks: Peaks,
     sums: jax.Array,
     temperature: jax.Array,
-    filters: Filters,
+    threshold: jax.Array,
     uniform: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws a token of each row by inverting its cumulative distribution, inside a program.
@@ -107,7 +95,7 @@ def draw(
         peaks: Of the logits.
         sums: From `sum_weights`.
         temperature: [B] float32; 0 takes the first token with the largest logit.
-        filters: What can be drawn.
+        threshold: [B] float32, the smallest logit that can be drawn.
         uniform: [B] float32 in (0, 1).
 
     Returns:
@@ -115,7 +103,8 @@ def draw(
     """
     rows = (logits.shape[0],)
     results = [jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.int32, jnp.float32)]
-    token, logprob = run(_DRAW, [logits, *peaks, sums, temperature, *filters, uniform], results)
+    arguments = [logits, *peaks, sums, temperature, threshold, uniform]
+    token, logprob = run(_DRAW, arguments, results)
     return token, logprob
 
 
@@ -127,7 +116,7 @@ def logprobs(
     Args:
         logits: [B, V] float32.
         peaks: Of the logits.
-        sums: From `sum_weights` without filters, at the temperature.
+        sums: From `sum_weights` with a threshold of -inf, at the temperature.
         temperature: [B] float32.
         ids: [B, I] int32, in range.
     """
@@ -187,18 +176,18 @@ def _write_sums(module: Module, vectors: Vectors) -> Value:
     lanes = vectors.lanes
     with Code(module, "part", VOID, [PTR, I64]) as code:
         values, chunk = code.arguments
-        logits, peaks, temperature, threshold, min_p, sums, size = read_values(code, values, 6, 1)
+        logits, peaks, temperature, threshold, sums, size = read_values(code, values, 5, 1)
         row, begin, end = part_of_row(code, chunk, size)
         this = Row(code, lanes, logits, row, size, peaks)
         divisor = divisor_of(code, temperature, row)
-        passes = passing(code, (threshold, min_p), row, lanes)
+        least = code.load(code.at(threshold, row), F32)
         num_blocks = code.ceil_div(size, BLOCK)
         with code.loop(begin, end, BLOCK) as block:
             total = code.variable(code.zeros(lanes))
 
             def add(total: Variable, at: Value, values: Value, there: Value) -> None:
                 del at
-                weights = this.weights(values, there, divisor, passes)
+                weights = this.weights(values, there, divisor, least)
                 total.set(code.float_op("fadd", total.get(), weights))
 
             block_end = code.min(code.add(block, BLOCK), end)
@@ -229,9 +218,9 @@ def _write_draw(module: Module, vectors: Vectors) -> Value:
     lanes = vectors.lanes
     with Code(module, "row", VOID, [PTR, I64]) as code:
         values, row = code.arguments
-        arrays = read_values(code, values, 10, 1)
-        logits, peaks, indices, sums, temperature, threshold, min_p, uniform = arrays[:8]
-        tokens, logprobs, size = arrays[8:]
+        arrays = read_values(code, values, 9, 1)
+        logits, peaks, indices, sums, temperature, threshold, uniform = arrays[:7]
+        tokens, logprobs, size = arrays[7:]
         this = Row(code, lanes, logits, row, size, peaks)
         divisor = divisor_of(code, temperature, row)
         num_blocks = code.ceil_div(size, BLOCK)
@@ -253,11 +242,11 @@ def _write_draw(module: Module, vectors: Vectors) -> Value:
             begin = code.mul(block, BLOCK)
             end = code.min(code.add(begin, BLOCK), size)
             kept = code.stack(f"[{BLOCK} x float]")
-            passes = passing(code, (threshold, min_p), row, lanes)
+            least = code.load(code.at(threshold, row), F32)
 
             def keep(at: Value, values: Value, there: Value) -> None:
                 place = code.at(kept, code.sub(at, begin))
-                code.store(this.weights(values, there, divisor, passes), place, 4)
+                code.store(this.weights(values, there, divisor, least), place, 4)
 
             this.in_vectors(begin, end, keep)
             left = code.float_op("fsub", target, start)

@@ -60,15 +60,16 @@ class Row:
         value = code.load(code.at(self.base, index), F32)
         return code.float_op("fdiv", code.float_op("fsub", value, self.peak), divisor)
 
-    def weights(
-        self, values: Value, there: Value, divisor: Value, passes: Callable[[Value, Value], Value]
-    ) -> Value:
-        """Exponentials of a vector that pass, else 0."""
-        code, lanes = self.code, self.lanes
-        scaled = self.scaled(values, divisor)
-        found = exp(code, scaled)
-        wanted = code.both(there, passes(scaled, found))
-        return code.select(wanted, found, code.zeros(lanes))
+    def weights(self, values: Value, there: Value, divisor: Value, least: Value) -> Value:
+        """Exponentials of the logits of a vector that are at least `least`, else 0."""
+        code = self.code
+        found = exp(code, self.scaled(values, divisor))
+        return code.select(self.reaches(values, there, least), found, code.zeros(self.lanes))
+
+    def reaches(self, values: Value, there: Value, least: Value) -> Value:
+        """Which logits of a vector are there and at least `least`."""
+        limit = self.code.splat(least, self.lanes)
+        return self.code.both(there, self.code.float_compare("oge", values, limit))
 
 
 def part_of_row(code: Code, chunk: Value, size: Value) -> tuple[Value, Value, Value]:
@@ -82,27 +83,6 @@ def divisor_of(code: Code, temperatures: Value, row: Value) -> Value:
     """What a row's logits are divided by."""
     found = code.load(code.at(temperatures, row), F32)
     return code.select(code.float_compare("oeq", found, f32(0.0)), f32(1.0), found)
-
-
-def passing(
-    code: Code, filters: tuple[Value, Value], row: Value, lanes: int
-) -> Callable[[Value, Value], Value]:
-    """Conditions of a row's `Filters`, whose arrays are given by their addresses."""
-    threshold, min_p = (code.load(code.at(each, row), F32) for each in filters)
-    return above(code, threshold, min_p, lanes)
-
-
-def above(
-    code: Code, threshold: Value, min_p: Value, lanes: int
-) -> Callable[[Value, Value], Value]:
-    """Whether scaled logits are at least a threshold, and their weights at least `min_p`."""
-    limits = code.splat(threshold, lanes), code.splat(min_p, lanes)
-
-    def passes(scaled: Value, weight: Value) -> Value:
-        is_likely = code.float_compare("oge", scaled, limits[0])
-        return code.both(is_likely, code.float_compare("oge", weight, limits[1]))
-
-    return passes
 
 
 def plan_rows(arguments: Shapes, results: Shapes, threads: int, *, wide: int | None = None) -> Plan:

@@ -1,0 +1,90 @@
+"""Rows of the vocabulary in blocks, on one device or several that each have an equal part of it.
+
+Each device cuts its own part into blocks, so that none of them gets the logits of another: only
+sums, maxima and the chosen blocks are exchanged.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 128
+
+NUM_SORTED = 64
+"""Number of largest logits to sort: enough for usual settings of top-k and top-p."""
+
+_GROUP = 16
+"""Size of the groups of entries that compete by their largest in the search for large logits."""
+
+
+def in_blocks(values_BV: jax.Array, fill: float, num_shards: int, size: int = BLOCK) -> jax.Array:
+    """Splits each row into blocks [B, N, size], with a padded last block in each shard."""
+    padded = _padded_shards(values_BV, size, fill, num_shards)
+    return padded.reshape(values_BV.shape[0], -1, size)
+
+
+def sum_blocks(values_BV: jax.Array, num_shards: int) -> jax.Array:
+    """Sums [B] over the vocabulary: of blocks, and then of their sums, which rounds less."""
+    return jnp.sum(jnp.sum(in_blocks(values_BV, 0, num_shards), axis=-1), axis=-1)
+
+
+def place(
+    block: jax.Array, offset: jax.Array, vocab_size: int, num_shards: int, size: int = BLOCK
+) -> jax.Array:
+    """The token of an entry of `in_blocks`."""
+    shard_size = vocab_size // num_shards
+    blocks_each = -(-shard_size // size)
+    shard, block = block // blocks_each, block % blocks_each
+    return shard * shard_size + block * size + offset
+
+
+def pick_block(blocks: jax.Array, block_B: jax.Array) -> jax.Array:
+    """One block [B, size] of each row."""
+    return jnp.take_along_axis(blocks, block_B[:, None, None], axis=1)[:, 0]
+
+
+def pick(values: jax.Array, index: jax.Array) -> jax.Array:
+    """One entry [B] of each row."""
+    return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
+
+
+def argmax(values_BV: jax.Array, num_shards: int) -> jax.Array:
+    """The first index [B] of each row's largest entry.
+
+    Searches only the first block with the largest maximum: XLA on CPUs vectorises maxima, but runs
+    `jnp.argmax` entry by entry.
+    """
+    blocks = in_blocks(values_BV, -jnp.inf, num_shards)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
+    offset = jnp.argmax(pick_block(blocks, block), axis=-1).astype(jnp.int32)
+    return place(block, offset, values_BV.shape[1], num_shards)
+
+
+def largest(values_BV: jax.Array, num_shards: int) -> jax.Array:
+    """The `NUM_SORTED` largest entries [B, N] of each row, descending; all of a small vocabulary.
+
+    They lie in the N groups with the largest maxima, since each of these maxima is at least as
+    large as every entry of the other groups.
+    """
+    batch, vocab_size = values_BV.shape
+    if vocab_size < NUM_SORTED * _GROUP:
+        return lax.top_k(values_BV, min(NUM_SORTED, vocab_size))[0]
+    padded = _padded_shards(values_BV, _GROUP, -jnp.inf, num_shards)
+    grouped = padded.reshape(batch, num_shards, _GROUP, -1)
+    maxima = jnp.max(grouped, axis=2)
+    groups = lax.top_k(maxima.reshape(batch, -1), NUM_SORTED)[1]
+    if num_shards == 1:
+        entries = jnp.take_along_axis(grouped[:, 0], groups[:, None, :], axis=2)
+    else:
+        by_group = grouped.swapaxes(2, 3).reshape(batch, -1, _GROUP)
+        entries = jnp.take_along_axis(by_group, groups[:, :, None], axis=1)
+    return lax.top_k(entries.reshape(batch, -1), NUM_SORTED)[0]
+
+
+def _padded_shards(values_BV: jax.Array, multiple: int, fill: float, num_shards: int) -> jax.Array:
+    """The parts of the vocabulary [B, num_shards, M], each padded to a multiple."""
+    shards = values_BV.reshape(values_BV.shape[0], num_shards, -1)
+    padding = ((0, 0), (0, 0), (0, -shards.shape[2] % multiple))
+    return jnp.pad(shards, padding, constant_values=fill)
