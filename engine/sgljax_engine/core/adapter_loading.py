@@ -73,7 +73,7 @@ class AdapterLoader:
         """
         build = self._prepare(job, check_finite=job.check_finite)
         make = functools.partial(cmd.SwapAdapter, job.name, build, job.mode, job.flush_cache)
-        return self._engines.swap(make, job.mode)
+        return self._engines.swap(make, job.mode, "load_adapter")
 
     def compare(self, job: CompareJob) -> list[str]:
         """Names of projections whose adapter is not what the source makes of it."""

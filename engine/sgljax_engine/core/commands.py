@@ -216,9 +216,14 @@ class SwapWeights(Question):
 class Drain(Question):
     """Let started requests finish and start no others until a swap, or `EndDrain`.
 
-    This is how the engines of a group wait for a swap with mode "wait".
+    This is how engines wait for a swap with mode "wait".
+
+    Attributes:
+        name: The caller's method, for an error.
+        future: Future of the answer.
     """
 
+    name: str
     future: Future[None]
 
 

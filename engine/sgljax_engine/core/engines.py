@@ -33,6 +33,11 @@ class Engines(Protocol):
         """Has all of them, or one, do a command, and waits for the answer."""
         ...
 
-    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
-        """Has them swap weights or an adapter together; returns the new version."""
+    def swap(
+        self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode, name: str
+    ) -> int:
+        """Has them swap weights or an adapter together; returns the new version.
+
+        `name` is the caller's method, for an error.
+        """
         ...

@@ -7,6 +7,7 @@ passes everything on as it comes.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -31,6 +32,7 @@ from sgljax_engine.core.router import Router
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.core.steps import STEPS
 from sgljax_engine.core.weight_updates import WeightUpdater
+from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
@@ -196,16 +198,23 @@ class EngineGroup:
         finally:
             del future, make
 
-    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
-        """Has all engines swap weights or an adapter; returns the new version."""
-        if len(self.loops) == 1 or mode != "wait":
+    def swap(
+        self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode, name: str
+    ) -> int:
+        """Has all engines swap weights or an adapter; returns the new version.
+
+        With mode "wait" started requests finish first, and no others start. Whatever fails, engines
+        that still stand are let go.
+        """
+        if mode != "wait":
             return self.ask(make)
         try:
-            self.ask(cmd.Drain)
+            self.ask(functools.partial(cmd.Drain, name))
+            return self.ask(make)
         except BaseException:
-            self.ask(cmd.EndDrain)
+            with contextlib.suppress(EngineShutdownError):
+                self.ask(cmd.EndDrain)
             raise
-        return self.ask(make)
 
     def restore(
         self, checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]

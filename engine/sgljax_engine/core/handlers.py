@@ -14,7 +14,7 @@ from typing import Any
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_state import copy_pages
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.interruptions import drain, end_drain, pause, resume, swap
+from sgljax_engine.core.interruptions import drain, end_drain, pause, resume
 from sgljax_engine.core.meeting import Meeting
 from sgljax_engine.core.steps import STEPS
 from sgljax_engine.types import FinishReason
@@ -35,8 +35,8 @@ class Attend(cmd.Command):
     place: int
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Has the meeting fail."""
-        self.meeting.refuse(make_error)
+        """Has the meeting fail, unless the engine has come to it."""
+        self.meeting.refuse(self.place, make_error)
 
 
 def name_of(command: cmd.Command) -> str:
@@ -120,8 +120,6 @@ _WAITING: Mapping[type[cmd.Command], _Handler] = {
     cmd.AddRequests: _add,
     cmd.TakeOver: _take_over,
     cmd.Pause: _pause,
-    cmd.SwapWeights: swap,
-    cmd.SwapAdapter: swap,
     cmd.Drain: drain,
 }
 

@@ -13,7 +13,7 @@ import jax
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.meeting import Meeting, Steps
+from sgljax_engine.core.meeting import Steps
 from sgljax_engine.core.serving import make_weights
 from sgljax_engine.errors import EngineStateError, WeightsLostError
 from sgljax_engine.io_struct import PauseMode
@@ -45,38 +45,13 @@ def resume(core: EngineCore) -> None:
     _set_admission(core)
 
 
-def swap(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-    """Swaps weights or an adapter, now or, with mode "wait", when `settle` finds it can.
-
-    For a single engine; those of a group `drain` first.
-    """
-    try:
-        # Without weights no request ever finishes, so there is nothing to wait for.
-        if command.mode != "wait" or not core.serving.are_held:
-            _swap_alone(core, command)
-            return
-        core.pauses.waiting_swap = command
-    finally:
-        del command  # see `commands.answer`
-    refuse_if_held(core)
-
-
-def _swap_alone(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-    try:
-        Meeting(command, SWAP, 1).attend(0, core)
-    finally:
-        del command  # see `commands.answer`
-
-
 def drain(core: EngineCore, command: cmd.Drain) -> None:
     """Answers when no started request is left; no other starts until a swap or `end_drain`."""
-    try:
-        if core.serving.are_held:
-            core.pauses.waiting_swap = command
-        else:
-            _drained(core, command)
-    finally:
-        del command  # see `commands.answer`
+    # Without weights no request ever finishes, so there is nothing to wait for.
+    if core.serving.are_held:
+        core.pauses.waiting_drain = command
+    else:
+        _drained(core, command)
     refuse_if_held(core)
 
 
@@ -87,8 +62,7 @@ def _drained(core: EngineCore, command: cmd.Drain) -> None:
 
 def end_drain(core: EngineCore) -> None:
     """Starts requests again."""
-    if isinstance(core.pauses.waiting_swap, cmd.Drain):
-        core.pauses.take_swap()
+    core.pauses.take_drain()
     core.pauses.is_drained = False
     _set_admission(core)
 
@@ -138,7 +112,7 @@ def _serve_weights(
 def _keep_weights(
     core: EngineCore,
     command: cmd.SwapWeights | cmd.SwapAdapter,
-    started_s: float,
+    started_s: float | None,
     error: BaseException,
 ) -> None:
     """A swap failed: the old weights serve on, unless a donating update lost them."""
@@ -177,14 +151,9 @@ def settle(core: EngineCore) -> None:
     if core.scheduler.num_started:
         return
     core.outputs.flush()
-    waiting_swap = core.pauses.take_swap()
-    try:
-        if isinstance(waiting_swap, cmd.Drain):
-            _drained(core, waiting_swap)
-        elif waiting_swap is not None:
-            _swap_alone(core, waiting_swap)
-    finally:
-        del waiting_swap  # see `commands.answer`
+    drain = core.pauses.take_drain()
+    if drain is not None:
+        _drained(core, drain)
     futures = core.pauses.take_pauses()
     if futures:
         core.runner.kv_memory.wait()
@@ -202,7 +171,7 @@ def refuse_if_held(core: EngineCore) -> None:
             holder = "sleep" if core.sleep_manager.asleep else "the want of weights"
         why = f"{holder} keeps them from finishing"
         core.pauses.refuse_pauses(num_started, why)
-        core.pauses.refuse_swap(num_started, why)
+        core.pauses.refuse_drain(num_started, why)
     _set_admission(core)
 
 

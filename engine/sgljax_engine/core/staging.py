@@ -191,7 +191,7 @@ class Stager:
         self._engines.check_open()
         self._served.forget()
         make = functools.partial(cmd.SwapWeights, staged.build, job.mode, job.flush_cache)
-        version = self._engines.swap(make, job.mode)
+        version = self._engines.swap(make, job.mode, "publish_weights")
         staged.published(version)
         return version
 

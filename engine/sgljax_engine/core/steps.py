@@ -142,11 +142,12 @@ def _wake_up(core: EngineCore, command: cmd.WakeUp, taken: tuple[list[SleepTag],
 def _sleep_on(
     core: EngineCore,
     command: cmd.WakeUp,
-    taken: tuple[list[SleepTag], int],
+    taken: tuple[list[SleepTag], int] | None,
     error: BaseException,
 ) -> None:
     del command, error
-    core.sleep_manager.undo_wake_up(taken[0])
+    if taken is not None:  # what could not be taken was given back at once
+        core.sleep_manager.undo_wake_up(taken[0])
 
 
 def _check_unload(core: EngineCore, command: cmd.UnloadAdapter) -> int:

@@ -94,7 +94,7 @@ class WeightUpdater:
         make = functools.partial(cmd.SwapWeights, build, job.mode, job.flush_cache)
         submitted = time.perf_counter()
         try:
-            version = self._engines.swap(make, job.mode)
+            version = self._engines.swap(make, job.mode, "update_weights")
         except BaseException:
             self._served.forget()
             raise
