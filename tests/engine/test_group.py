@@ -32,12 +32,18 @@ def test_on_eight_devices(case, tmp_path):
     run("tests.engine.group_cases", case, *([str(tmp_path)] if case == "checkpoints" else []))
 
 
+@pytest.mark.parametrize("step", [31, pytest.param(3, marks=pytest.mark.slow)])
+def test_refusals_interrupts_and_faults(step):
+    """Nothing hangs or is left behind; callers are interrupted at every so many places."""
+    run("tests.engine.group_faults", step)
+
+
 @pytest.mark.slow
 def test_interrupt_machine():
     """As of a single engine, over two."""
     run("tests.engine.group_machine", "100")
 
 
-def run(module: str, *arguments: str) -> None:
+def run(module: str, *arguments: object) -> None:
     """Runs a module in a process with eight devices."""
     run_python("-W", "ignore", "-m", module, *arguments, num_devices=8)

@@ -86,13 +86,15 @@ class AdapterLoader:
             raise EngineStateError(
                 f"adapter {job.name!r} finds no slot: the engine was made with max_loras=0"
             )
-        source = job.load()
-        planned = [
-            plan_adapter(source.arrays, source.rules, slots, self._targets) for slots in self._slots
-        ]
-        del source
-        arrays = planned[0][1]
-        sync.await_source(arrays)
+        with self._engines.reading():
+            source = job.load()
+            planned = [
+                plan_adapter(source.arrays, source.rules, slots, self._targets)
+                for slots in self._slots
+            ]
+            del source
+            arrays = planned[0][1]
+            sync.await_source(arrays)
         plans = [plan for plan, _ in planned]
 
         def build(servings: Sequence[cmd.Weights], slot: int) -> list[cmd.Weights]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 
 import jax
 
@@ -21,19 +20,32 @@ from sgljax_engine.processing.futures import resolve
 from sgljax_engine.types import FinishReason
 
 
-def pause(core: EngineCore, mode: PauseMode, future: Future[None]) -> None:
-    """Pauses; the last call's mode holds. "wait" is answered by `settle`."""
+def pause_and_wait(core: EngineCore, command: cmd.Pause) -> None:
+    """Pauses with mode "wait"; `settle` answers. The last call's mode holds."""
+    core.stats.paused("wait")
+    core.pauses.mode = "wait"
+    core.pauses.wait(command.future)
+    refuse_if_held(core)
+
+
+def _check_pause(core: EngineCore, command: cmd.Pause) -> None:
+    """Waits for the device, whose failure is the caller's."""
+    del command
+    core.runner.kv_memory.wait()
+
+
+def _pause(core: EngineCore, command: cmd.Pause, prepared: None) -> None:
+    """Pauses with another mode than "wait"; the last call's mode holds."""
+    del prepared
+    mode = command.request.mode
     core.stats.paused(mode)
     core.pauses.mode = mode
-    if mode == "wait":
-        core.pauses.wait(future)
-        refuse_if_held(core)
-        return
     apply_pause_mode(core, mode)
     core.outputs.flush()
-    core.runner.kv_memory.wait()
     refuse_if_held(core)
-    resolve(future, None)
+
+
+PAUSE = Steps(_check_pause, commit=_pause)
 
 
 def resume(core: EngineCore) -> None:
