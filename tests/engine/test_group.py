@@ -38,10 +38,12 @@ def test_refusals_interrupts_and_faults(step):
     run("tests.engine.group_faults", step)
 
 
-@pytest.mark.slow
-def test_interrupt_machine():
-    """As of a single engine, over two."""
-    run("tests.engine.group_machine", "100")
+@pytest.mark.parametrize(
+    ("num_examples", "num_steps"), [(300, 8), pytest.param(150, 40, marks=pytest.mark.slow)]
+)
+def test_interrupt_machine(num_examples, num_steps):
+    """As of a single engine, over two, with adapters, stop strings and interrupted callers."""
+    run("tests.engine.group_machine", num_examples, num_steps)
 
 
 def run(module: str, *arguments: object) -> None:
