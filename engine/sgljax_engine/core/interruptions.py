@@ -38,9 +38,9 @@ def _pause(core: EngineCore, command: cmd.Pause, prepared: None) -> None:
     """Pauses with another mode than "wait"; the last call's mode holds."""
     del prepared
     mode = command.request.mode
+    apply_pause_mode(core, mode)  # first: if it fails there is no pause
     core.stats.paused(mode)
     core.pauses.mode = mode
-    apply_pause_mode(core, mode)
     core.outputs.flush()
     refuse_if_held(core)
 
