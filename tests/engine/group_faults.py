@@ -27,6 +27,7 @@ from sgljax_engine import (
     SamplingParams,
     logical_rules,
 )
+from sgljax_engine.core import commands as cmd
 from tests.engine.models import TINY, logical_weights
 from tests.engine.small_tokenizers import CharTokenizer
 from tests.interrupted import interrupt_everywhere, real_interrupts
@@ -180,10 +181,14 @@ def hooks(engine: Engine, expected: list[list[int]]) -> None:
     """What a hook raises on an engine's thread is its caller's."""
 
     class Progress:
-        def started(self, *_: object) -> None:
+        def started(self, task: str, total: int, unit: str) -> None:
             raise SystemExit("planted")
 
-    from sgljax_engine.core import commands as cmd
+        def advanced(self, task: str, count: int) -> None:
+            raise AssertionError("nothing was started")
+
+        def finished(self, task: str) -> None:
+            raise AssertionError("nothing was started")
 
     def leave() -> None:
         raise SystemExit("planted")
