@@ -248,7 +248,7 @@ def interrupted(engine: Engine, expected: list[list[int]], step: int) -> None:
 
 
 def signalled(engine: Engine, expected: list[list[int]]) -> None:
-    """As above, at random moments."""
+    """A real signal at a random moment does no more harm."""
     rng = random.Random(0)
     calls = calls_to_interrupt(engine)[:-1]
     with real_interrupts() as interrupt_in:

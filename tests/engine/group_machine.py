@@ -36,7 +36,7 @@ from tests.interrupted import Interrupt, real_interrupts
 from tests.threads import LIMIT_S
 
 ADAPTERS = ("a", "b")
-"""Of which one is loaded at a time, so that the other is refused."""
+"""Only one is loaded at a time, so that the other is refused."""
 
 PLACES = st.integers(0, 150)
 
@@ -63,7 +63,7 @@ def make_subject() -> single.Subject:
 
 
 class GroupMachine(single.InterruptMachine):
-    """As of a single engine; versions agree, and each pool is whole."""
+    """What holds of a single engine holds of two; their versions agree."""
 
     make_subject: Any = staticmethod(make_subject)
     num_steps = num_examples = num_interrupts = num_refused = 0

@@ -165,7 +165,7 @@ STEP_FAULTS = {
 
 
 class TestFailures:
-    """Of the host: they cost the requests of the step, or those that run, and nothing else."""
+    """A failure of the host costs the requests of the step, or those that run, and nothing else."""
 
     @pytest.mark.parametrize("fault", STEP_FAULTS)
     @pytest.mark.parametrize("num_steps", [0, 1, NUM_TOKENS // 2 - 1])

@@ -229,7 +229,7 @@ class EngineGroup:
             raise
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
-        """See `Engines`."""
+        """Marks that a job about weights reads its source; see `Worker.reading`."""
         return self._updates.reading()
 
     def restore(

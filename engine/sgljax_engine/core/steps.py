@@ -253,7 +253,7 @@ STEPS: Mapping[type[cmd.Command], Steps] = {
     ),
     cmd.Restore: Steps(_check_restore, _register, _restore, _undo_restore),
 }
-"""See `takes_meeting`."""
+"""Commands that engines do together, but for what `takes_meeting` leaves out."""
 
 
 def takes_meeting(command: cmd.Command) -> bool:
