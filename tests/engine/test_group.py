@@ -42,7 +42,7 @@ def test_refusals_interrupts_and_faults(step):
     ("num_examples", "num_steps"), [(300, 8), pytest.param(150, 40, marks=pytest.mark.slow)]
 )
 def test_interrupt_machine(num_examples, num_steps):
-    """The machine of a single engine over two, with adapters, stop strings and interrupted callers."""
+    """As for one engine, with adapters, stop strings and interrupted callers too."""
     run("tests.engine.group_machine", num_examples, num_steps)
 
 
