@@ -181,13 +181,15 @@ class GroupMachine(single.InterruptMachine):
         """Interrupts a call at a place, or by a signal, unless it is over before."""
         with real_interrupts() as interrupt_in:
             try:
-                if place is None:
-                    interrupt_in(0.002)
-                    call()
-                else:
-                    with Interrupt(place):
+                try:
+                    if place is None:
+                        interrupt_in(0.002)
                         call()
-                interrupt_in(0)
+                    else:
+                        with Interrupt(place):
+                            call()
+                finally:
+                    interrupt_in(0)
             except KeyboardInterrupt:
                 GroupMachine.num_interrupts += 1
             finally:
