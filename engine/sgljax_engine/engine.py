@@ -80,9 +80,9 @@ class Engine:
     threads, KV pool and prefix cache of its own. Requests are routed to the engine that holds their
     prefix, or to the one with the fewest; every other call concerns all engines, together.
 
-    Creating an engine takes device memory and starts two threads for each submesh, the first weight
-    update one more, the first checkpoint another; `shutdown`, leaving the `with` block, or dropping
-    the last reference releases all of it.
+    Creating an engine takes device memory and starts two threads for each submesh, and one more for
+    a group; the first weight update starts one, and the first checkpoint another. `shutdown`,
+    leaving the `with` block, or dropping the last reference releases all of it.
     """
 
     def __init__(
@@ -1155,6 +1155,7 @@ class Engine:
     def shutdown(self) -> None:
         """Fails unfinished requests, ends the threads, frees device memory. Idempotent.
 
+        It does not wait for a source of weights that is being read: that thread ends afterwards.
         Servers of this engine stop first; their unfinished requests are aborted.
         """
         while self._servers:

@@ -93,9 +93,10 @@ class EngineShutdownError(EngineError, RuntimeError):
 
 
 class EngineStepError(EngineError, RuntimeError):
-    """A device step failed; its requests fail with this error, and the engine keeps serving.
+    """A step failed, on the device or on the host; the engine keeps serving.
 
-    The step's original error is the `__cause__`.
+    Its requests fail with this error. Where the host failed before it had chosen them, those that
+    run do. The original error is the `__cause__`.
     """
 
 

@@ -263,7 +263,7 @@ class ExpectedState:
             for result in call.results or ():
                 self._check_result(call, result)
                 asked.extend(
-                    (weights, call.prompt + result.ids[:begin], result.ids[begin:end])
+                    (weights, call.lora, call.prompt + result.ids[:begin], result.ids[begin:end])
                     for begin, end, weights in self.history.pieces(call, result)
                 )
         references.check(asked)
@@ -271,8 +271,13 @@ class ExpectedState:
     def _check_result(self, call: Call, result: Result) -> None:
         ids, versions, finish = result
         assert len(versions) == len(ids) <= call.max_new
-        if finish == "length":
+        text = "".join(map(chr, ids))
+        if finish == "stop":
+            assert any(stop in text for stop in call.stop)
+            assert not any(stop in text[:-1] for stop in call.stop), "a stop string was passed"
+        elif finish == "length":
             assert len(ids) == call.max_new
+            assert not any(stop in text for stop in call.stop)
         else:
             assert finish == "abort"
             assert call.may_abort, "nobody aborted it"
@@ -280,5 +285,6 @@ class ExpectedState:
         assert not versions or call.version <= versions[0]
         # Nothing that had started lives on after an update that waits for it, or ends it.
         first, last = (versions[0], versions[-1]) if versions else (0, 0)
-        modes = {self.history.swaps[version].mode for version in range(first + 1, last + 1)}
+        swaps = [self.history.swaps[version] for version in range(first + 1, last + 1)]
+        modes = {swap.mode for swap in swaps if swap.concerns(call)}
         assert not modes & {"wait", "abort"}

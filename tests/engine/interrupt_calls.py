@@ -59,6 +59,7 @@ class Call:
         is_refused: It did not.
         dirty: Versions of updates under which it may have gone on over old keys and values.
         results: Its outputs, once they are there; none if the caller went away.
+        lora, stop: Its adapter and stop strings.
     """
 
     prompt: list[int]
@@ -72,6 +73,8 @@ class Call:
     is_gone: bool = False
     dirty: set[int] = dataclasses.field(default_factory=set)
     results: list[Result] | None = None
+    lora: str | None = None
+    stop: tuple[str, ...] = ()
 
     def is_done(self) -> bool:
         """Whether all is answered; False also if that cannot be told without waiting."""
@@ -199,23 +202,43 @@ class Caller:
         self.engine = engine
         self._async = AsyncCaller()
 
-    def call(self, form: str, rid: str, prompt: list[int], max_new: int, n: int = 1) -> Call:
+    def call(
+        self,
+        form: str,
+        rid: str,
+        prompt: list[int],
+        max_new: int,
+        n: int = 1,
+        lora: str | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> Call:
         """Submits a call; it is in the engine's queue of commands when this returns."""
         engine = self.engine
-        params = SamplingParams(temperature=0, max_new_tokens=max_new, n=n)
-        arguments: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "rid": rid}
+        params = SamplingParams(
+            temperature=0, max_new_tokens=max_new, n=n, ignore_eos=True, stop=stop
+        )
+        arguments: dict[str, Any] = {
+            "input_ids": prompt,
+            "sampling_params": params,
+            "rid": rid,
+            "lora": lora,
+        }
         facts: dict[str, Any] = {
             "prompt": prompt,
             "max_new": max_new,
             "version": engine.weight_version,
             "rids": [rid] if n == 1 else [f"{rid}-{i}" for i in range(n)],
+            "lora": lora,
+            "stop": stop,
         }
         if form == "stream":
             return StreamCall(stream=engine.generate(stream=True, **arguments), **facts)
         if form == "task":
             task, future = self._async.generate(engine, **arguments)
             return TaskCall(loop=self._async.loop, task=task, future=future, **facts)
-        requests, _ = engine._make_requests(None, params, [prompt], LogprobArgs(), False, [rid])
+        requests, _ = engine._make_requests(
+            None, params, [prompt], LogprobArgs(), False, [rid], lora
+        )
         futures = [CountingFuture() for _ in requests]
         engine._group.submit(cmd.AddRequests(requests, [Answer(future) for future in futures]))
         return PlainCall(engine=engine, requests=requests, futures=futures, **facts)

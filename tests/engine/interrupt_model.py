@@ -36,11 +36,20 @@ def use(model: ModelConfig, **options: Any) -> None:
     OPTIONS.update(options)
 
 
+ADAPTERS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
+"""Pairs and rules by name, for machines with adapters."""
+
+
 class Swap(NamedTuple):
-    """What a version began with."""
+    """What a version began with; `lora` names the adapter if that alone was swapped."""
 
     weights: int
     mode: str
+    lora: str | None = None
+
+    def concerns(self, call: Call) -> bool:
+        """Whether it ends requests, or waits for them, if its mode does."""
+        return self.mode == "wait" or self.lora in (None, call.lora)
 
 
 class History:
@@ -71,6 +80,8 @@ class History:
     def _is_dirty(self, call: Call, version: int) -> bool:
         is_dirty = False
         for v in range(call.version + 1, version + 1):
+            if not self.swaps[v].concerns(call):
+                continue
             if self.swaps[v].mode != "in_place":
                 is_dirty = False
             elif v in call.dirty and self.swaps[v].weights != self.swaps[v - 1].weights:
@@ -83,21 +94,25 @@ class References:
 
     def __init__(self) -> None:
         self._engines: dict[int, Engine] = {}
-        self._known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        self._known: dict[tuple[int, str | None, tuple[int, ...]], list[int]] = {}
 
-    def check(self, asked: list[tuple[int, list[int], list[int]]]) -> None:
-        """Each is (weights, tokens, what has to follow them)."""
-        for weights in range(NUM_WEIGHTS):
-            queries = [(tuple(tokens), found) for w, tokens, found in asked if w == weights]
+    def check(self, asked: list[tuple[int, str | None, list[int], list[int]]]) -> None:
+        """Each is (weights, adapter, tokens, what has to follow them)."""
+        for weights, lora in sorted({each[:2] for each in asked}, key=str):
+            queries = [
+                (tuple(tokens), found)
+                for *which, tokens, found in asked
+                if which == [weights, lora]
+            ]
             new: dict[tuple[int, ...], int] = {}
             for tokens, found in queries:
-                if len(found) > len(self._of(weights, tokens)):
+                if len(found) > len(self._of(weights, lora, tokens)):
                     new[tokens] = max(len(found), new.get(tokens, 0))
             if new:
-                self._generate(weights, new)
+                self._generate(weights, lora, new)
             for tokens, found in queries:
-                expected = self._of(weights, tokens)[: len(found)]
-                assert found == expected, f"weights {weights} behind {tokens}"
+                expected = self._of(weights, lora, tokens)[: len(found)]
+                assert found == expected, f"weights {weights}, {lora}, behind {tokens}"
 
     def warm_up(self) -> None:
         """Builds all engines and compiles all that they need."""
@@ -112,21 +127,28 @@ class References:
         for engine in self._engines.values():
             engine.shutdown()
 
-    def _of(self, weights: int, tokens: tuple[int, ...]) -> list[int]:
-        return self._known.get((weights, tokens), [])
+    def _of(self, weights: int, lora: str | None, tokens: tuple[int, ...]) -> list[int]:
+        return self._known.get((weights, lora, tokens), [])
 
-    def _generate(self, weights: int, lengths: dict[tuple[int, ...], int]) -> None:
+    def _generate(
+        self, weights: int, lora: str | None, lengths: dict[tuple[int, ...], int]
+    ) -> None:
         params = [SamplingParams(temperature=0, max_new_tokens=n) for n in lengths.values()]
-        outs = self._engine(weights).generate_requests([list(t) for t in lengths], params)
+        prompts = [list(tokens) for tokens in lengths]
+        outs = self._engine(weights).generate_requests(prompts, params, lora)
         for tokens, out in zip(lengths, outs, strict=True):
-            self._known[weights, tokens] = out.output_ids
+            self._known[weights, lora, tokens] = out.output_ids
 
     def _engine(self, weights: int) -> Engine:
         if weights not in self._engines:
-            self._engines[weights] = Engine(
+            self._engines[weights] = engine = Engine(
                 model_config=MODEL,
                 weights=WEIGHTS[weights],
                 disable_radix_cache=True,
                 max_running_requests=16,
+                max_loras=len(ADAPTERS),
+                max_lora_rank=OPTIONS.get("max_lora_rank", 4),
             )
+            for name, adapter in ADAPTERS.items():
+                engine.load_adapter(name, *adapter)
         return self._engines[weights]

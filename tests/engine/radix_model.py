@@ -50,6 +50,7 @@ class CheckedCache:
         self.cache = RadixCache(self.allocator, page_size)
         self.entries: dict[Tokens, Entry] = {}
         self.handles: list[Held] = []
+        self.found: dict[Tokens, PrefixHandle] = {}
         self.own: list[int] = []
         self.free = set(range(num_pages))
         self.num_resets = self.num_evictions = self.num_hits = self.num_merges = 0
@@ -133,12 +134,21 @@ class CheckedCache:
         self._hold([*held.entries, tail])
         self.handles.append(Held(handle, list(held.entries), tail, held.resets))
 
-    def without_tail(self, held: Held) -> None:
-        """Lets go of a handle's tail."""
-        held.handle = self.cache.without_tail(held.handle)
-        if held.tail is not None:
-            self._let_go([held.tail], held.resets)
-            held.tail = None
+    def find(self, tokens: Tokens, more: Tokens) -> None:
+        """Finds a prefix by what was found for its first tokens at some earlier time."""
+        whole = (*tokens, *more)
+
+        def find(known: PrefixHandle | None) -> PrefixHandle:
+            return self.cache.find(lambda start, end: whole[start:end], len(whole), known=known)
+
+        handle = find(None)
+        assert find(self.found.get(tokens)) == handle
+        self.found[whole] = handle
+        path = [whole[: end * self.page_size] for end in range(1, handle.num_pages + 1)]
+        path += [whole] if handle.tail is not None else []
+        assert self.cache.num_unused(handle) == sum(
+            not self.entries[each].num_handles for each in path
+        )
 
     def hold_again(self, held: Held) -> None:
         """A second handle of the same pages."""
@@ -240,7 +250,7 @@ WEIGHTS = {
     "allocate": 6,
     "add_tail": 2,
     "hold_again": 1,
-    "without_tail": 1,
+    "find": 6,
     "free_own": 0.5,
     "reset": 0.1,
 }
@@ -287,6 +297,9 @@ def _operate(checked: CheckedCache, name: str, rng: random.Random) -> None:
     if name == "acquire":
         known = rng.choice([(), *checked.entries])
         checked.acquire((*known, *random_tokens(rng.randint(0, 2 * size))))
+    elif name == "find":
+        known = rng.choice([(), *checked.found, *checked.entries])
+        checked.find(known, random_tokens(rng.randint(0, 2 * size)))
     elif name == "allocate":
         checked.allocate(rng.randint(0, 4))
     elif name == "free_own":
@@ -308,5 +321,4 @@ def _operate(checked: CheckedCache, name: str, rng: random.Random) -> None:
         {
             "release": checked.release,
             "hold_again": checked.hold_again,
-            "without_tail": checked.without_tail,
         }[name](held)

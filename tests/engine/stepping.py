@@ -92,4 +92,16 @@ class SteppedEngine:
         given: dict[str, Any] = {"mode": "retract", "flush_cache": False} | options
         plan, arrays = self._weight_maker.plan(weights, hf_rules(TINY))
         made = sync.apply(plan, arrays)
-        return self.ask(lambda future: cmd.SwapWeights(lambda _: [made], future=future, **given))
+        future: Future[int] = Future()
+
+        def swap(done: Future[None]) -> None:
+            del done
+            handle(self.core, cmd.SwapWeights(lambda _: [made], future=future, **given))
+
+        drained: Future[None] = Future()
+        drained.add_done_callback(swap)
+        if given["mode"] == "wait":
+            self.ask(lambda _: cmd.Drain("update_weights", drained))
+        else:
+            drained.set_result(None)
+        return future

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 
-from sgljax_engine import EngineStateError, RequestOutput, SamplingParams
+from sgljax_engine import EngineStateError, EngineStepError, RequestOutput, SamplingParams
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.io_struct import (
     AbortReq,
@@ -150,3 +151,82 @@ def test_each_token_has_the_version_of_its_step(engine, mode, num_steps):
     for future in futures:
         versions = future.result(0).token_weight_versions
         assert versions == [before] * num_old + [before + 1] * num_new
+
+
+STEP_FAULTS = {
+    "schedule": lambda core: (core.scheduler, "_admit"),
+    "plan": lambda core: (core.pool, "open_window"),
+    "counting": lambda core: (core.stats, "stepped"),
+    "update": lambda core: (core.scheduler, "update"),
+    "middle of an update": lambda core: (core.scheduler.pacer, "on_dispatch"),
+    "publish": lambda core: (core.outputs, "publish"),
+    "middle of publishing": lambda core: (core.stats, "finished"),
+}
+
+
+class TestFailures:
+    """A failure of the host costs the requests of the step, or those that run, and nothing else."""
+
+    @pytest.mark.parametrize("fault", STEP_FAULTS)
+    @pytest.mark.parametrize("num_steps", [0, 1, NUM_TOKENS // 2 - 1])
+    def test_the_engine_lives(self, engine, expected, fault, num_steps):
+        core = engine.core
+        futures = engine.add(PROMPTS, PARAMS)
+        engine.step(num_steps)
+        is_finishing = fault == "middle of publishing"
+        if is_finishing and num_steps < NUM_TOKENS // 2 - 1:
+            return  # nothing is finished yet
+        owner, name = STEP_FAULTS[fault](core)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, _fail)
+            assert engine.step() == 1
+        core.check_integrity()
+        late = engine.add(PROMPTS, PARAMS)
+        engine.finish()
+        errors = [future.exception(0) for future in futures]
+        # Where nothing ran it is the first of those that wait.
+        is_planned = fault not in ("schedule", "plan")
+        num_failed = len(PROMPTS) if num_steps or is_planned else 1
+        assert [type(error) for error in errors[:num_failed]] == [EngineStepError] * num_failed
+        assert all("planted" in str(error) for error in errors[:num_failed])
+        assert tokens(futures[num_failed:]) == expected[num_failed:]
+        assert tokens(late) == expected
+        assert not core.groups._groups
+        assert not core.groups._names
+
+    def test_those_that_a_step_did_not_touch_go_on(self, engine, expected, monkeypatch):
+        """Two are running, and only one of them is part of the step that fails."""
+        core = engine.core
+        futures = engine.add(PROMPTS, PARAMS)
+        engine.step()
+        real = core.scheduler.schedule
+
+        def schedule_one():
+            plan = real()
+            return dataclasses.replace(
+                plan, decode=plan.decode[:1], step_limits=plan.step_limits[:1]
+            )
+
+        monkeypatch.setattr(core.scheduler, "schedule", schedule_one)
+        monkeypatch.setattr(core.scheduler, "update", _fail)
+        assert engine.step() == 1
+        monkeypatch.undo()
+        core.check_integrity()
+        engine.finish()
+        assert isinstance(futures[0].exception(0), EngineStepError)
+        assert tokens(futures[1:]) == expected[1:]
+        assert [future.result(0).num_retractions for future in futures[1:]] == [1, 1]
+
+    def test_a_request_that_cannot_be_taken_in(self, engine, expected, monkeypatch):
+        """It is refused, and neither the others of its call nor the engine suffer."""
+        monkeypatch.setattr(engine.core.warmup, "check", _fail)
+        futures = engine.add(PROMPTS, PARAMS)
+        assert all("planted" in str(future.exception(0)) for future in futures)
+        monkeypatch.undo()
+        futures = engine.add(PROMPTS, PARAMS)
+        engine.finish()
+        assert tokens(futures) == expected
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("planted")

@@ -32,12 +32,20 @@ def test_on_eight_devices(case, tmp_path):
     run("tests.engine.group_cases", case, *([str(tmp_path)] if case == "checkpoints" else []))
 
 
-@pytest.mark.slow
-def test_interrupt_machine():
-    """As of a single engine, over two."""
-    run("tests.engine.group_machine", "100")
+@pytest.mark.parametrize("step", [31, pytest.param(3, marks=pytest.mark.slow)])
+def test_refusals_interrupts_and_faults(step):
+    """Nothing hangs or is left behind; callers are interrupted at every so many places."""
+    run("tests.engine.group_faults", step)
 
 
-def run(module: str, *arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("num_examples", "num_steps"), [(300, 8), pytest.param(150, 40, marks=pytest.mark.slow)]
+)
+def test_interrupt_machine(num_examples, num_steps):
+    """As for one engine, with adapters, stop strings and interrupted callers too."""
+    run("tests.engine.group_machine", num_examples, num_steps)
+
+
+def run(module: str, *arguments: object) -> None:
     """Runs a module in a process with eight devices."""
     run_python("-W", "ignore", "-m", module, *arguments, num_devices=8)

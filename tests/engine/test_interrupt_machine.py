@@ -32,7 +32,7 @@ from sgljax_engine.io_struct import (
 )
 from tests.engine import interrupt_model
 from tests.engine.expected_state import ExpectedState, Update
-from tests.engine.interrupt_calls import Caller
+from tests.engine.interrupt_calls import Call, Caller
 from tests.engine.interrupt_model import (
     NUM_WEIGHTS,
     OPTIONS,
@@ -125,12 +125,15 @@ class InterruptMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ requests
 
-    def add(self, form: str, prompt: list[int], max_new: int, n: int = 1) -> None:
+    def new_rid(self) -> str:
         self.subject.num_calls += 1
-        rid = f"r{self.subject.num_calls}"
+        return f"r{self.subject.num_calls}"
+
+    def add(self, form: str, prompt: list[int], max_new: int, n: int = 1, **more: Any) -> None:
+        rid = more.pop("rid", None) or self.new_rid()
         n = n if form == "plain" else 1
         may, must = self.expected.refusal(is_settled=self.hold is None)
-        call = self.subject.caller.call(form, rid, prompt, max_new, n)
+        call = self.subject.caller.call(form, rid, prompt, max_new, n, **more)
         call.may_refuse, call.must_refuse = may, must
         self.expected.note_call(call)
 
@@ -150,10 +153,15 @@ class InterruptMachine(RuleBasedStateMachine):
         for length in lengths:
             self.add("plain", FAMILIES[family][:length], 51 - length)
 
+    @property
+    def named_calls(self) -> list[Call]:
+        """Those whose ids are still theirs."""
+        return [call for call in self.expected.calls if call.rids]
+
     @rule(which=COUNTS, is_group=st.booleans())
-    @precondition(lambda self: self.expected.calls)
+    @precondition(lambda self: self.named_calls)
     def abort(self, which, is_group):
-        call = self.expected.calls[which % len(self.expected.calls)]
+        call = self.named_calls[which % len(self.named_calls)]
         rid = call.rids[which % len(call.rids)]
         ended = call.rids if is_group else [rid]
         call.may_abort = True
@@ -224,10 +232,16 @@ class InterruptMachine(RuleBasedStateMachine):
     @rule(level=st.integers(1, 2), preserve=st.booleans(), refuse=st.booleans())
     @precondition(lambda self: self.hold is not None or not self.expected.is_put_to_sleep)
     def sleep(self, level, preserve, refuse):
+        level = self.allowed_level(level, preserve)
         self.expected.note_sleep(
             level=level, preserve=preserve, refuse=refuse, is_settled=self.hold is None
         )
         self.ask(functools.partial(cmd.Sleep, level, preserve, refuse), _is_bytes)
+
+    def allowed_level(self, level, preserve):
+        """The level that is asked for in place of one that is drawn."""
+        del preserve
+        return level
 
     @rule(tags=st.sampled_from([SLEEP_TAGS, SLEEP_TAGS, SLEEP_TAGS[:1], SLEEP_TAGS[1:]]))
     @precondition(lambda self: self.expected.is_put_to_sleep)
@@ -313,14 +327,14 @@ def _within(count: int, most: int) -> None:
 
 
 def machine(
-    num_examples: int, kind: type[InterruptMachine] = InterruptMachine
+    num_examples: int, kind: type[InterruptMachine] = InterruptMachine, num_steps: int = 40
 ) -> type[unittest.TestCase]:
-    """A test of so many examples."""
+    """A test of so many examples, each of at most so many steps."""
 
     class Machine(kind.TestCase):
         settings = hypothesis.settings(
             max_examples=num_examples,
-            stateful_step_count=40,
+            stateful_step_count=num_steps,
             deadline=None,
             derandomize=True,
             # How fast examples are says nothing here: most of their time is the engine's.

@@ -213,19 +213,24 @@ class TestLife:
             with pytest.raises(EngineShutdownError):
                 call.result(LIMIT_S)
 
-    def test_a_fault_in_a_pause_is_answered(self, monkeypatch):
-        """Whatever ends the engine's thread, the command that it was at is answered."""
+    @pytest.mark.parametrize("place", ["prepare", "commit"])
+    def test_a_fault_in_a_pause_is_answered(self, monkeypatch, expected, place):
+        """Then there is no pause, and requests go on."""
         with make_engine() as engine:
             calls = start_all(engine, PROMPTS)
 
-            def fail(core, mode):
+            def fail(*_):
                 raise RuntimeError("planted fault")
 
-            monkeypatch.setattr(interruptions, "apply_pause_mode", fail)
-            pause = start(lambda: engine.pause_generation("retract"))
-            for call in (pause, *calls):
-                with pytest.raises(EngineShutdownError, match="planted fault"):
-                    call.result(LIMIT_S)
+            with monkeypatch.context() as patch:
+                if place == "commit":
+                    patch.setattr(interruptions, "apply_pause_mode", fail)
+                else:
+                    patch.setattr(engine._group.loops[0]._core.runner.kv_memory, "wait", fail)
+                with pytest.raises(RuntimeError, match="planted fault"):
+                    engine.pause_generation("retract")
+            assert engine.get_internal_state().pause_mode is None
+            assert [out.output_ids for out in results(calls)] == expected
 
     def test_a_warmup_that_fails_costs_running_requests_nothing(self, monkeypatch):
         """Its programs take the pages; what ran over them is prefilled again."""

@@ -117,10 +117,10 @@ class RadixMachine(RuleBasedStateMachine):
         if rest and self.checked.own and (held := self.held(data, extendable=True)):
             self.checked.add_tail(held, rest)
 
-    @rule(data=st.data())
-    def without_tail(self, data):
-        if held := self.held(data):
-            self.checked.without_tail(held)
+    @rule(data=st.data(), more=TOKENS)
+    def find(self, data, more):
+        known = data.draw(st.sampled_from([(), *self.checked.found, *self.checked.entries]))
+        self.checked.find(known, tuple(more))
 
     @rule(data=st.data())
     def hold_again(self, data):

@@ -340,6 +340,51 @@ def test_admission_keeps_room_for_running_requests():
     assert not scheduler.has_work
 
 
+@pytest.mark.parametrize("num_tokens", [64, 1024])
+def test_a_head_without_room_is_matched_once(monkeypatch, num_tokens):
+    """Each later look costs a page of tokens, however long the prompt; gains are still seen."""
+    scheduler, pool = make_scheduler(num_pages=num_tokens, max_running=2, budget=8192)
+    prompt = list(range(num_tokens))
+    first = Request("first", prompt[: num_tokens // 2], SamplingParams(max_new_tokens=1), 0)
+    large = Request("large", [1] * (3 * num_tokens), SamplingParams(max_new_tokens=99), 0)
+    for request in (first, large):
+        scheduler.add(request)
+        scheduler.schedule()
+        request.num_computed = request.kv_len
+        pool.settle()
+    scheduler.finish(first, FinishReason("length"))
+    head = Request("head", prompt, SamplingParams(max_new_tokens=num_tokens), 0)
+    scheduler.add(head)
+    scheduler.schedule()
+    assert list(scheduler.waiting) == [head]
+    num_read, real = [], Request.tokens
+
+    def tokens(request, start, end):
+        num_read.append(end - start)
+        return real(request, start, end)
+
+    def look() -> int:
+        num_read.clear()
+        scheduler.schedule()
+        pool.settle()
+        assert list(scheduler.waiting) == [head]
+        return pool.find_prefix(head).num_pages
+
+    monkeypatch.setattr(Request, "tokens", tokens)
+    for _ in range(3):
+        assert look() == (num_tokens // 2 - 1) // PAGE
+        assert sum(num_read) <= 4 * PAGE
+    # Another request's pages come into the cache, and go again.
+    longer = Request("longer", prompt[:-9], SamplingParams(max_new_tokens=1), 0)
+    prefix = pool.find_prefix(longer)
+    pool.start(longer, prefix, pool.pages_for(len(longer.prompt_ids)) - prefix.num_pages)
+    longer.num_computed = longer.kv_len
+    pool.release(longer)
+    assert look() == (num_tokens - 10) // PAGE
+    pool.grow(large, pool.num_available)
+    assert look() == 0
+
+
 def test_finishing_twice_is_an_error():
     scheduler, _ = make_scheduler()
     request = make_request(0)

@@ -290,7 +290,7 @@ class TestPauses:
         version = engine.weight_version
         update = begin(
             lambda: engine.update_weights(NEW, mode="wait"),
-            lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None,
+            lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None,
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):

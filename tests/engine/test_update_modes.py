@@ -149,7 +149,7 @@ class TestModes:
     def test_wait(self, engine, reference, old_outputs):
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
         late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
         wait_for(lambda: engine.get_internal_state().waiting_queue_size == 1)
         version = update.result(LIMIT_S)
@@ -207,7 +207,7 @@ class TestInPause:
         """Or whoever pauses and updates would wait for it in vain, behind it in the queue."""
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
         engine.pause_generation(mode)
         with pytest.raises(EngineStateError, match="keeps them from finishing"):
             update.result(LIMIT_S)
@@ -219,7 +219,7 @@ class TestInPause:
         calls = start_all(engine, PROMPTS)
         version = engine.weight_version
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
         engine.pause_generation("abort")
         assert update.result(LIMIT_S) == version + 1
         assert len(results(calls)) == 4
@@ -263,7 +263,7 @@ class TestOrder:
         calls = start_all(engine, PROMPTS[:1])
         version = engine.weight_version
         first = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
         second = start(lambda: engine.update_weights(OLD, mode="abort"))
         assert first.result(LIMIT_S) == version + 1
         assert second.result(LIMIT_S) == version + 2
@@ -324,7 +324,7 @@ class TestOrder:
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_swap is not None)
+        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
         engine.shutdown()
         for call in (update, *calls):
             with pytest.raises(EngineShutdownError):

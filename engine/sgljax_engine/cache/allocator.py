@@ -25,9 +25,13 @@ class PageAllocator:
         """
         self.num_pages = num_pages
         self._on_free = on_free
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._is_used = bytearray(num_pages)
         self._num_uses = array("Q", bytes(8 * num_pages))
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Frees every page, whatever was in use; tells nobody."""
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._is_used = bytearray(self.num_pages)
 
     @property
     def num_free(self) -> int:

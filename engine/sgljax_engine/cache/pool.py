@@ -45,12 +45,25 @@ class PagePool:
         self.page_size = page_size
         self.is_sharing = is_sharing
         self.windows = windows
-        self._spans: dict[str, tuple[int, int]] = {}
         self._allocator = allocator
-        self._cache = RadixCache(allocator, page_size)
-        self._handles: dict[str, PrefixHandle] = {}
-        self._copied: list[PrefixHandle] = []
         self._num_resets = 0
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._cache = RadixCache(self._allocator, self.page_size)
+        self._handles: dict[str, PrefixHandle] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._copied: list[PrefixHandle] = []
+        self._sought: tuple[Request, PrefixHandle] | None = None
+        self._touched: Request | None = None
+
+    def start_over(self) -> None:
+        """Frees every page, whoever had it, after a failure that left their owners in doubt."""
+        self._num_resets += 1
+        self._allocator.start_over()
+        if self.windows is not None:
+            self.windows.start_over()
+        self._forget_all()
 
     @property
     def num_pages(self) -> int:
@@ -79,30 +92,49 @@ class PagePool:
     # ------------------------------------------------------------------ one request
 
     def find_prefix(self, request: Request) -> PrefixHandle:
-        """The cached prefix of a waiting request; pass it to `start`, or release it."""
-        tokens = request.tokens(0, request.kv_len) if self.is_sharing else []
-        handle = self._cache.acquire(tokens, request.adapter - NO_ADAPTER)
-        if self.windows is None:
+        """The cached prefix of a waiting request; valid until the pool changes. See `start`.
+
+        The queue's head may be looked at in each dispatch. After the first time that takes no
+        longer for a long prompt than for a short one.
+        """
+        num_tokens = request.kv_len if self.is_sharing else 0
+        space = request.adapter - NO_ADAPTER
+        sought, known = self._sought or (request, None)
+        handle = self._cache.find(
+            request.tokens, num_tokens, space, known if sought is request else None
+        )
+        self._sought = request, handle
+        if self.windows is None or handle.num_pages == 0:
             return handle
         pages, tail = handle.pages(), handle.tail
-        if tail is not None and self.windows.is_usable([*pages, tail.page], len(tokens)):
+        if tail is not None and self.windows.is_usable([*pages, tail.page], num_tokens):
             return handle
-        return self._cache.shorten(handle, self.windows.usable(pages))
+        return handle.shortened(self.windows.usable(pages))
 
-    def release_prefix(self, handle: PrefixHandle) -> None:
-        """Releases a prefix with which no request was started."""
-        self._cache.release(handle)
+    def forget_prefix(self, request: Request) -> None:
+        """Lets go of what was found for a request; it runs, or is over."""
+        if self._sought is not None and self._sought[0] is request:
+            self._sought = self._touched = None
 
-    def without_tail(self, handle: PrefixHandle) -> PrefixHandle:
-        """The same prefix, cut to whole pages."""
-        return self._cache.without_tail(handle)
+    def available_beside(self, handle: PrefixHandle) -> int:
+        """Pages that can be allocated once a request holds what was found."""
+        return self.num_available - self._cache.num_unused(handle)
+
+    def touch_prefix(self, request: Request, handle: PrefixHandle) -> None:
+        """Makes what was found the last to be evicted, once for a request that has to wait."""
+        if self._touched is not request:
+            self._touched = request
+            self._cache.hold(handle)
+            self._cache.release(handle)
 
     def start(self, request: Request, handle: PrefixHandle, count: int) -> list[PageCopy]:
-        """Gives a request its cached prefix and `count` pages of its own.
+        """Gives a request the prefix that was found for it, and `count` pages of its own.
 
         Returns the copies that the device must make before the request decodes: a page of its own
         from a cached tail, which the request extends.
         """
+        self.forget_prefix(request)
+        self._cache.hold(handle)
         request.pages = array("i", handle.pages() + self._cache.allocate(count))
         request.num_computed = handle.num_tokens(self.page_size)
         if request.num_retractions == 0:

@@ -16,7 +16,7 @@ released before its parent, so the front is always a leaf.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from sgljax_engine.cache.allocator import PageAllocator
@@ -36,8 +36,14 @@ class _Node:
         self.children: dict[tuple[int, ...], _Node] = {}
 
 
+_GONE = -2
+"""The page of a node that is no part of the cache any more."""
+
+
 class PrefixHandle(NamedTuple):
     """A cached prefix in use: none of its pages is evicted before the handle is released.
+
+    One that `RadixCache.find` returned is in use once it is held.
 
     Attributes:
         root: Root of its tree.
@@ -54,6 +60,14 @@ class PrefixHandle(NamedTuple):
     def num_tokens(self, page_size: int) -> int:
         """Number of tokens in its pages, the tail included."""
         return self.num_pages * page_size + (0 if self.tail is None else len(self.tail.key))
+
+    def shortened(self, num_pages: int) -> PrefixHandle:
+        """The first pages of a prefix that is not held."""
+        node = self.node
+        for _ in range(self.num_pages - num_pages):
+            assert node.parent is not None
+            node = node.parent
+        return PrefixHandle(self.root, node, num_pages)
 
     def pages(self) -> list[int]:
         """Ids of the full pages, in the order of their tokens."""
@@ -100,28 +114,74 @@ class RadixCache:
         return self._allocator.allocate(count)
 
     def acquire(self, tokens: Sequence[int], space: int = 0) -> PrefixHandle:
-        """The longest cached prefix in whole pages, with a tail if the cache has all tokens.
+        """Finds the longest cached prefix, and holds it.
 
         Args:
             tokens: Tokens of the prefix.
             space: Namespace of the prefix. Spaces share nothing: equal tokens have other keys and
                 values there.
         """
+        handle = self.find(lambda start, end: tokens[start:end], len(tokens), space)
+        self.hold(handle)
+        return handle
+
+    def find(
+        self,
+        tokens: Callable[[int, int], Sequence[int]],
+        num_tokens: int,
+        space: int = 0,
+        known: PrefixHandle | None = None,
+    ) -> PrefixHandle:
+        """The longest cached prefix in whole pages, with a tail if the cache has all tokens.
+
+        It is not held: it may be gone after any other call. Holding is `hold`.
+
+        Args:
+            tokens: (start, end) -> tokens of the prefix.
+            num_tokens: Number of these tokens.
+            space: As for `acquire`.
+            known: What was found for the first of these tokens before, at any time. Only what the
+                cache has gained or lost since then takes time.
+        """
         size = self._page_size
         root = self._root(space)
         node, num_pages = root, 0
-        for start in range(0, len(tokens) - size + 1, size):
-            child = node.children.get(tuple(tokens[start : start + size]))
-            if child is None:
-                break
-            self._hold(child)
-            node = child
-            num_pages += 1
-        rest = tuple(tokens[num_pages * size :])
-        tail = node.children.get(rest) if 0 < len(rest) < size else None
-        if tail is not None:
-            self._hold(tail)
+        if known is not None and known.root is root:
+            node, num_pages = known.node, known.num_pages
+            while node.page == _GONE:
+                assert node.parent is not None
+                node, num_pages = node.parent, num_pages - 1
+        first = num_pages * size
+        child = None
+        if first + size <= num_tokens:
+            child = node.children.get(tuple(tokens(first, first + size)))
+        if child is not None:
+            rest = tokens(first, num_tokens)
+            start = 0
+            while child is not None:
+                node, num_pages, start = child, num_pages + 1, start + size
+                end = start + size
+                child = node.children.get(tuple(rest[start:end])) if end <= len(rest) else None
+        tail, num_left = None, num_tokens - num_pages * size
+        if 0 < num_left < size:
+            tail = node.children.get(tuple(tokens(num_tokens - num_left, num_tokens)))
         return PrefixHandle(root, node, num_pages, tail)
+
+    def hold(self, handle: PrefixHandle) -> None:
+        """Takes what was just found into use."""
+        for node in _path(handle):
+            self._hold(node)
+        if handle.tail is not None:
+            self._hold(handle.tail)
+
+    def num_unused(self, handle: PrefixHandle) -> int:
+        """Pages of what was just found that nobody holds: holding it makes them unavailable."""
+        count = int(handle.tail is not None and handle.tail.refs == 0)
+        for node in _path(handle):
+            if node.refs:  # and so have all above it
+                break
+            count += 1
+        return count
 
     def is_current(self, handle: PrefixHandle) -> bool:
         """False if the cache was reset since the handle was made; then it must not be extended."""
@@ -172,22 +232,6 @@ class RadixCache:
         for node in _path(handle):
             self._hold(node)
         return handle._replace(tail=None)
-
-    def without_tail(self, handle: PrefixHandle) -> PrefixHandle:
-        """Releases the tail and returns the handle without it."""
-        if handle.tail is not None:
-            self._let_go(handle.tail, handle.root)
-        return handle._replace(tail=None)
-
-    def shorten(self, handle: PrefixHandle, num_pages: int) -> PrefixHandle:
-        """Releases what is beyond the first `num_pages` pages; returns the handle of these."""
-        handle = self.without_tail(handle)
-        node = handle.node
-        for _ in range(handle.num_pages - num_pages):
-            assert node.parent is not None
-            self._let_go(node, handle.root)
-            node = node.parent
-        return PrefixHandle(handle.root, node, num_pages)
 
     def release(self, handle: PrefixHandle) -> None:
         """Ends the use of a prefix. Frees its pages if the cache was reset meanwhile."""
@@ -307,6 +351,7 @@ class RadixCache:
 
     def _drop(self, node: _Node) -> None:
         self._allocator.free([node.page])
+        node.page = _GONE
         self.num_cached -= 1
 
     # ------------------------------------------------------------------ integrity

@@ -67,12 +67,20 @@ class WindowPages:
             sizes: Of the second.
             page_size: Tokens in a page of either.
         """
-        self.of = np.full(num_pages, NONE, np.int32)
+        self.of = np.empty(num_pages, np.int32)
         self.sizes = sizes
         self._page_size = page_size
         self._allocator = PageAllocator(sizes.num_pages)
-        self._num_holders = np.zeros(num_pages, np.int32)
+        self._num_holders = np.empty(num_pages, np.int32)
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Frees every window page, whoever held it."""
+        self.of[:] = NONE
+        self._num_holders[:] = 0
+        self._idle.clear()
+        self._allocator.start_over()
 
     @property
     def num_held(self) -> int:
@@ -90,12 +98,12 @@ class WindowPages:
 
     def usable(self, pages: Sequence[int]) -> int:
         """The most of these first pages of a prefix that a request can continue after."""
-        run, best = 0, 0
-        for count, page in enumerate(pages, 1):
-            run = run + 1 if self.of[page] != NONE else 0
-            if run >= count - self.first_needed(count * self._page_size):
-                best = count
-        return best
+        counts = np.arange(1, len(pages) + 1)
+        has_none = self.of[np.asarray(pages, np.int64)] == NONE
+        runs = counts - np.maximum.accumulate(np.where(has_none, counts, 0))
+        last = np.maximum(counts * self._page_size - self.sizes.num_tokens + 1, 0)
+        is_enough = runs >= counts - last // self._page_size
+        return int(counts[is_enough].max(initial=0))
 
     def is_usable(self, pages: Sequence[int], num_tokens: int) -> bool:
         """Whether a request can continue after the tokens that end in the last of these pages."""

@@ -73,7 +73,7 @@ class AdapterLoader:
         """
         build = self._prepare(job, check_finite=job.check_finite)
         make = functools.partial(cmd.SwapAdapter, job.name, build, job.mode, job.flush_cache)
-        return self._engines.swap(make, job.mode)
+        return self._engines.swap(make, job.mode, "load_adapter")
 
     def compare(self, job: CompareJob) -> list[str]:
         """Names of projections whose adapter is not what the source makes of it."""
@@ -86,13 +86,15 @@ class AdapterLoader:
             raise EngineStateError(
                 f"adapter {job.name!r} finds no slot: the engine was made with max_loras=0"
             )
-        source = job.load()
-        planned = [
-            plan_adapter(source.arrays, source.rules, slots, self._targets) for slots in self._slots
-        ]
-        del source
-        arrays = planned[0][1]
-        sync.await_source(arrays)
+        with self._engines.reading():
+            source = job.load()
+            planned = [
+                plan_adapter(source.arrays, source.rules, slots, self._targets)
+                for slots in self._slots
+            ]
+            del source
+            arrays = planned[0][1]
+            sync.await_source(arrays)
         plans = [plan for plan, _ in planned]
 
         def build(servings: Sequence[cmd.Weights], slot: int) -> list[cmd.Weights]:

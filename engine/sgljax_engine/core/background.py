@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from sgljax_engine.errors import forget_locals
+from sgljax_engine.core.commands import SHUT_DOWN
+from sgljax_engine.errors import EngineShutdownError, forget_locals
 from sgljax_engine.processing.futures import reject, resolve
 
 
@@ -41,6 +43,9 @@ class Worker(Generic[_J]):
         """
         self._do = do
         self._jobs: queue.SimpleQueue[_J | None] = queue.SimpleQueue()
+        self._condition = threading.Condition()
+        self._current: Future[Any] | None = None
+        self._is_reading = self._is_stopped = self._is_over = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, job: _J) -> None:
@@ -50,29 +55,71 @@ class Worker(Generic[_J]):
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Ends the thread after the jobs that are queued; waits for it."""
-        self._jobs.put(None)
-        if self.thread.ident is not None:
+        """Ends the thread after the jobs that are queued; waits for it.
+
+        But not for a caller's source that is being read, which may block for ever. That job and
+        those behind it are refused, and the thread ends when the source comes back.
+        """
+        with self._condition:
+            self._is_stopped = True
+            self._jobs.put(None)
+            if self.thread.ident is None:
+                return
+            self._condition.wait_for(lambda: self._is_reading or self._is_over)
+            is_blocked = not self._is_over
+            if is_blocked and self._current is not None:
+                reject(self._current, EngineShutdownError(SHUT_DOWN))
+        if not is_blocked:
             self.thread.join()
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    reject(job.future, EngineShutdownError(SHUT_DOWN))
+        self._jobs.put(None)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around what a job does with a caller's source alone; `stop` does not wait for that.
+
+        Raises:
+            EngineShutdownError: behind it, when the thread was to end meanwhile.
+        """
+        with self._condition:
+            self._is_reading = True
+            self._condition.notify_all()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._is_reading = False
+        if self._is_stopped:
+            raise EngineShutdownError(SHUT_DOWN)
 
     def _run(self) -> None:
         while self._take():
             pass
+        with self._condition:
+            self._is_over = True
+            self._condition.notify_all()
 
     def _take(self) -> bool:
         """Does one job; False at the end. Keeps nothing of it when it returns."""
         job = self._jobs.get()
         if job is None:
             return False
-        future = job.future
+        future = self._current = job.future
         try:
             result = self._do(job)
         except BaseException as error:  # a user's hook may raise anything: the caller's to see
             forget_locals(error)
             del job  # a caller who has an answer may count on what it held being free
+            self._current = None
             reject(future, error)
         else:
             del job
+            self._current = None
             resolve(future, result)
         finally:
             del future  # the error refers to this frame, which must not refer to the error

@@ -106,7 +106,7 @@ def check_restore(core: EngineCore, restoration: Restoration) -> bool:
     return digest is not None and digest == restoration.weights_digest
 
 
-def register(groups: RequestGroups, parts: Sequence[Restoration]) -> None:
+def register(groups: RequestGroups, restoration: Restoration) -> None:
     """Adds the calls of all engines' requests.
 
     Raises:
@@ -114,7 +114,7 @@ def register(groups: RequestGroups, parts: Sequence[Restoration]) -> None:
     """
     calls: dict[int, list[Request]] = {}
     errors: dict[str, str] = {}
-    for each in (each for part in parts for each in part.requests):
+    for each in restoration.requests:
         calls.setdefault(each.call, []).append(each.request)
         if each.error is not None:
             errors[each.request.rid] = each.error

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,7 +30,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.runner.saved_pages import SavedPages
-from sgljax_engine.types import Request, RequestStatus
+from sgljax_engine.types import RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -164,14 +164,10 @@ def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
     return checkpoint
 
 
-def restorations(
-    checkpoint: EngineCheckpoint,
-    requests: RequestFactory,
-    answers: Mapping[str, Answer],
-    route: Callable[[Sequence[Request]], Sequence[int]],
-    num_engines: int,
-) -> list[Restoration]:
-    """What each engine has to do to go on from a checkpoint. Any thread.
+def make_restoration(
+    checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
+) -> Restoration:
+    """What engines have to do to go on from a checkpoint. Any thread.
 
     A request that these engines would refuse is answered with the refusal, and left out.
 
@@ -179,8 +175,6 @@ def restorations(
         checkpoint: From `load_checkpoint`.
         requests: Makes the requests.
         answers: One for each request, by its id.
-        route: Chooses an engine for each unfinished request.
-        num_engines: Number of engines.
     """
     state, now_s = checkpoint.scheduler_state, time.perf_counter()
     restored: list[RestoredRequest] = []
@@ -196,29 +190,10 @@ def restorations(
             continue
         had_pages = saved.status is RequestStatus.RUNNING
         restored.append(RestoredRequest(request, answers[rid], saved.call, had_pages, saved.error))
-    unfinished = [each.request for each in restored if each.is_unfinished]
-    for request, place in zip(unfinished, route(unfinished), strict=True):
-        request.engine = place
-    parts: list[list[RestoredRequest]] = [[] for _ in range(num_engines)]
-    for each in restored:
-        parts[each.request.engine].append(each)
-    return [
-        Restoration(
-            requests=part,
-            new_token_ratio=state.new_token_ratio,
-            weight_version=checkpoint.metadata["weight_version"],
-            weights_digest=checkpoint.metadata.get("weights_digest"),
-            prefix_cache=_own_prefixes(state.prefix_cache, part, num_engines),
-        )
-        for part in parts
-    ]
-
-
-def _own_prefixes(
-    prefix: PrefixCheckpoint | None, part: Sequence[RestoredRequest], num_engines: int
-) -> PrefixCheckpoint | None:
-    """The pages that an engine's requests begin with; all of them for a single engine."""
-    if prefix is None or num_engines == 1:
-        return prefix
-    wanted = [each.request.prompt_ids + each.request.output_ids for each in part]
-    return prefix.of_sequences(wanted)
+    return Restoration(
+        requests=restored,
+        new_token_ratio=state.new_token_ratio,
+        weight_version=checkpoint.metadata["weight_version"],
+        weights_digest=checkpoint.metadata.get("weights_digest"),
+        prefix_cache=state.prefix_cache,
+    )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.group import Asked, EngineGroup
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput
-from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.futures import Answer, done_queue
 from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
 
@@ -26,6 +27,8 @@ _T = TypeVar("_T")
 
 class EngineClient:
     """Submits to a group of engines. Whoever stops waiting for requests aborts them.
+
+    A caller may be interrupted anywhere: then its requests are aborted, submitted or not.
 
     Their threads end when its client is gone: when the engine is, and all streams that it opened.
     """
@@ -46,54 +49,79 @@ class EngineClient:
     async def async_ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """`ask` for asyncio. Cancelling the task does not take back what was asked."""
         future: Future[_T] = Future()
-        self._group.submit(make(future))
+        answer = asyncio.wrap_future(future)
         try:
-            return await asyncio.wrap_future(future)
+            self._group.submit(make(future))
+            return await answer
         finally:
-            del future, make
+            del future, make, answer
 
     def generate(self, requests: list[Request]) -> list[RequestOutput]:
         """Submits requests and waits for all outputs."""
-        futures = self._submit(requests)
+        answers, futures = _answers(requests)
+        done = done_queue(futures)
         try:
-            return list(map(Future.result, futures))
+            self._group.submit(cmd.AddRequests(requests, answers))
+            return list(_results(futures, done))
         except BaseException:
             self.abandon(requests)
             raise
         finally:
             futures.clear()
+            del answers  # not cleared: the command that has the list may wait still
 
     async def async_generate(self, requests: list[Request]) -> list[RequestOutput]:
         """`generate` for asyncio."""
-        futures = self._submit(requests)
+        answers, futures = _answers(requests)
+        waits = list(map(asyncio.wrap_future, futures))
         try:
-            return await asyncio.gather(*(asyncio.wrap_future(f) for f in futures))
+            self._group.submit(cmd.AddRequests(requests, answers))
+            return await asyncio.gather(*waits)
         except BaseException:
             self.abandon(requests)
             raise
         finally:
             futures.clear()
+            waits.clear()
+            del answers
 
     def stream(self, requests: list[Request]) -> TokenStream:
         """Submits requests and returns the iterator over their pieces."""
         pieces = TokenStream(requests, self.abandon)
-        self._submit(requests, pieces.make_answers())
-        return pieces
+        try:
+            self._group.submit(cmd.AddRequests(requests, pieces.make_answers()))
+            return pieces
+        except BaseException:
+            self.abandon(requests)
+            raise
 
     def async_stream(self, requests: list[Request]) -> AsyncTokenStream:
         """`stream` for the running event loop."""
         pieces = AsyncTokenStream(requests, self.abandon)
-        self._submit(requests, pieces.make_answers())
-        return pieces
+        try:
+            self._group.submit(cmd.AddRequests(requests, pieces.make_answers()))
+            return pieces
+        except BaseException:
+            self.abandon(requests)
+            raise
 
     def abandon(self, requests: list[Request]) -> None:
         """Aborts requests that nobody waits for; does not wait for it."""
         with contextlib.suppress(EngineShutdownError):
             self._group.submit(cmd.AbandonRequests(requests, Future()))
 
-    def _submit(
-        self, requests: list[Request], answers: list[Answer] | None = None
-    ) -> list[Future[RequestOutput]]:
-        answers = answers or [Answer(Future()) for _ in requests]
-        self._group.submit(cmd.AddRequests(requests, answers))
-        return [answer.future for answer in answers]
+
+def _answers(requests: list[Request]) -> tuple[list[Answer], list[Future[RequestOutput]]]:
+    answers = [Answer(Future()) for _ in requests]
+    return answers, [answer.future for answer in answers]
+
+
+def _results(
+    futures: Sequence[Future[RequestOutput]], done: queue.SimpleQueue[int]
+) -> Iterator[RequestOutput]:
+    """Waits for one after another; the first in order that failed ends the call."""
+    over: set[int] = set()
+    for index in range(len(futures)):
+        while index not in over:
+            over.add(done.get())
+        yield futures[index].result()

@@ -30,6 +30,9 @@ from sgljax_engine.processing.futures import Answer, reject, resolve
 from sgljax_engine.types import FinishReason, PageStamp, Request
 from sgljax_engine.weights.rules import WeightRule
 
+SHUT_DOWN = "the engine was shut down"
+"""What calls are told that come behind the end, or that it interrupts."""
+
 Weights = dict[str, jax.Array]
 BuildWeights = Callable[[Sequence[Weights]], Sequence[Mapping[str, jax.Array]]]
 """Makes the new weights of each engine; gets the serving ones, which it may take apart."""
@@ -79,11 +82,9 @@ def answer(command: Question, act: Callable[[], Any]) -> None:
     future: Future[Any] = command.future
     try:
         result = act()
-    except BaseException as error:
+    except BaseException as error:  # a user's hook may raise anything
         forget_locals(error)
         reject(future, error)
-        if not isinstance(error, Exception):
-            raise
     else:
         resolve(future, result)
     finally:
@@ -216,9 +217,14 @@ class SwapWeights(Question):
 class Drain(Question):
     """Let started requests finish and start no others until a swap, or `EndDrain`.
 
-    This is how the engines of a group wait for a swap with mode "wait".
+    This is how engines wait for a swap with mode "wait".
+
+    Attributes:
+        name: The caller's method, for an error.
+        future: Future of the answer.
     """
 
+    name: str
     future: Future[None]
 
 
@@ -317,11 +323,13 @@ class Restore(Question):
     """Take in the requests of a checkpoint; all or none.
 
     Attributes:
-        parts: What each engine takes.
+        restoration: What all engines take together.
+        num_engines: How many there are.
         future: Future of the answer.
     """
 
-    parts: Sequence[Restoration]
+    restoration: Restoration
+    num_engines: int
     future: Future[None]
 
 

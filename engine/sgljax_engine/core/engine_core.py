@@ -20,7 +20,6 @@ from sgljax_engine.core.serving import ServingWeights
 from sgljax_engine.core.sleep import SleepManager
 from sgljax_engine.core.stats import Stats
 from sgljax_engine.errors import (
-    CompileForbiddenError,
     EngineError,
     EngineStateError,
     EngineStepError,
@@ -118,11 +117,15 @@ class EngineCore:
         """Has one dispatch scheduled, run and published; `can_step` must hold."""
         if self.steps_left is not None:
             self.steps_left -= 1
-        plan = self.scheduler.schedule()
-        self.has_no_room = not plan.started and bool(self.scheduler.waiting)
-        self.stats.retracted(plan.retracted)
-        if plan.is_empty:
-            raise EngineStepError("the scheduler has requests but nothing to run")
+        try:
+            plan = self.scheduler.schedule()
+            self.has_no_room = not plan.started and bool(self.scheduler.waiting)
+            self.stats.retracted(plan.retracted)
+            if plan.is_empty:
+                raise EngineStepError("the scheduler has requests but nothing to run")
+        except Exception as error:
+            self._start_over("planning a step", error, None)
+            return
         try:
             plan = self._with_costs(plan)
             # What the last step produced is sent while the device runs this one.
@@ -132,10 +135,13 @@ class EngineCore:
         except Exception as error:  # fails these requests; the thread lives on
             self._fail_step(plan, error)
             return
-        self.stats.stepped(plan, result)
-        if self._speculator is not None:
-            self.counters.speculation_saved_s += self._speculator.saved_s(plan, result)
-        self.outputs.publish(self.scheduler.update(plan, result))
+        try:
+            self.stats.stepped(plan, result)
+            if self._speculator is not None:
+                self.counters.speculation_saved_s += self._speculator.saved_s(plan, result)
+            self.outputs.publish(self.scheduler.update(plan, result))
+        except Exception as error:
+            self._start_over("taking the results of a step", error, plan)
 
     def _with_costs(self, plan: SchedulerOutput) -> SchedulerOutput:
         """Measures the steps of a batch size before it verifies its first draft.
@@ -175,6 +181,37 @@ class EngineCore:
         if self.runner.kv_memory.recover():
             self.retract_all()
 
+    def _start_over(self, what: str, error: Exception, plan: SchedulerOutput | None) -> None:
+        """Goes on after a failure of the host's own, when queues and pages cannot be trusted.
+
+        Ends the requests of the step; where no plan says which, all that run, or else the first
+        that waits. Every other one is prefilled again.
+        """
+        logger.exception("%s failed", what)
+        forget_locals(error)
+        self.counters.num_failed_steps += 1
+        known = {id(request) for request in self.scheduler.requests()}
+        lost = [request for request in self.outputs.requests() if id(request) not in known]
+        touched = list(self.scheduler.running) if plan is None else list(plan.touched)
+        failed = [*lost, *(request for request in touched if id(request) in known)]
+        if not failed and self.scheduler.waiting:
+            failed = [self.scheduler.waiting.oldest]
+        over = {id(request) for request in failed}
+        self.stats.retracted([r for r in self.scheduler.running if id(r) not in over])
+        self.scheduler.start_over(failed, FinishReason("error", message=repr(error)))
+        for request in failed:
+            if not self.outputs.holds(request):
+                continue
+            failure = EngineStepError(f"request {request.rid} failed in {what}: {error!r}")
+            failure.__cause__ = error
+            self.outputs.fail(request, failure)
+            try:
+                self.outputs.finish(request)
+            except Exception:  # what failed before may fail again
+                logger.exception("noting that request %s is over failed", request.rid)
+                self.outputs.drop(request, failure)
+        self.outputs.flush()
+
     @property
     def can_run(self) -> bool:
         """Whether weights and pages are there, or can be."""
@@ -208,7 +245,7 @@ class EngineCore:
             try:
                 self.check_takes_requests()
                 self.check_can_serve(request)
-            except (CompileForbiddenError, EngineStateError, InvalidRequestError) as error:
+            except Exception as error:  # a refusal, or a bug, which costs this request alone
                 self.groups.withdraw(request)
                 reject(answer.future, error)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
@@ -29,10 +30,17 @@ class Engines(Protocol):
         """Raises EngineShutdownError once they are shut down."""
         ...
 
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Around what a job about weights does with its source alone; see `Worker.reading`."""
+        ...
+
     def ask(self, make: Callable[[Future[_T]], cmd.Command], place: int | None = None) -> _T:
         """Has all of them, or one, do a command, and waits for the answer."""
         ...
 
-    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
-        """Has them swap weights or an adapter together; returns the new version."""
+    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode, name: str) -> int:
+        """Has them swap weights or an adapter together; returns the new version.
+
+        `name` is the caller's method, for an error.
+        """
         ...

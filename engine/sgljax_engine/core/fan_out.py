@@ -100,7 +100,7 @@ def _chained(answers: Sequence[list[Any]]) -> list[Any]:
 COMBINED: Mapping[type[cmd.Question], Callable[[Sequence[Any]], Any]] = {
     cmd.AbandonRequests: sum,
     cmd.Abort: sum,
-    cmd.Pause: _first,
+    cmd.Pause: _first,  # of mode "wait"; see `steps.takes_meeting`
     cmd.Continue: _first,
     cmd.Drain: _first,
     cmd.EndDrain: _first,

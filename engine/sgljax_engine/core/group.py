@@ -1,15 +1,16 @@
 """A group of engines behind one face: routes requests, and has all engines do what concerns all.
 
-Each engine has a thread, a scheduler, pages and a prefix cache of its own. A group of one engine
-passes everything on as it comes.
+Each engine has a thread, a scheduler, pages and a prefix cache of its own. The thread of a
+`HandOut` gives commands to all of them. A group of one engine passes everything on as it comes.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
-import itertools
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,28 +20,33 @@ from sgljax_engine.checkpoint.structures import EngineCheckpoint
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapter_loading import AdapterLoader
 from sgljax_engine.core.background import Worker
-from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob, restorations
+from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob, make_restoration
+from sgljax_engine.core.commands import SHUT_DOWN
 from sgljax_engine.core.engine_core import EngineCore, refuse_ids
 from sgljax_engine.core.engines import Split
 from sgljax_engine.core.fan_out import COMBINED, Gathered, split_score
+from sgljax_engine.core.hand_out import HandOut
 from sgljax_engine.core.handlers import Attend
-from sgljax_engine.core.loop import SHUT_DOWN, EngineLoop
+from sgljax_engine.core.loop import EngineLoop
 from sgljax_engine.core.meeting import Meeting
 from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.router import Router
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
-from sgljax_engine.core.steps import STEPS
+from sgljax_engine.core.steps import STEPS, takes_meeting
 from sgljax_engine.core.weight_updates import WeightUpdater
+from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
-from sgljax_engine.processing.futures import Answer
+from sgljax_engine.processing.futures import Answer, done_queue
 from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.types import Request
 from sgljax_engine.weights.adapters import AdapterSlots
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.sync import WeightMaker
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -99,6 +105,7 @@ class EngineGroup:
                 name=each,
                 lock=self._lock,
                 share=self._share if count > 1 else None,
+                on_answered=self._answered,
                 on_failed=self._failed,
                 on_closed=self._closed,
             )
@@ -118,6 +125,11 @@ class EngineGroup:
         atexit.register(self.stop)
         for loop in self.loops:
             loop.start()
+        self._is_stopping = False
+        self._hand_out: HandOut | None = None
+        if count > 1:
+            stop = functools.partial(self._stop_engines, SHUT_DOWN)
+            self._hand_out = HandOut(self._distribute, stop, f"{name}-commands")
 
     # ------------------------------------------------------------------ facts
 
@@ -134,7 +146,7 @@ class EngineGroup:
     @property
     def is_running(self) -> bool:
         """Whether `submit` takes anything."""
-        return all(loop.is_running for loop in self.loops)
+        return not self._is_stopping and all(loop.is_running for loop in self.loops)
 
     @property
     def progress(self) -> EngineProgress:
@@ -166,15 +178,17 @@ class EngineGroup:
                 self._saves.put(command)
             elif not isinstance(command, cmd.Command):
                 self._updates.put(command)
-            elif len(self.loops) == 1:
+            elif self._hand_out is None:
                 self.loops[0].submit(command)
             else:
-                self._distribute(command)
+                self._hand_out.put(command)
 
     def check_open(self) -> None:
         """Raises EngineShutdownError once an engine is shut down."""
         for loop in self.loops:
             loop.check_open()
+        if self._is_stopping:
+            raise EngineShutdownError(SHUT_DOWN)
 
     def ask(self, make: Callable[[Future[_T]], Asked], place: int | None = None) -> _T:
         """Has all engines, one of them, or a worker do something, and waits for the answer.
@@ -184,6 +198,7 @@ class EngineGroup:
             place: The engine that does the command; None for all of them, or for a job.
         """
         future: Future[_T] = Future()
+        done = done_queue([future])
         asked = make(future)
         if place is None:
             self.submit(asked)
@@ -191,21 +206,31 @@ class EngineGroup:
             assert isinstance(asked, cmd.Command)
             self.loops[place].submit(asked)
         del asked
+        done.get()
         try:
             return future.result()
         finally:
             del future, make
 
-    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode) -> int:
-        """Has all engines swap weights or an adapter; returns the new version."""
-        if len(self.loops) == 1 or mode != "wait":
+    def swap(self, make: Callable[[Future[int]], cmd.Question], mode: PauseMode, name: str) -> int:
+        """Has all engines swap weights or an adapter; returns the new version.
+
+        With mode "wait" started requests finish first, and no others start. Whatever fails, engines
+        that still stand are let go.
+        """
+        if mode != "wait":
             return self.ask(make)
         try:
-            self.ask(cmd.Drain)
+            self.ask(functools.partial(cmd.Drain, name))
+            return self.ask(make)
         except BaseException:
-            self.ask(cmd.EndDrain)
+            with contextlib.suppress(EngineShutdownError):
+                self.ask(cmd.EndDrain)
             raise
-        return self.ask(make)
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Marks that a job about weights reads its source; see `Worker.reading`."""
+        return self._updates.reading()
 
     def restore(
         self, checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
@@ -216,24 +241,44 @@ class EngineGroup:
             CheckpointError: when an id is in use.
             EngineStateError: when requests are refused.
         """
-        parts = restorations(checkpoint, requests, answers, self._route, len(self.loops))
+        restoration = make_restoration(checkpoint, requests, answers)
         try:
-            self.ask(functools.partial(cmd.Restore, parts))
+            self.ask(functools.partial(cmd.Restore, restoration, len(self.loops)))
         except BaseException:
-            for restored in itertools.chain.from_iterable(part.requests for part in parts):
-                if restored.is_unfinished:
-                    self._finished(restored.request)
+            unfinished = restoration.unfinished
+            with contextlib.suppress(EngineShutdownError):  # an interrupted caller has no futures
+                self.submit(cmd.AbandonRequests(unfinished, Future()))
             raise
 
     def _distribute(self, command: cmd.Command) -> None:
+        """Gives a command to all engines that it concerns; on the thread of the `HandOut`."""
+        with self._lock:
+            try:
+                for loop in self.loops:  # all or none, since they are stopped under the lock
+                    loop.check_open()
+            except EngineShutdownError as error:
+                reason = str(error)
+                command.refuse(lambda: EngineShutdownError(reason))
+                return
+            try:
+                self._give(command)
+            except BaseException as error:  # a bug: never leave a caller waiting
+                logger.exception("handing out a command failed")
+                reason = f"handing out a command failed: {error!r}"
+                self._stop_engines(reason)
+                command.refuse(lambda: EngineShutdownError(reason))
+
+    def _give(self, command: cmd.Command) -> None:
         if isinstance(command, cmd.AddRequests):
             self._add(command)
         elif isinstance(command, cmd.AbandonRequests):
             self._abandon(command)
         elif isinstance(command, cmd.Score):
             self._gather(command, split_score(command, len(self.loops)))
-        elif type(command) in STEPS:
+        elif takes_meeting(command):
             assert isinstance(command, cmd.Question)
+            if isinstance(command, cmd.Restore):
+                self._route(command.restoration.unfinished)
             meeting = Meeting(command, STEPS[type(command)], len(self.loops))
             for place, loop in enumerate(self.loops):
                 loop.submit(Attend(meeting, place))
@@ -252,12 +297,11 @@ class EngineGroup:
         if taken:
             refuse_ids(command.answers, taken)
             return
-        places = self._route(command.requests)
+        self._route(command.requests)
         parts = [cmd.AddRequests([], [], are_known=True) for _ in self.loops]
-        for request, answer, place in zip(command.requests, command.answers, places, strict=True):
-            request.engine = place
-            parts[place].requests.append(request)
-            parts[place].answers.append(answer)
+        for request, answer in zip(command.requests, command.answers, strict=True):
+            parts[request.engine].requests.append(request)
+            parts[request.engine].answers.append(answer)
         for loop, part in zip(self.loops, parts, strict=True):
             if part.requests:
                 loop.submit(part)
@@ -267,18 +311,27 @@ class EngineGroup:
         for request in command.requests:
             parts[request.engine].append(request)
         self._gather(command, [dataclasses.replace(command, requests=part) for part in parts])
+        self._groups.answered(command.requests)
 
-    def _route(self, requests: Sequence[Request]) -> Sequence[int]:
-        if len(self.loops) == 1:
-            return [0] * len(requests)
-        with self._lock:
-            return self._router.route(requests)
+    def _route(self, requests: Sequence[Request]) -> None:
+        """Gives each request an engine."""
+        for request, engine in zip(requests, self._router.route(requests), strict=True):
+            request.engine = engine
 
     def _finished(self, request: Request) -> None:
-        """A request is over; on its engine's thread, or a caller's that is refused."""
+        """A request is over, or will not come; on the thread of its engine."""
         if len(self.loops) > 1:
             with self._lock:
                 self._router.finished(request.engine, request)
+
+    def _answered(self, request: Request) -> None:
+        """A request was answered while it runs, and its engine has been told to end it.
+
+        The caller may use its id again once the answer is out. A group of several looks at ids
+        before it tells an engine of a request. A single engine does so afterwards, in order.
+        """
+        if self._hand_out is not None:
+            self._groups.answered([request])
 
     def _share(self, loop: EngineLoop) -> None:
         """Hands requests that found no room over to an engine with free rows; on that thread.
@@ -302,10 +355,23 @@ class EngineGroup:
     # ------------------------------------------------------------------ the end
 
     def request_stop(self) -> None:
-        """Lets the threads fail what is unfinished and end, without waiting. Idempotent."""
-        self._failed(SHUT_DOWN)
+        """Lets the threads fail what is unfinished and end, without waiting. Idempotent.
+
+        May be interrupted, and called by a finalizer in the middle of a hand-out.
+        """
+        if self._hand_out is None:
+            self.loops[0].request_stop()
+            return
+        self._hand_out.stop()
+        self._is_stopping = True
 
     def _failed(self, reason: str) -> None:
+        """An engine ends by a bug; on its thread. The others end too."""
+        self._stop_engines(reason)
+        if self._hand_out is not None:
+            self._hand_out.stop()
+
+    def _stop_engines(self, reason: str) -> None:
         with self._lock:
             for loop in self.loops:
                 loop.request_stop(reason)
@@ -316,6 +382,8 @@ class EngineGroup:
         # A finalizer may call this on any thread; on these it would wait for itself.
         own = {self._updates.thread, self._saves.thread}
         own.update(thread for loop in self.loops for thread in loop.threads if thread is not None)
+        if self._hand_out is not None:
+            own.add(self._hand_out.thread)
         if threading.current_thread() not in own:
             for loop in self.loops:
                 loop.join()

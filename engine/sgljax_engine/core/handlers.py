@@ -14,9 +14,9 @@ from typing import Any
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_state import copy_pages
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.interruptions import drain, end_drain, pause, resume, swap
+from sgljax_engine.core.interruptions import drain, end_drain, pause_and_wait, resume
 from sgljax_engine.core.meeting import Meeting
-from sgljax_engine.core.steps import STEPS
+from sgljax_engine.core.steps import STEPS, takes_meeting
 from sgljax_engine.types import FinishReason
 
 _Handler = Callable[[EngineCore, Any], Any]
@@ -35,8 +35,8 @@ class Attend(cmd.Command):
     place: int
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Has the meeting fail."""
-        self.meeting.refuse(make_error)
+        """Has the meeting fail, unless the engine has come to it."""
+        self.meeting.refuse(self.place, make_error)
 
 
 def name_of(command: cmd.Command) -> str:
@@ -50,11 +50,11 @@ def handle(core: EngineCore, command: cmd.Command) -> None:
     try:
         if isinstance(command, Attend):
             command.meeting.attend(command.place, core)
-        elif kind in _WAITING:
-            _WAITING[kind](core, command)
-        elif kind in STEPS:
+        elif takes_meeting(command):
             assert isinstance(command, cmd.Question), kind
             Meeting(command, STEPS[kind], 1).attend(0, core)
+        elif kind in _WAITING:
+            _WAITING[kind](core, command)
         else:
             assert isinstance(command, cmd.Question), kind
             cmd.answer(command, functools.partial(_HANDLERS[kind], core, command))
@@ -69,10 +69,6 @@ def _add(core: EngineCore, command: cmd.AddRequests) -> None:
 def _take_over(core: EngineCore, command: cmd.TakeOver) -> None:
     for request, answer in zip(command.requests, command.answers, strict=True):
         core.take_in(request, answer)
-
-
-def _pause(core: EngineCore, command: cmd.Pause) -> None:
-    pause(core, command.request.mode, command.future)
 
 
 def _abandon(core: EngineCore, command: cmd.AbandonRequests) -> int:
@@ -119,9 +115,7 @@ def _checksum(core: EngineCore, command: cmd.ChecksumWeights) -> dict[str, str]:
 _WAITING: Mapping[type[cmd.Command], _Handler] = {
     cmd.AddRequests: _add,
     cmd.TakeOver: _take_over,
-    cmd.Pause: _pause,
-    cmd.SwapWeights: swap,
-    cmd.SwapAdapter: swap,
+    cmd.Pause: pause_and_wait,
     cmd.Drain: drain,
 }
 

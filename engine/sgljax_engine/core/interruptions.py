@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 
 import jax
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.meeting import Meeting, Steps
+from sgljax_engine.core.meeting import Steps
 from sgljax_engine.core.serving import make_weights
 from sgljax_engine.errors import EngineStateError, WeightsLostError
 from sgljax_engine.io_struct import PauseMode
@@ -21,19 +20,32 @@ from sgljax_engine.processing.futures import resolve
 from sgljax_engine.types import FinishReason
 
 
-def pause(core: EngineCore, mode: PauseMode, future: Future[None]) -> None:
-    """Pauses; the last call's mode holds. "wait" is answered by `settle`."""
+def pause_and_wait(core: EngineCore, command: cmd.Pause) -> None:
+    """Pauses with mode "wait"; `settle` answers. The last call's mode holds."""
+    core.stats.paused("wait")
+    core.pauses.mode = "wait"
+    core.pauses.wait(command.future)
+    refuse_if_held(core)
+
+
+def _check_pause(core: EngineCore, command: cmd.Pause) -> None:
+    """Waits for the device, whose failure is the caller's."""
+    del command
+    core.runner.kv_memory.wait()
+
+
+def _pause(core: EngineCore, command: cmd.Pause, prepared: None) -> None:
+    """Pauses with another mode than "wait"; the last call's mode holds."""
+    del prepared
+    mode = command.request.mode
+    apply_pause_mode(core, mode)  # first: if it fails there is no pause
     core.stats.paused(mode)
     core.pauses.mode = mode
-    if mode == "wait":
-        core.pauses.wait(future)
-        refuse_if_held(core)
-        return
-    apply_pause_mode(core, mode)
     core.outputs.flush()
-    core.runner.kv_memory.wait()
     refuse_if_held(core)
-    resolve(future, None)
+
+
+PAUSE = Steps(_check_pause, commit=_pause)
 
 
 def resume(core: EngineCore) -> None:
@@ -45,38 +57,13 @@ def resume(core: EngineCore) -> None:
     _set_admission(core)
 
 
-def swap(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-    """Swaps weights or an adapter, now or, with mode "wait", when `settle` finds it can.
-
-    For a single engine; those of a group `drain` first.
-    """
-    try:
-        # Without weights no request ever finishes, so there is nothing to wait for.
-        if command.mode != "wait" or not core.serving.are_held:
-            _swap_alone(core, command)
-            return
-        core.pauses.waiting_swap = command
-    finally:
-        del command  # see `commands.answer`
-    refuse_if_held(core)
-
-
-def _swap_alone(core: EngineCore, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-    try:
-        Meeting(command, SWAP, 1).attend(0, core)
-    finally:
-        del command  # see `commands.answer`
-
-
 def drain(core: EngineCore, command: cmd.Drain) -> None:
     """Answers when no started request is left; no other starts until a swap or `end_drain`."""
-    try:
-        if core.serving.are_held:
-            core.pauses.waiting_swap = command
-        else:
-            _drained(core, command)
-    finally:
-        del command  # see `commands.answer`
+    # Without weights no request ever finishes, so there is nothing to wait for.
+    if core.serving.are_held:
+        core.pauses.waiting_drain = command
+    else:
+        _drained(core, command)
     refuse_if_held(core)
 
 
@@ -87,8 +74,7 @@ def _drained(core: EngineCore, command: cmd.Drain) -> None:
 
 def end_drain(core: EngineCore) -> None:
     """Starts requests again."""
-    if isinstance(core.pauses.waiting_swap, cmd.Drain):
-        core.pauses.take_swap()
+    core.pauses.take_drain()
     core.pauses.is_drained = False
     _set_admission(core)
 
@@ -138,7 +124,7 @@ def _serve_weights(
 def _keep_weights(
     core: EngineCore,
     command: cmd.SwapWeights | cmd.SwapAdapter,
-    started_s: float,
+    started_s: float | None,
     error: BaseException,
 ) -> None:
     """A swap failed: the old weights serve on, unless a donating update lost them."""
@@ -177,14 +163,9 @@ def settle(core: EngineCore) -> None:
     if core.scheduler.num_started:
         return
     core.outputs.flush()
-    waiting_swap = core.pauses.take_swap()
-    try:
-        if isinstance(waiting_swap, cmd.Drain):
-            _drained(core, waiting_swap)
-        elif waiting_swap is not None:
-            _swap_alone(core, waiting_swap)
-    finally:
-        del waiting_swap  # see `commands.answer`
+    drain = core.pauses.take_drain()
+    if drain is not None:
+        _drained(core, drain)
     futures = core.pauses.take_pauses()
     if futures:
         core.runner.kv_memory.wait()
@@ -202,7 +183,7 @@ def refuse_if_held(core: EngineCore) -> None:
             holder = "sleep" if core.sleep_manager.asleep else "the want of weights"
         why = f"{holder} keeps them from finishing"
         core.pauses.refuse_pauses(num_started, why)
-        core.pauses.refuse_swap(num_started, why)
+        core.pauses.refuse_drain(num_started, why)
     _set_admission(core)
 
 

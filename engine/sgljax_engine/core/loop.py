@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.commands import SHUT_DOWN
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.handlers import handle, name_of
 from sgljax_engine.core.interruptions import settle
@@ -26,8 +28,6 @@ from sgljax_engine.processing.futures import Answer
 from sgljax_engine.types import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-SHUT_DOWN = "the engine was shut down"
 
 
 class EngineLoop:
@@ -43,6 +43,7 @@ class EngineLoop:
         name: str,
         lock: threading.RLock,
         share: Callable[[EngineLoop], None] | None,
+        on_answered: Callable[[Request], None],
         on_failed: Callable[[str], None],
         on_closed: Callable[[], None],
     ) -> None:
@@ -55,11 +56,14 @@ class EngineLoop:
                 or an engine, and so submit on the same thread, whatever this holds.
             share: Called on the thread after a step that left requests waiting: it may hand some
                 of them over to another engine.
+            on_answered: Called on the detokenizer thread before the answer of a request that still
+                runs, once the engine thread has been told to end it.
             on_failed: Called on the thread, with the reason, when a bug ends it.
             on_closed: Called last on the thread.
         """
         self._core = core
         self._share = share
+        self._on_answered = on_answered
         self._on_failed = on_failed
         self._on_closed = on_closed
         core.outputs.connect(self._end_answered, f"{name}-detokenizer")
@@ -69,10 +73,14 @@ class EngineLoop:
         self._lock = lock
         self._is_closed = False
         self._close_reason = SHUT_DOWN
+        self._pid: int | None = None
+        self._is_over = False
+        self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
+        self._pid = os.getpid()
         self._thread.start()
 
     # ------------------------------------------------------------------ any thread
@@ -94,8 +102,11 @@ class EngineLoop:
 
     @property
     def is_running(self) -> bool:
-        """Whether `submit` takes anything. In a forked child the thread does not exist."""
-        return not self._is_closed and self._thread.is_alive()
+        """Whether `submit` takes anything. In a forked child the thread does not exist.
+
+        `Thread.is_alive` is not asked: a caller who is interrupted in there marks it as dead.
+        """
+        return not self._is_closed and self._pid == os.getpid()
 
     @property
     def threads(self) -> tuple[threading.Thread | None, ...]:
@@ -144,16 +155,21 @@ class EngineLoop:
         with self._lock:
             if not self._is_closed:
                 self._close_reason = reason
-                self._is_closed = True
+                # First: an interrupt behind it leaves a call that can be repeated.
                 self._commands.put(cmd.Shutdown())
+                self._is_closed = True
 
     def join(self) -> None:
-        """Waits for the threads to end."""
+        """Waits for the threads to end. Whoever is interrupted may call it again."""
+        while not self._is_over:
+            self._over.get()
+            self._over.put(None)  # for others who wait
         self._thread.join()
 
     def _end_answered(self, request: Request, reason: FinishReason) -> None:
         with contextlib.suppress(EngineShutdownError):
             self.submit(cmd.EndAnswered(request, reason, Future()))
+        self._on_answered(request)
 
     # ------------------------------------------------------------------ the thread
 
@@ -183,7 +199,11 @@ class EngineLoop:
             logger.exception("the engine thread failed")
             self._close_reason = f"the engine thread failed: {error!r}"
             self._on_failed(self._close_reason)
-        self._close()
+        try:
+            self._close()
+        finally:
+            self._is_over = True
+            self._over.put(None)
 
     def _take_commands(self) -> bool:
         """Handles queued commands, waiting for one when nothing may run; False at shutdown.

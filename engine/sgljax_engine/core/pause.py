@@ -20,14 +20,14 @@ class PauseState:
 
     Attributes:
         mode: Of the pause; None while generation goes on.
-        waiting_swap: The update, or the drain, that waits; None without.
+        waiting_drain: The drain that waits; None without.
         is_drained: Whether a drain is over, and its swap has not come yet.
     """
 
     def __init__(self) -> None:
         """Generation goes on."""
         self.mode: PauseMode | None = None
-        self.waiting_swap: cmd.SwapWeights | cmd.SwapAdapter | cmd.Drain | None = None
+        self.waiting_drain: cmd.Drain | None = None
         self.is_drained = False
         self._waiting_pauses: list[Future[None]] = []
 
@@ -43,12 +43,12 @@ class PauseState:
     @property
     def holds_new_requests(self) -> bool:
         """Whether requests that have not started wait for a call."""
-        return self.mode is not None or self.waiting_swap is not None or self.is_drained
+        return self.mode is not None or self.waiting_drain is not None or self.is_drained
 
-    def take_swap(self) -> cmd.SwapWeights | cmd.SwapAdapter | cmd.Drain | None:
-        """The update that waits, which does not wait any more."""
-        swap, self.waiting_swap = self.waiting_swap, None
-        return swap
+    def take_drain(self) -> cmd.Drain | None:
+        """The drain that waits, which does not wait any more."""
+        drain, self.waiting_drain = self.waiting_drain, None
+        return drain
 
     def take_pauses(self) -> list[Future[None]]:
         """The pauses that wait, which do not wait any more."""
@@ -61,17 +61,17 @@ class PauseState:
         for future in self.take_pauses():
             reject(future, EngineStateError(f"pause_generation('wait') {waited}"))
 
-    def refuse_swap(self, num_started: int, why: str) -> None:
-        """Answers an update whose requests cannot finish."""
-        swap = self.take_swap()
-        if swap is not None:
+    def refuse_drain(self, num_started: int, why: str) -> None:
+        """Answers a drain whose requests cannot finish."""
+        drain = self.take_drain()
+        if drain is not None:
             waited = f"waited for {num_started} request(s), but {why}"
-            reject(swap.future, EngineStateError(f"update_weights(mode='wait') {waited}"))
+            reject(drain.future, EngineStateError(f"{drain.name}(mode='wait') {waited}"))
 
     def close(self, make_error: Callable[[], BaseException]) -> None:
         """Refuses all that waits."""
         for future in self.take_pauses():
             reject(future, make_error())
-        swap = self.take_swap()
-        if swap is not None:
-            swap.refuse(make_error)
+        drain = self.take_drain()
+        if drain is not None:
+            drain.refuse(make_error)

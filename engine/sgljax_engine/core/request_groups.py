@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sgljax_engine.types import Request, RequestStatus
@@ -18,8 +17,10 @@ from sgljax_engine.types import Request, RequestStatus
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    requests: list[Request]
-    num_unfinished: int
+    """One call: its requests by id, the ids of those without an answer, what others failed with."""
+
+    requests: dict[str, Request]
+    unanswered: set[str]
     errors: dict[str, str]
 
 
@@ -37,7 +38,7 @@ class RequestGroups:
         self.on_finished: Callable[[Request], None] = lambda request: None
         self.lock = threading.RLock()
         self._groups: dict[int, _Group] = {}
-        self._names: Counter[str] = Counter()
+        self._names: dict[str, int] = {}
         self._num_groups = 0
 
     def add(
@@ -68,23 +69,25 @@ class RequestGroups:
         return taken
 
     def _add(self, requests: list[Request], errors: Mapping[str, str]) -> None:
-        unfinished = [r for r in requests if r.status is not RequestStatus.FINISHED]
+        unfinished = {r.rid for r in requests if r.status is not RequestStatus.FINISHED}
         if not unfinished:
             return
         for request in requests:
             request.call = self._num_groups
-        self._names.update(name for r in requests for name in {r.rid, r.group})
+            self._take_names(request)
         own = {r.rid: errors[r.rid] for r in requests if r.rid in errors}
-        self._groups[self._num_groups] = _Group(requests, len(unfinished), own)
+        known = {request.rid: request for request in requests}
+        self._groups[self._num_groups] = _Group(known, unfinished, own)
         self._num_groups += 1
 
     def withdraw(self, request: Request) -> None:
         """Forgets a request that was refused after it was added."""
         with self.lock:
-            group = self._groups[request.call]
-            group.requests = [each for each in group.requests if each is not request]
-            self._names -= Counter({request.rid, request.group})
-            self._one_less(request.call)
+            group = self._find(request)
+            if group is not None:
+                del group.requests[request.rid]
+                self._free_names(request)
+                self._answered(group, request)
         self.on_finished(request)
 
     def finish(self, request: Request, error: Exception | None) -> None:
@@ -93,20 +96,47 @@ class RequestGroups:
         A request that the output processor failed has its error in the finish reason.
         """
         with self.lock:
-            group = self._groups[request.call]
-            if error is not None:
-                group.errors[request.rid] = str(error)
-            elif request.finish is not None and request.finish.type == "error":
-                group.errors[request.rid] = request.finish.message
-            self._one_less(request.call)
+            group = self._find(request)
+            if group is not None:
+                if error is not None:
+                    group.errors[request.rid] = str(error)
+                elif request.finish is not None and request.finish.type == "error":
+                    group.errors[request.rid] = request.finish.message
+                self._answered(group, request)
         self.on_finished(request)
 
-    def _one_less(self, call: int) -> None:
-        group = self._groups[call]
-        group.num_unfinished -= 1
-        if not group.num_unfinished:
-            del self._groups[call]
-            self._names -= Counter(name for r in group.requests for name in {r.rid, r.group})
+    def answered(self, requests: Iterable[Request]) -> None:
+        """Requests are as good as finished: their engines have been told to end them.
+
+        So their ids may be used again. Nothing for those that are finished or were never added.
+        """
+        with self.lock:
+            for request in requests:
+                group = self._find(request)
+                if group is not None:
+                    self._answered(group, request)
+
+    def _find(self, request: Request) -> _Group | None:
+        """The call of this very request; None once all of the call is answered."""
+        group = self._groups.get(request.call)
+        return group if group and group.requests.get(request.rid) is request else None
+
+    def _answered(self, group: _Group, request: Request) -> None:
+        """Takes as long however many calls there are: it is done for each request."""
+        group.unanswered.discard(request.rid)
+        if not group.unanswered and self._groups.pop(request.call, None):
+            for each in group.requests.values():
+                self._free_names(each)
+
+    def _take_names(self, request: Request) -> None:
+        for name in {request.rid, request.group}:
+            self._names[name] = self._names.get(name, 0) + 1
+
+    def _free_names(self, request: Request) -> None:
+        for name in {request.rid, request.group}:
+            self._names[name] -= 1
+            if not self._names[name]:
+                del self._names[name]
 
     def finished(self, engine: int) -> list[tuple[Request, str | None]]:
         """An engine's finished requests of unfinished calls, and what they failed with."""
@@ -114,6 +144,6 @@ class RequestGroups:
             return [
                 (request, group.errors.get(request.rid))
                 for group in self._groups.values()
-                for request in group.requests
+                for request in group.requests.values()
                 if request.status is RequestStatus.FINISHED and request.engine == engine
             ]

@@ -151,3 +151,21 @@ class Restoration(NamedTuple):
     weight_version: int
     weights_digest: str | None
     prefix_cache: PrefixCheckpoint | None
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """The requests that go on, for which a group chooses engines."""
+        return [each.request for each in self.requests if each.is_unfinished]
+
+    def part(self, place: int, num_engines: int) -> Restoration:
+        """What one engine takes: its requests, and the pages that they begin with.
+
+        A single engine takes all pages.
+        """
+        if num_engines == 1:
+            return self
+        own = [each for each in self.requests if each.request.engine == place]
+        wanted = [each.request.prompt_ids + each.request.output_ids for each in own]
+        prefix = self.prefix_cache
+        prefix = None if prefix is None else prefix.of_sequences(wanted)
+        return self._replace(requests=own, prefix_cache=prefix)

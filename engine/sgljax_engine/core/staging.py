@@ -165,10 +165,13 @@ class Stager:
     def stage(self, job: StageJob) -> StagedWeights:
         """Makes weights beside those that serve."""
         self._engines.check_open()
-        source = job.load()
-        plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=job.check_finite)
-        del source
-        sync.await_source(arrays)
+        with self._engines.reading():
+            source = job.load()
+            plan, arrays = self._maker.plan(
+                source.arrays, source.rules, check_finite=job.check_finite
+            )
+            del source
+            sync.await_source(arrays)
         make = functools.partial(sync.apply, plan, arrays, verify=job.verify)
         del arrays
         if plan.is_on_one_device:
@@ -191,7 +194,7 @@ class Stager:
         self._engines.check_open()
         self._served.forget()
         make = functools.partial(cmd.SwapWeights, staged.build, job.mode, job.flush_cache)
-        version = self._engines.swap(make, job.mode)
+        version = self._engines.swap(make, job.mode, "publish_weights")
         staged.published(version)
         return version
 

@@ -10,9 +10,10 @@ from typing import Any
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.checkpoint_state import check_restore, register, restore, take_snapshot
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.interruptions import SWAP, refuse_if_held
+from sgljax_engine.core.interruptions import PAUSE, SWAP, refuse_if_held
 from sgljax_engine.core.meeting import Steps
 from sgljax_engine.core.sleep import Kept
+from sgljax_engine.core.snapshot import Restoration
 from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import SLEEP_TAGS, FlushCacheReqOutput, SleepTag
 
@@ -142,11 +143,12 @@ def _wake_up(core: EngineCore, command: cmd.WakeUp, taken: tuple[list[SleepTag],
 def _sleep_on(
     core: EngineCore,
     command: cmd.WakeUp,
-    taken: tuple[list[SleepTag], int],
+    taken: tuple[list[SleepTag], int] | None,
     error: BaseException,
 ) -> None:
     del command, error
-    core.sleep_manager.undo_wake_up(taken[0])
+    if taken is not None:  # what could not be taken was given back at once
+        core.sleep_manager.undo_wake_up(taken[0])
 
 
 def _check_unload(core: EngineCore, command: cmd.UnloadAdapter) -> int:
@@ -198,19 +200,32 @@ def _run(command: cmd.Run, cores: Sequence[EngineCore], prepared: Sequence[Any])
     return [command.function()] * len(cores)
 
 
-def _check_restore(core: EngineCore, command: cmd.Restore) -> bool:
-    return check_restore(core, command.parts[core.place])
+def _check_restore(core: EngineCore, command: cmd.Restore) -> tuple[Restoration, bool]:
+    """The engine's part, and whether the checkpoint's weights serve."""
+    part = command.restoration.part(core.place, command.num_engines)
+    return part, check_restore(core, part)
 
 
 def _register(
-    command: cmd.Restore, cores: Sequence[EngineCore], are_same: Sequence[bool]
-) -> Sequence[bool]:
-    register(cores[0].groups, command.parts)
-    return are_same
+    command: cmd.Restore, cores: Sequence[EngineCore], prepared: Sequence[Any]
+) -> Sequence[Any]:
+    register(cores[0].groups, command.restoration)
+    return prepared
 
 
-def _restore(core: EngineCore, command: cmd.Restore, is_same: bool) -> None:
-    restore(core, command.parts[core.place], is_same=is_same)
+def _restore(core: EngineCore, command: cmd.Restore, prepared: tuple[Restoration, bool]) -> None:
+    del command
+    restore(core, prepared[0], is_same=prepared[1])
+
+
+def _undo_restore(
+    core: EngineCore, command: cmd.Restore, prepared: Any, error: BaseException
+) -> None:
+    """Takes back that requests were counted as the engine's load."""
+    del prepared, error
+    for request in command.restoration.unfinished:
+        if request.engine == core.place:
+            core.groups.on_finished(request)
 
 
 def _hand_over(core: EngineCore, command: cmd.Question, prepared: Any) -> Any:
@@ -220,6 +235,7 @@ def _hand_over(core: EngineCore, command: cmd.Question, prepared: Any) -> Any:
 
 
 STEPS: Mapping[type[cmd.Command], Steps] = {
+    cmd.Pause: PAUSE,
     cmd.FlushCache: Steps(_check_flush, _all_or_none, _flush_cache, combine=_flushed),
     cmd.ReleaseKV: Steps(_check_release, commit=_release_kv, combine=sum),
     cmd.Sleep: Steps(_keep, commit=_sleep, combine=sum),
@@ -235,5 +251,12 @@ STEPS: Mapping[type[cmd.Command], Steps] = {
         commit=_hand_over,
         combine=list,
     ),
-    cmd.Restore: Steps(_check_restore, _register, _restore),
+    cmd.Restore: Steps(_check_restore, _register, _restore, _undo_restore),
 }
+"""Commands that engines do together, but for what `takes_meeting` leaves out."""
+
+
+def takes_meeting(command: cmd.Command) -> bool:
+    """Whether engines do a command together. A pause that waits ends on each at its own time."""
+    waits = isinstance(command, cmd.Pause) and command.request.mode == "wait"
+    return type(command) in STEPS and not waits

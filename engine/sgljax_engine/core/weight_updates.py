@@ -84,9 +84,13 @@ class WeightUpdater:
         """Makes the new weights and has them swapped in; returns their version."""
         self._engines.check_open()
         began = time.perf_counter()
-        source = job.load()
-        plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=job.check_finite)
-        del source
+        with self._engines.reading():
+            source = job.load()
+            plan, arrays = self._maker.plan(
+                source.arrays, source.rules, check_finite=job.check_finite
+            )
+            del source
+            sync.await_source(arrays)
         # The checksums of `verify` are those of all weights.
         changed = plan if job.verify else self._served.changed(plan, arrays)
         split = self._engines.split
@@ -94,7 +98,7 @@ class WeightUpdater:
         make = functools.partial(cmd.SwapWeights, build, job.mode, job.flush_cache)
         submitted = time.perf_counter()
         try:
-            version = self._engines.swap(make, job.mode)
+            version = self._engines.swap(make, job.mode, "update_weights")
         except BaseException:
             self._served.forget()
             raise
@@ -120,7 +124,6 @@ class WeightUpdater:
         once hold each other up there. The first update of a kind is made by the worker even so,
         since it compiles.
         """
-        sync.await_source(arrays)
         if job.donate:
             return lambda olds: sync.apply_donating(plan, arrays, olds, verify=job.verify)
         kind = self._kind_on_shared_cores(plan, arrays, job)

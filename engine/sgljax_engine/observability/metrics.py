@@ -152,6 +152,9 @@ class MemoryReport:
 class EngineState:
     """A consistent snapshot of the engine, taken between two dispatches.
 
+    Each engine of a group is looked at between two dispatches of its own, so not at one moment. All
+    of them have done the same commands by then, and each request is counted once.
+
     Its properties are facts under the names that SGLang has for them.
 
     Attributes:

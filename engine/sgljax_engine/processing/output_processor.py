@@ -158,6 +158,10 @@ class OutputProcessor:
         """Lets a request, once it is finished, be answered with an error."""
         self._records[request.rid].failure = error
 
+    def requests(self) -> list[Request]:
+        """All requests that somebody waits for."""
+        return [record.request for record in self._records.values()]
+
     def publish(self, changes: StepChanges) -> None:
         """Takes what a step did; `flush` sends it."""
         for rid, failure in changes.failures.items():
@@ -177,6 +181,12 @@ class OutputProcessor:
         # Last: `close` answers what is still here, whatever fails before.
         del self._records[request.rid]
         self._add_end(record, now_s)
+
+    def drop(self, request: Request, error: EngineError) -> None:
+        """Answers a request with an error and forgets it, where `finish` failed."""
+        record = self._records.pop(request.rid, None)
+        if record is not None:
+            reject(record.answer.future, error)
 
     def answer_finished(
         self, request: Request, answer: Answer, failure: EngineError | None

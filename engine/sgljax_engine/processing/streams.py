@@ -77,8 +77,9 @@ class _Pieces:
             self._open = {}
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At interpreter exit the engine is gone, and modules may have lost their globals.
-        if not is_finalizing():
+        # At interpreter exit the engine is gone, and modules may have lost their globals. A caller
+        # who was interrupted in `__init__` leaves an empty object.
+        if self.__dict__ and not is_finalizing():
             self._end()
 
 

@@ -18,6 +18,7 @@ chunk, so requests with the same beginning wait for it and then find its pages.
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from sgljax_engine.cache.pool import PagePool
@@ -123,6 +124,7 @@ class Scheduler:
             self._pool.release(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+            self._pool.forget_prefix(request)
         else:
             raise EngineError(f"request {request.rid} finished twice")
         request.status = RequestStatus.FINISHED
@@ -136,6 +138,31 @@ class Scheduler:
         request.routed = None  # other weights may choose others
         request.num_retractions += 1
         self.waiting.put_back(request)
+
+    def start_over(self, failed: Iterable[Request], reason: FinishReason) -> None:
+        """Takes all pages and queues anew, after a failure that left them in doubt.
+
+        Args:
+            failed: Requests that are finished by it.
+            reason: Theirs.
+        """
+        over = {id(request) for request in failed}
+        left = [request for request in self.requests() if id(request) not in over]
+        num_running = sum(1 for request in self.running if id(request) not in over)
+        num_started = num_running + sum(1 for r in self.waiting.returned if id(r) not in over)
+        self._pool.start_over()
+        self.running, self.waiting = [], WaitingQueue()
+        for request in failed:
+            _take_pages(request)
+            request.status, request.finish = RequestStatus.FINISHED, reason
+        for place, request in enumerate(left):
+            _take_pages(request)
+            request.num_retractions += place < num_running
+            request.status = RequestStatus.WAITING
+            if place < num_started:
+                self.waiting.put_back(request)
+            else:
+                self.waiting.append(request)
 
     def requests(self) -> list[Request]:
         """All unfinished requests, running ones first."""
@@ -344,16 +371,21 @@ class Scheduler:
             prefix = self._pool.find_prefix(request)
             expected = self._expected_pages(request, prefix.num_pages)
             now = self._pages_to_start(request, prefix, num_steps)
-            if prefix.tail is not None and now > self._pool.num_available:
-                # The tail and a copy of it do not both fit: compute those tokens instead.
-                prefix = self._pool.without_tail(prefix)
+            available = self._pool.num_available
+            has_room = max(now, expected) + reserved <= available
+            if has_room or not self.running:  # else whatever it shares does not help
+                available = self._pool.available_beside(prefix)
+                if prefix.tail is not None and now > available:
+                    # The tail and a copy of it do not both fit: compute those tokens instead.
+                    prefix = prefix._replace(tail=None)
+                    available = self._pool.available_beside(prefix)
+                has_room = max(now, expected) + reserved <= available
             needs_prefill = prefix.num_tokens(self._pool.page_size) < request.kv_len
-            has_room = max(now, expected) + reserved <= self._pool.num_available
             window_room -= self._pool.window_need(request)
             has_room &= window_room >= 0
             # Alone in the batch a request always starts: the engine refused it unless it fits.
             if (needs_prefill and plan.budget <= 0) or (self.running and not has_room):
-                self._pool.release_prefix(prefix)
+                self._pool.touch_prefix(request, prefix)
                 break
             plan.copies.extend(self._pool.start(request, prefix, now))
             self.waiting.remove(request)
@@ -392,6 +424,11 @@ class Scheduler:
 
 def _arrival(request: Request) -> int:
     return request.arrival
+
+
+def _take_pages(request: Request) -> None:
+    """For pages that the pool has forgotten."""
+    request.pages, request.num_computed, request.routed = array("i"), 0, None
 
 
 def _begins_stream(decode: Iterable[Request]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sgljax_engine.types import Request
 
@@ -38,6 +38,11 @@ class WaitingQueue:
     def num_returned(self) -> int:
         """Number of requests in the queue that ran before. They are the oldest."""
         return len(self._returned)
+
+    @property
+    def returned(self) -> Sequence[Request]:
+        """Requests in the queue that ran before."""
+        return self._returned
 
     @property
     def oldest(self) -> Request:
