@@ -1094,7 +1094,8 @@ class Engine:
         Returns:
             For each request id, the future of the whole output, with the tokens from before the
             save. If this engine refuses a request (it is too long, for example), its future holds
-            the InvalidRequestError.
+            the InvalidRequestError. Callbacks of the futures run on an engine's thread: they must
+            not wait, and calls of the engine raise EngineStateError there.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, of a newer version or of another

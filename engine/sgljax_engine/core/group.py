@@ -31,6 +31,7 @@ from sgljax_engine.core.router import Router
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.core.steps import STEPS
 from sgljax_engine.core.weight_updates import WeightUpdater
+from sgljax_engine.errors import EngineStateError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
@@ -176,6 +177,27 @@ class EngineGroup:
         for loop in self.loops:
             loop.check_open()
 
+    def check_may_wait(self) -> None:
+        """Refuses a caller that is an engine's thread, or a worker: it would wait for itself.
+
+        Callbacks of restored futures, listeners of progress, hooks of rules and tokenizers are user
+        code on these threads.
+
+        Raises:
+            EngineStateError: on one of these threads.
+        """
+        current = threading.current_thread()
+        if current in self._own_threads():
+            raise EngineStateError(
+                f"the engine was called on its own thread {current.name!r}, by a callback of a "
+                "future, a listener or a hook: it would wait for itself. Call it on another thread"
+            )
+
+    def _own_threads(self) -> set[threading.Thread | None]:
+        own: set[threading.Thread | None] = {self._updates.thread, self._saves.thread}
+        own.update(thread for loop in self.loops for thread in loop.threads)
+        return own
+
     def ask(self, make: Callable[[Future[_T]], Asked], place: int | None = None) -> _T:
         """Has all engines, one of them, or a worker do something, and waits for the answer.
 
@@ -216,6 +238,7 @@ class EngineGroup:
             CheckpointError: when an id is in use.
             EngineStateError: when requests are refused.
         """
+        self.check_may_wait()
         parts = restorations(checkpoint, requests, answers, self._route, len(self.loops))
         try:
             self.ask(functools.partial(cmd.Restore, parts))
@@ -314,9 +337,7 @@ class EngineGroup:
         """`request_stop`, then waits for the threads to end."""
         self.request_stop()
         # A finalizer may call this on any thread; on these it would wait for itself.
-        own = {self._updates.thread, self._saves.thread}
-        own.update(thread for loop in self.loops for thread in loop.threads if thread is not None)
-        if threading.current_thread() not in own:
+        if threading.current_thread() not in self._own_threads():
             for loop in self.loops:
                 loop.join()
 
