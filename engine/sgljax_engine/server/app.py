@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, FastAPI
-from starlette.routing import Route
+from fastapi import FastAPI
 
 from sgljax_engine import Engine
-from sgljax_engine.server.access import KeyCheck, SameSite
-from sgljax_engine.server.body_limit import BodyLimit
+from sgljax_engine.server.access import SameSite
 from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.generation import Generation
@@ -62,32 +60,21 @@ def create_app(
     )
     app.state.context = context
     add_error_handlers(app)
-    open_to_all = (health_routes(context), page_routes(context))
-    for_data = (
+    for router in (
+        health_routes(context),
+        page_routes(context),
         generate_routes(context),
         info_routes(context),
         read_routes(context),
         model_routes(context),
+        redirect_slashes=False,
         completion_routes(context),
         chat_routes(context),
-    )
-    for_admin = (control_routes(context), sleep_routes(context))
-    for router in (*open_to_all, *for_data, *for_admin):
+        control_routes(context),
+        sleep_routes(context),
+    ):
         app.include_router(router, responses=ERROR_RESPONSES)
     describe_errors(app)
-    # The last is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    app.add_middleware(
-        KeyCheck,
-        api_key=config.api_key,
-        admin_key=config.admin_key,
-        admin_paths=_paths(for_admin),
-        open_paths=_paths(open_to_all) | {"/openapi.json"},
-    )
     has_keys = config.api_key is not None and config.admin_key is not None
     app.add_middleware(SameSite, is_local=is_local and not has_keys)
     return app
-
-
-def _paths(routers: Sequence[APIRouter]) -> set[str]:
-    return {route.path for router in routers for route in router.routes if isinstance(route, Route)}

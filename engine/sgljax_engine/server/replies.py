@@ -101,6 +101,9 @@ def in_openai_words(message: str) -> str:
 
 
 def error_body(error: HTTPError) -> dict[str, Any]:
+OPENAI_WORDS = "sgljax_engine.openai_words"
+"""Key of a request's scope: whether its errors name OpenAI's fields."""
+
     """OpenAI's error object, which SGLang and vLLM use too."""
     inner = {
         "message": error.message,
@@ -175,7 +178,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def failed(request: Request, error: Exception) -> Response:
         answer = as_http_error(error)
-        if request.url.path.startswith("/v1/"):
+        if request.scope.get(OPENAI_WORDS):
             answer.message = in_openai_words(answer.message)
         return error_response(answer)
 
@@ -188,7 +191,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        # Not `request.url`, which is made of the client's header Host.
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return error_response(
             HTTPError(error.status_code, message, kind=kind, headers=error.headers)

@@ -15,6 +15,7 @@ from sgljax_engine.server.generation import prepared
 from sgljax_engine.server.metrics import metrics_text
 from sgljax_engine.server.openai.messages import Message, Tool, template_messages
 from sgljax_engine.server.openai.template import template_options
+from sgljax_engine.server.routes import AdminRoute, DataRoute
 
 
 class Tokenize(Body):
@@ -44,7 +45,7 @@ class Detokenize(Body):
 
 def sleep_routes(context: ServerContext) -> APIRouter:
     """Routes of the admin key."""
-    router, engine = APIRouter(), context.engine
+    router, engine = APIRouter(route_class=AdminRoute), context.engine
 
     @router.post("/sleep")
     async def sleep(
@@ -68,7 +69,7 @@ def sleep_routes(context: ServerContext) -> APIRouter:
 
 def read_routes(context: ServerContext) -> APIRouter:
     """Routes of the data key."""
-    router, engine = APIRouter(), context.engine
+    router, engine = APIRouter(route_class=DataRoute), context.engine
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:

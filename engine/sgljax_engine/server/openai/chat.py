@@ -20,10 +20,12 @@ from sgljax_engine.server.openai.template import template_options
 from sgljax_engine.server.openai.tools import Call, ToolFormat, find_format
 from sgljax_engine.server.replies import EventStream, event, reply
 
+from sgljax_engine.server.routes import OpenAIRoute
 
 def chat_routes(context: ServerContext) -> APIRouter:
     """The route."""
-    router, engine, generation = APIRouter(), context.engine, context.generation
+    router = APIRouter(route_class=OpenAIRoute)
+    engine, generation = context.engine, context.generation
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

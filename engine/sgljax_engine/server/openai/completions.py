@@ -17,13 +17,15 @@ from sgljax_engine.server.openai.parts import Output
 from sgljax_engine.server.openai.schemas import CompletionRequest
 from sgljax_engine.server.replies import EventStream, event, reply
 
+from sgljax_engine.server.routes import OpenAIRoute
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
 
 def completion_routes(context: ServerContext) -> APIRouter:
     """The route."""
-    router, engine, generation = APIRouter(), context.engine, context.generation
+    router = APIRouter(route_class=OpenAIRoute)
+    engine, generation = context.engine, context.generation
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -18,6 +18,7 @@ from sgljax_engine import (
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.replies import as_http_error, error_body
 from sgljax_engine.server.sglang.schemas import (
+from sgljax_engine.server.routes import AdminRoute
     AbortRequest,
     Empty,
     MemoryOccupation,
@@ -32,7 +33,7 @@ _FLUSH_NOTE = (
 
 def control_routes(context: ServerContext) -> APIRouter:
     """The routes that the admin key opens."""
-    router, engine = APIRouter(), context.engine
+    router, engine = APIRouter(route_class=AdminRoute), context.engine
 
     @router.post("/pause_generation")
     async def pause_generation(body: PauseGeneration | None = None) -> dict[str, Any]:

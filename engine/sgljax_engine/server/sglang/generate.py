@@ -15,11 +15,13 @@ from sgljax_engine.server.fields import sampling_params
 from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
 from sgljax_engine.server.replies import DONE, EventStream, event, reply
 from sgljax_engine.server.sglang.schemas import GenerateReqInput, SGLangSampling
+from sgljax_engine.server.routes import DataRoute
 
 
 def generate_routes(context: ServerContext) -> APIRouter:
     """The route that generates."""
-    router, engine, generation = APIRouter(), context.engine, context.generation
+    router = APIRouter(route_class=DataRoute)
+    engine, generation = context.engine, context.generation
 
     @router.post("/generate")
     async def generate(body: GenerateReqInput, request: Request) -> Response:
