@@ -66,6 +66,11 @@ def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
         raise InvalidRequestError("there must be at least one prompt, got []")
     params = _params(engine, body.sampling_params, len(prompts))
     rids = [body.rid] if isinstance(body.rid, str) else body.rid
+    if body.stream and body.stream_output is False and _has_logprobs(body):
+        raise InvalidRequestError(
+            "stream_output=false would repeat all log-probs in each event; with return_logprob a "
+            "stream sends what is new"
+        )
     job = Job(
         input_ids=prompts,
         sampling_params=params,
@@ -94,6 +99,11 @@ def _params(engine: Engine, given: Any, count: int) -> list[SamplingParams]:
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
+def _has_logprobs(body: GenerateReqInput) -> bool:
+    given = body.return_logprob
+    return any(given) if isinstance(given, list) else given
+
+
     each = given if isinstance(given, list) else [given] * count
     if len(each) != count:
         raise InvalidRequestError(
@@ -110,7 +120,7 @@ async def _events(
         _encode_routed(piece, is_asked=body.return_routed_experts)
         if texts is not None:
             _add_texts(texts, piece)
-        if not body.stream_output:
+        if is_cumulative:
             before = so_far.get(piece["index"])
             piece = so_far[piece["index"]] = piece if before is None else _joined(before, piece)
         yield event(piece)
@@ -118,6 +128,7 @@ async def _events(
 
 
 def _joined(before: Mapping[str, Any], piece: Mapping[str, Any]) -> dict[str, Any]:
+    is_cumulative = not body.stream_output and not _has_logprobs(body)
     """An output up to and with a piece."""
     meta, new = before["meta_info"], piece["meta_info"]
     joined = dict(new)
