@@ -13,6 +13,7 @@ from sgljax_engine.server.access import SameSite
 from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.generation import Generation
+from sgljax_engine.server.limits import BodyLimits
 from sgljax_engine.server.openai.chat import chat_routes
 from sgljax_engine.server.openai.completions import completion_routes
 from sgljax_engine.server.openai.models import model_routes
@@ -22,6 +23,7 @@ from sgljax_engine.server.sglang.control import control_routes
 from sgljax_engine.server.sglang.generate import generate_routes
 from sgljax_engine.server.sglang.info import health_routes, info_routes
 from sgljax_engine.server.vllm import read_routes, sleep_routes
+from sgljax_engine.server.workers import Workers
 
 
 def create_app(
@@ -43,7 +45,14 @@ def create_app(
         InvalidConfigError: as `ServerConfig`.
     """
     config = config or ServerConfig()
-    context = ServerContext(engine, config, Generation(engine, config), TokenTexts(engine))
+    context = ServerContext(
+        engine=engine,
+        config=config,
+        generation=Generation(engine, config),
+        token_texts=TokenTexts(engine),
+        limits=BodyLimits.for_server(engine, config),
+        workers=Workers(),
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -57,6 +66,7 @@ def create_app(
         # Their pages load scripts from elsewhere; the schema itself is at /openapi.json.
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.context = context
     add_error_handlers(app)
@@ -67,7 +77,6 @@ def create_app(
         info_routes(context),
         read_routes(context),
         model_routes(context),
-        redirect_slashes=False,
         completion_routes(context),
         chat_routes(context),
         control_routes(context),
