@@ -29,6 +29,7 @@ from sgljax_engine.server.limits import (
 from sgljax_engine.server.replies import HTTPError
 from sgljax_engine.server.workers import TooSlowError, Workers
 from tests.server.served import served_golden
+from tests.threads import LIMIT_S
 
 ANY = TypeAdapter(object)
 WIDE = dict.fromkeys(BodyLimits.__dataclass_fields__, 10**9)
@@ -247,6 +248,19 @@ class TestWorkers:
 
         assert asyncio.run(run()).name.startswith("sgljax-server-worker-")
         assert seen
+
+    def test_closing_ends_the_threads(self):
+        async def run():
+            workers = Workers()
+            first = await workers.run(threading.current_thread)
+            workers.close()
+            second = await workers.run(threading.current_thread)  # it can be used again
+            del workers
+            return first, second
+
+        for thread in asyncio.run(run()):
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
 
     def test_results_and_errors(self):
         async def run():

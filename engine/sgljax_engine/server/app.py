@@ -58,6 +58,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await context.generation.drain(config.drain_timeout_s)
+        context.workers.close()
 
     app = FastAPI(
         title="tunix-sgljax",

@@ -157,6 +157,7 @@ class Server:
         self._uvicorn.should_exit = True
         stopping.cancel()
         await serving
+        self._context.workers.close()
         # A client that reads nothing leaves what it was sent in the buffer of an open connection.
         for connection in list(self._uvicorn.server_state.connections):
             if connection.transport is not None:

@@ -84,13 +84,22 @@ class _Task(Generic[_T]):
 
 
 class Workers:
-    """A few daemon threads, started with the first work. Only the event loop calls `run`."""
+    """A few daemon threads, started with the first work. Only the event loop calls it."""
 
     def __init__(self) -> None:
         """Starts no thread yet."""
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self._tasks: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._num_threads = 0
-        weakref.finalize(self, _end, self._tasks).atexit = False
+        self._finalizer = weakref.finalize(self, self._tasks.put, None)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Ends the threads after the work that they have; later work starts others."""
+        self._finalizer()
+        self._start_anew()
 
     async def run(self, work: Callable[[], _T], timeout_s: float | None = None) -> _T:
         """Does work on a thread.
@@ -122,7 +131,3 @@ def _work(tasks: queue.SimpleQueue[_Task[Any] | None]) -> None:
         task.do()
         del task
     tasks.put(None)  # for the next thread
-
-
-def _end(tasks: queue.SimpleQueue[_Task[Any] | None]) -> None:
-    tasks.put(None)
