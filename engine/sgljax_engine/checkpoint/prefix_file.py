@@ -9,6 +9,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,6 +148,8 @@ def _buffers(arrays: Mapping[str, np.ndarray], fields: Fields) -> Iterator[Buffe
 def _contents(path: Path, num_bytes: int, compression: Compression) -> np.ndarray:
     """uint8 [num_bytes], or of another length if the file holds another number of bytes."""
     with opened(path) as file:
+        if compression is None and os.fstat(file.fileno()).st_size != num_bytes:
+            return np.empty(0, np.uint8)
         try:
             data = np.empty(num_bytes, np.uint8)
         except (MemoryError, OverflowError, ValueError) as error:

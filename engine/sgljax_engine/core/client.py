@@ -38,7 +38,6 @@ class EngineClient:
 
     def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """Has the engine thread or a worker do something, and waits for its answer."""
-        self._group.check_may_wait()
         try:
             return self._group.ask(make)
         finally:
@@ -46,9 +45,11 @@ class EngineClient:
 
     async def async_ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
         """`ask` for asyncio. Cancelling the task does not take back what was asked."""
-        self._group.check_may_wait()
         future: Future[_T] = Future()
-        self._group.submit(make(future))
+        asked = make(future)
+        self._group.check_may_wait(asked)
+        self._group.submit(asked)
+        del asked
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -96,7 +97,8 @@ class EngineClient:
     def _submit(
         self, requests: list[Request], answers: list[Answer] | None = None
     ) -> list[Future[RequestOutput]]:
-        self._group.check_may_wait()
         answers = answers or [Answer(Future()) for _ in requests]
-        self._group.submit(cmd.AddRequests(requests, answers))
+        command = cmd.AddRequests(requests, answers)
+        self._group.check_may_wait(command)
+        self._group.submit(command)
         return [answer.future for answer in answers]

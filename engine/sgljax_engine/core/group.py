@@ -177,26 +177,25 @@ class EngineGroup:
         for loop in self.loops:
             loop.check_open()
 
-    def check_may_wait(self) -> None:
-        """Refuses a caller that is an engine's thread, or a worker: it would wait for itself.
+    def check_may_wait(self, asked: Asked) -> None:
+        """Refuses a caller on the thread that would have to answer it.
 
         Callbacks of restored futures, listeners of progress, hooks of rules and tokenizers are user
         code on these threads.
 
         Raises:
-            EngineStateError: on one of these threads.
+            EngineStateError: on an engine's thread, and for a job on the worker that does it.
         """
         current = threading.current_thread()
-        if current in self._own_threads():
+        answering = {thread for loop in self.loops for thread in loop.threads}
+        if not isinstance(asked, cmd.Command):
+            worker = self._saves if isinstance(asked, SaveJob) else self._updates
+            answering.add(worker.thread)
+        if current in answering:
             raise EngineStateError(
                 f"the engine was called on its own thread {current.name!r}, by a callback of a "
                 "future, a listener or a hook: it would wait for itself. Call it on another thread"
             )
-
-    def _own_threads(self) -> set[threading.Thread | None]:
-        own: set[threading.Thread | None] = {self._updates.thread, self._saves.thread}
-        own.update(thread for loop in self.loops for thread in loop.threads)
-        return own
 
     def ask(self, make: Callable[[Future[_T]], Asked], place: int | None = None) -> _T:
         """Has all engines, one of them, or a worker do something, and waits for the answer.
@@ -207,6 +206,7 @@ class EngineGroup:
         """
         future: Future[_T] = Future()
         asked = make(future)
+        self.check_may_wait(asked)
         if place is None:
             self.submit(asked)
         else:
@@ -238,7 +238,6 @@ class EngineGroup:
             CheckpointError: when an id is in use.
             EngineStateError: when requests are refused.
         """
-        self.check_may_wait()
         parts = restorations(checkpoint, requests, answers, self._route, len(self.loops))
         try:
             self.ask(functools.partial(cmd.Restore, parts))
@@ -337,7 +336,9 @@ class EngineGroup:
         """`request_stop`, then waits for the threads to end."""
         self.request_stop()
         # A finalizer may call this on any thread; on these it would wait for itself.
-        if threading.current_thread() not in self._own_threads():
+        own = {self._updates.thread, self._saves.thread}
+        own.update(thread for loop in self.loops for thread in loop.threads if thread is not None)
+        if threading.current_thread() not in own:
             for loop in self.loops:
                 loop.join()
 
