@@ -69,10 +69,10 @@ def statuses(served, routes, headers):
 def test_no_spelling_of_a_path_opens_a_route(engine, keys, routes, given):
     headers = {} if given is None else {"authorization": f"Bearer {given}"}
     with serving(engine, **keys) as served:
-        found = dict(statuses(served, routes, headers))
+        found: dict[str, int] = dict(statuses(served, routes, headers))
     assert set(found.values()) <= {401, 403, 404}
     assert not engine.get_internal_state().is_paused
-    assert found[f"{routes[0][0]} {routes[0][1]}"] == 401
+    assert found[" ".join(routes[0])] == 401
 
 
 def test_an_unread_body_of_a_stranger_ends_the_connection(engine):

@@ -97,7 +97,7 @@ def test_open_files_have_room_for_others():
     assert ServerConfig(max_connections=7).connection_limit == 7
     for bad in (0, files, True, 1.5):
         with pytest.raises(InvalidConfigError, match=r"max_connections must be None or .* got"):
-            ServerConfig(max_connections=bad)
+            ServerConfig.from_options({"max_connections": bad})
 
 
 def test_a_client_that_takes_nothing_is_left(engine, monkeypatch):

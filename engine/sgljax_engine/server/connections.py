@@ -63,7 +63,7 @@ class BoundedProtocol(H11Protocol):
     _num_unsent = 0
     _is_refused = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Waits for the first request, or refuses the connection."""
         super().connection_made(transport)
         num_others, limit = len(self.connections) - 1, self.config.max_connections

@@ -57,9 +57,10 @@ def read_hf_tensors(folder: str | Path) -> dict[str, HfTensor]:
 def _tensors_of(path: Path) -> Iterator[tuple[str, HfTensor]]:
     with SafetensorsFile(path) as file:
         for name, tensor in file.tensors.items():
-            if tensor.dtype not in _DTYPES:
+            dtype = tensor.dtype
+            if dtype is None or dtype not in _DTYPES:
                 raise WeightLoadError(f"{path}: {name!r} is {tensor.dtype_name}, no float")
-            yield name, HfTensor(tensor.shape, tensor.dtype, _loader(path, name, file.stamp))
+            yield name, HfTensor(tensor.shape, dtype, _loader(path, name, file.stamp))
 
 
 def _loader(path: Path, name: str, stamp: tuple[int, ...]) -> Callable[[], np.ndarray]:

@@ -104,7 +104,7 @@ class SafetensorsFile:
         if tensor.dtype is None:
             raise WeightLoadError(f"{self.path}: {name!r} is {tensor.dtype_name}, not supported")
         data = np.empty(tensor.end - tensor.start, np.uint8)
-        self._read_into(memoryview(data), tensor.start)
+        self._read_into(data.data, tensor.start)
         self.check_unchanged(self.stamp)
         return data.view(tensor.dtype).reshape(tensor.shape)
 
