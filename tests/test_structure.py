@@ -246,6 +246,7 @@ def test_exported_names():
         "model_config_from_hf",
         "preview_engine",
         "read_hf_tensors",
+        "read_safetensors",
         "to_hf_tensors",
         "write_hf_tensors",
     ]

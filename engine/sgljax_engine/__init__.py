@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         write_hf_tensors,
     )
     from sgljax_engine.weights.rules import LoraRule, Rule, WeightRule, flatten_named
+    from sgljax_engine.weights.safetensors_file import read_safetensors
 
 _LAZY = {
     "CheckpointManager": "sgljax_engine.checkpoint.manager",
@@ -97,6 +98,7 @@ _LAZY = {
     "model_config_from_hf": "sgljax_engine.models.registry",
     "preview_engine": "sgljax_engine.preview",
     "read_hf_tensors": "sgljax_engine.weights.hf_files",
+    "read_safetensors": "sgljax_engine.weights.safetensors_file",
     "to_hf_tensors": "sgljax_engine.models.hf_export",
     "write_hf_tensors": "sgljax_engine.weights.hf_files",
 }
@@ -167,6 +169,7 @@ __all__ = [
     "model_config_from_hf",
     "preview_engine",
     "read_hf_tensors",
+    "read_safetensors",
     "to_hf_tensors",
     "write_hf_tensors",
 ]

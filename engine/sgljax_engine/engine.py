@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +51,7 @@ from sgljax_engine.observability.metrics import EngineState
 from sgljax_engine.observability.progress import EngineProgress, ProgressListener
 from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.bounded_text import check_length, check_text
 from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
@@ -330,9 +331,12 @@ class Engine:
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
-        requests, is_single = self._make_requests(
-            prompt, sampling_params, input_ids, logprobs, stream, rid, lora
+        make = functools.partial(
+            self._make_requests, prompt, sampling_params, input_ids, logprobs, stream, rid, lora
         )
+        # Other tasks of the event loop would have to wait for it.
+        is_large = _is_large(input_ids if prompt is None else prompt)
+        requests, is_single = await asyncio.to_thread(make) if is_large else make()
         if stream:
             return self._client.async_stream(requests)
         outputs = await self._client.async_generate(requests)
@@ -390,6 +394,7 @@ class Engine:
         *,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of one conversation; see `chat`.
 
@@ -399,17 +404,20 @@ class Engine:
                 its prompt; `prompt_token_ids`, the ids of that prompt, are checked.
             add_generation_prompt: End the prompt with the start of the assistant's answer.
             template_options: More variables for the template.
+            max_tokens: A text that is sure to have more is refused before all of it is tokenized;
+                None takes any.
 
         Raises:
             InvalidRequestError: when the engine has no tokenizer, the tokenizer has no chat
                 template, or a message lacks its role or content; for `prompt_token_ids` that are
-                not those of the messages before.
+                not those of the messages before; for a text that is too long.
         """
         return conversation_ids(
             self._need_tokenizer("messages need"),
             messages,
             add_generation_prompt=add_generation_prompt,
             template_options=template_options or {},
+            max_tokens=max_tokens,
         )
 
     @property
@@ -417,17 +425,25 @@ class Engine:
         """The Jinja source of the tokenizer's chat template; None without one."""
         return None if self._tokenizer is None else self._tokenizer.chat_template
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of a text.
 
         Args:
             text: Any text.
             add_special_tokens: Add what the tokenizer adds to a prompt, such as BOS.
+            max_tokens: A text that is sure to have more is refused before all of it is tokenized;
+                None takes any.
 
         Raises:
-            InvalidRequestError: when the engine has no tokenizer.
+            InvalidRequestError: when the engine has no tokenizer, and for a text that is too long.
         """
         tokenizer = self._need_tokenizer("tokenize needs")
+        if max_tokens is None:
+            check_text(text)
+        else:
+            check_length(tokenizer, text, max_tokens)
         return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_rendered(text)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool | None = True) -> str:
@@ -1094,7 +1110,8 @@ class Engine:
         Returns:
             For each request id, the future of the whole output, with the tokens from before the
             save. If this engine refuses a request (it is too long, for example), its future holds
-            the InvalidRequestError.
+            the InvalidRequestError. Callbacks of the futures run on an engine's thread: they must
+            not wait, and calls of the engine raise EngineStateError there.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, of a newer version or of another
@@ -1193,6 +1210,19 @@ class Engine:
         return self._requests.make(
             prompt, sampling_params, input_ids, logprobs, rid, lora, is_streaming=stream
         )
+
+
+_MANY_ITEMS = 10_000
+"""Characters and token ids that become requests within about a millisecond."""
+
+
+def _is_large(prompts: Any) -> bool:
+    """Whether it takes long to make requests of prompts; what is no prompt is refused at once."""
+    if not isinstance(prompts, (str, list, tuple)):
+        return False
+    if isinstance(prompts, str) or len(prompts) > _MANY_ITEMS:
+        return len(prompts) > _MANY_ITEMS
+    return sum(len(each) if isinstance(each, Sized) else 1 for each in prompts) > _MANY_ITEMS
 
 
 def _sleep_command(

@@ -197,6 +197,41 @@ class TestRestore:
             assert all(len(call.result(LIMIT_S).output_ids) == NUM_TOKENS for call in calls)
             settle(engine)
 
+    def test_a_callback_cannot_wait_for_the_thread_that_runs_it(self, saved, expected, tmp_path):
+        errors: list[BaseException] = []
+        with make_engine() as engine:
+            calls = (
+                lambda: engine.generate(input_ids=[5, 6]),
+                lambda: engine.generate(input_ids=[5, 6], stream=True),
+                lambda: asyncio.run(engine.async_generate(input_ids=[5, 6])),
+                engine.pause_generation,
+                engine.get_internal_state,
+                lambda: engine.save_checkpoint(tmp_path / "other"),
+                lambda: engine.restore_checkpoint(saved),
+                lambda: asyncio.run(engine.async_sleep()),
+            )
+
+            def call_all(future):
+                if threading.current_thread() is threading.main_thread():
+                    return  # it was done before
+                for call in calls:
+                    try:
+                        call()
+                    except EngineError as error:
+                        errors.append(error)
+
+            futures = engine.restore_checkpoint(saved)
+            for future in futures.values():
+                future.add_done_callback(call_all)
+            assert_same(futures, expected)
+            settle(engine)
+            assert len(engine.generate(input_ids=[5, 6])["output_ids"])
+        assert errors
+        assert len(errors) % len(calls) == 0
+        for error in errors:
+            assert isinstance(error, EngineStateError)
+            assert "on its own thread" in str(error)
+
     def test_ids_in_use_restore_nothing(self, saved, expected):
         with make_engine() as engine:
             engine.pause_generation()
@@ -394,7 +429,7 @@ class TestRefusals:
                 engine.restore_checkpoint(saved)
             assert engine.get_internal_state().waiting_queue_size == 0
 
-    @pytest.mark.parametrize("version", [-1, True, 2**40, None, "1"])
+    @pytest.mark.parametrize("version", [-1, True, 2**31 - 2, 2**40, None, "1"])
     def test_a_weight_version_that_never_was(self, saved, version):
         checkpoint = CheckpointManager(saved).load()
         checkpoint.metadata["weight_version"] = version

@@ -59,11 +59,10 @@ class Fault:
         ):
             monkeypatch.setattr(owner, name, guarded(name, getattr(owner, name)))
 
-        def open_file(path, mode):
+        def open_file(path, mode, opener):
             self.step(f"open {mode}")
-            return (
-                FaultyFile(real_open(path, mode), self) if mode == "wb" else real_open(path, mode)
-            )
+            file = real_open(path, mode, opener=opener)
+            return FaultyFile(file, self) if mode == "wb" else file
 
         monkeypatch.setattr(files, "open", open_file, raising=False)
 
@@ -169,7 +168,7 @@ def test_a_full_disk_is_not_left_full(tmp_path):
     manager.save(make_checkpoint([make_request(1)]))
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.MonkeyPatch.context() as patch:
-        Fault(patch, at=8, is_final=False)
+        Fault(patch, at=12, is_final=False)
         with pytest.raises(CheckpointError, match="no space left"):
             manager.save(make_checkpoint([make_request(2)]))
     assert not {path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")}

@@ -213,7 +213,7 @@ def test_prefix_cache(tmp_path, dtype, compression):
     assert fingerprint(loaded) == fingerprint(checkpoint)
     prefix = loaded.scheduler_state.prefix_cache
     assert prefix is not None
-    assert isinstance(prefix.pages[0].k, np.memmap) == (compression is None)
+    assert not isinstance(prefix.pages[0].k, np.memmap), "a file that is cut off ends the process"
     # What was loaded stays good, and can be saved again, when its file is gone.
     manager.save(loaded)
     assert fingerprint(manager.load()) == fingerprint(loaded) == fingerprint(checkpoint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import json
 import re
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgljax_engine import Engine
+from tests.engine.models import TINY
 from tests.server.served import GOLDEN, GREEDY, OPTIONS, events_of, served_golden, serving
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -98,9 +101,9 @@ class TestGenerate:
 
     @pytest.mark.parametrize("is_cumulative", [True, False])
     def test_streams_add_up(self, served, is_cumulative):
-        body = {"input_ids": PROMPTS, "sampling_params": SHORT, "return_logprob": True}
+        body = {"input_ids": PROMPTS, "sampling_params": SHORT}
         whole = served.engine.generate(**body)
-        options = {"stream": True, "stream_output": not is_cumulative}
+        options = {"stream": True, "stream_output": None if is_cumulative else True}
         response = served.post("/generate", {**body, **options})
         assert response.headers["content-type"].startswith("text/event-stream")
         pieces = events_of(response)
@@ -116,6 +119,55 @@ class TestGenerate:
                 assert "".join(piece["text"] for piece in own) == output["text"]
                 ids = [token for piece in own for token in piece["output_ids"]]
                 assert ids == output["output_ids"]
+
+    @pytest.mark.parametrize("stream_output", [None, True])
+    def test_streams_with_log_probs_send_what_is_new(self, served, stream_output):
+        """SGLang's incremental form: lists that grow would be sent again with each event."""
+        body = {
+            "input_ids": PROMPTS,
+            "sampling_params": SHORT,
+            "return_logprob": [True, False, True],
+            "top_logprobs_num": [3, 0, 3],
+            "logprob_start_len": [0, -1, 0],
+        }
+        whole = served.engine.generate(**body)
+        options = {"stream": True, "stream_output": stream_output}
+        pieces = events_of(served.post("/generate", {**body, **options}))
+        for index, output in enumerate(whole):
+            own = [piece for piece in pieces if piece["index"] == index]
+            assert len(own) > 1
+            assert "".join(piece["text"] for piece in own) == output["text"]
+            joined: dict = {}
+            for piece in own:
+                for name, value in piece["meta_info"].items():
+                    if isinstance(value, list):
+                        joined[name] = joined.get(name, []) + value
+            expected = {n: v for n, v in output["meta_info"].items() if isinstance(v, list)}
+            assert joined == json.loads(json.dumps(expected))
+
+    def test_repeated_log_probs_are_refused(self, served):
+        body = {"input_ids": [5], "return_logprob": True, "stream": True, "stream_output": False}
+        response = served.post("/generate", body)
+        assert response.status_code == 400
+        assert "stream_output=false would repeat" in response.json()["error"]["message"]
+
+    def test_a_long_stream_with_many_log_probs_is_small(self):
+        """1,000 tokens with the 128 most likely: about 32 bytes an entry."""
+        model = dataclasses.replace(TINY, vocab_size=40_000, context_length=1024)
+        with Engine(model_config=model, load_format="dummy", **OPTIONS) as engine:
+            body = {
+                "input_ids": [5],
+                "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True},
+                "return_logprob": True,
+                "top_logprobs_num": 128,
+                "stream": True,
+            }
+            with serving(engine) as served:
+                response = served.post("/generate", body)
+        pieces = events_of(response)
+        tops = [top for piece in pieces for top in piece["meta_info"]["output_top_logprobs"]]
+        assert [len(top) for top in tops] == [128] * 1000
+        assert len(response.content) < 5_000_000
 
     @pytest.mark.parametrize(
         ("body", "message"),

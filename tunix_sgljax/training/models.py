@@ -12,9 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 
-from sgljax_engine import InvalidConfigError, ModelConfig, WeightLoadError, load_model_config
+from sgljax_engine import (
+    InvalidConfigError,
+    ModelConfig,
+    WeightLoadError,
+    load_model_config,
+    read_safetensors,
+)
 from tunix_sgljax.model_config import as_trained
 from tunix_sgljax.training.checks import CRITIC_FAMILIES, FAMILIES
 from tunix_sgljax.training.schema import ModelSection, ShapeConfig
@@ -256,9 +261,8 @@ def _check_same_shape(section: ModelSection, config: Any) -> None:
 
 def _read_checkpoint(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
     try:
-        with safe_open(path, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        arrays = read_safetensors(path)
+    except WeightLoadError as error:
         raise InvalidConfigError(f"model.checkpoint {path} cannot be read: {error}") from None
     _, state = nnx.split(spec.abstract())
     wanted = {_name(key): tuple(param.shape) for key, param in nnx.to_flat_state(state)}

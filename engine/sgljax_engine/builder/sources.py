@@ -135,7 +135,7 @@ def same_model_weights(
     if not (Path(folder) / "config.json").exists():
         raise WeightLoadError(
             f"{folder} has no config.json, so nothing tells whether it is of the same model; give "
-            "arrays instead, safetensors.numpy.load_file reads them"
+            "arrays instead, sgljax_engine.read_safetensors reads them"
         )
     try:
         found = load_model_config(folder)

@@ -175,7 +175,7 @@ def dump_json(value: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def parse_json(data: bytes, where: str) -> Any:
+def parse_json(data: bytes | bytearray, where: str) -> Any:
     """The inverse of `dump_json`, or a CheckpointError that names `where`."""
     try:
         return json.loads(data.decode("utf-8", "surrogatepass"), parse_constant=_refuse_constant)

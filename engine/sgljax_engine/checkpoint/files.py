@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -56,7 +57,8 @@ def write_file(
     temporary = folder / f"{name}{TEMPORARY}"
     digest, num_bytes = hashlib.sha256(), 0
     try:
-        with open(temporary, "wb") as file:
+        # Prompts and outputs are nobody else's to read.
+        with open(temporary, "wb", opener=_open_private) as file:
             for buffer in _compressed(buffers, compression):
                 digest.update(buffer)
                 file.write(buffer)
@@ -82,8 +84,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_file(folder: Path, entry: FileEntry, compression: Compression) -> bytes:
-    """The contents of a file, checked and decompressed; CheckpointError names what is wrong."""
+def read_file(
+    folder: Path, entry: FileEntry, compression: Compression, max_bytes: int
+) -> bytes | bytearray:
+    """The contents of a file, checked and decompressed; CheckpointError names what is wrong.
+
+    Args:
+        folder: Where it is.
+        entry: What the manifest knows of it.
+        compression: Of the file.
+        max_bytes: Decompressed contents that are larger are refused before they take memory.
+    """
     path = folder / entry.name
     with opened(path) as file:
         _check_size(path, os.fstat(file.fileno()).st_size, entry)
@@ -91,12 +102,17 @@ def read_file(folder: Path, entry: FileEntry, compression: Compression) -> bytes
     _check_digest(path, hashlib.sha256(data).hexdigest(), entry)
     if compression is None:
         return data
-    zstd = _zstandard()
+    zstd, contents = _zstandard(), bytearray()
     try:
         # Not `decompress`: the frame of a stream does not say how long its contents are.
-        return zstd.ZstdDecompressor().decompressobj().decompress(data)
+        with zstd.ZstdDecompressor().stream_reader(data) as reader:
+            while piece := reader.read(_CHUNK_BYTES):
+                contents += piece
+                if len(contents) > max_bytes:
+                    raise CheckpointError(f"{path} holds more than {max_bytes} bytes")
     except zstd.ZstdError as error:
         raise CheckpointError(f"{path} cannot be decompressed: {error}") from error
+    return contents
 
 
 def check_file(folder: Path, entry: FileEntry) -> None:
@@ -117,12 +133,28 @@ def check_size(folder: Path, entry: FileEntry) -> None:
 def opened(path: Path) -> Iterator[BufferedReader]:
     """A file to read; what the system says against it becomes a CheckpointError."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CheckpointError(f"{path} is no regular file")
             yield file
     except FileNotFoundError:
         raise CheckpointError(f"no such file: {path}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Without waiting for somebody who writes to a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_into(file: BufferedReader, target: memoryview) -> bool:
+    """Reads into a buffer; whether the contents fill it exactly."""
+    return file.readinto(target) == len(target) and not file.read(1)
 
 
 def decompress_into(file: BufferedReader, target: memoryview) -> bool:

@@ -18,6 +18,7 @@ from sgljax_engine.checkpoint.files import (
     check_size,
     sync_folder,
 )
+from sgljax_engine.checkpoint.lock import locked
 from sgljax_engine.checkpoint.manifest import (
     MANIFEST_NAME,
     ForeignManifestError,
@@ -75,7 +76,8 @@ class CheckpointManager:
 
     Whenever the process or the machine dies, the folder holds the checkpoint before or the one
     after. Checksums find accidents, not an attacker who can write to the folder; but nothing in
-    it is ever executed, and no name in it leads elsewhere. Not thread-safe; one user per folder.
+    it is ever executed, and no name in it leads elsewhere. Not thread-safe. Two that save into one
+    folder at a time are told so: a lock is held while saving.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class CheckpointManager:
         check_compression(compression)
         self._path = Path(path)
         self._compression: Literal["zstd"] | None = compression
-        self._current: Manifest | None = None
+        self._current: tuple[Manifest, tuple[int, ...]] | None = None
 
     @property
     def path(self) -> Path:
@@ -111,30 +113,44 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the disk is full, the folder not writable, it holds a checkpoint of a
-                newer version or other files, or a value does not fit the format. The previous
+                newer version or other files, another process is saving there, or a value does not
+                fit the format. The previous
                 checkpoint is still there, but for one case: if only the last step failed, forcing
                 the new manifest's name to the disk, then it is the new one until the machine
                 crashes, and either one after. The manager can go on saving.
         """
         started = time.perf_counter()
-        previous, self._current = self._current, None  # until it is known what is on the disk
         try:
             self._make_folder()
-            is_known = previous is not None
-            previous = previous if is_known else self._read_previous()
-            if previous is not None:
-                self._clean(previous)  # before writing: the disk may be full of them
-            sound = {} if previous is None else self._sound_requests(previous, is_known=is_known)
-            manifest, report = self._write(checkpoint, previous, sound)
+            with locked(self._path):
+                report = self._replace(checkpoint)
         except OSError as error:
             raise CheckpointError(f"cannot save a checkpoint in {self._path}: {error}") from error
-        self._current = manifest
-        self._clean(manifest)
         return dataclasses.replace(report, seconds=time.perf_counter() - started)
+
+    def _replace(self, checkpoint: EngineCheckpoint) -> SaveReport:
+        previous, self._current = self._current, None  # until it is known what is on the disk
+        is_known = previous is not None and previous[1] == self._stamp()
+        found = previous[0] if previous is not None and is_known else self._read_previous()
+        if found is not None:
+            self._clean(found)  # before writing: the disk may be full of them
+        sound = {} if found is None else self._sound_requests(found, is_known=is_known)
+        manifest, report = self._write(checkpoint, found, sound)
+        self._current = manifest, self._stamp()
+        self._clean(manifest)
+        return report
+
+    def _stamp(self) -> tuple[int, ...]:
+        """Another one once somebody else has saved here."""
+        try:
+            found = os.stat(self._path / MANIFEST_NAME)
+        except FileNotFoundError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _make_folder(self) -> None:
         if not self._path.is_dir():
-            self._path.mkdir(parents=True, exist_ok=True)
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             sync_folder(self._path.parent)
 
     def _read_previous(self) -> Manifest | None:
@@ -238,9 +254,6 @@ class CheckpointManager:
 
     def load(self) -> EngineCheckpoint:
         """The checkpoint in the folder, after all of it was checked.
-
-        Its prefix cache is mapped into memory from the file unless it is compressed; that stays
-        good when the file is removed by a later save.
 
         Raises:
             CheckpointError: there is none, a file is missing, truncated, damaged, of a newer

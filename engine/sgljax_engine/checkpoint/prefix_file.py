@@ -9,6 +9,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from sgljax_engine.checkpoint.files import (
     check_file,
     decompress_into,
     opened,
+    read_into,
     write_file,
 )
 from sgljax_engine.checkpoint.prefix import BITS, LayerPages, PrefixCheckpoint, read_kv_shapes
@@ -63,7 +65,10 @@ def write_prefix(
 def read_prefix(
     folder: Path, entry: FileEntry, sizes: object, compression: Compression
 ) -> dict[str, Any]:
-    """The dict of a `PrefixCheckpoint`. An uncompressed file is mapped, not read into memory.
+    """The dict of a `PrefixCheckpoint`.
+
+    The file is read into memory, not mapped: a page of a mapped file that somebody has cut off ends
+    the process with SIGBUS.
 
     Raises:
         CheckpointError: names the file that is missing, truncated, damaged or inconsistent.
@@ -143,10 +148,11 @@ def _buffers(arrays: Mapping[str, np.ndarray], fields: Fields) -> Iterator[Buffe
 def _contents(path: Path, num_bytes: int, compression: Compression) -> np.ndarray:
     """uint8 [num_bytes], or of another length if the file holds another number of bytes."""
     with opened(path) as file:
-        if compression is None:
-            return np.memmap(file, np.uint8, mode="r")
+        if compression is None and os.fstat(file.fileno()).st_size != num_bytes:
+            return np.empty(0, np.uint8)
         try:
             data = np.empty(num_bytes, np.uint8)
         except (MemoryError, OverflowError, ValueError) as error:
             raise CheckpointError(f"{path}: no memory for {num_bytes} bytes") from error
-        return data if decompress_into(file, data.data) else data[:0]
+        fill = read_into if compression is None else decompress_into
+        return data if fill(file, data.data) else data[:0]

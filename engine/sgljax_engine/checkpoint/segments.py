@@ -27,6 +27,13 @@ _MAX_GARBAGE = 0.5
 """Of the stored requests; with more, all requests are written anew."""
 
 _MAX_SEGMENTS = 32
+
+_MAX_RECORD_BYTES = 16 << 20
+"""Of a request's JSON: a bias for each of a million tokens."""
+
+_MAX_HEADER_BYTES = 1 << 16
+"""Of safetensors with these few arrays."""
+
 _DTYPES = {name: dtypes for name, dtypes in entries(RequestCheckpoint).items() if dtypes}
 """Of the arrays of a request, by name."""
 
@@ -119,7 +126,8 @@ def read_segment(folder: Path, segment: Segment) -> list[dict[str, Any]]:
     """
     first, second = segment.files
     path = folder / first.name
-    loaded = parse_json(read_file(folder, first, segment.compression), str(path))
+    most = _MAX_RECORD_BYTES * segment.num_requests
+    loaded = parse_json(read_file(folder, first, segment.compression, most), str(path))
     fields = Fields(loaded, str(path), ("dtypes", "requests"))
     dtypes = Fields(fields.value("dtypes"), f"{path}: dtypes", _DTYPES)
     for name, allowed in _DTYPES.items():
@@ -132,10 +140,14 @@ def read_segment(folder: Path, segment: Segment) -> list[dict[str, Any]]:
         )
     shapes = [_take_shapes(record, f"{path}: request {i}") for i, record in enumerate(records)]
     sizes = [{name: math.prod(shape) for name, shape in each.items()} for each in shapes]
-    columns = _load(folder / second.name, read_file(folder, second, segment.compression))
     expected = {
         name: (dtypes.text(name), (sum(each.get(name, 0) for each in sizes),)) for name in _DTYPES
     }
+    most = _MAX_HEADER_BYTES + sum(
+        np.dtype(dtype).itemsize * count for dtype, (count,) in expected.values()
+    )
+    data = read_file(folder, second, segment.compression, most)
+    columns = _load(folder / second.name, bytes(data))
     if {name: (array.dtype.name, array.shape) for name, array in columns.items()} != expected:
         raise CheckpointError(f"{folder / second.name} does not hold the arrays of {first.name}")
     starts = dict.fromkeys(_DTYPES, 0)

@@ -34,8 +34,8 @@ from sgljax_engine.types import RequestStatus
 
 logger = logging.getLogger(__name__)
 
-_MAX_VERSION = 2**31 - 1
-"""Versions of tokens are kept as C ints."""
+_MAX_VERSION = 2**30
+"""Versions of tokens are kept as C ints: from here on there is room for as many updates again."""
 
 _FREE_FIELDS = ("eos_token_ids", "context_length")
 """Fields of a model's config that may differ where a checkpoint is restored."""

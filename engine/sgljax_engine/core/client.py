@@ -51,7 +51,10 @@ class EngineClient:
         future: Future[_T] = Future()
         answer = asyncio.wrap_future(future)
         try:
-            self._group.submit(make(future))
+            asked = make(future)
+            self._group.check_may_wait(asked)
+            self._group.submit(asked)
+            del asked
             return await answer
         finally:
             del future, make, answer
@@ -61,7 +64,7 @@ class EngineClient:
         answers, futures = _answers(requests)
         done = done_queue(futures)
         try:
-            self._group.submit(cmd.AddRequests(requests, answers))
+            self._submit(requests, answers)
             return list(_results(futures, done))
         except BaseException:
             self.abandon(requests)
@@ -75,7 +78,7 @@ class EngineClient:
         answers, futures = _answers(requests)
         waits = list(map(asyncio.wrap_future, futures))
         try:
-            self._group.submit(cmd.AddRequests(requests, answers))
+            self._submit(requests, answers)
             return await asyncio.gather(*waits)
         except BaseException:
             self.abandon(requests)
@@ -89,7 +92,7 @@ class EngineClient:
         """Submits requests and returns the iterator over their pieces."""
         pieces = TokenStream(requests, self.abandon)
         try:
-            self._group.submit(cmd.AddRequests(requests, pieces.make_answers()))
+            self._submit(requests, pieces.make_answers())
             return pieces
         except BaseException:
             self.abandon(requests)
@@ -99,7 +102,7 @@ class EngineClient:
         """`stream` for the running event loop."""
         pieces = AsyncTokenStream(requests, self.abandon)
         try:
-            self._group.submit(cmd.AddRequests(requests, pieces.make_answers()))
+            self._submit(requests, pieces.make_answers())
             return pieces
         except BaseException:
             self.abandon(requests)
@@ -109,6 +112,11 @@ class EngineClient:
         """Aborts requests that nobody waits for; does not wait for it."""
         with contextlib.suppress(EngineShutdownError):
             self._group.submit(cmd.AbandonRequests(requests, Future()))
+
+    def _submit(self, requests: list[Request], answers: list[Answer]) -> None:
+        command = cmd.AddRequests(requests, answers)
+        self._group.check_may_wait(command)
+        self._group.submit(command)
 
 
 def _answers(requests: list[Request]) -> tuple[list[Answer], list[Future[RequestOutput]]]:

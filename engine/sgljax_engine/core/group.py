@@ -34,7 +34,7 @@ from sgljax_engine.core.router import Router
 from sgljax_engine.core.staging import Stager, WeightJob, do_weight_job
 from sgljax_engine.core.steps import STEPS, takes_meeting
 from sgljax_engine.core.weight_updates import WeightUpdater
-from sgljax_engine.errors import EngineShutdownError
+from sgljax_engine.errors import EngineShutdownError, EngineStateError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.combined import combine_progress, combine_recordings
 from sgljax_engine.observability.progress import EngineProgress
@@ -190,6 +190,28 @@ class EngineGroup:
         if self._is_stopping:
             raise EngineShutdownError(SHUT_DOWN)
 
+    def check_may_wait(self, asked: Asked) -> None:
+        """Refuses a caller on the thread that would have to answer it.
+
+        Callbacks of restored futures, listeners of progress, hooks of rules and tokenizers are user
+        code on these threads.
+
+        Raises:
+            EngineStateError: on an engine's thread, and for a job on the worker that does it.
+        """
+        current = threading.current_thread()
+        answering = {thread for loop in self.loops for thread in loop.threads}
+        if self._hand_out is not None:
+            answering.add(self._hand_out.thread)
+        if not isinstance(asked, cmd.Command):
+            worker = self._saves if isinstance(asked, SaveJob) else self._updates
+            answering.add(worker.thread)
+        if current in answering:
+            raise EngineStateError(
+                f"the engine was called on its own thread {current.name!r}, by a callback of a "
+                "future, a listener or a hook: it would wait for itself. Call it on another thread"
+            )
+
     def ask(self, make: Callable[[Future[_T]], Asked], place: int | None = None) -> _T:
         """Has all engines, one of them, or a worker do something, and waits for the answer.
 
@@ -200,6 +222,7 @@ class EngineGroup:
         future: Future[_T] = Future()
         done = done_queue([future])
         asked = make(future)
+        self.check_may_wait(asked)
         if place is None:
             self.submit(asked)
         else:

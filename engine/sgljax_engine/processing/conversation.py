@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.processing.bounded_text import check_length, check_text
 from sgljax_engine.processing.chat_template import check_messages
 from sgljax_engine.processing.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ def conversation_ids(
     *,
     add_generation_prompt: bool = True,
     template_options: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
 
@@ -45,13 +47,19 @@ def conversation_ids(
         messages: Dicts with `role` and `content`; assistant messages may have `ID_FIELDS`.
         add_generation_prompt: End with the header of an assistant message.
         template_options: More variables for the template.
+        max_tokens: A text that is sure to have more is refused before all of it is tokenized; None
+            takes any.
 
     Raises:
         InvalidRequestError: for malformed messages or ids, for a prompt that is another one than
-            `prompt_token_ids`, and for a template that cannot be divided at a message.
+            `prompt_token_ids`, for a template that cannot be divided at a message, and for a text
+            that is too long.
     """
     check_messages(messages)
-    template = _Template(tokenizer, [_without_ids(each) for each in messages], template_options)
+    for message in messages:
+        check_text(message.get("content") or "")
+    plain = [_without_ids(each) for each in messages]
+    template = _Template(tokenizer, plain, template_options, max_tokens)
     places = [i for i, message in enumerate(messages) if _carries_ids(i, message)]
     if len(places) > MAX_TURNS:
         raise InvalidRequestError(
@@ -74,15 +82,22 @@ class _Template:
     """A conversation without ids, and the template that renders it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, messages: list[Message], options: Mapping[str, Any] | None
+        self,
+        tokenizer: Tokenizer,
+        messages: list[Message],
+        options: Mapping[str, Any] | None,
+        max_tokens: int | None,
     ) -> None:
         self._tokenizer = tokenizer
         self._messages = messages
         self._options = options
+        self._max_tokens = max_tokens
         self._mark = f"output{uuid.uuid4().hex}"  # no template changes it, and nothing holds it
 
     def ids(self, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of the first messages."""
+        if self._max_tokens is not None:
+            self._rendered(self._messages[:end], add_generation_prompt)
         return self._tokenizer.apply_chat_template(
             self._messages[:end],
             add_generation_prompt=add_generation_prompt,
@@ -92,17 +107,24 @@ class _Template:
     def tail(self, place: int, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of what follows the content of a message, up to another one."""
         marked = {"role": self._messages[place]["role"], "content": self._mark}
-        text = self._tokenizer.render_chat(
-            [*self._messages[:place], marked, *self._messages[place + 1 : end]],
-            add_generation_prompt=add_generation_prompt,
-            template_options=self._options,
-        )
+        messages = [*self._messages[:place], marked, *self._messages[place + 1 : end]]
+        text = self._rendered(messages, add_generation_prompt)
         if text.count(self._mark) != 1:
             raise InvalidRequestError(
                 f"messages[{place}] has token_ids, but the chat template writes the content of "
                 f"that message {text.count(self._mark)} times; it must be once"
             )
         return self._tokenizer.encode_rendered(text.partition(self._mark)[2])
+
+    def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        text = self._tokenizer.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_options=self._options,
+        )
+        if self._max_tokens is not None:
+            check_length(self._tokenizer, text, self._max_tokens)
+        return text
 
 
 def _without_ids(message: Message) -> Message:

@@ -14,6 +14,7 @@ from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.checks import is_int
 from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
+from sgljax_engine.processing.bounded_text import check_length
 from sgljax_engine.processing.seeds import SeedSource, derive_seed
 from sgljax_engine.processing.tokenizer import Tokenizer, decode_options
 from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
@@ -224,6 +225,7 @@ class RequestFactory:
             raise InvalidRequestError(
                 "prompt needs a tokenizer and the engine has none; use input_ids"
             )
+        check_length(self._tokenizer, text, self.limits.max_model_len)
         return self.check_ids(self._tokenizer.encode(text))
 
     def check_ids(self, ids: Any) -> list[int]:

@@ -19,7 +19,7 @@ _LN2_PARTS = (0.693145751953125, 1.4285906217992306e-06, 1.619851018665656e-11)
 """ln 2 as a sum: 15 bits, 15 bits, the rest; small multiples of the first two are exact."""
 
 _NUM_TERMS = 12
-"""Terms of an exponential's Taylor series; those from the fifth power on need only float32."""
+"""Terms of an exponential's Taylor series; those from the sixth power on need only float32."""
 
 SMALLEST = -80.0
 """e to a smaller power counts as 0."""
@@ -102,11 +102,11 @@ def exp(x: Pair) -> Pair:
     rest = two_sum(x.hi, first) + two_sum(second, third + x.lo)  # at most ln(2) / 2
     r = rest.hi
     higher = jnp.full_like(r, 1 / _NUM_TERMS)
-    for n in range(_NUM_TERMS - 1, 5, -1):
+    for n in range(_NUM_TERMS - 1, 6, -1):
         higher = (1 + r * higher) * (1 / n)
-    value = Pair((r * r * r * r) * ((1 + r * higher) * (r / 120)), jnp.zeros_like(r))
-    terms = _constant(r, 1 / 24)
-    for coefficient in (1 / 6, 1 / 2, 1.0):
+    value = Pair((r * r * r) * (r * r * r) * ((1 + r * higher) * (1 / 720)), jnp.zeros_like(r))
+    terms = _constant(r, 1 / 120)
+    for coefficient in (1 / 24, 1 / 6, 1 / 2, 1.0):
         terms = terms * rest + _constant(r, coefficient)
     value = value + terms * rest + _constant(r, 1.0)
     power = lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)

@@ -6,7 +6,6 @@ One key opens the routes that generate and read, another those that control the 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,60 +13,32 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sgljax_engine.server.config import is_loopback
 from sgljax_engine.server.replies import HTTPError, error_response
 
+_NAMES = {"api_key": "API key", "admin_key": "admin key"}
 _HINT = 'send it as "Authorization: Bearer <key>"'
 
 
-class KeyCheck:
-    """ASGI middleware that lets only those who have a route's key pass, before it reads a body."""
+def check_key(headers: Headers, name: str, key: str | None) -> None:
+    """Lets only those pass who have a key.
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_key: str | None,
-        admin_key: str | None,
-        admin_paths: Collection[str],
-        open_paths: Collection[str],
-    ) -> None:
-        """Wraps an app.
+    Args:
+        headers: The request's.
+        name: Of the key, a field of `ServerConfig`.
+        key: The key; None lets everybody pass.
 
-        Args:
-            app: Gets what is not refused.
-            api_key: Of all other paths, unknown ones included; None lets everybody pass.
-            admin_key: Of `admin_paths`; None lets everybody pass.
-            admin_paths: Routes that control the engine.
-            open_paths: Routes that need no key.
-        """
-        self._app = app
-        self._api = ("API key", api_key)
-        self._admin = ("admin key", admin_key)
-        self._admin_paths = frozenset(admin_paths)
-        self._open_paths = frozenset(open_paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles a request."""
-        problem = self._problem(scope) if scope["type"] == "http" else None
-        if problem is None:
-            await self._app(scope, receive, send)
-            return
-        headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}  # the body is not read
-        error = HTTPError(401, problem, kind="authentication_error", headers=headers)
-        await error_response(error)(scope, receive, send)
-
-    def _problem(self, scope: Scope) -> str | None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in self._open_paths:
-            return None
-        name, key = self._admin if path in self._admin_paths else self._api
-        if key is None:
-            return None
-        authorization = Headers(scope=scope).get("authorization", "")
-        scheme, _, given = authorization.partition(" ")
-        # In constant time, whatever was given.
-        matches = hmac.compare_digest(given.strip().encode(), key.encode())
-        if scheme.lower() == "bearer" and matches:
-            return None
-        return f"the {name} {'is wrong' if authorization else 'is missing'}; {_HINT}"
+    Raises:
+        HTTPError: 401.
+    """
+    if key is None:
+        return
+    authorization = headers.get("authorization", "")
+    scheme, _, given = authorization.partition(" ")
+    # In constant time, whatever was given.
+    matches = hmac.compare_digest(given.strip().encode(), key.encode())
+    if scheme.lower() == "bearer" and matches:
+        return
+    problem = f"the {_NAMES[name]} {'is wrong' if authorization else 'is missing'}; {_HINT}"
+    more = {"WWW-Authenticate": "Bearer", "Connection": "close"}  # the body is not read
+    raise HTTPError(401, problem, kind="authentication_error", headers=more)
 
 
 class SameSite:

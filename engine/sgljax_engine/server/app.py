@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, FastAPI
-from starlette.routing import Route
+from fastapi import FastAPI
 
 from sgljax_engine import Engine
-from sgljax_engine.server.access import KeyCheck, SameSite
-from sgljax_engine.server.body_limit import BodyLimit
+from sgljax_engine.server.access import SameSite
 from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.generation import Generation
+from sgljax_engine.server.limits import BodyLimits
 from sgljax_engine.server.openai.chat import chat_routes
 from sgljax_engine.server.openai.completions import completion_routes
 from sgljax_engine.server.openai.models import model_routes
@@ -24,6 +23,7 @@ from sgljax_engine.server.sglang.control import control_routes
 from sgljax_engine.server.sglang.generate import generate_routes
 from sgljax_engine.server.sglang.info import health_routes, info_routes
 from sgljax_engine.server.vllm import read_routes, sleep_routes
+from sgljax_engine.server.workers import Workers
 
 
 def create_app(
@@ -45,12 +45,20 @@ def create_app(
         InvalidConfigError: as `ServerConfig`.
     """
     config = config or ServerConfig()
-    context = ServerContext(engine, config, Generation(engine, config), TokenTexts(engine))
+    context = ServerContext(
+        engine=engine,
+        config=config,
+        generation=Generation(engine, config),
+        token_texts=TokenTexts(engine),
+        limits=BodyLimits.for_server(engine, config),
+        workers=Workers(),
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await context.generation.drain(config.drain_timeout_s)
+        context.workers.close()
 
     app = FastAPI(
         title="tunix-sgljax",
@@ -59,35 +67,24 @@ def create_app(
         # Their pages load scripts from elsewhere; the schema itself is at /openapi.json.
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.context = context
     add_error_handlers(app)
-    open_to_all = (health_routes(context), page_routes(context))
-    for_data = (
+    for router in (
+        health_routes(context),
+        page_routes(context),
         generate_routes(context),
         info_routes(context),
         read_routes(context),
         model_routes(context),
         completion_routes(context),
         chat_routes(context),
-    )
-    for_admin = (control_routes(context), sleep_routes(context))
-    for router in (*open_to_all, *for_data, *for_admin):
+        control_routes(context),
+        sleep_routes(context),
+    ):
         app.include_router(router, responses=ERROR_RESPONSES)
     describe_errors(app)
-    # The last is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    app.add_middleware(
-        KeyCheck,
-        api_key=config.api_key,
-        admin_key=config.admin_key,
-        admin_paths=_paths(for_admin),
-        open_paths=_paths(open_to_all) | {"/openapi.json"},
-    )
     has_keys = config.api_key is not None and config.admin_key is not None
     app.add_middleware(SameSite, is_local=is_local and not has_keys)
     return app
-
-
-def _paths(routers: Sequence[APIRouter]) -> set[str]:
-    return {route.path for router in routers for route in router.routes if isinstance(route, Route)}

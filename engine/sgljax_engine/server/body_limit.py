@@ -4,67 +4,55 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope
 
-from sgljax_engine.server.replies import HTTPError, error_response
+from sgljax_engine.server.config import ServerConfig
+from sgljax_engine.server.replies import HTTPError
 
 
-class BodyLimit:
-    """ASGI middleware that reads the whole body of a request, up to a size and a time."""
+async def whole_body(scope: Scope, receive: Receive, config: ServerConfig) -> Receive | None:
+    """Reads the whole body of a request.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
-        """Wraps an app.
+    Returns:
+        What gives the body again, in one piece; None if the client is gone.
 
-        Args:
-            app: Gets the body in one piece.
-            max_bytes: More gets status 413.
-            timeout_s: Seconds for the whole body; more gets status 408.
-        """
-        self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+    Raises:
+        HTTPError: 413 above `max_body_bytes`, 408 after `body_timeout_s`.
+    """
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            body = await _read(scope, receive, config.max_body_bytes)
+    except TimeoutError:
+        message = f"the body did not come within {config.body_timeout_s} s"
+        raise HTTPError(408, message, headers={"Connection": "close"}) from None
+    if body is None:
+        return None
+    parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                body = await self._read(scope, receive)
-        except TimeoutError:
-            error = HTTPError(408, f"the body did not come within {self._timeout_s} s")
-            await error_response(error)(scope, receive, send)
-            return
-        except HTTPError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        if body is None:  # the client is gone
-            return
-        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    async def replay() -> Message:
+        return parts.pop() if parts else await receive()
 
-        async def replay() -> Message:
-            return parts.pop() if parts else await receive()
+    return replay
 
-        await self._app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        # A server refuses a length that is not a number; here it only saves reading.
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            raise self._too_large()
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body)
+async def _read(scope: Scope, receive: Receive, max_bytes: int) -> bytes | None:
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    # A server refuses a length that is not a number; here it only saves reading.
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
 
-    def _too_large(self) -> HTTPError:
-        # What is left of the body is not read: the connection is of no more use.
-        message = f"the body has more than max_body_bytes = {self._max_bytes} bytes"
-        return HTTPError(413, message, headers={"Connection": "close"})
+
+def _too_large(max_bytes: int) -> HTTPError:
+    # What is left of the body is not read: the connection is of no more use.
+    message = f"the body has more than max_body_bytes = {max_bytes} bytes"
+    return HTTPError(413, message, headers={"Connection": "close"})

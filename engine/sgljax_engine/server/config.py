@@ -5,11 +5,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sgljax_engine import InvalidConfigError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+_WINDOWS_FILES = 8192
+_MAX_CONNECTIONS = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +35,9 @@ class ServerConfig:
         weights_root: Folder that `/update_weights_from_disk` may read from; None refuses the route.
         max_requests: Samples that may be unfinished at a time; what is above gets status 503.
         max_body_bytes: Size of a request's body; what is above gets status 413.
-        body_timeout_s: Seconds that a client has to send its body.
+        max_connections: Connections that may be open at a time; what is above gets status 503. None
+            takes half of the limit of open files, at most 8192. Of `Server` alone.
+        body_timeout_s: Seconds that a client has to send a request's headers, then again its body.
         halt_timeout_s: Seconds that a request waits while generation is paused or asleep. A request
             may set its own with the header `x-halt-timeout-s`.
         drain_timeout_s: Seconds that unfinished requests have at the end before they are aborted.
@@ -40,7 +51,8 @@ class ServerConfig:
     lora: str | None = None
     weights_root: Path | None = None
     max_requests: int = 4096
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 16 * 2**20
+    max_connections: int | None = None
     body_timeout_s: float = 30.0
     halt_timeout_s: float = 600.0
     drain_timeout_s: float = 10.0
@@ -70,6 +82,14 @@ class ServerConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InvalidConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        files = open_file_limit()
+        if self.max_connections is not None and (
+            type(self.max_connections) is not int or not 1 <= self.max_connections < files
+        ):
+            raise InvalidConfigError(
+                "max_connections must be None or an integer in [1, the limit of open files = "
+                f"{files}), got {self.max_connections!r}"
+            )
         if self.lora is not None and (not isinstance(self.lora, str) or not self.lora):
             raise InvalidConfigError(f"lora must be None or an adapter's name, got {self.lora!r}")
         if type(self.port) is not int or not 0 <= self.port < 65536:
@@ -97,6 +117,21 @@ class ServerConfig:
                 f"host {self.host!r} is reached from other machines and needs api_key and "
                 "admin_key; without keys serve on 127.0.0.1"
             )
+
+    @property
+    def connection_limit(self) -> int:
+        """Connections that may be open at a time."""
+        if self.max_connections is not None:
+            return self.max_connections
+        return max(1, min(_MAX_CONNECTIONS, open_file_limit() // 2))
+
+
+def open_file_limit() -> int:
+    """Files and connections that the process may have open."""
+    if resource is None:
+        return _WINDOWS_FILES
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def is_loopback(host: str) -> bool:

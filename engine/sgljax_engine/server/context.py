@@ -7,6 +7,8 @@ import dataclasses
 from sgljax_engine import Engine
 from sgljax_engine.server.config import ServerConfig
 from sgljax_engine.server.generation import Generation
+from sgljax_engine.server.limits import BodyLimits
+from sgljax_engine.server.workers import Workers
 
 
 class TokenTexts:
@@ -33,6 +35,8 @@ class ServerContext:
         config: Limits and names.
         generation: The open requests.
         token_texts: Text of the engine's tokens.
+        limits: Counts of a body.
+        workers: Threads for what would hold the event loop up.
         version_labels: Labels that clients gave to weight versions.
     """
 
@@ -40,4 +44,6 @@ class ServerContext:
     config: ServerConfig
     generation: Generation
     token_texts: TokenTexts
+    limits: BodyLimits
+    workers: Workers
     version_labels: dict[int, str] = dataclasses.field(default_factory=dict)

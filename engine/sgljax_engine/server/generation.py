@@ -24,9 +24,6 @@ _MIN_CHECK_S = 0.05
 _LAST_ANSWERS_S = 5.0
 """Seconds for the answers of aborted requests to reach their clients."""
 
-_SMALL_BYTES = 8192
-"""A body that is tokenized in much less time than a step takes."""
-
 _T = TypeVar("_T")
 
 
@@ -265,14 +262,3 @@ async def _unless_gone(request: Request, task: asyncio.Future[_T], halt: _HaltLi
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def prepared(request: Request, make: Callable[[], _T]) -> _T:
-    """Calls a function that tokenizes; on another thread if the request is large.
-
-    Other clients of the event loop would have to wait for it.
-    """
-    size = request.headers.get("content-length", "")
-    if size.isdigit() and int(size) <= _SMALL_BYTES:
-        return make()
-    return await asyncio.to_thread(make)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import reprlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -34,6 +35,18 @@ _CLIENT_GONE = 499
 """Nginx's status for a client that is gone; only a proxy would see it."""
 
 
+_MAX_MESSAGE_CHARS = 2000
+"""A message that quotes a value says enough of it."""
+
+_MAX_PARAM_CHARS = 200
+
+_SHORT = reprlib.Repr()
+"""Of a value, whatever its size."""
+_SHORT.maxlevel = 4
+_SHORT.maxlist = _SHORT.maxdict = 16
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 160
+
+
 class HTTPError(Exception):
     """Ends a request with a status and a message."""
 
@@ -55,11 +68,13 @@ class HTTPError(Exception):
             param: Name of the field that is wrong.
             headers: More headers.
         """
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = f"{message[:_MAX_MESSAGE_CHARS]}..."
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
-        self.param = param
+        self.param = param and param[:_MAX_PARAM_CHARS]
         self.headers = dict(headers or {})
 
 
@@ -85,6 +100,9 @@ def as_http_error(error: BaseException) -> HTTPError:
         return HTTPError(400, str(error))
     return HTTPError(500, f"{type(error).__name__}: {error}", kind="server_error")
 
+
+OPENAI_WORDS = "sgljax_engine.openai_words"
+"""Key of a request's scope: whether its errors name OpenAI's fields."""
 
 _OPENAI_WORDS = {
     "max_new_tokens": "max_tokens",
@@ -175,7 +193,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def failed(request: Request, error: Exception) -> Response:
         answer = as_http_error(error)
-        if request.url.path.startswith("/v1/"):
+        if request.scope.get(OPENAI_WORDS):
             answer.message = in_openai_words(answer.message)
         return error_response(answer)
 
@@ -184,11 +202,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error.errors()))
+        return error_response(validation_error(error.errors()))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        # Not `request.url`, which is made of the client's header Host.
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return error_response(
             HTTPError(error.status_code, message, kind=kind, headers=error.headers)
@@ -202,12 +221,12 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
 
 
-def _validation_error(problems: Sequence[Any]) -> HTTPError:
+def validation_error(problems: Sequence[Any]) -> HTTPError:
     """The first problem that pydantic found, with the field's name and value."""
     problem = problems[0]
     # Where a field may have several types, pydantic puts the type that it tried into the path.
     path = [part for part in problem["loc"] if part not in ("body", "query", "header")]
-    name = ".".join(str(part) for part in path if not _is_type(part))
+    name = ".".join(str(part) for part in path if not _is_type(part))[:_MAX_PARAM_CHARS]
     if problem["type"] == "json_invalid":
         return HTTPError(400, f"the body is not JSON: {problem['ctx']['error']}")
     if problem["type"] == "extra_forbidden":
@@ -215,10 +234,9 @@ def _validation_error(problems: Sequence[Any]) -> HTTPError:
     if problem["type"] == "missing":
         where = name or "a JSON object as body"
         return HTTPError(400, f"{where} is missing", param=name or None)
-    value = repr(problem["input"])
-    short = value if len(value) <= 200 else f"{value[:200]}..."
     message = problem["msg"].removeprefix("Value error, ")
-    return HTTPError(400, f"{name or 'the body'}: {message}, got {short}", param=name or None)
+    value = _SHORT.repr(problem["input"])
+    return HTTPError(400, f"{name or 'the body'}: {message}, got {value}", param=name or None)
 
 
 def _is_type(part: Any) -> bool:
@@ -246,7 +264,10 @@ def _finite(value: Any) -> Any:
 def reply(value: Any, weight_version: int, status: int = 200) -> Response:
     """A reply in JSON that says which weights it is of."""
     headers = {VERSION_HEADER: str(weight_version)}
-    return Response(to_json(value), status, headers, media_type="application/json")
+    # One by one, so that other threads run between them.
+    several = f"[{','.join(map(to_json, value))}]" if isinstance(value, list) else None
+    content = to_json(value) if several is None else several
+    return Response(content, status, headers, media_type="application/json")
 
 
 def event(value: Any) -> str:

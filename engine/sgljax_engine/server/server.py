@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import threading
+import weakref
 from concurrent.futures import Future
 from types import TracebackType
 
@@ -15,9 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sgljax_engine import Engine, EngineError, InvalidConfigError
 from sgljax_engine.server.app import create_app
 from sgljax_engine.server.config import ServerConfig, is_loopback
+from sgljax_engine.server.connections import BoundedConfig
 from sgljax_engine.server.replies import error_response, overloaded
 
 _BACKLOG = 2048
+"""Connections that the system accepts before the event loop does."""
+
 _START_LIMIT_S = 60.0
 
 
@@ -49,17 +54,13 @@ class Server:
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._uvicorn = _Uvicorn(
-            uvicorn.Config(
+            BoundedConfig(
                 _EndsPolitely(app),
-                log_config=None,  # the process's logging is its own
-                access_log=False,
-                backlog=_BACKLOG,
-                lifespan="off",  # `_run` drains: only then are connections closed
-                timeout_graceful_shutdown=1,
-                server_header=False,
-                ws="none",
+                max_connections=self._config.connection_limit,
+                header_timeout_s=self._config.body_timeout_s,
             )
         )
+        _servers.add(self)
         self._thread = threading.Thread(target=self._run, name="sgljax-server", daemon=True)
         self._thread.start()
         self._started.result(_START_LIMIT_S)
@@ -103,6 +104,15 @@ class Server:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def descriptors(self) -> list[int]:
+        """File descriptors of the port and of all connections."""
+        connections = list(self._uvicorn.server_state.connections)
+        sockets = [
+            each.transport.get_extra_info("socket") for each in connections if each.transport
+        ]
+        found = [each.fileno() for each in (self._socket, *sockets) if each is not None]
+        return [each for each in found if each >= 0]
+
     def __enter__(self) -> Server:
         """Returns the server."""
         return self
@@ -138,6 +148,8 @@ class Server:
             starting.cancel()
             serving.result()
             raise EngineError("it ended at once")
+        # Uvicorn listened with the number of connections that it accepts at once.
+        self._socket.listen(_BACKLOG)
         self._started.set_result(None)
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,11 +157,32 @@ class Server:
         self._uvicorn.should_exit = True
         stopping.cancel()
         await serving
+        self._context.workers.close()
         # A client that reads nothing leaves what it was sent in the buffer of an open connection.
         for connection in list(self._uvicorn.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
         await asyncio.sleep(0)  # lets the event loop close them
+
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """Leaves a forked child neither the port nor connections, which would stay open with it.
+
+    Nothing is closed: Python's objects own the descriptors and close them some time.
+    """
+    servers = list(_servers)
+    if servers:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (each for server in servers for each in server.descriptors()):
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)
 
 
 class _EndsPolitely:

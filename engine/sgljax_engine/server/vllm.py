@@ -8,13 +8,15 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field, model_validator
 from starlette.responses import PlainTextResponse, Response
 
-from sgljax_engine import Engine
+from sgljax_engine import Engine, InvalidRequestError
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import Body, TokenIds
-from sgljax_engine.server.generation import prepared
+from sgljax_engine.server.limits import TOKENIZE_FACTOR
 from sgljax_engine.server.metrics import metrics_text
 from sgljax_engine.server.openai.messages import Message, Tool, template_messages
 from sgljax_engine.server.openai.template import template_options
+from sgljax_engine.server.prepared import prepared
+from sgljax_engine.server.routes import AdminRoute, DataRoute
 
 
 class Tokenize(Body):
@@ -44,7 +46,7 @@ class Detokenize(Body):
 
 def sleep_routes(context: ServerContext) -> APIRouter:
     """Routes of the admin key."""
-    router, engine = APIRouter(), context.engine
+    router, engine = APIRouter(route_class=AdminRoute), context.engine
 
     @router.post("/sleep")
     async def sleep(
@@ -68,7 +70,7 @@ def sleep_routes(context: ServerContext) -> APIRouter:
 
 def read_routes(context: ServerContext) -> APIRouter:
     """Routes of the data key."""
-    router, engine = APIRouter(), context.engine
+    router, engine = APIRouter(route_class=DataRoute), context.engine
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
@@ -78,13 +80,21 @@ def read_routes(context: ServerContext) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: Tokenize, request: Request) -> dict[str, Any]:
         """Token ids of a prompt or a conversation."""
-        tokens = await prepared(request, lambda: _tokens(engine, body))
+        tokens = await prepared(
+            request, context, lambda: _tokens(engine, body), has_template=body.prompt is None
+        )
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
 
     @router.post("/detokenize")
-    async def detokenize(body: Detokenize) -> dict[str, str]:
+    async def detokenize(body: Detokenize, request: Request) -> dict[str, str]:
         """Text of token ids, special tokens included."""
-        return {"prompt": engine.detokenize(body.tokens, skip_special_tokens=None)}
+        count, limit = len(body.tokens), TOKENIZE_FACTOR * engine.max_model_len
+        if count > limit:
+            raise InvalidRequestError(f"tokens must be at most {limit} ids, got {count}")
+        text = await prepared(
+            request, context, lambda: engine.detokenize(body.tokens, skip_special_tokens=None)
+        )
+        return {"prompt": text}
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -97,10 +107,14 @@ def read_routes(context: ServerContext) -> APIRouter:
 
 
 def _tokens(engine: Engine, body: Tokenize) -> list[int]:
+    max_tokens = TOKENIZE_FACTOR * engine.max_model_len
     if body.prompt is not None:
-        return engine.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
+        return engine.tokenize(
+            body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=max_tokens
+        )
     return engine.apply_chat_template(
         template_messages(body.messages or []),
         add_generation_prompt=body.add_generation_prompt,
         template_options=template_options(body.chat_template_kwargs, body.tools),
+        max_tokens=max_tokens,
     )

@@ -10,26 +10,21 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sgljax_engine.errors import InvalidConfigError, WeightLoadError
+from sgljax_engine.errors import WeightLoadError
 from sgljax_engine.weights.forms import Form
-from sgljax_engine.weights.hf_json import read_json
+from sgljax_engine.weights.hf_json import read_weight_map
 from sgljax_engine.weights.lora import merge_on_host
 from sgljax_engine.weights.rules import WeightRule
+from sgljax_engine.weights.safetensors_file import SafetensorsFile
 from sgljax_engine.weights.sync import Step, TargetSpec, plan_sync, source_spec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": jnp.dtype(jnp.bfloat16),
-}
-"""Dtypes of weights by safetensors' names."""
+_DTYPES = tuple(np.dtype(each) for each in ("f8", "f4", "f2", jnp.bfloat16))
+"""Dtypes of weights."""
 
 
 class HfTensor(NamedTuple):
@@ -55,32 +50,24 @@ def read_hf_tensors(folder: str | Path) -> dict[str, HfTensor]:
     folder = Path(folder)
     files = [SINGLE_FILE]
     if (folder / INDEX_FILE).exists():
-        try:
-            files = sorted(set(read_json(folder / INDEX_FILE).get("weight_map", {}).values()))
-        except InvalidConfigError as error:
-            raise WeightLoadError(str(error)) from error
+        files = sorted(set(read_weight_map(folder / INDEX_FILE).values()))
     return {name: tensor for file in files for name, tensor in _tensors_of(folder / file)}
 
 
 def _tensors_of(path: Path) -> Iterator[tuple[str, HfTensor]]:
-    if not path.is_file():
-        raise WeightLoadError(f"no such weights file: {path}")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                header = file.get_slice(name)
-                dtype = _DTYPES.get(header.get_dtype())
-                if dtype is None:
-                    raise WeightLoadError(f"{path}: {name!r} is {header.get_dtype()}, no float")
-                yield name, HfTensor(tuple(header.get_shape()), dtype, _loader(path, name))
-    except (SafetensorError, OSError) as error:
-        raise WeightLoadError(f"cannot read {path}: {error} (truncated download?)") from error
+    with SafetensorsFile(path) as file:
+        for name, tensor in file.tensors.items():
+            dtype = tensor.dtype
+            if dtype is None or dtype not in _DTYPES:
+                raise WeightLoadError(f"{path}: {name!r} is {tensor.dtype_name}, no float")
+            yield name, HfTensor(tensor.shape, dtype, _loader(path, name, file.stamp))
 
 
-def _loader(path: Path, name: str) -> Callable[[], np.ndarray]:
+def _loader(path: Path, name: str, stamp: tuple[int, ...]) -> Callable[[], np.ndarray]:
     def load() -> np.ndarray:
-        with safe_open(path, framework="numpy") as file:
-            return file.get_tensor(name)
+        with SafetensorsFile(path) as file:
+            file.check_unchanged(stamp)
+            return file.read(name)
 
     return load
 

@@ -6,20 +6,40 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sgljax_engine.errors import InvalidConfigError
+from sgljax_engine.errors import InvalidConfigError, WeightLoadError
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file, or raises InvalidConfigError naming the file."""
+    if path.exists() and not path.is_file():  # a pipe without a writer never ends
+        raise InvalidConfigError(f"cannot read {path}: it is no regular file")
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidConfigError(f"no such file: {path}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(loaded, dict):
         raise InvalidConfigError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
     return loaded
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, as an index of safetensors names them.
+
+    Raises:
+        WeightLoadError: names the index, and an entry that is no file beside it.
+    """
+    try:
+        found = read_json(path).get("weight_map") or {}
+    except InvalidConfigError as error:
+        raise WeightLoadError(str(error)) from error
+    if not isinstance(found, dict):
+        raise WeightLoadError(f"{path}: weight_map must be an object, got {type(found).__name__}")
+    for file in found.values():
+        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+            raise WeightLoadError(f"{path.parent}: the index names {file!r}, not a file beside it")
+    return found
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:

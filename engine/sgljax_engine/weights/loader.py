@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from sgljax_engine.errors import InvalidConfigError, WeightLoadError
-from sgljax_engine.weights.hf_json import read_json
+from sgljax_engine.errors import WeightLoadError
+from sgljax_engine.weights.hf_json import read_weight_map
+from sgljax_engine.weights.safetensors_file import SafetensorsFile
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -43,15 +43,9 @@ def read_hf_folder(
     if not (folder / _INDEX_FILE).exists():
         found = _read_file(folder / _SINGLE_FILE, on_read, ignores)
         return {name: tensor for name, tensor in found if tensor is not None}
-    try:
-        index = read_json(folder / _INDEX_FILE)
-    except InvalidConfigError as error:
-        raise WeightLoadError(str(error)) from error
-    weight_map: dict[str, str] = index.get("weight_map") or {}
+    weight_map = read_weight_map(folder / _INDEX_FILE)
     tensors: dict[str, np.ndarray | None] = {}
     for file_name in sorted(set(weight_map.values())):
-        if Path(file_name).name != file_name:
-            raise WeightLoadError(f"{folder}: the index names {file_name!r}, not a file beside it")
         for name, tensor in _read_file(folder / file_name, on_read, ignores):
             if weight_map.get(name) != file_name:
                 raise WeightLoadError(f"{folder / file_name} holds {name!r}, the index says not")
@@ -66,22 +60,17 @@ def _read_file(
     path: Path, on_read: Callable[[int], None], ignores: Callable[[str], bool]
 ) -> Iterator[tuple[str, np.ndarray | None]]:
     """Each name of a file with its tensor; None for one that is ignored."""
-    if not path.is_file():
-        raise WeightLoadError(f"no such weights file: {path}")
-    try:
-        num_left = path.stat().st_size
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                if ignores(name):
-                    yield name, None
-                    continue
-                tensor = file.get_tensor(name)
-                num_left -= tensor.nbytes
-                on_read(tensor.nbytes)
-                yield name, tensor
-        on_read(num_left)
-    except (SafetensorError, OSError) as error:
-        raise WeightLoadError(f"cannot read {path}: {error} (truncated download?)") from error
+    with SafetensorsFile(path) as file:
+        num_left = file.num_bytes
+        for name in file.tensors:
+            if ignores(name):
+                yield name, None
+                continue
+            tensor = file.read(name)
+            num_left -= tensor.nbytes
+            on_read(tensor.nbytes)
+            yield name, tensor
+    on_read(num_left)
 
 
 def random_weights(

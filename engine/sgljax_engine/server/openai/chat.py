@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from sgljax_engine import InvalidRequestError
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
+from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.openai import parts
 from sgljax_engine.server.openai.messages import template_messages
 from sgljax_engine.server.openai.parts import Output
@@ -18,22 +18,26 @@ from sgljax_engine.server.openai.reasoning import CLOSE, OPEN, ReasoningSplitter
 from sgljax_engine.server.openai.schemas import ChatRequest
 from sgljax_engine.server.openai.template import template_options
 from sgljax_engine.server.openai.tools import Call, ToolFormat, find_format
+from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import EventStream, event, reply
+from sgljax_engine.server.routes import OpenAIRoute
 
 
 def chat_routes(context: ServerContext) -> APIRouter:
     """The route."""
-    router, engine, generation = APIRouter(), context.engine, context.generation
+    router = APIRouter(route_class=OpenAIRoute)
+    engine, generation = context.engine, context.generation
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        call = await prepared(request, lambda: _Call(context, body))
+        call = await prepared(request, context, lambda: _Call(context, body), has_template=True)
         if body.stream:
             pieces = await generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, engine.weight_version)
         outputs = await generation.run(request, call.job)
-        return reply(call.answer(outputs), parts.last_version(engine, outputs))
+        version = parts.last_version(engine, outputs)
+        return await written(context, outputs, lambda: reply(call.answer(outputs), version))
 
     return router
 
@@ -55,6 +59,7 @@ class _Call:
             template_options=template_options(
                 body.chat_template_kwargs, body.tools if uses_tools else None
             ),
+            max_tokens=engine.max_model_len,
         )
         # The end of the prompt says whether the template lets the model think from the start.
         end = engine.detokenize(self._prompt_ids[-16:], skip_special_tokens=None)

@@ -11,11 +11,13 @@ from starlette.responses import Response
 
 from sgljax_engine import InvalidRequestError
 from sgljax_engine.server.context import ServerContext
-from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
+from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.openai import parts
 from sgljax_engine.server.openai.parts import Output
 from sgljax_engine.server.openai.schemas import CompletionRequest
+from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import EventStream, event, reply
+from sgljax_engine.server.routes import OpenAIRoute
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -23,18 +25,19 @@ _DEFAULT_MAX_TOKENS = 16
 
 def completion_routes(context: ServerContext) -> APIRouter:
     """The route."""
-    router, engine, generation = APIRouter(), context.engine, context.generation
+    router = APIRouter(route_class=OpenAIRoute)
+    engine, generation = context.engine, context.generation
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
-        call = await prepared(request, lambda: _Call(context, body))
+        call = await prepared(request, context, lambda: _Call(context, body))
         if body.stream:
             pieces = await generation.stream(request, call.job)
             return EventStream(call.events(pieces), pieces, engine.weight_version)
         outputs = await generation.run(request, call.job)
         version = parts.last_version(engine, outputs)
-        return reply(call.answer(outputs), version)
+        return await written(context, outputs, lambda: reply(call.answer(outputs), version))
 
     return router
 
@@ -86,7 +89,9 @@ class _Call:
         if not given:
             raise InvalidRequestError("prompt must hold at least one prompt, got []")
         return [
-            (each, self._engine.tokenize(each)) if isinstance(each, str) else (None, each)
+            (each, self._engine.tokenize(each, max_tokens=self._engine.max_model_len))
+            if isinstance(each, str)
+            else (None, each)
             for each in given
         ]
 

@@ -7,11 +7,13 @@ from typing import Any
 from fastapi import APIRouter
 
 from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.routes import OpenAIRoute
 
 
 def model_routes(context: ServerContext) -> APIRouter:
     """The route."""
-    router, engine, name = APIRouter(), context.engine, context.config.model_name
+    router = APIRouter(route_class=OpenAIRoute)
+    engine, name = context.engine, context.config.model_name
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

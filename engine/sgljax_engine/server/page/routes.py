@@ -11,11 +11,12 @@ from fastapi import APIRouter
 from starlette.responses import HTMLResponse, Response
 
 from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.routes import OpenRoute
 
 
 def page_routes(context: ServerContext) -> APIRouter:
     """The route of the page, which holds no data and needs no key."""
-    router = APIRouter()
+    router = APIRouter(route_class=OpenRoute)
     html = resources.files("sgljax_engine.server.page").joinpath("index.html").read_text("utf-8")
     headers = {
         "Content-Security-Policy": content_security_policy(html),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.replies import as_http_error, error_body
+from sgljax_engine.server.routes import AdminRoute
 from sgljax_engine.server.sglang.schemas import (
     AbortRequest,
     Empty,
@@ -25,6 +27,8 @@ from sgljax_engine.server.sglang.schemas import (
     UpdateWeightsFromDisk,
 )
 
+logger = logging.getLogger(__name__)
+
 _FLUSH_NOTE = (
     "(When requests are running, or paused in place, the operation will not be performed.)\n"
 )
@@ -32,7 +36,7 @@ _FLUSH_NOTE = (
 
 def control_routes(context: ServerContext) -> APIRouter:
     """The routes that the admin key opens."""
-    router, engine = APIRouter(), context.engine
+    router, engine = APIRouter(route_class=AdminRoute), context.engine
 
     @router.post("/pause_generation")
     async def pause_generation(body: PauseGeneration | None = None) -> dict[str, Any]:
@@ -83,8 +87,14 @@ def control_routes(context: ServerContext) -> APIRouter:
             folder = _folder(context.config.weights_root, body.model_path)
             mode, flush = _update_mode(body)
             version = await engine.async_update_weights(folder, mode=mode, flush_cache=flush)
-        except EngineError as error:
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                logger.exception("an update of weights failed")
             failed = as_http_error(error)
+            # Says nothing of where on the disk the root is.
+            failed.message = failed.message.replace(
+                str(context.config.weights_root), "weights_root"
+            )
             content = {"success": False, "message": failed.message, **error_body(failed)}
             return JSONResponse(content, failed.status)
         if body.weight_version is not None:

@@ -12,34 +12,49 @@ from starlette.responses import Response
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
 from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.fields import sampling_params
-from sgljax_engine.server.generation import Job, PieceStream, new_rids, prepared
+from sgljax_engine.server.generation import Job, PieceStream, new_rids
+from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import DONE, EventStream, event, reply
+from sgljax_engine.server.routes import DataRoute
 from sgljax_engine.server.sglang.schemas import GenerateReqInput, SGLangSampling
 
 
 def generate_routes(context: ServerContext) -> APIRouter:
     """The route that generates."""
-    router, engine, generation = APIRouter(), context.engine, context.generation
+    router = APIRouter(route_class=DataRoute)
+    engine, generation = context.engine, context.generation
 
     @router.post("/generate")
     async def generate(body: GenerateReqInput, request: Request) -> Response:
         """Generates from text or token ids; see `Engine.generate`."""
-        job, is_single = await prepared(request, lambda: _job(context, body))
+        job, is_single = await prepared(request, context, lambda: _job(context, body))
         texts = context.token_texts if body.return_text_in_logprobs else None
         if body.stream:
             pieces = await generation.stream(request, job)
             events = _events(pieces, texts, body)
             return EventStream(events, pieces, engine.weight_version)
         outputs = await generation.run(request, job)
-        for output in outputs:
-            _encode_routed(output, is_asked=body.return_routed_experts)
-            if texts is not None:
-                _add_texts(texts, output)
-        version = outputs[-1]["meta_info"]["weight_version"]
-        answer = outputs[0] if is_single else outputs
-        return reply(answer, engine.weight_version if version is None else version)
+        return await written(
+            context, outputs, lambda: _answer(engine, body, texts, outputs, is_single)
+        )
 
     return router
+
+
+def _answer(
+    engine: Engine,
+    body: GenerateReqInput,
+    texts: TokenTexts | None,
+    outputs: list[dict[str, Any]],
+    is_single: bool,
+) -> Response:
+    for output in outputs:
+        _encode_routed(output, is_asked=body.return_routed_experts)
+        if texts is not None:
+            _add_texts(texts, output)
+    version = outputs[-1]["meta_info"]["weight_version"]
+    answer = outputs[0] if is_single else outputs
+    return reply(answer, engine.weight_version if version is None else version)
 
 
 def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
@@ -51,11 +66,16 @@ def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
         raise InvalidRequestError(
             "return_routed_experts=True needs a server with enable_return_routed_experts=True"
         )
+    if body.stream and body.stream_output is False and _has_logprobs(body):
+        raise InvalidRequestError(
+            "stream_output=false would repeat all log-probs in each event; with return_logprob a "
+            "stream sends what is new"
+        )
     prompts: list[list[int]]
     if body.text is not None:
         is_single = isinstance(body.text, str)
         texts = [body.text] if isinstance(body.text, str) else body.text
-        prompts = [engine.tokenize(text) for text in texts]
+        prompts = [engine.tokenize(text, max_tokens=engine.max_model_len) for text in texts]
     else:
         ids: Any = body.input_ids
         is_single = not ids or isinstance(ids[0], int)
@@ -77,6 +97,11 @@ def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
         lora=_each("lora_path", body.lora_path or context.config.lora, len(prompts)),
     )
     return job, is_single and params[0].n == 1
+
+
+def _has_logprobs(body: GenerateReqInput) -> bool:
+    given = body.return_logprob
+    return any(given) if isinstance(given, list) else given
 
 
 def _params(engine: Engine, given: Any, count: int) -> list[SamplingParams]:
@@ -103,12 +128,13 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
 async def _events(
     pieces: PieceStream, texts: TokenTexts | None, body: GenerateReqInput
 ) -> AsyncIterator[str]:
+    is_cumulative = not body.stream_output and not _has_logprobs(body)
     so_far: dict[int, dict[str, Any]] = {}
     async for piece in pieces:
         _encode_routed(piece, is_asked=body.return_routed_experts)
         if texts is not None:
             _add_texts(texts, piece)
-        if not body.stream_output:
+        if is_cumulative:
             before = so_far.get(piece["index"])
             piece = so_far[piece["index"]] = piece if before is None else _joined(before, piece)
         yield event(piece)

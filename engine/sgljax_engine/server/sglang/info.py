@@ -13,11 +13,12 @@ from sgljax_engine import EngineShutdownError, EngineState, SamplingParams
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.generation import Job, new_rids
 from sgljax_engine.server.replies import overloaded
+from sgljax_engine.server.routes import DataRoute, OpenRoute
 
 
 def health_routes(context: ServerContext) -> APIRouter:
     """Routes that need no key."""
-    router, engine = APIRouter(), context.engine
+    router, engine = APIRouter(route_class=OpenRoute), context.engine
 
     @router.get("/health")
     async def health() -> Response:
@@ -33,7 +34,7 @@ def health_routes(context: ServerContext) -> APIRouter:
 
 def info_routes(context: ServerContext) -> APIRouter:
     """Routes of the data key."""
-    router, engine, config = APIRouter(), context.engine, context.config
+    router, engine, config = APIRouter(route_class=DataRoute), context.engine, context.config
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:

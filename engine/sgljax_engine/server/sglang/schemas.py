@@ -51,8 +51,10 @@ class GenerateReqInput(Body):
         False, description="needs a server with enable_return_routed_experts"
     )
     stream: bool = False
-    stream_output: bool = Field(
-        False, description="stream what is new in each event, not all so far as SGLang does"
+    stream_output: bool | None = Field(
+        None,
+        description="true streams what is new in each event, false all so far; null takes true "
+        "with log-probs, which must not be repeated, and else false, as SGLang does",
     )
     lora_path: str | list[str | None] | None = Field(None, description="name of a loaded adapter")
 
