@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +285,16 @@ def _(parts: Parts):
 def _(parts: Parts):
     folder = parts.folder("no_weights")
     (folder / "model.safetensors").unlink()
+    Engine(folder)
+
+
+@produces("two_sets_of_weights")
+def _(parts: Parts):
+    folder = parts.folder("two_sets")
+    shard = "model-00001-of-00001.safetensors"
+    shutil.copyfile(folder / "model.safetensors", folder / shard)
+    index = {"weight_map": {"model.norm.weight": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     Engine(folder)
 
 

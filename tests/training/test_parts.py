@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,15 @@ def test_random_model_with_experts(config):
 def test_models_that_do_not_fit_are_refused(section, message):
     with pytest.raises(InvalidConfigError, match=message):
         find_model(section)
+
+
+def test_shards_of_an_older_model_are_refused(tmp_path):
+    """Tunix's loader would read all safetensors files of the folder."""
+    folder = shutil.copytree(HF_FOLDER, tmp_path / "model")
+    shutil.copyfile(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+    message = r"holds model-00001-of-00002\.safetensors beside the model's model\.safetensors"
+    with pytest.raises(WeightLoadError, match=message):
+        find_model(ModelSection(path=str(folder)))
 
 
 def test_checkpoint_of_another_model_is_refused(config, tmp_path):
