@@ -50,6 +50,7 @@ from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.checks import FieldChecker
+from tunix_sgljax.rollout_config.end_tokens import find_end_ids
 from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
 from tunix_sgljax.rollout_config.fields import max_lora_rank
 from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
@@ -194,6 +195,7 @@ class SglJaxRollout(BaseRollout):
         asked_mode = engine_options.asked_logprobs_mode(rollout_config)
         self._logprobs_mode = self._given_logprobs_mode or asked_mode or "trainer_logprobs"
         self._rollout_config = rollout_config
+        self._end_ids = find_end_ids(rollout_config, self.eos_id())
         self._temperature = rollout_config.temperature
         if self._engine is not None:
             self._check_same_engine(rollout_config)
@@ -446,7 +448,7 @@ class SglJaxRollout(BaseRollout):
         """Sampling parameters of any prompt, without a seed."""
         return sampling.to_sampling_params(
             with_training_kwargs(config, self._rollout_config),
-            eos_id=self.eos_id(),
+            end_ids=self._end_ids,
             seed=None,
             extra=self._extra_params,
         )
