@@ -122,7 +122,7 @@ MODEL_FIELDS = _table(
         "mapped",
         None,
         "bounds a sequence if no context length is set: the larger of this value and "
-        "`max_prompt_length` + `max_tokens_to_generate`",
+        "`max_prompt_length` + `max_tokens_to_generate`, of the longest of a cluster's configs",
     ),
     (
         "tensor_parallel_size",
