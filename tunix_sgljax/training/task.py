@@ -47,6 +47,7 @@ def load_task(section: TaskSection, tokenizer: Any) -> Task:
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
     """
+    add_code_dir(section.code_dir)
     rows = _read_rows("task.dataset", section.dataset, section.dataset_args)
     eval_rows = []
     if section.eval_dataset is not None:
@@ -56,6 +57,23 @@ def load_task(section: TaskSection, tokenizer: Any) -> Task:
         eval_rows=[_to_row(section, row, tokenizer) for row in eval_rows],
         reward_fns=find_reward_functions(section),
     )
+
+
+def check_task(section: TaskSection) -> None:
+    """Finds the functions and files of a task, in a second: before Tunix is imported.
+
+    Raises:
+        InvalidConfigError: names the key and what could not be found.
+    """
+    find_reward_functions(section)
+    for key in ("dataset", "eval_dataset"):
+        source = getattr(section, key)
+        if source is None:
+            continue
+        if is_function(source):
+            import_function(f"task.{key}", source)
+        elif not Path(source).is_file():
+            raise InvalidConfigError(f"task.{key} {source} is no file")
 
 
 def find_reward_functions(section: TaskSection) -> list[Callable[..., Any]]:
