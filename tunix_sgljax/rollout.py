@@ -136,7 +136,9 @@ class SglJaxRollout(BaseRollout):
             strict_config: Refuse fields of a RolloutConfig that have no meaning here, such as
                 another engine's; otherwise one warning names all such fields that are not at their
                 defaults.
-            progress: Draw progress bars of loading, warm-up and rollouts.
+            progress: Draws progress bars of loading, warm-up and rollouts. None writes a line to
+                stderr for what takes long: each program that is compiled, slow rollouts.
+                `Progress(False)` writes nothing.
             **engine_options: Flat `EngineConfig` options; they override `rollout_config`.
 
         Raises:
@@ -197,6 +199,7 @@ class SglJaxRollout(BaseRollout):
                 engine than the one already built; for a config that is longer than the context.
         """
         cluster = find_cluster()
+        self._observers.expect_trainer(cluster is not None)
         self._bind(rollout_config, configs_by_mode(cluster, rollout_config))
 
     def _bind(self, rollout_config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
