@@ -181,6 +181,21 @@ def test_bad_input_is_said_in_one_line(arguments, message, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout_engine=sgljx", "rollout_engine 'sgljx' is unknown; did you mean 'sgljax'?"),
+        ("sgljax_config.page_sise=8", "unknown engine option 'page_sise'; did you mean 'page_size"),
+    ],
+)
+def test_a_typo_is_said_before_tunix_asks_for_a_token(override, message, monkeypatch, capsys):
+    """With a tokenizer of the hub, for which Tunix needs one."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    words = [BASE, "tokenizer_config.tokenizer_path=Qwen/Qwen3-0.6B", "rollout_engine=sgljax"]
+    assert cli.main(["tunix", "grpo", *words, override]) == cli.EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
 def test_help_behind_the_pipeline_is_the_commands(capsys):
     assert cli.main(["tunix", "grpo", "--help"]) == 0
     assert "rollout_engine=sgljax" in capsys.readouterr().out

@@ -68,6 +68,21 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
+def check_engine_name(name: Any) -> Any:
+    """Returns the value of `rollout_engine`, or refuses a misspelt one.
+
+    Tunix would refuse it only when all models are loaded.
+
+    Raises:
+        InvalidConfigError: names the nearest engine.
+    """
+    known = (ENGINE, "vanilla", *_FOREIGN_SECTIONS)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    if name not in known and near:
+        raise InvalidConfigError(f"rollout_engine {name!r} is unknown; did you mean {near[0]!r}?")
+    return name
+
+
 def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of `SglJaxRollout` that `sgljax_config` holds, checked before a model is loaded.
 
