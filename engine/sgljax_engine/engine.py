@@ -7,6 +7,7 @@ arguments and sends a command to the engine threads.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import importlib
 import logging
@@ -271,6 +272,7 @@ class Engine:
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        **unknown: Any,
     ) -> Any:
         """Generates and waits for the output, also across a pause of generation.
 
@@ -291,6 +293,7 @@ class Engine:
                 in use by an unanswered call. With several samples, sample i is `<rid>-<i>`.
             lora: Name of the adapter for all prompts, or a list with one per prompt; None is the
                 base model alone.
+            **unknown: None; a sampling field here is refused with where it goes.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
@@ -302,6 +305,7 @@ class Engine:
             EngineStateError: after an update with donate=True failed.
             EngineShutdownError: after, or because of, `shutdown`.
         """
+        _refuse_keywords(unknown)
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
@@ -322,11 +326,13 @@ class Engine:
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        **unknown: Any,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests.
 
         With `stream` it returns an `AsyncTokenStream`: `async for piece in await ...`.
         """
+        _refuse_keywords(unknown)
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
@@ -1187,11 +1193,27 @@ class Engine:
         lora: Any = None,
     ) -> tuple[list[Request], bool]:
         _check_flags(stream=stream)
+        if self._group.is_sleeping:
+            logger.warning(
+                "the engine sleeps: what is asked of it now waits for wake_up, or for new weights, "
+                "from another thread"
+            )
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._requests.make(
             prompt, sampling_params, input_ids, logprobs, rid, lora, is_streaming=stream
         )
+
+
+def _refuse_keywords(unknown: Mapping[str, Any]) -> None:
+    """Says where a sampling field goes, which other APIs take as a keyword."""
+    for name, value in unknown.items():
+        if name in {field.name for field in dataclasses.fields(SamplingParams)}:
+            raise InvalidRequestError(
+                f"generate takes no keyword {name!r}: give it as sampling_params="
+                f"{{{name!r}: {value!r}}}"
+            )
+        raise InvalidRequestError(f"generate takes no keyword {name!r}")
 
 
 def _sleep_command(
