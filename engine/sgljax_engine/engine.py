@@ -1150,7 +1150,7 @@ class Engine:
             module = importlib.import_module("sgljax_engine.server")
         except ImportError as error:
             raise InvalidConfigError(
-                f"serve needs the extra [server]: pip install 'tunix-sgljax[server]' ({error})"
+                f"serve needs the extra [server], pip install '.[server]' in a checkout ({error})"
             ) from error
         server = module.Server(self, config or module.ServerConfig.from_options(options))
         self._servers.append(server)
