@@ -41,12 +41,10 @@ def test_lora():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-def test_readme(monkeypatch, capsys):
-    """Its GRPO script, where it says that it runs. The block behind it needs a model of the hub."""
-    monkeypatch.chdir(doc_blocks.DOCS.parent / "examples")
-    script, _ = (block for block in doc_blocks.blocks("../README.md") if block.kind == "python")
-    exec(compile(script.code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "2 steps, weights updated 2 times\n"
+def test_local_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hf_folder.main(["addition-model"]) == 0
+    assert doc_blocks.run("local_folder.md", {}) == 1
 
 
 @pytest.mark.slow
