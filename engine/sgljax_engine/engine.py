@@ -165,6 +165,7 @@ class Engine:
         self._progress = progress
         self._tokenizer = tokenizer
         self._servers: list[Server] = []
+        self._has_warned_of_sleep = False
         self._group, limits = group.start_on_clean_thread(build)
         try:
             self._client = EngineClient(self._group)
@@ -1182,6 +1183,16 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
+    def _warn_of_sleep(self) -> None:
+        """Says once in a sleep that a call waits, which looks like a hang otherwise."""
+        is_sleeping = self._group.is_sleeping
+        if is_sleeping and not self._has_warned_of_sleep:
+            logger.warning(
+                "the engine sleeps: what is asked of it now waits for wake_up, or for new weights, "
+                "from another thread"
+            )
+        self._has_warned_of_sleep = is_sleeping
+
     def _make_requests(
         self,
         prompt: Any,
@@ -1193,11 +1204,7 @@ class Engine:
         lora: Any = None,
     ) -> tuple[list[Request], bool]:
         _check_flags(stream=stream)
-        if self._group.is_sleeping:
-            logger.warning(
-                "the engine sleeps: what is asked of it now waits for wake_up, or for new weights, "
-                "from another thread"
-            )
+        self._warn_of_sleep()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._requests.make(
