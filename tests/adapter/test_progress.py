@@ -79,7 +79,7 @@ def test_a_script_gets_a_line_for_each_slow_phase(make_rollout, capsys, monkeypa
     lines = capsys.readouterr().err.splitlines()
     compiled = [line for line in lines if line.startswith("rollout compiles program ")]
     state = rollout.engine.get_internal_state()
-    assert len(compiled) == state.counters.num_compiles > 1
+    assert len(compiled) == state.num_compiles > 1
     assert compiled[0] == "rollout compiles program 1, prefill"
     assert re.fullmatch(r"rollout \d+\.\d s, 2 samples, \d+ tokens/s, weights v0", lines[-1])
     assert len(lines) == len(compiled) + 1
