@@ -263,7 +263,7 @@ def test_critic_of_llama3_is_refused(config):
 def test_rows_come_from_a_module_beside_the_config(tmp_path, monkeypatch):
     """Also where nothing else has put `task.code_dir` on the path."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "rows_beside.py").write_text("def rows():\n    return [{'prompt': 'a'}]\n")
+    (tmp_path / "rows_beside.py").write_text("def rows():\n    return [{'prompts': 'a'}]\n")
     section = TaskSection(
         code_dir=str(tmp_path), dataset="rows_beside:rows", reward_functions=["exact_match"]
     )

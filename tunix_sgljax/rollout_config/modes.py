@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 
 from tunix.rl import rl_cluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def find_cluster() -> rl_cluster.RLCluster | None:
@@ -43,15 +46,20 @@ def configs_by_mode(
 def check_lengths(configs: Mapping[str, RolloutConfig], max_model_len: int) -> None:
     """Refuses configs whose longest sequences the engine cannot hold.
 
+    Of the training config it only warns: its prompts may be shorter, and it is used at once.
+
     Raises:
         InvalidConfigError: names the mode, the fields and the limit.
     """
     for mode, config in configs.items():
         prompt, new = config.max_prompt_length, config.max_tokens_to_generate
         if prompt + new > max_model_len:
-            raise InvalidConfigError(
+            message = (
                 f"the RolloutConfig of {mode}: max_prompt_length {prompt} + max_tokens_to_generate "
                 f"{new} = {prompt + new} exceeds the engine's context of {max_model_len} tokens; "
                 "raise rollout_sglang_jax_context_length of the training config (max_model_len), "
                 "or leave it out, if the model's own context allows it"
             )
+            if mode != rl_cluster.Mode.TRAIN.name:
+                raise InvalidConfigError(message)
+            logger.warning("%s", message)
