@@ -297,6 +297,27 @@ def test_which_section_counts(engines, filled, expected):
     assert sections.recipe_section(config, engines) == expected
 
 
+@pytest.mark.parametrize(
+    ("engine", "overrides", "version"),
+    [
+        ("vllm", [], "local/qwen3-tiny"),
+        ("sglang_jax", ["actor_model_config.model_download_path=/models/tiny"], "/models/tiny"),
+        ("vllm", ["vllm_config.model_version=/given"], "/given"),
+        ("vanilla", [], ""),
+    ],
+)
+def test_the_model_whose_end_tokens_a_recipes_engine_reads(engine, overrides, version):
+    """Else fewer tokens would end a completion than before the one override."""
+    words = [f"rollout_engine={engine}", "rollout_engine=sgljax", *overrides]
+    assert make_pipeline(*words).create_rollout_config().rollout_vllm_model_version == version
+
+
+def test_end_tokens_are_beside_a_local_tokenizer(folder):
+    words = (f"tokenizer_config.tokenizer_path={folder}", "rollout_engine=vllm")
+    config = make_pipeline(*words, "rollout_engine=sgljax").create_rollout_config()
+    assert config.rollout_vllm_model_version == str(folder)
+
+
 def test_values_of_rollout_config_win_over_a_section():
     pipeline = make_pipeline(
         "rollout_engine=sgljax",

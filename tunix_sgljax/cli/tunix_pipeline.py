@@ -93,6 +93,9 @@ def with_sgljax_engine(pipeline: Any) -> Any:
             if self._section is not None:
                 fields = sections.translate_section(self.config, self._section, _FIELDS)[0]
             fields = {name: value for name, value in fields.items() if name not in given}
+            version = sections.model_version(self.config, self._named_engines)
+            if version is not None and not sections.names_model(given | fields):
+                fields["rollout_vllm_model_version"] = version
             if sections.leaves_batch_open(given | fields, self._options):
                 # Like Tunix for its SGLang engine: all samples of a step at once.
                 fields["rollout_sglang_jax_max_running_requests"] = max_running_requests
