@@ -47,7 +47,7 @@ class PhaseLines:
         with self._lock:
             if task == "compile programs":
                 self._totals[task] = (0, total)
-                line = f"rollout compiles {total} programs"
+                line = f"rollout compiles {total} program{'s' if total > 1 else ''}"
             else:
                 self._num_programs += 1
                 name = task.removeprefix("compile ")
@@ -121,10 +121,11 @@ class _Round:
         """What the round did so far, in a line."""
         now, seconds = self._engine.get_progress(), self.seconds
         done = min(now.num_finished - self._first.num_finished, self.num_samples)
+        samples = f"{self.num_samples} sample{'s' if self.num_samples > 1 else ''}"
         part = f"{done} of " if done < self.num_samples else ""
         rate = (now.num_output_tokens - self._first.num_output_tokens) / max(seconds, 1e-9)
         return (
-            f"rollout {seconds:.1f} s, {part}{self.num_samples} samples, {rate:.0f} tokens/s, "
+            f"rollout {seconds:.1f} s, {part}{samples}, {rate:.0f} tokens/s, "
             f"weights v{now.weight_version}"
         )
 
