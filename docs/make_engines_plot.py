@@ -49,6 +49,7 @@ def read(name: str) -> dict[str, Any]:
 def keep_steps(records: Path) -> None:
     """Keeps the steps of a run of each engine, with the machine."""
     content: dict[str, Any] = {}
+    device = "cpu"
     for name in ENGINES:
         run = json.loads((records / name / "records.json").read_text(encoding="utf-8"))
         steps = run["steps"]

@@ -22,8 +22,8 @@ LONG = {"max_tokens_to_generate": 100, "kv_cache_size": 256}
 
 def make_cluster(kind: str, configs: Any) -> Any:
     """A cluster of Tunix's or of ours, which makes the rollout or is given one."""
-    engine = {} if kind == "worker" else {"rollout_engine": SglJaxRollout}
-    parts = make_parts(rollout_config=configs, **engine)
+    engine = "vanilla" if kind == "worker" else SglJaxRollout
+    parts = make_parts(rollout_config=configs, rollout_engine=engine)
     if kind == "tunix":
         return TunixRLCluster(**parts.arguments)
     if kind == "ours":

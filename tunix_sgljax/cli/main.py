@@ -70,7 +70,9 @@ Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted."""
 class Parser(argparse.ArgumentParser):
     """A parser that says in one line what is wrong, and what was meant."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  it has overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """As its base class, but a command's own parser refuses what it does not know."""
         parsed, unknown = super().parse_known_args(args, namespace)
         options = [word for word in unknown if word.startswith("-")]

@@ -84,10 +84,10 @@ class PhaseLines:
         finally:
             with self._lock:
                 current.num_calls -= 1
-                is_over = not current.num_calls
+                is_over, is_first = not current.num_calls, not self._num_rounds
                 if is_over:
                     del self._rounds[id(engine)]
-                    is_first, self._num_rounds = not self._num_rounds, self._num_rounds + 1
+                    self._num_rounds += 1
             if is_over:
                 current.close()
                 if is_first or current.seconds >= SLOW_S:

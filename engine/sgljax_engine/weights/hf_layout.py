@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from sgljax_engine.errors import InvalidConfigError, WeightLoadError
 from sgljax_engine.weights.hf_json import read_json
@@ -13,7 +13,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-class WeightFiles(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightFiles:
     """The files of a model.
 
     Attributes:
@@ -45,23 +46,23 @@ def find_weight_files(folder: str | Path) -> WeightFiles:
     folder = Path(folder)
     has_single = (folder / SINGLE_FILE).exists()
     if not (folder / INDEX_FILE).exists():
-        return WeightFiles(folder, (SINGLE_FILE,), None)
+        return WeightFiles(folder=folder, names=(SINGLE_FILE,), index=None)
     try:
         index = _read_index(folder)
     except WeightLoadError:
         if not has_single:
             raise
-        return WeightFiles(folder, (SINGLE_FILE,), None)
+        return WeightFiles(folder=folder, names=(SINGLE_FILE,), index=None)
     shards = tuple(sorted(set(index.values())))
     if not has_single or SINGLE_FILE in shards:
-        return WeightFiles(folder, shards, index)
+        return WeightFiles(folder=folder, names=shards, index=index)
     if shards and all((folder / name).is_file() for name in shards):
         raise WeightLoadError(
             f"{folder} holds two models, {SINGLE_FILE} and the {len(shards)} files that "
             f"{INDEX_FILE} lists ({shards[0]}, ...), and nothing tells which is the newer one: "
             "delete the index with its files, or the single file, which transformers would load"
         )
-    return WeightFiles(folder, (SINGLE_FILE,), None)
+    return WeightFiles(folder=folder, names=(SINGLE_FILE,), index=None)
 
 
 def _read_index(folder: Path) -> dict[str, str]:
