@@ -72,7 +72,9 @@ def check_task(section: TaskSection) -> None:
             continue
         if is_function(source):
             import_function(f"task.{key}", source)
-        elif not Path(source).is_file():
+            continue
+        _refuse_arguments(f"task.{key}", source, getattr(section, f"{key}_args"))
+        if not Path(source).is_file():
             raise InvalidConfigError(f"task.{key} {source} is no file")
 
 
@@ -159,9 +161,8 @@ def _read_rows(key: str, source: str, arguments: Mapping[str, Any]) -> list[Mapp
             rows = list(function(**arguments))
         except TypeError as error:
             raise InvalidConfigError(f"{key}_args {dict(arguments)}: {error}") from error
-    elif arguments:
-        raise InvalidConfigError(f"{key}_args needs a function as {key}, got the file {source}")
     else:
+        _refuse_arguments(key, source, arguments)
         rows = _read_file(key, Path(source))
     if not rows:
         raise InvalidConfigError(f"{key} {source} holds no rows")
@@ -169,6 +170,11 @@ def _read_rows(key: str, source: str, arguments: Mapping[str, Any]) -> list[Mapp
         if not isinstance(row, Mapping):
             raise InvalidConfigError(f"{key} {source} must hold mappings, got {row!r}")
     return rows
+
+
+def _refuse_arguments(key: str, source: str, arguments: Mapping[str, Any]) -> None:
+    if arguments:
+        raise InvalidConfigError(f"{key}_args needs a function as {key}, got the file {source}")
 
 
 def _read_file(key: str, path: Path) -> list[Any]:
