@@ -28,7 +28,8 @@ _BEGIN, _END = (
 
 _LATER = """Read from the training config when the rollout is made. A later config, such as an
 evaluation config, may leave them at their defaults or repeat them; a different value is refused.
-So set a context length in the training config that is enough for evaluation too."""
+Without a context length the longest config of the cluster decides, evaluation's included; a config
+that a given one is too short for is refused when the cluster is made."""
 
 _ENTRIES = """The option that each entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs`
 sets. As a keyword of `SglJaxRollout` or `Engine` such a name is refused, and the error gives its

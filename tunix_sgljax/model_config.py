@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import logging
 import sys
@@ -33,6 +34,16 @@ _GEMMA_NORM_EPS = 1e-6
 
 _COMPUTED = ("rope", "rms_norm_eps", "attention", "final_logit_softcap", "moe")
 """Fields that cannot be derived from the shapes of weights."""
+
+_WORDS = {
+    "rope": "rotary embedding",
+    "theta": "base",
+    "llama3": "Llama 3's scaling",
+    "rms_norm_eps": "norm epsilon",
+    "final_logit_softcap": "cap of logits",
+    "moe": "routing of experts",
+}
+"""Names of a config's fields in messages."""
 
 
 def to_model_config(config: Any, *, context_length: int) -> ModelConfig:
@@ -69,13 +80,41 @@ def as_trained(model: ModelConfig, actor_config: Any) -> ModelConfig:
         given, wanted = getattr(model, name), getattr(trained, name)
         if given != wanted:
             logger.warning(
-                "the model's config has %s=%s, but Tunix trains it with %s: the rollout uses that",
-                name,
-                given,
-                wanted,
+                "Tunix %s computes this model with %s than its checkpoint has (%s): it starts "
+                "worse than the checkpoint. The rollout computes what Tunix does",
+                importlib.metadata.version("google-tunix"),
+                *_difference(name, given, wanted),
             )
             model = dataclasses.replace(model, **{name: wanted})
     return model
+
+
+def _difference(name: str, given: Any, wanted: Any) -> tuple[str, str]:
+    """What Tunix computes with, and what the checkpoint has, in words: where they differ alone."""
+    fields = [""]
+    if type(given) is type(wanted) and dataclasses.is_dataclass(given):
+        names = [field.name for field in dataclasses.fields(given)]
+        fields = [each for each in names if getattr(given, each) != getattr(wanted, each)]
+
+    def parts(value: Any) -> str:
+        values = [(each, getattr(value, each) if each else value) for each in fields]
+        return ", ".join(f"{_WORDS.get(each, each)} {_in_words(x)}".strip() for each, x in values)
+
+    return f"another {_WORDS.get(name, name)} ({parts(wanted)})", parts(given)
+
+
+def _in_words(value: Any) -> str:
+    if value is None:
+        return "none"
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return " ".join(f"{each.name} {_in_words(getattr(value, each.name))}" for each in fields)
+    if not isinstance(value, float):
+        return str(value)
+    if 1e-4 <= value < 1e4:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def compute_dtype(actor_config: Any) -> str | None:

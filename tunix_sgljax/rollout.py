@@ -49,9 +49,11 @@ from tunix_sgljax.observability.observers import RolloutObservers
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
 from tunix_sgljax.rollout_config import engine_options
-from tunix_sgljax.rollout_config.checks import FieldChecker
+from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types
+from tunix_sgljax.rollout_config.end_tokens import find_end_ids
 from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
 from tunix_sgljax.rollout_config.fields import max_lora_rank
+from tunix_sgljax.rollout_config.modes import check_lengths, configs_by_mode, find_cluster
 from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
 
 if TYPE_CHECKING:
@@ -134,7 +136,9 @@ class SglJaxRollout(BaseRollout):
             strict_config: Refuse fields of a RolloutConfig that have no meaning here, such as
                 another engine's; otherwise one warning names all such fields that are not at their
                 defaults.
-            progress: Draw progress bars of loading, warm-up and rollouts.
+            progress: Draws progress bars of loading, warm-up and rollouts. None writes a line to
+                stderr for what takes long: each program that is compiled, slow rollouts.
+                `Progress(False)` writes nothing.
             **engine_options: Flat `EngineConfig` options; they override `rollout_config`.
 
         Raises:
@@ -147,7 +151,7 @@ class SglJaxRollout(BaseRollout):
         self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
         padding.check_pad_id(self.pad_id(), self.eos_id())
         # Tunix passes an empty mesh when it runs without one.
-        self._mesh = None if mesh is None or mesh.empty else mesh
+        self._mesh = None if mesh is None or mesh.empty else check_axis_types(mesh)
         self._actor: nnx.Module | None = rollout_actor
         self._given_model_config = model_config
         self._extra_params = sampling.check_extra_params(sampling_params or {})
@@ -177,34 +181,45 @@ class SglJaxRollout(BaseRollout):
         self._call_counts: dict[int, Any] = defaultdict(itertools.count)
         self._mapping_obj: Any = None
         self._temperature: float | None = None
-        self.bind(rollout_config or RolloutConfig())
-        if rollout_config is None:
-            self._temperature = None  # of the first call, until a training config is bound
+        if rollout_config is not None:
+            self.bind(rollout_config)
+            return
+        self._bind(RolloutConfig(), {})
+        self._temperature = None  # of the first call, until a training config is bound
 
     def bind(self, rollout_config: RolloutConfig) -> None:
         """Sets the cluster's training RolloutConfig.
 
-        `RLCluster(rollout_worker=...)` calls it, since such a worker is created without one.
+        `RLCluster(rollout_worker=...)` calls it, since such a worker is created without one. Inside
+        the construction of a cluster, the configs of its other modes are checked too, and the
+        longest one sizes the engine.
 
         Raises:
             InvalidConfigError: for a field that the rollout refuses, or that asks for a different
-                engine than the one already built.
+                engine than the one already built; for a config that is longer than the context.
         """
+        cluster = find_cluster()
+        self._observers.expect_trainer(cluster is not None)
+        self._bind(rollout_config, configs_by_mode(cluster, rollout_config))
+
+    def _bind(self, rollout_config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
         self._field_checker.check(rollout_config)
         asked_mode = engine_options.asked_logprobs_mode(rollout_config)
         self._logprobs_mode = self._given_logprobs_mode or asked_mode or "trainer_logprobs"
         self._rollout_config = rollout_config
+        self._end_ids = find_end_ids(rollout_config, self.eos_id())
         self._temperature = rollout_config.temperature
         if self._engine is not None:
             self._check_same_engine(rollout_config)
+            self._check_modes(configs)
             return
         sampling.apply_log_level(rollout_config)
         asked = engine_options.ask_options(rollout_config)
         wanted = {**asked.values, **self._explicit_options}.get("max_model_len", 0)
         self._model_config = self._find_model_config(rollout_config, wanted)
-        implied = engine_options.implied_model_len(rollout_config)
+        lengths = map(engine_options.implied_model_len, (rollout_config, *configs.values()))
         self._engine_config = engine_options.make_engine_config(
-            asked, self._explicit_options, min(implied, self._model_config.context_length)
+            asked, self._explicit_options, min(max(lengths), self._model_config.context_length)
         )
         if self._match is not None:
             self._match.refuse_quantization(self._engine_config.runtime.quantization)
@@ -221,6 +236,7 @@ class SglJaxRollout(BaseRollout):
         self._engine_config = dataclasses.replace(self._engine_config, lora=slots)
         # Refuses now what the first call would: sizes that do not share out the mesh, for example.
         preview_engine(self._model_config, mesh=self._mesh, config=self._engine_config)
+        self._check_modes(configs)
 
     # ------------------------------------------------------------------ facts
 
@@ -446,7 +462,7 @@ class SglJaxRollout(BaseRollout):
         """Sampling parameters of any prompt, without a seed."""
         return sampling.to_sampling_params(
             with_training_kwargs(config, self._rollout_config),
-            eos_id=self.eos_id(),
+            end_ids=self._end_ids,
             seed=None,
             extra=self._extra_params,
         )
@@ -705,6 +721,21 @@ class SglJaxRollout(BaseRollout):
             raise InvalidConfigError(
                 "RolloutConfig.rollout_mapping_config cannot change after construction"
             )
+
+    def _check_modes(self, configs: Mapping[str, RolloutConfig]) -> None:
+        """Refuses now what the first call with each config would, hours into a run."""
+        longest = self._engine_config.max_model_len or self._model_config.context_length
+        check_lengths(configs, longest)
+        for mode, config in configs.items():
+            try:
+                self._field_checker.check(config)
+                self._check_same_engine(config)
+                self._sampling_params(config)
+                sampling.seed_to_int(config.seed)
+            except (InvalidConfigError, InvalidRequestError) as error:
+                if config is self._rollout_config:
+                    raise
+                raise InvalidConfigError(f"the RolloutConfig of {mode}: {error}") from error
 
     def _find_model_config(self, rollout_config: RolloutConfig, wanted: int) -> ModelConfig:
         given = self._given_model_config

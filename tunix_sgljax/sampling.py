@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -144,19 +144,19 @@ def pick_logprobs(output: RequestOutput, mode: str) -> list[float]:
 def to_sampling_params(
     config: RolloutConfig,
     *,
-    eos_id: int | None,
+    end_ids: Sequence[int],
     seed: int | None,
     extra: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
     """The sampling parameters of one prompt.
 
     `top_p=None` means 1.0 (no filtering), as its type suggests; `top_k` None, -1 or 0 keep all
-    tokens, as in Tunix's vanilla sampler. Generation stops at `eos_tokens` if given, else at the
-    tokenizer's end token, and at `stop_token_ids` of `rollout_vllm_sampling_kwargs`.
+    tokens, as in Tunix's vanilla sampler. Generation stops at `eos_tokens` if given, else at
+    `end_ids`, and at `stop_token_ids` of `rollout_vllm_sampling_kwargs`.
 
     Args:
         config: Tunix's config of this call.
-        eos_id: The tokenizer's end token; None or negative when it has none.
+        end_ids: The end tokens of tokenizer and model, see `find_end_ids`.
         seed: Seed of this prompt, already unique.
         extra: Fields that RolloutConfig does not have; see `check_extra_params`. They override
             `rollout_vllm_sampling_kwargs`.
@@ -166,7 +166,7 @@ def to_sampling_params(
         InvalidRequestError: for a wrong value of another field.
     """
     asked = ask_sampling(config)
-    own = [] if eos_id is None or eos_id < 0 or asked.ignores_eos else [eos_id]
+    own = () if asked.ignores_eos else end_ids
     stop = config.eos_tokens if config.eos_tokens is not None else own
     return SamplingParams.from_dict(
         {

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         read_hf_tensors,
         write_hf_tensors,
     )
+    from sgljax_engine.weights.hf_layout import WeightFiles, find_weight_files
     from sgljax_engine.weights.rules import LoraRule, Rule, WeightRule, flatten_named
     from sgljax_engine.weights.safetensors_file import read_safetensors
 
@@ -89,7 +90,9 @@ _LAZY = {
     "StagedWeights": "sgljax_engine.core.staging",
     "LoraRule": "sgljax_engine.weights.rules",
     "Rule": "sgljax_engine.weights.rules",
+    "WeightFiles": "sgljax_engine.weights.hf_layout",
     "WeightRule": "sgljax_engine.weights.rules",
+    "find_weight_files": "sgljax_engine.weights.hf_layout",
     "flatten_named": "sgljax_engine.weights.rules",
     "hf_rules": "sgljax_engine.models.weight_rules",
     "load_model_config": "sgljax_engine.models.registry",
@@ -156,11 +159,13 @@ __all__ = [
     "SpeculationConfig",
     "StagedWeights",
     "UnsupportedModelError",
+    "WeightFiles",
     "WeightLoadError",
     "WeightRule",
     "WeightSyncError",
     "WeightsLostError",
     "derive_seed",
+    "find_weight_files",
     "flatten_named",
     "hf_rules",
     "load_model_config",

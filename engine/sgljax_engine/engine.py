@@ -7,6 +7,7 @@ arguments and sends a command to the engine threads.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import importlib
 import logging
@@ -165,6 +166,7 @@ class Engine:
         self._progress = progress
         self._tokenizer = tokenizer
         self._servers: list[Server] = []
+        self._has_warned_of_sleep = False
         self._group, limits = group.start_on_clean_thread(build)
         try:
             self._client = EngineClient(self._group)
@@ -272,6 +274,7 @@ class Engine:
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        **unknown: Any,
     ) -> Any:
         """Generates and waits for the output, also across a pause of generation.
 
@@ -292,6 +295,7 @@ class Engine:
                 in use by an unanswered call. With several samples, sample i is `<rid>-<i>`.
             lora: Name of the adapter for all prompts, or a list with one per prompt; None is the
                 base model alone.
+            **unknown: None; a sampling field here is refused with where it goes.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
@@ -303,6 +307,7 @@ class Engine:
             EngineStateError: after an update with donate=True failed.
             EngineShutdownError: after, or because of, `shutdown`.
         """
+        _refuse_keywords(unknown)
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
@@ -323,11 +328,13 @@ class Engine:
         stream: bool = False,
         rid: str | Sequence[str] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        **unknown: Any,
     ) -> Any:
         """`generate` for asyncio; cancelling the task aborts its requests.
 
         With `stream` it returns an `AsyncTokenStream`: `async for piece in await ...`.
         """
+        _refuse_keywords(unknown)
         logprobs = LogprobArgs(
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
@@ -1161,7 +1168,7 @@ class Engine:
             module = importlib.import_module("sgljax_engine.server")
         except ImportError as error:
             raise InvalidConfigError(
-                f"serve needs the extra [server]: pip install 'tunix-sgljax[server]' ({error})"
+                f"serve needs the extra [server], pip install '.[server]' in a checkout ({error})"
             ) from error
         server = module.Server(self, config or module.ServerConfig.from_options(options))
         self._servers.append(server)
@@ -1194,6 +1201,16 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
+    def _warn_of_sleep(self) -> None:
+        """Says once in a sleep that a call waits, which looks like a hang otherwise."""
+        is_sleeping = self._group.is_sleeping
+        if is_sleeping and not self._has_warned_of_sleep:
+            logger.warning(
+                "the engine sleeps: what is asked of it now waits for wake_up, or for new weights, "
+                "from another thread"
+            )
+        self._has_warned_of_sleep = is_sleeping
+
     def _make_requests(
         self,
         prompt: Any,
@@ -1205,6 +1222,7 @@ class Engine:
         lora: Any = None,
     ) -> tuple[list[Request], bool]:
         _check_flags(stream=stream)
+        self._warn_of_sleep()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._requests.make(
@@ -1223,6 +1241,17 @@ def _is_large(prompts: Any) -> bool:
     if isinstance(prompts, str) or len(prompts) > _MANY_ITEMS:
         return len(prompts) > _MANY_ITEMS
     return sum(len(each) if isinstance(each, Sized) else 1 for each in prompts) > _MANY_ITEMS
+
+
+def _refuse_keywords(unknown: Mapping[str, Any]) -> None:
+    """Says where a sampling field goes, which other APIs take as a keyword."""
+    for name, value in unknown.items():
+        if name in {field.name for field in dataclasses.fields(SamplingParams)}:
+            raise InvalidRequestError(
+                f"generate takes no keyword {name!r}: give it as sampling_params="
+                f"{{{name!r}: {value!r}}}"
+            )
+        raise InvalidRequestError(f"generate takes no keyword {name!r}")
 
 
 def _sleep_command(

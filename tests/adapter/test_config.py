@@ -80,6 +80,7 @@ TESTED_ELSEWHERE = {
     "rollout_sglang_jax_max_lora_rank": "test_foreign_config",
     "rollout_sglang_jax_lora_scaling": "test_foreign_config",
     "rollout_vllm_lora_config": "test_foreign_config",
+    "rollout_vllm_model_version": "test_foreign_config",
     "rollout_vllm_logprobs_mode": "test_foreign_config",
     "rollout_vllm_sampling_kwargs": "test_foreign_config",
     "rollout_sglang_jax_disable_radix_cache": "test_group_sharing",

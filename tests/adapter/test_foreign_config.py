@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.rollout_config.engine_options import ask_options
 from tunix_sgljax.rollout_config.fields import lora_scaling, max_lora_rank
 
+GOLDEN = Path(__file__).parents[1] / "golden/qwen3_gqa_tied"
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 1, 9), seed=1)
 
 VLLM: dict[str, Any] = {
@@ -111,7 +115,6 @@ def test_a_config_for_vllm(bare, warnings):
         assert all(2 <= len(row) <= 16 for row in output.tokens)
     (message,) = warnings()
     for named in (
-        "rollout_vllm_model_version='Qwen/Qwen3-1.7B' (shape and weights come from the actor)",
         "rollout_vllm_server_mode=True (calls of all threads are always batched)",
         "rollout_vllm_tpu_backend_type='jax' (",
         "rollout_vllm_async_scheduling=True (",
@@ -122,7 +125,7 @@ def test_a_config_for_vllm(bare, warnings):
         "rollout_vllm_sampling_kwargs['detokenize']=True (",
     ):
         assert named in message
-    assert message.count("=") == 9 + 1  # and strict_config=True
+    assert message.count("=") == 8 + 1  # and strict_config=True
     for used in ("hbm_utilization", "max_num_seqs", "prefix_caching", "'dtype'", "'stop'"):
         assert used not in message
 
@@ -137,6 +140,44 @@ def test_a_config_for_sglang_jax(bare, warnings):
     (message,) = warnings()
     assert "rollout_sglang_jax_use_sort_for_toppk_minp=False (" in message
     assert message.count("=") == 1 + 1
+
+
+VERSIONS = ("rollout_vllm_model_version", "rollout_sglang_jax_model_version")
+
+
+@pytest.mark.parametrize("field", VERSIONS)
+def test_a_folders_end_tokens_end_completions(bare, tmp_path, warnings, field):
+    """As in vLLM and SGLang: those of generation_config.json beside the tokenizer's."""
+    folder = shutil.copytree(GOLDEN, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    fields = {field: str(folder), "eos_tokens": None}
+    rollout = bare(rollout_config(**fields), sampling_params={"logit_bias": {7: 100.0}})
+    asked = [
+        (rollout_config(**fields), [7]),
+        (rollout_config(eos_tokens=None), [7]),  # an evaluation config may leave the folder out
+        (rollout_config(**fields | {"eos_tokens": [2], "max_tokens_to_generate": 3}), [7] * 3),
+    ]
+    for each, want in asked:
+        assert rollout.generate(text_of([3, 4]), each).tokens[0].tolist() == want
+    assert rollout.request_params(rollout_config(eos_tokens=None)).stop_token_ids == (1, 2, 7)
+    no_end = rollout_config(
+        eos_tokens=None, rollout_vllm_sampling_kwargs={"ignore_eos": True}, **{field: str(folder)}
+    )
+    assert rollout.request_params(no_end).stop_token_ids == ()
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("field", VERSIONS)
+def test_a_model_that_is_no_folder_is_warned_about(bare, warnings, field):
+    """Nothing says which other end tokens it has."""
+    bare(rollout_config(**{field: "Qwen/Qwen3-1.7B"}, eos_tokens=[2, 7]))
+    assert warnings() == []
+    bare(rollout_config(**{field: "Qwen/Qwen3-1.7B"}, eos_tokens=None))
+    (message,) = warnings()
+    assert f"RolloutConfig.{field}='Qwen/Qwen3-1.7B' is no local folder" in message
+    assert "only the tokenizer's end token 1 ends a completion" in message
 
 
 def test_strict_config_refuses_what_the_warning_names(bare):

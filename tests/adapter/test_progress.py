@@ -1,9 +1,10 @@
-"""Progress bars: what they say, when they are drawn, and that they end."""
+"""Progress bars, and lines without them: what they say, when they are drawn, and that they end."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sys
 import threading
 import types
@@ -13,6 +14,7 @@ import pytest
 from tunix.sft.hooks import TrainingHooks
 
 from sgljax_engine import EngineProgress
+from tunix_sgljax.observability import phases
 from tunix_sgljax.observability.bars import is_interactive
 from tunix_sgljax.observability.progress import Progress, describe
 from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
@@ -55,18 +57,69 @@ def test_rollouts_and_loading_are_drawn(make_rollout, capsys):
     assert bar_threads() == []
 
 
-def test_nothing_is_drawn_where_nobody_looks(make_rollout, capsys, monkeypatch):
-    """By option; where stderr is no terminal; without a Progress."""
+def test_no_bars_where_nobody_looks(make_rollout, capsys, monkeypatch):
+    """By option, or where stderr is no terminal."""
     assert not Progress(False).is_enabled
     assert not is_interactive()  # pytest's stderr is none
     assert not Progress().is_enabled
-    for arguments in ({}, {"progress": Progress()}, {"progress": Progress(False)}):
-        rollout = make_rollout(**arguments)
+    for progress in (Progress(), Progress(False)):
+        rollout = make_rollout(progress=progress)
         rollout.generate(["1 2 3"], rollout.rollout_config)
         assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert Progress().is_enabled
     assert not Progress(False).is_enabled
+
+
+def test_a_script_gets_a_line_for_each_slow_phase(make_rollout, capsys, monkeypatch):
+    """Without a Progress: what compiles, the first rollout, and slow ones."""
+    monkeypatch.setattr(phases, "SLOW_S", float("inf"))
+    rollout = make_rollout()
+    rollout.generate(["1 2 3", "4 5 6"], rollout.rollout_config)
+    lines = capsys.readouterr().err.splitlines()
+    compiled = [line for line in lines if line.startswith("rollout compiles program ")]
+    state = rollout.engine.get_internal_state()
+    assert len(compiled) == state.num_compiles > 1
+    assert compiled[0] == "rollout compiles program 1, prefill"
+    assert re.fullmatch(r"rollout \d+\.\d s, 2 samples, \d+ tokens/s, weights v0", lines[-1])
+    assert len(lines) == len(compiled) + 1
+    rollout.generate(["1 2 3", "4 5 6"], rollout.rollout_config)
+    assert capsys.readouterr().err == "", "fast and compiled"
+    monkeypatch.setattr(phases, "SLOW_S", 0.0)
+    rollout.generate(["1 2 3"], rollout.rollout_config)
+    assert " s, 1 sample, " in capsys.readouterr().err
+    rollout.engine.warmup()
+    lines = capsys.readouterr().err.splitlines()
+    announced = re.fullmatch(r"rollout compiles (\d+) programs?", lines[0])
+    assert announced is not None
+    total = int(announced[1])
+    done = [line for line in lines if line.startswith("rollout compiled ")]
+    assert sorted(done) == sorted(f"rollout compiled {i} of {total}" for i in range(1, total + 1))
+    assert bar_threads() == []
+
+
+def test_lines_of_a_rollout_that_takes_long(rollout, capsys, monkeypatch):
+    """It is alive; and whose turn it is, where a trainer follows."""
+    written = threading.Event()
+    monkeypatch.setattr(phases, "HEARTBEAT_S", 0.001)
+    lines = phases.PhaseLines(has_trainer=True)
+    real_write = phases._write
+
+    def write(line):
+        real_write(line)
+        written.set()
+
+    monkeypatch.setattr(phases, "_write", write)
+    with lines.rollout(rollout.engine, 3), lines.rollout(rollout.engine, 5):
+        assert written.wait(60)
+    drawn = capsys.readouterr().err.splitlines()
+    assert ", 0 of 8 samples, " in drawn[0]
+    assert drawn[-1].endswith("; next the trainer, whose first step compiles")
+    lines.updated()
+    with lines.rollout(rollout.engine, 3):
+        pass
+    assert "trainer" not in capsys.readouterr().err
+    assert bar_threads() == []
 
 
 def test_a_notebook_is_recognised(monkeypatch):

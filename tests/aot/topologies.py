@@ -22,7 +22,7 @@ HAS_LIBTPU = (
 
 needs_libtpu = pytest.mark.skipif(
     not HAS_LIBTPU,
-    reason='libtpu is not installed: pip install "tunix-sgljax[aot]", or set TPU_LIBRARY_PATH',
+    reason="libtpu is not installed: pip install libtpu, or set TPU_LIBRARY_PATH",
 )
 
 HAS_CUDA_PLUGIN = importlib.util.find_spec("jax_plugins") is not None and (

@@ -386,8 +386,8 @@ def test_names_that_do_not_fit_are_all_listed(trained, tmp_path, capsys):
         ([BASE, "--output", "x", "--base", BASE], "--base and --step go with a Tunix checkpoint"),
         ([BASE, "--output", "x", "--dtype", "int8"], "invalid choice: 'int8'"),
         ([BASE, "--output", "x", "--max-shard-size", "5XB"], "got '5XB'"),
-        (["nowhere", "--output", "x"], "--base must name a Hugging Face folder"),
-        (["nowhere", "--output", "x", "--base", BASE], "no such checkpoint folder: 'nowhere'"),
+        (["nowhere", "--output", "x"], "SOURCE must be a folder, and there is no 'nowhere'"),
+        (["nowhere", "--output", "x", "--base", BASE], "SOURCE must be a folder, and there is no"),
         ([GOLDEN, "--output", "x", "--base", BASE], "holds no checkpoint: expected a folder"),
     ],
 )

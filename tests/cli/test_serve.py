@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -47,6 +48,17 @@ def test_from_start_to_end(tmp_path, end):
             assert http.post("/pause_generation", headers=admin).status_code == 200
         process.send_signal(end)
         assert process.wait(LIMIT_S) == 0
+        assert process.stderr is not None
+        assert f"a page that shows the engine at work: {url}/\n" in process.stderr.read()
+
+
+def test_a_taken_port_is_refused_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", str(MODEL), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
+    assert "loaded" not in error
 
 
 @pytest.mark.parametrize(

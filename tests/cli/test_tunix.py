@@ -181,6 +181,21 @@ def test_bad_input_is_said_in_one_line(arguments, message, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout_engine=sgljx", "rollout_engine 'sgljx' is unknown; did you mean 'sgljax'?"),
+        ("sgljax_config.page_sise=8", "unknown engine option 'page_sise'; did you mean 'page_size"),
+    ],
+)
+def test_a_typo_is_said_before_tunix_asks_for_a_token(override, message, monkeypatch, capsys):
+    """With a tokenizer of the hub, for which Tunix needs one."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    words = [BASE, "tokenizer_config.tokenizer_path=Qwen/Qwen3-0.6B", "rollout_engine=sgljax"]
+    assert cli.main(["tunix", "grpo", *words, override]) == cli.EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
 def test_help_behind_the_pipeline_is_the_commands(capsys):
     assert cli.main(["tunix", "grpo", "--help"]) == 0
     assert "rollout_engine=sgljax" in capsys.readouterr().out
@@ -280,6 +295,27 @@ def test_the_section_of_the_engine_that_the_recipe_names_is_translated(capsys):
 def test_which_section_counts(engines, filled, expected):
     config = {name: {"kwargs": {"a": 1}} for name in filled}
     assert sections.recipe_section(config, engines) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "overrides", "version"),
+    [
+        ("vllm", [], "local/qwen3-tiny"),
+        ("sglang_jax", ["actor_model_config.model_download_path=/models/tiny"], "/models/tiny"),
+        ("vllm", ["vllm_config.model_version=/given"], "/given"),
+        ("vanilla", [], ""),
+    ],
+)
+def test_the_model_whose_end_tokens_a_recipes_engine_reads(engine, overrides, version):
+    """Else fewer tokens would end a completion than before the one override."""
+    words = [f"rollout_engine={engine}", "rollout_engine=sgljax", *overrides]
+    assert make_pipeline(*words).create_rollout_config().rollout_vllm_model_version == version
+
+
+def test_end_tokens_are_beside_a_local_tokenizer(folder):
+    words = (f"tokenizer_config.tokenizer_path={folder}", "rollout_engine=vllm")
+    config = make_pipeline(*words, "rollout_engine=sgljax").create_rollout_config()
+    assert config.rollout_vllm_model_version == str(folder)
 
 
 def test_values_of_rollout_config_win_over_a_section():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from tunix.rl.rl_cluster import Mode
 
 from sgljax_engine import Engine, EngineConfig
 from sgljax_engine.placement.submeshes import check_divides
 from tests import tunix_reference as ref
+from tests.adapter.grpo_parts import make_parts
 from tests.adapter.helpers import EndingTokenizer, new_rollout, params_of, rollout_config
 from tests.docs.error_cases import Parts, Producers, new_engine
 from tests.engine.models import TINY, ForeignTensor, spread_weights
@@ -286,6 +290,16 @@ def _(parts: Parts):
     Engine(folder)
 
 
+@produces("two_sets_of_weights")
+def _(parts: Parts):
+    folder = parts.folder("two_sets")
+    shard = "model-00001-of-00001.safetensors"
+    shutil.copyfile(folder / "model.safetensors", folder / shard)
+    index = {"weight_map": {"model.norm.weight": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    Engine(folder)
+
+
 @produces("truncated_weights")
 def _(parts: Parts):
     folder = parts.folder("truncated")
@@ -344,3 +358,18 @@ def _(parts: Parts):
     weights = {name: jnp.asarray(array) for name, array in spread_weights().items()}
     weights["model.norm.weight"].delete()
     parts.engine.update_weights(weights)
+
+
+@produces("explicit_axes")
+def _(parts: Parts):
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=kinds, devices=jax.devices()[:1])
+    new_rollout(parts.model, mesh=mesh)
+
+
+@produces("evaluation_too_long")
+def _(parts: Parts):
+    training = rollout_config(rollout_sglang_jax_context_length=64)
+    evaluation = rollout_config(max_tokens_to_generate=128)
+    configs = {Mode.TRAIN: training, Mode.EVAL: evaluation}
+    RLCluster(**make_parts(rollout_engine=SglJaxRollout, rollout_config=configs).arguments)

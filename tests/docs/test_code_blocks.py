@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
 import hf_folder
 from tests.docs import doc_blocks
+from tunix_sgljax.cli.main import main
 
 
 @pytest.mark.slow
@@ -36,12 +41,34 @@ def test_lora():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-def test_readme(monkeypatch, capsys):
-    """Its GRPO script, where it says that it runs. The block behind it needs a model of the hub."""
-    monkeypatch.chdir(doc_blocks.DOCS.parent / "examples")
-    script, _ = (block for block in doc_blocks.blocks("../README.md") if block.kind == "python")
-    exec(compile(script.code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "2 steps, weights updated 2 times\n"
+def test_local_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hf_folder.main(["addition-model"]) == 0
+    assert doc_blocks.run("local_folder.md", {}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
+def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
+    """The whole config of training.md, its module and its commands, as they stand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    page = doc_blocks.blocks("training.md")
+    for block in page:
+        name = re.match(r"# (my_\w+\.(?:py|yaml))\n", block.code)
+        if name is not None:
+            Path(name[1]).write_text(block.code, encoding="utf-8")
+    (shell,) = (block.code for block in page if block.kind == "bash" and "my_run" in block.code)
+    made, dry_run, run = (shlex.split(line) for line in shell.splitlines())
+    assert made[:2] == ["python", "examples/hf_folder.py"]
+    assert hf_folder.main(made[2:]) == 0
+    for command in (dry_run, run):
+        assert command[0] == "tunix-sgljax"
+        assert main(command[1:]) == 0
+    assert "100 training rows" in capsys.readouterr().out
+    records = json.loads(Path("outputs/my_run/records.json").read_text())
+    assert [step["weight_version"] for step in records["steps"]] == [0, 1, 2]
+    assert all(step["reward"] > 0 for step in records["steps"])
 
 
 def test_installation():

@@ -75,7 +75,9 @@ def config_with(name: str) -> RolloutConfig:
 
 def asked(config: RolloutConfig) -> dict[str, typing.Any]:
     """What the engine and its requests are asked for."""
-    params = sampling.to_sampling_params(config, eos_id=1, seed=sampling.seed_to_int(config.seed))
+    params = sampling.to_sampling_params(
+        config, end_ids=(1,), seed=sampling.seed_to_int(config.seed)
+    )
     return params.to_dict() | dict(ask_options(config).values)
 
 
@@ -148,6 +150,7 @@ SHOWN_ELSEWHERE = {
     "rollout_sglang_jax_enable_static_lora",  # tests/adapter/test_foreign_config.py, as those below
     "rollout_sglang_jax_lora_target_modules",
     "rollout_sglang_jax_max_lora_rank",
+    "rollout_vllm_model_version",
     "rollout_vllm_lora_config",
     "rollout_vllm_logprobs_mode",
     "rollout_vllm_kwargs",

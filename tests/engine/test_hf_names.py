@@ -23,6 +23,7 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.hf_layout import find_weight_files
 from sgljax_engine.weights.loader import read_hf_folder
 from tests.engine.models import TINY, ForeignTensor, logical_weights, spread_weights
 
@@ -52,7 +53,7 @@ def engine():
 def test_transformers_weights_come_out_right(name):
     """Against what transformers computes with them, from the start and after an update."""
     folder, golden = GOLDEN / name, np.load(GOLDEN / name / "golden.npz")
-    weights = read_hf_folder(folder)
+    weights = read_hf_folder(find_weight_files(folder))
     assert any(
         key.endswith("_proj.weight") and array.shape[0] == array.shape[1]
         for key, array in weights.items()
@@ -70,7 +71,7 @@ def test_transformers_weights_come_out_right(name):
 
 def test_what_a_checkpoint_carries_beside_is_ignored():
     folder = GOLDEN / "qwen3_gqa_tied"
-    weights = read_hf_folder(folder)
+    weights = read_hf_folder(find_weight_files(folder))
     beside = {
         "lm_head.weight": weights["model.embed_tokens.weight"],
         "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),

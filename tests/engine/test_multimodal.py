@@ -22,6 +22,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.builder.sources import folder_weights
 from sgljax_engine.weights import loader
+from sgljax_engine.weights.hf_layout import find_weight_files
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gemma3_window"
 OPTIONS = {"dtype": "float32", "page_size": 4, "max_running_requests": 8}
@@ -99,10 +100,11 @@ def test_shards_of_which_nothing_is_read(tmp_path):
     sizes: list[int] = []
 
     def read():
-        return loader.read_hf_folder(tmp_path, sizes.append, lambda name: name == "vision")
+        files = find_weight_files(tmp_path)
+        return loader.read_hf_folder(files, sizes.append, lambda name: name == "vision")
 
     assert list(read()) == ["a"]
-    assert sum(sizes) == loader.folder_bytes(tmp_path)
+    assert sum(sizes) == find_weight_files(tmp_path).num_bytes()
     index["weight_map"]["missing"] = "vision.safetensors"
     path.write_text(json.dumps(index))
     with pytest.raises(WeightLoadError, match=r"the index lists \['missing'\]"):

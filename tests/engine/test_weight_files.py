@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from sgljax_engine import (
     InvalidConfigError,
     WeightLoadError,
+    find_weight_files,
     read_hf_tensors,
     read_safetensors,
 )
@@ -91,7 +92,7 @@ def test_an_update_that_is_rewritten_in_place_fails(path):
         os.truncate(path, 16)
 
     with pytest.raises(WeightLoadError, match="truncated"):
-        read_hf_folder(path.parent, rewrite)
+        read_hf_folder(find_weight_files(path.parent), rewrite)
 
 
 def entry(start, end, shape=(1,), dtype="F32"):
@@ -144,7 +145,7 @@ def test_what_is_no_file(tmp_path, kind):
     elif kind == "folder":
         path.mkdir()
     with pytest.raises(WeightLoadError, match="no such weights file"):
-        read_hf_folder(tmp_path)
+        read_hf_folder(find_weight_files(tmp_path))
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
@@ -169,7 +170,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("file", [5, None, ["x"], "../x.safetensors", "a/b", "", "a\0b"])
-@pytest.mark.parametrize("read", [read_hf_folder, read_hf_tensors])
+@pytest.mark.parametrize("read", [find_weight_files, read_hf_tensors])
 def test_an_index_that_names_no_file(tmp_path, read, file):
     index = {"weight_map": {"w": file, "v": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -180,7 +181,7 @@ def test_an_index_that_names_no_file(tmp_path, read, file):
 def test_an_index_without_a_map(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
     with pytest.raises(WeightLoadError, match="weight_map must be an object, got list"):
-        read_hf_folder(tmp_path)
+        read_hf_folder(find_weight_files(tmp_path))
 
 
 def test_a_pipe_for_a_config(tmp_path):

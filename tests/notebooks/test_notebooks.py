@@ -6,6 +6,8 @@ import base64
 import json
 import os
 import re
+import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -35,6 +37,7 @@ HARMLESS = re.compile(
             "PyTorch was not found",  # of transformers
             "Skipping non-TPU device",  # of Tunix
             r"\d+%\|",  # progress bars
+            r"^rollout (compiles|\d+\.\d s, )",  # lines of what is slow
             r"^$",
         ]
     )
@@ -190,18 +193,17 @@ def test_committed_notebook(name):
     assert printed(code["repository"]) == printed(code["install"]) == ""
 
 
-def test_install_cell_clones_what_it_is_given(tmp_path):
-    """On Colab there is the notebook alone: the cells fetch the rest."""
+def test_install_cell_unpacks_what_it_is_given(tmp_path):
+    """On Colab there is the notebook alone: the cells fetch the rest from a zip file."""
     notebook = json.loads((FOLDER / "quickstart.ipynb").read_text())
     source = ["".join(cells(notebook)[name]["source"]) for name in ("repository", "install")]
-    origin = tmp_path / "origin"
-    (origin / "examples").mkdir(parents=True)
-    (origin / "examples/hf_folder.py").write_text('FOUND = "in the clone"\n')
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@localhost", "-C", str(origin)]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
-        subprocess.run(git + command, check=True)
-    assert source[0].count('REPOSITORY = ""') == 1
-    script = "\n".join(source) + "\nimport hf_folder\nprint(ROOT, hf_folder.FOUND)\n"
+    command = re.search(r"^#   (git archive .+)$", source[0], re.MULTILINE)
+    assert command is not None
+    subprocess.run(shlex.split(command[1]), cwd=ROOT, check=True)
+    made = ROOT / "tunix-sgljax.zip"
+    archive = shutil.move(made, tmp_path / "given.zip")
+    assert source[0].count('ARCHIVE = ""') == 1
+    script = "\n".join(source) + "\nimport hf_folder\nprint(ROOT, hf_folder.__file__)\n"
 
     def run(script):
         folder = tmp_path / "elsewhere"
@@ -216,12 +218,21 @@ def test_install_cell_clones_what_it_is_given(tmp_path):
 
     result = run(script)
     assert result.returncode == 1
-    assert "set REPOSITORY" in result.stderr.splitlines()[-1]
-    address = f'REPOSITORY = "{origin.as_uri()}"'
-    result = run(script.replace('REPOSITORY = ""', address))
+    assert "set ARCHIVE" in result.stderr.splitlines()[-1]
+    unpacked = tmp_path / "elsewhere/tunix-sgljax"
+    expected = f"{unpacked} {unpacked / 'examples/hf_folder.py'}\n"
+    result = run(script.replace('ARCHIVE = ""', f"ARCHIVE = {str(archive)!r}"))
     assert result.returncode == 0, result.stderr
-    assert result.stdout == f"{tmp_path / 'elsewhere/tunix-sgljax'} in the clone\n"
-    assert run(script).returncode == 0  # what was cloned is found again
+    assert result.stdout == expected
+    assert run(script).returncode == 0  # what was unpacked is found again
+    # And what Colab's dialog gives, in a folder without it.
+    shutil.rmtree(unpacked)
+    dialog = f"types.SimpleNamespace(upload=lambda: {{{str(archive)!r}: b''}})"
+    colab = "import sys, types\nmodule = sys.modules['google.colab'] = types.ModuleType('colab')\n"
+    colab += f"module.files = {dialog}\n"
+    ending = "\ndel sys.modules['google.colab']\nprint(ROOT)\n"  # libraries look for the real one
+    result = run(colab + "\n".join(source) + ending)
+    assert result.stdout == f"{unpacked}\n", result.stderr
 
 
 def test_all_install_cells_are_the_same():

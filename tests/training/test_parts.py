@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,12 @@ from tunix.rl.common import compute_score
 from sgljax_engine import InvalidConfigError, WeightLoadError
 from tests.training.tiny import write_config
 from tunix_sgljax.training import load_config
-from tunix_sgljax.training.cluster import make_meshes, make_optimizer, make_optimizers
+from tunix_sgljax.training.cluster import (
+    end_tokens,
+    make_meshes,
+    make_optimizer,
+    make_optimizers,
+)
 from tunix_sgljax.training.memory import estimate_memory
 from tunix_sgljax.training.models import abstract_critic, find_model, load_policy, make_critic
 from tunix_sgljax.training.rewards import BUILT_IN, whole_numbers
@@ -215,6 +223,15 @@ def test_models_that_do_not_fit_are_refused(section, message):
         find_model(section)
 
 
+def test_shards_of_an_older_model_are_refused(tmp_path):
+    """Tunix's loader would read all safetensors files of the folder."""
+    folder = shutil.copytree(HF_FOLDER, tmp_path / "model")
+    shutil.copyfile(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+    message = r"holds model-00001-of-00002\.safetensors beside the model's model\.safetensors"
+    with pytest.raises(WeightLoadError, match=message):
+        find_model(ModelSection(path=str(folder)))
+
+
 def test_checkpoint_of_another_model_is_refused(config, tmp_path):
     path = tmp_path / "other.safetensors"
     save_file({"embedder.input_embedding": np.zeros((2, 2), np.float16)}, path)
@@ -241,6 +258,41 @@ def test_critic_of_llama3_is_refused(config):
     spec = find_model(ModelSection(family="llama3", shape=config.model.shape))
     with pytest.raises(InvalidConfigError, match="ppo needs a model of qwen2 or qwen3, got llama3"):
         abstract_critic(spec)
+
+
+def test_rows_come_from_a_module_beside_the_config(tmp_path, monkeypatch):
+    """Also where nothing else has put `task.code_dir` on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rows_beside.py").write_text("def rows():\n    return [{'prompts': 'a'}]\n")
+    section = TaskSection(
+        code_dir=str(tmp_path), dataset="rows_beside:rows", reward_functions=["exact_match"]
+    )
+    assert load_task(section, None).rows == [{"prompts": "a"}]
+
+
+def test_a_task_that_is_not_there_is_said_before_tunix_is_imported(tmp_path):
+    """It takes a second, not the twenty that Tunix's imports and a model's shapes take."""
+    path = write_config(tmp_path, task__dataset="tiny_task:rowz")
+    code = (
+        "import sys; from tunix_sgljax.cli.main import main; code = main(sys.argv[1:]); "
+        "print(code, sorted({'jax', 'tunix'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", code, "train", "--config", str(path), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 []\n"
+    assert "task.dataset" in done.stderr
+    assert "'rows'" in done.stderr or "rows?" in done.stderr
+
+
+def test_end_tokens_are_the_models_too(config, tmp_path):
+    """The folder of an instruct model has more of them than its tokenizer."""
+    folder = shutil.copytree(HF_FOLDER, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    of_folder = dataclasses.replace(config, model=ModelSection(path=str(folder)))
+    assert end_tokens(of_folder, 2) == [2, 1, 7]
+    assert end_tokens(config, 2) is None
+    given = dataclasses.replace(config.rollout, eos_tokens=[5])
+    assert end_tokens(dataclasses.replace(of_folder, rollout=given), 2) == [5]
 
 
 def test_memory_is_that_of_the_arrays(config):

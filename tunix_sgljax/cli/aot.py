@@ -25,8 +25,8 @@ EXAMPLES = """examples:
   tunix-sgljax aot --config configs/qwen3_0p6b_gpu.yaml --topology h100:1
 
 The vendor's own compiler compiles here; nothing is run, and no weight is loaded. The exit code is 1
-if the engine does not fit. For TPUs: pip install "tunix-sgljax[aot]", for libtpu. For GPUs: pip
-install jax-cuda13-plugin jax-cuda13-pjrt."""
+if the engine does not fit. For TPUs: pip install libtpu. For GPUs: pip install jax-cuda13-plugin
+jax-cuda13-pjrt."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if output.exists():
         raise InvalidConfigError(f"--output must not exist, got {args.output!r}")
     source = Path(args.source)
+    if not source.is_dir():
+        raise InvalidConfigError(f"SOURCE must be a folder, and there is no {args.source!r}")
     if args.peft:
         if args.max_shard_size is not None:
             raise InvalidConfigError("--max-shard-size goes with a model; an adapter is one file")

@@ -6,12 +6,13 @@ A run of one command imports no other; `--help` imports no JAX.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import os
 import sys
 import traceback
-from typing import Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from tunix_sgljax.cli import pathways
 from tunix_sgljax.cli.interrupt import EXIT_INTERRUPTED, Interrupts
@@ -66,6 +67,29 @@ _EXAMPLES = """examples:
 Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong, and what was meant."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  it has overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As its base class, but a command's own parser refuses what it does not know."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        options = [word for word in unknown if word.startswith("-")]
+        if options:
+            name = options[0].partition("=")[0]
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            self.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        if unknown:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Says it in one line, with where the options are; exits with 2."""
+        self.exit(EXIT_BAD_INPUT, f"error: {message} (see {self.prog} --help)\n")
+
+
 def find_command(name: str) -> Command:
     """The module of a command."""
     return cast(Command, importlib.import_module(f"tunix_sgljax.cli.{name}"))
@@ -73,7 +97,7 @@ def find_command(name: str) -> Command:
 
 def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     """The parser of all commands, with options only for the command in these arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tunix-sgljax",
         description=(__doc__ or "").partition("\n")[0],
         epilog=_EXAMPLES,

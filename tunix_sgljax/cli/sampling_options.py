@@ -13,6 +13,8 @@ from sgljax_engine import SamplingParams
 from tunix_sgljax.cli.engine_options import parse_value
 
 _PREFIX = "sampling_"
+_ALIASES = {"max_new_tokens": ("--max-tokens",)}
+"""More names of options: those of OpenAI's API and vLLM."""
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +41,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(name, type=_biases, metavar="ID=VALUE,...", **given)
         else:
             number: Callable[[str], Any] = float if kind.startswith("float") else _int_or_none
-            group.add_argument(name, type=number, metavar=field.name.upper(), **given)
+            names = (name, *_ALIASES.get(field.name, ()))
+            group.add_argument(*names, type=number, metavar=field.name.upper(), **given)
 
 
 def given_fields(args: argparse.Namespace) -> dict[str, Any]:

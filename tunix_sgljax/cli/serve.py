@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -72,13 +73,16 @@ def run(args: argparse.Namespace) -> int:
     from sgljax_engine.server import ServerConfig
     from tunix_sgljax.observability.progress import Progress
 
-    server_config = ServerConfig.from_options(options)  # refused before a model is loaded
+    # Both are refused before a model is loaded.
+    server_config = ServerConfig.from_options(options)
+    _check_port(args.host, args.port)
     started_s = time.perf_counter()
     with Engine(folder, config=config, progress=Progress(None)) as engine:
         if args.warmup:
             engine.warmup(include_table=True)
         server = engine.serve(server_config)
         say(f"loaded {folder} in {time.perf_counter() - started_s:.1f} s")
+        say(f"a page that shows the engine at work: {server.url}/")
         emit(f"serving {server_config.model_name} on {server.url}")
         stop = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -90,6 +94,23 @@ def run(args: argparse.Namespace) -> int:
         finally:
             signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuses a port that another program listens on; the server takes it minutes later."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(1)  # two sockets may bind where none listens
+    except OSError as error:
+        raise InvalidConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; --port takes another, or 0 for any "
+            "that is free"
+        ) from None
 
 
 def _server_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _prepare_libtpu(chip: Chip) -> None:
     if named is None and importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             f"programs for {chip.title} are compiled by libtpu, which is not installed: "
-            'pip install "tunix-sgljax[aot]" (or set TPU_LIBRARY_PATH to its libtpu.so)'
+            "pip install libtpu (or set TPU_LIBRARY_PATH to its libtpu.so)"
         )
     needed = {
         "TPU_SKIP_MDS_QUERY": "1",

@@ -52,11 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
     from tunix_sgljax.training.loading import load_config, to_yaml
+    from tunix_sgljax.training.task import check_task
 
     config = load_config(args.config, args.overrides)
     if args.print_config:
         emit(to_yaml(config), end="")
         return 0
+    check_task(config.task)
     return _dry_run(config) if args.dry_run else _train(config, args.timeline, is_quiet=args.quiet)
 
 
@@ -75,26 +77,27 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int:
+    training = config.training
+    emit(
+        f"{config.title}: {config.algorithm.name.upper()}, rollout by {config.rollout_engine}, "
+        f"{training.steps} steps of {training.batch_size} prompts. Loads JAX, Tunix and the model."
+    )
     import jax
     from absl import logging as absl_logging
 
+    from tunix_sgljax.observability.bars import is_interactive
     from tunix_sgljax.observability.progress import Progress
     from tunix_sgljax.training import report
     from tunix_sgljax.training.loop import TimelineSteps
     from tunix_sgljax.training.loop import run as run_training
 
     absl_logging.set_verbosity(absl_logging.ERROR)
-    training, device = config.training, jax.devices()[0].device_kind
-    emit(
-        f"{config.title}: {config.algorithm.name.upper()}, rollout by {config.rollout_engine}, "
-        f"{training.steps} steps of {training.batch_size} prompts, on {device}. The first step "
-        "compiles."
-    )
+    emit(f"on {jax.devices()[0].device_kind}; the first step compiles")
     steps = report.ProgressReporter(training.steps, is_quiet=is_quiet)
     stop = threading.Event()
     try:
         with (
-            Progress(enabled=False if is_quiet else None) as progress,
+            Progress(enabled=not is_quiet and is_interactive()) as progress,
             warnings.catch_warnings(),
             interrupt.current().on_interrupt(stop.set),
         ):
@@ -103,8 +106,10 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
             result = run_training(
                 config,
                 on_step=steps.show,
+                on_eval=steps.show_eval,
                 should_stop=stop.is_set,
-                progress=progress,
+                # Without a terminal, lines instead of bars.
+                progress=progress if progress.is_enabled or is_quiet else None,
                 timeline=None if timeline is None else TimelineSteps(path=timeline),
             )
     finally:

@@ -38,17 +38,12 @@ def with_sgljax_engine(pipeline: Any) -> Any:
             self._named_engines += [
                 word.removeprefix(_OVERRIDE) for word in argv if word.startswith(_OVERRIDE)
             ]
-            self._uses_sgljax = self.config.get("rollout_engine") == sections.ENGINE
-            self._options: dict[str, Any] = {}
             if not self._uses_sgljax:
                 say(
                     f"rollout_engine is {self.config.get('rollout_engine')!r}, as the config says; "
                     f"rollout_engine={sections.ENGINE} samples with this package's engine"
                 )
                 return
-            self._options = sections.rollout_options(
-                sections.read_section(self.config, sections.SECTION)
-            )
             self._section = sections.recipe_section(self.config, self._named_engines)
             announce(self.config, self._section)
 
@@ -63,6 +58,19 @@ def with_sgljax_engine(pipeline: Any) -> Any:
                 if config.get(sections.SECTION) is None:
                     config[sections.SECTION] = {}
             return config
+
+        def _update_from_env_and_command_line(
+            self, raw_keys: Any, *arguments: Any, **keywords: Any
+        ) -> Any:
+            changed = super()._update_from_env_and_command_line(raw_keys, *arguments, **keywords)
+            # Before Tunix asks for a token of the hub, or for anything else of the config.
+            engine = sections.check_engine_name(raw_keys.get("rollout_engine"))
+            self._uses_sgljax = engine == sections.ENGINE
+            self._options: dict[str, Any] = {}
+            if self._uses_sgljax:
+                section = sections.read_section(raw_keys, sections.SECTION)
+                self._options = sections.rollout_options(section)
+            return changed
 
         def create_role_to_mesh(self) -> Any:
             if any(getattr(device, "coords", None) is not None for device in jax.devices()):
@@ -85,6 +93,9 @@ def with_sgljax_engine(pipeline: Any) -> Any:
             if self._section is not None:
                 fields = sections.translate_section(self.config, self._section, _FIELDS)[0]
             fields = {name: value for name, value in fields.items() if name not in given}
+            version = sections.model_version(self.config, self._named_engines)
+            if version is not None and not sections.names_model(given | fields):
+                fields["rollout_vllm_model_version"] = version
             if sections.leaves_batch_open(given | fields, self._options):
                 # Like Tunix for its SGLang engine: all samples of a step at once.
                 fields["rollout_sglang_jax_max_running_requests"] = max_running_requests

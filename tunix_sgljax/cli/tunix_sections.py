@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -68,6 +69,21 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
+def check_engine_name(name: Any) -> Any:
+    """Returns the value of `rollout_engine`, or refuses a misspelt one.
+
+    Tunix would refuse it only when all models are loaded.
+
+    Raises:
+        InvalidConfigError: names the nearest engine.
+    """
+    known = (ENGINE, "vanilla", *_FOREIGN_SECTIONS)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    if name not in known and near:
+        raise InvalidConfigError(f"rollout_engine {name!r} is unknown; did you mean {near[0]!r}?")
+    return name
+
+
 def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of `SglJaxRollout` that `sgljax_config` holds, checked before a model is loaded.
 
@@ -115,6 +131,26 @@ def recipe_section(config: Mapping[str, Any], named_engines: Sequence[str]) -> s
         if section is not None:
             return section if section in filled else None
     return filled[0] if filled else None
+
+
+def names_model(fields: Mapping[str, Any]) -> bool:
+    """Whether fields of RolloutConfig say which model it is."""
+    return any(fields.get(f"rollout_{name}_model_version") for name in _FOREIGN_SECTIONS)
+
+
+def model_version(config: Mapping[str, Any], named_engines: Sequence[str]) -> str | None:
+    """Where the model's end tokens are, for a recipe of an engine that reads them; else None.
+
+    vLLM and SGLang take generation_config.json of the model that Tunix names to them. It is beside
+    a local tokenizer, or where Tunix downloads the model.
+    """
+    if not set(_FOREIGN_SECTIONS) & set(named_engines):
+        return None
+    model = read_section(config, "actor_model_config")
+    tokenizer = read_section(config, "tokenizer_config").get("tokenizer_path") or ""
+    if (Path(tokenizer) / "config.json").is_file():
+        return str(tokenizer)
+    return model.get("model_download_path") or model.get("model_id") or None
 
 
 def translate_section(

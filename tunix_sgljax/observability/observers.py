@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from sgljax_engine import Engine, EngineCounters
+from tunix_sgljax.observability.phases import PhaseLines
 
 if TYPE_CHECKING:
     from tunix_sgljax.observability.progress import Progress
@@ -55,7 +56,8 @@ class RolloutObservers:
     """Passes events of `SglJaxRollout`'s calls to observers. Any thread.
 
     Attributes:
-        progress: Draws bars; None draws none.
+        progress: Draws bars, or writes lines.
+        phases: The lines, if there are no bars.
         engine: The engine, once it is built.
         on_built: Called with the engine as soon as it is built.
         on_updated: Called after each weight update that succeeded, on the thread of its caller.
@@ -63,11 +65,14 @@ class RolloutObservers:
     """
 
     def __init__(self, progress: Progress | None) -> None:
-        """Starts with the bars as the only observer."""
-        self.progress = progress
+        """Starts with the bars as the only observer; None writes a line for each slow phase."""
+        self.phases = PhaseLines() if progress is None else None
+        self.progress: Progress | PhaseLines | None = progress or self.phases
         self.engine: Engine | None = None
         self.on_built: list[Callable[[Engine], None]] = []
         self.on_updated: list[Callable[[], None]] = []
+        if self.phases is not None:
+            self.on_updated.append(self.phases.updated)
         self.on_span: list[Callable[[HostSpan], None]] = []
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -80,6 +85,11 @@ class RolloutObservers:
         self.engine = engine
         for tell in list(self.on_built):
             tell(engine)
+
+    def expect_trainer(self, is_expected: bool) -> None:
+        """Says whether a trainer's step follows the first rollout."""
+        if self.phases is not None:
+            self.phases.has_trainer = is_expected
 
     def totals(self) -> RolloutTotals:
         """The totals so far, including running calls."""

@@ -7,6 +7,7 @@ import logging
 import threading
 from typing import Any
 
+import jax
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidConfigError
@@ -37,6 +38,26 @@ def check_fields(config: RolloutConfig) -> dict[str, str]:
     max_lora_rank(config)
     _check_expert_parallel_size(config)
     return {f"{name}={value!r}": reason for name, (value, reason) in unused.items()}
+
+
+def check_axis_types(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Returns the mesh, or refuses one with axes that Tunix cannot train on.
+
+    Tunix 0.1.7's models leave shardings to the compiler. On Explicit axes, which `jax.make_mesh`
+    makes by default, the trainer's first step ends in a DuplicateSpecError or ShardingTypeError.
+
+    Raises:
+        InvalidConfigError: says how to make the mesh.
+    """
+    auto = jax.sharding.AxisType.Auto
+    if any(kind != auto for kind in mesh.axis_types):
+        shape, names = tuple(mesh.shape.values()), mesh.axis_names
+        raise InvalidConfigError(
+            f"the mesh's axes must be Auto for Tunix's models, got {mesh.axis_types}; make it with "
+            f"jax.make_mesh({shape}, {names}, "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)})"
+        )
+    return mesh
 
 
 def _check_expert_parallel_size(config: RolloutConfig) -> None:

@@ -78,7 +78,13 @@ SAMPLING_FIELDS = _table(
         "of each row. None: fresh randomness in every call. An int or a JAX key: the run is "
         "reproducible; draws depend on the seed, the number of earlier calls with it, and the row",
     ),
-    ("eos_tokens", "mapped", "stop_token_ids", "instead of the tokenizer's end token"),
+    (
+        "eos_tokens",
+        "mapped",
+        "stop_token_ids",
+        "instead of the end tokens of the tokenizer and of the folder that "
+        "`rollout_sglang_jax_model_version` or `rollout_vllm_model_version` names",
+    ),
     (
         "max_prompt_length",
         "mapped",
@@ -116,7 +122,7 @@ MODEL_FIELDS = _table(
         "mapped",
         None,
         "bounds a sequence if no context length is set: the larger of this value and "
-        "`max_prompt_length` + `max_tokens_to_generate`",
+        "`max_prompt_length` + `max_tokens_to_generate`, of the longest of a cluster's configs",
     ),
     (
         "tensor_parallel_size",
@@ -140,8 +146,8 @@ SGLANG_JAX_FIELDS = _table(
         "model_version",
         "mapped",
         None,
-        "a local Hugging Face folder gives the model's shape; any other name is accepted, since "
-        "shape and weights come from the actor",
+        "a local Hugging Face folder gives the model's shape and its end tokens; any other name is "
+        "accepted, since shape and weights come from the actor",
     ),
     ("context_length", "mapped", "max_model_len", ""),
     (
@@ -228,7 +234,13 @@ VLLM_FIELDS = _table(
     ("server_mode", "named", None, "calls of all threads are always batched"),
     ("server_mode_submission_threshold", "named", None, "requests never wait for others"),
     ("server_mode_submission_timeout_s", "named", None, "requests never wait for others"),
-    ("model_version", "named", None, "shape and weights come from the actor"),
+    (
+        "model_version",
+        "mapped",
+        None,
+        "a local Hugging Face folder gives the model's end tokens; shape and weights come from the "
+        "actor",
+    ),
     (
         "lora_config",
         "translated",

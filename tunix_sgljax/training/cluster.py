@@ -20,6 +20,7 @@ from tunix.rl.rl_cluster import ClusterConfig, Mode, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 
+from sgljax_engine import load_model_config
 from tunix_sgljax.factory import RLCluster
 from tunix_sgljax.lora import check_lora_mode
 from tunix_sgljax.observability.progress import Progress
@@ -77,8 +78,20 @@ def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> Rol
     )
 
 
-def rollout_configs(config: TrainConfig) -> dict[Mode, RolloutConfig]:
-    """Sampling configs of training and evaluation, for Tunix."""
+def end_tokens(config: TrainConfig, eos_id: int | None) -> list[int] | None:
+    """What ends a completion: the config's ids, else the tokenizer's and the model folder's.
+
+    An instruct model's generation_config.json often has more than its tokenizer. None leaves it to
+    Tunix, which takes the tokenizer's.
+    """
+    if config.rollout.eos_tokens is not None or config.model.path is None:
+        return config.rollout.eos_tokens
+    own = () if eos_id is None or eos_id < 0 else (int(eos_id),)
+    return list(dict.fromkeys((*own, *load_model_config(config.model.path).eos_token_ids))) or None
+
+
+def rollout_configs(config: TrainConfig, eos_tokens: list[int] | None) -> dict[Mode, RolloutConfig]:
+    """Sampling configs of training and evaluation, for Tunix; `eos_tokens` as `end_tokens`."""
     rollout = config.rollout
     needed = rollout.max_prompt_length + rollout.max_tokens_to_generate
     configs = {}
@@ -93,7 +106,7 @@ def rollout_configs(config: TrainConfig) -> dict[Mode, RolloutConfig]:
             temperature=section.temperature,
             top_p=top_p,
             top_k=section.top_k,
-            eos_tokens=rollout.eos_tokens,
+            eos_tokens=eos_tokens,
             return_logprobs=rollout.return_logprobs,
         )
     return configs
@@ -128,6 +141,7 @@ def cluster_config(
     config: TrainConfig,
     meshes: tuple[jax.sharding.Mesh, jax.sharding.Mesh],
     engine: RolloutEngine,
+    eos_tokens: list[int] | None,
 ) -> ClusterConfig:
     """The cluster's config, without its models."""
     training = config.training
@@ -140,7 +154,7 @@ def cluster_config(
         role_to_mesh={**dict.fromkeys(roles, trainer), Role.ROLLOUT: rollout},
         rollout_engine=engine,  # pyright: ignore[reportArgumentType]  a partial will do
         offload_to_cpu=config.offload_to_cpu,
-        rollout_config=rollout_configs(config),
+        rollout_config=rollout_configs(config, eos_tokens),
         training_config=RLTrainingConfig(
             actor_optimizer=optimizer,
             critic_optimizer=critic_optimizer if config.algorithm.name == "ppo" else None,
@@ -186,7 +200,9 @@ def make_cluster(
         reference=reference if has_reference_model(config) else None,
         critic=critic,
         tokenizer=tokenizer,
-        cluster_config=cluster_config(config, meshes, engine),
+        cluster_config=cluster_config(
+            config, meshes, engine, end_tokens(config, tokenizer.eos_id())
+        ),
         perf_config=perf_config,
     )
     # Tunix's learner counts the steps; a trainer with its own limit would draw a bar.

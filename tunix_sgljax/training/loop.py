@@ -109,6 +109,7 @@ def run(
     config: TrainConfig,
     *,
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    on_eval: Callable[[EvalRecord], None] = lambda record: None,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
     timeline: TimelineSteps | None = None,
@@ -122,9 +123,10 @@ def run(
     Args:
         config: From `load_config`.
         on_step: Called after each step, on the thread that logs Tunix's metrics.
+        on_eval: The same for each evaluation between steps.
         should_stop: Called before each step; True ends the run as if its data had ended, with a
             last checkpoint.
-        progress: Draws bars of the engine's rollouts.
+        progress: Draws bars of the engine's rollouts; None writes a line for each slow phase.
         timeline: Steps to record for Perfetto.
 
     Raises:
@@ -133,7 +135,7 @@ def run(
     _check_timeline(config, timeline)
     prepared = prepare(config)
     keep_lora_settings(config)
-    recorder = StepRecorder(on_step)
+    recorder = StepRecorder(on_step, on_eval)
     tracer = None if timeline is None else Timeline()
     timed = functools.partial(
         TimedRollout,

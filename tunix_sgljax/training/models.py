@@ -17,6 +17,7 @@ from sgljax_engine import (
     InvalidConfigError,
     ModelConfig,
     WeightLoadError,
+    find_weight_files,
     load_model_config,
     read_safetensors,
 )
@@ -60,9 +61,11 @@ def find_model(section: ModelSection) -> ModelSpec:
 
     Raises:
         InvalidConfigError: names the key, for a model that Tunix or the loader lacks.
+        WeightLoadError: for a folder with weights of two models.
     """
     if section.path is not None:
         family, fields = _read_folder(section.path)
+        check_weight_files(section.path)
         config = _make_config(family, fields)
         if section.name is not None:
             _check_same_shape(section, config)
@@ -84,6 +87,24 @@ def find_model(section: ModelSection) -> ModelSpec:
         changes |= {name: dtype for name in ("dtype", "param_dtype") if name in names}
     config = dataclasses.replace(config, **changes)
     return ModelSpec(family, getattr(module, _CLASSES[family]), config)
+
+
+def check_weight_files(folder: str | Path) -> None:
+    """Refuses a folder of which Tunix's loader would read other weights than transformers.
+
+    Tunix reads every safetensors file of the folder, so that shards of an older model would win
+    over, or mix with, the files of the newer one.
+
+    Raises:
+        WeightLoadError: names the files that are not the model's.
+    """
+    files = find_weight_files(folder)
+    beside = sorted({path.name for path in files.folder.glob("*.safetensors")} - {*files.names})
+    if beside:
+        raise WeightLoadError(
+            f"{folder} holds {', '.join(beside)} beside the model's {', '.join(files.names)}: "
+            "Tunix would read them too; move them away"
+        )
 
 
 def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh) -> nnx.Module:

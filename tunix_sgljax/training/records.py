@@ -25,10 +25,17 @@ class StepRecorder:
         evals: Records of the evaluations between them.
     """
 
-    def __init__(self, on_step: Callable[[StepRecord], None], *, first_step: int = 1) -> None:
+    def __init__(
+        self,
+        on_step: Callable[[StepRecord], None],
+        on_eval: Callable[[EvalRecord], None] = lambda record: None,
+        *,
+        first_step: int = 1,
+    ) -> None:
         self.records: list[StepRecord] = []
         self.evals: list[EvalRecord] = []
         self._on_step = on_step
+        self._on_eval = on_eval
         self._first_step = first_step
         self._timings: list[RolloutTiming] = []
         self._step_start_s = time.perf_counter()
@@ -47,6 +54,7 @@ class StepRecorder:
         reward = float(np.mean(np.asarray(rewards, np.float64)))
         if metrics.mode == "eval":
             self.evals.append(EvalRecord(num_steps=metrics.global_steps, reward=reward))
+            self._on_eval(self.evals[-1])
             return
         now_s = time.perf_counter()
         record = StepRecord(

@@ -88,6 +88,17 @@ class ProgressReporter:
             self._bar.set_postfix_str(line, refresh=False)
             self._bar.update()
 
+    def show_eval(self, record: EvalRecord) -> None:
+        """Reports an evaluation between steps."""
+        if self._is_quiet:
+            return
+        line = f"held out, after {record.num_steps} steps: reward {record.reward:.3f}"
+        if self._bar.disable:
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+        else:
+            tqdm.write(line)
+
     def close(self) -> None:
         """Ends the line."""
         self._bar.close()
@@ -149,9 +160,12 @@ def format_table(records: Sequence[StepRecord]) -> str:
 
 
 def format_summary(records: Sequence[StepRecord]) -> str:
-    """Returns the run in one line."""
+    """Returns the run in one line; without a gain where the first steps are the last ones too."""
     summary = summarize(records)
     window = min(WINDOW, len(records))
+    if len(records) < 2 * window:
+        mean = np.mean([record.reward for record in records])
+        return f"mean reward {mean:.3f} in {len(records)} step{'s' if len(records) > 1 else ''}"
     return (
         f"mean reward first {window} steps {summary.first_reward:.3f}, "
         f"last {window} steps {summary.last_reward:.3f}, gain {summary.gain:+.3f}"

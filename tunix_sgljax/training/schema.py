@@ -310,7 +310,8 @@ class RolloutSection:
         temperature: 0 is greedy, and useless for training.
         top_p: Share of probability to keep.
         top_k: Number of tokens to keep; null keeps all.
-        eos_tokens: Ids that end a completion; null takes the tokenizer's.
+        eos_tokens: Ids that end a completion; null takes the tokenizer's, and those of the model
+            folder's generation_config.json.
         return_logprobs: Return log-probs of the sampled tokens.
         kv_cache_size: Tokens of a row in vanilla's cache; null takes the most that a row can need.
         eval: Sampling of evaluation; null samples as in training.

@@ -47,6 +47,7 @@ def load_task(section: TaskSection, tokenizer: Any) -> Task:
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
     """
+    add_code_dir(section.code_dir)
     rows = _read_rows("task.dataset", section.dataset, section.dataset_args)
     eval_rows = []
     if section.eval_dataset is not None:
@@ -56,6 +57,25 @@ def load_task(section: TaskSection, tokenizer: Any) -> Task:
         eval_rows=[_to_row(section, row, tokenizer) for row in eval_rows],
         reward_fns=find_reward_functions(section),
     )
+
+
+def check_task(section: TaskSection) -> None:
+    """Finds the functions and files of a task, in a second: before Tunix is imported.
+
+    Raises:
+        InvalidConfigError: names the key and what could not be found.
+    """
+    find_reward_functions(section)
+    for key in ("dataset", "eval_dataset"):
+        source = getattr(section, key)
+        if source is None:
+            continue
+        if is_function(source):
+            import_function(f"task.{key}", source)
+            continue
+        _refuse_arguments(f"task.{key}", source, getattr(section, f"{key}_args"))
+        if not Path(source).is_file():
+            raise InvalidConfigError(f"task.{key} {source} is no file")
 
 
 def find_reward_functions(section: TaskSection) -> list[Callable[..., Any]]:
@@ -141,9 +161,8 @@ def _read_rows(key: str, source: str, arguments: Mapping[str, Any]) -> list[Mapp
             rows = list(function(**arguments))
         except TypeError as error:
             raise InvalidConfigError(f"{key}_args {dict(arguments)}: {error}") from error
-    elif arguments:
-        raise InvalidConfigError(f"{key}_args needs a function as {key}, got the file {source}")
     else:
+        _refuse_arguments(key, source, arguments)
         rows = _read_file(key, Path(source))
     if not rows:
         raise InvalidConfigError(f"{key} {source} holds no rows")
@@ -151,6 +170,11 @@ def _read_rows(key: str, source: str, arguments: Mapping[str, Any]) -> list[Mapp
         if not isinstance(row, Mapping):
             raise InvalidConfigError(f"{key} {source} must hold mappings, got {row!r}")
     return rows
+
+
+def _refuse_arguments(key: str, source: str, arguments: Mapping[str, Any]) -> None:
+    if arguments:
+        raise InvalidConfigError(f"{key}_args needs a function as {key}, got the file {source}")
 
 
 def _read_file(key: str, path: Path) -> list[Any]:

@@ -121,6 +121,8 @@ def build_group(
             zip(placement.engines, made, slots, strict=True)
         )
     ]
+    for core in cores:
+        core.runner.programs.progress = progress
     built = BuiltGroup(
         cores=cores,
         groups=groups,

@@ -19,6 +19,7 @@ from sgljax_engine.models.weight_rules import hf_rules, logical_rules
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.weights import loader
 from sgljax_engine.weights.hf_json import read_json
+from sgljax_engine.weights.hf_layout import find_weight_files
 from sgljax_engine.weights.rules import Rule, RuleTable, WeightRule, check_rules
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -115,8 +116,9 @@ def folder_weights(
     """
     rules = hf_rules(model) if rules is None else check_rules(rules)
     table = RuleTable([rule for rule in rules if isinstance(rule, Rule)])
-    with reporting(progress, "read weights", loader.folder_bytes(folder), "B") as advance:
-        return WeightSource(loader.read_hf_folder(folder, advance, table.ignores), rules)
+    files = find_weight_files(folder)
+    with reporting(progress, "read weights", files.num_bytes(), "B") as advance:
+        return WeightSource(loader.read_hf_folder(files, advance, table.ignores), rules)
 
 
 def same_model_weights(

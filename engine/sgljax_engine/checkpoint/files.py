@@ -202,6 +202,4 @@ def _zstandard() -> ModuleType:
     try:
         return importlib.import_module("zstandard")
     except ImportError:
-        raise CheckpointError(
-            "zstd needs the package zstandard: pip install 'tunix-sgljax[zstd]'"
-        ) from None
+        raise CheckpointError("zstd needs the package zstandard: pip install zstandard") from None

@@ -14,7 +14,8 @@ class ProgressListener(Protocol):
     `started` and `finished` come in pairs, also when the task fails. `advanced` may come from
     several threads at once, and is never called for a token or a dispatch. An exception of a
     listener fails the task. Tasks: "read weights" (bytes of a folder), "place weights" (tensors),
-    "compile programs".
+    "compile programs" (by warm-up), "compile NAME" (the one program of that name that a request
+    needed first).
     """
 
     def started(self, task: str, total: int, unit: str) -> None:

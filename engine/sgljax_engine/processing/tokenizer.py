@@ -7,8 +7,10 @@ Tunix's tokenizer methods (`encode`, `decode`, `bos_id()`, `eos_id()`, `pad_id()
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -388,9 +390,25 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     """The Hugging Face tokenizer of a model folder; None when the folder has none."""
     if not any((Path(folder) / name).exists() for name in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # heavy, and only needed here
+    with _without_advice():
+        from transformers import AutoTokenizer  # heavy, and only needed here
 
     return HFTokenizer(AutoTokenizer.from_pretrained(str(folder)))
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Imports transformers without its note that PyTorch is missing: only tokenizers are used."""
+
+    def is_no_advice(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(is_no_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_advice)
 
 
 def _base_class(tokenizer: object, module: str, name: str) -> type | None:

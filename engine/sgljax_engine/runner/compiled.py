@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
+from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.runner import page_programs, programs, scoring, verify
 from sgljax_engine.runner.compiled_memory import checked_fit
@@ -100,6 +101,7 @@ class ProgramCache:
         num_compiles: Number of programs prepared so far; `_jitted` may find one compiled already.
         compile_s: Seconds that the engine thread spent on them.
         is_sealed: Whether a missing program is refused instead of compiled.
+        progress: Told of each program that its first use compiles; None tells nobody.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class ProgramCache:
         self.num_compiles = 0
         self.compile_s = 0.0
         self.is_sealed = False
+        self.progress: ProgressListener | None = None
 
     def run(self, call: ProgramCall, state: ProgramState) -> tuple[ProgramState, Any]:
         """Runs a program, compiled first if it is new. Donates the parts of the cache it writes.
@@ -139,7 +142,8 @@ class ProgramCache:
                     f"forbid_compile is set and {call.name} needs a new program for shapes "
                     f"{list(key[2:])}; warmup did not cover it"
                 )
-            self.compile([call], state)
+            with reporting(self.progress, f"compile {call.name}", 1, "program") as advance:
+                self.compile([call], state, lambda: advance(1))
         program = _PROGRAMS[call.name]
         out = self._programs[key](*(getattr(state, part) for part in program.takes), *call.args)
         made = dict(zip(program.gives, out if len(program.gives) > 1 else (out,), strict=True))

@@ -14,14 +14,11 @@ from safetensors.numpy import save_file
 
 from sgljax_engine.errors import WeightLoadError
 from sgljax_engine.weights.forms import Form
-from sgljax_engine.weights.hf_json import read_weight_map
+from sgljax_engine.weights.hf_layout import INDEX_FILE, SINGLE_FILE, find_weight_files
 from sgljax_engine.weights.lora import merge_on_host
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.safetensors_file import SafetensorsFile
 from sgljax_engine.weights.sync import Step, TargetSpec, plan_sync, source_spec
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _DTYPES = tuple(np.dtype(each) for each in ("f8", "f4", "f2", jnp.bfloat16))
 """Dtypes of weights."""
@@ -45,13 +42,11 @@ def read_hf_tensors(folder: str | Path) -> dict[str, HfTensor]:
     """All tensors of a folder's safetensors files by name, not loaded yet.
 
     Raises:
-        WeightLoadError: names the file that is missing or truncated.
+        WeightLoadError: names the file that is missing or truncated; for two sets of files.
     """
-    folder = Path(folder)
-    files = [SINGLE_FILE]
-    if (folder / INDEX_FILE).exists():
-        files = sorted(set(read_weight_map(folder / INDEX_FILE).values()))
-    return {name: tensor for file in files for name, tensor in _tensors_of(folder / file)}
+    files = find_weight_files(folder)
+    paths = [files.folder / name for name in files.names]
+    return {name: tensor for path in paths for name, tensor in _tensors_of(path)}
 
 
 def _tensors_of(path: Path) -> Iterator[tuple[str, HfTensor]]:

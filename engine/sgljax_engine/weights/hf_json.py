@@ -31,7 +31,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
         WeightLoadError: names the index, and an entry that is no file beside it.
     """
     try:
-        found = read_json(path).get("weight_map") or {}
+        found = read_json(path).get("weight_map")
     except InvalidConfigError as error:
         raise WeightLoadError(str(error)) from error
     if not isinstance(found, dict):

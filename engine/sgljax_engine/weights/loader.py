@@ -9,29 +9,19 @@ from typing import Any
 import numpy as np
 
 from sgljax_engine.errors import WeightLoadError
-from sgljax_engine.weights.hf_json import read_weight_map
+from sgljax_engine.weights.hf_layout import WeightFiles
 from sgljax_engine.weights.safetensors_file import SafetensorsFile
-
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-
-
-def folder_bytes(folder: str | Path) -> int:
-    """Total bytes of a folder's weight files that exist."""
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
 def read_hf_folder(
-    folder: str | Path,
+    files: WeightFiles,
     on_read: Callable[[int], None] = lambda num_bytes: None,
     ignores: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, np.ndarray]:
-    """The tensors of a folder's safetensors files, by name.
-
-    Reads `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+    """The tensors of a model's safetensors files, by name.
 
     Args:
-        folder: Folder of the model.
+        files: What `find_weight_files` found.
         on_read: Called with the bytes of each tensor once it is read, and with those that are left
             unread of a file at its end.
         ignores: Whether a tensor is left in its file, by its name.
@@ -39,18 +29,14 @@ def read_hf_folder(
     Raises:
         WeightLoadError: names the file that is missing, truncated or inconsistent with the index.
     """
-    folder = Path(folder)
-    if not (folder / _INDEX_FILE).exists():
-        found = _read_file(folder / _SINGLE_FILE, on_read, ignores)
-        return {name: tensor for name, tensor in found if tensor is not None}
-    weight_map = read_weight_map(folder / _INDEX_FILE)
+    folder, weight_map = files.folder, files.index
     tensors: dict[str, np.ndarray | None] = {}
-    for file_name in sorted(set(weight_map.values())):
+    for file_name in files.names:
         for name, tensor in _read_file(folder / file_name, on_read, ignores):
-            if weight_map.get(name) != file_name:
+            if weight_map is not None and weight_map.get(name) != file_name:
                 raise WeightLoadError(f"{folder / file_name} holds {name!r}, the index says not")
             tensors[name] = tensor
-    missing = sorted(set(weight_map) - set(tensors))
+    missing = sorted(set(weight_map or ()) - set(tensors))
     if missing:
         raise WeightLoadError(f"{folder}: the index lists {missing}, which no shard holds")
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

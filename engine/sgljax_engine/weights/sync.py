@@ -43,6 +43,9 @@ from sgljax_engine.weights.rules import (
 )
 from sgljax_engine.xla_options import transposition_options
 
+_MAX_PROBLEMS = 20
+"""Problems of a source that an error names; an empty one has hundreds."""
+
 Weights = dict[str, jax.Array]
 
 Sources = tuple[Any, ...]
@@ -290,9 +293,10 @@ def plan_sync(
         if name not in steps
     )
     if problems:
+        more = len(problems) - _MAX_PROBLEMS
+        shown = problems if more <= 0 else [*problems[:_MAX_PROBLEMS], f"and {more} more"]
         raise WeightSyncError(
-            f"weights do not fit the model ({len(problems)} problem(s)):\n  "
-            + "\n  ".join(problems)
+            f"weights do not fit the model ({len(problems)} problem(s)):\n  " + "\n  ".join(shown)
         )
     for name in scales:
         steps[name] = steps[name.removesuffix(SCALE_SUFFIX)]._replace(target=name)

@@ -1,0 +1,173 @@
+"""Draws docs/images/engines.svg: rewards and speed of rollouts, ours against Tunix's vanilla.
+
+    python examples/grpo_addition.py --rollout vanilla --output-dir outputs/vanilla
+    python examples/grpo_addition.py --rollout sgljax --output-dir outputs/sgljax
+    python docs/make_engines_plot.py --records outputs  # keeps their steps, and draws
+    python docs/make_engines_plot.py                    # draws what benchmarks/results holds
+
+Speeds are those of benchmarks/results: `gpu.json`, `grpo_addition.json` and `bench_small.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from tunix_sgljax.bench.environment import describe_environment
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+STEPS = RESULTS / "grpo_addition_steps.json"
+ENGINES = {"vanilla": ("Tunix's vanilla", "#90a4ae"), "sgljax": ("tunix-sgljax", "#1565c0")}
+WINDOW = 5
+"""Steps over which rewards are averaged."""
+
+
+class Speed(NamedTuple):
+    """A workload: useful tokens a second of ours over vanilla's, and where it was measured."""
+
+    workload: str
+    times: float
+    hardware: str
+    date: str
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of results."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def keep_steps(records: Path) -> None:
+    """Keeps the steps of a run of each engine, with the machine."""
+    content: dict[str, Any] = {}
+    device = "cpu"
+    for name in ENGINES:
+        run = json.loads((records / name / "records.json").read_text(encoding="utf-8"))
+        steps = run["steps"]
+        content[name] = {
+            "seed": run["settings"]["seed"],
+            "rewards": [step["reward"] for step in steps],
+            "rollout_s": [round(step["rollout_s"], 3) for step in steps],
+        }
+        device = run["settings"]["device"]
+    environment = dataclasses.asdict(describe_environment(device))
+    STEPS.write_text(json.dumps({"environment": environment, **content}, indent=1) + "\n")
+
+
+def machine(environment: dict[str, Any]) -> str:
+    """The hardware of a result in a few words."""
+    if environment["device"] == "cpu":
+        return f"{environment['num_cores']} CPU cores"
+    return environment["device"].removeprefix("NVIDIA ").split()[0] + " GPU"
+
+
+def speeds() -> list[Speed]:
+    """The speeds, the GPU's first."""
+    gpu, demo, small = read("gpu.json"), read("grpo_addition.json"), read("bench_small.json")
+    rate = {each["contestant"]: each["useful tokens/s"] for each in gpu["rollouts"]}
+    own = {name: [] for name in ENGINES}
+    for run in demo["runs"]:
+        own[run["rollout"]].append(run["rollout_s"])
+    found = [
+        Speed(
+            "Qwen3-0.6B, 16 to 512 tokens",
+            rate["engine, pallas"] / rate["vanilla"],
+            machine(gpu["environment"]),
+            gpu["environment"]["date"],
+        ),
+        Speed(
+            "the addition task, about 20 tokens",
+            statistics.fmean(own["vanilla"]) / statistics.fmean(own["sgljax"]),
+            machine(demo["environment"]),
+            demo["environment"]["date"],
+        ),
+    ]
+    words = {"rl_longtail": "27M, 16 to 256 tokens", "long_prompt": "27M, prompt of 2,048 tokens"}
+    for workload in small["workloads"]:
+        if workload["workload"] not in words:
+            continue
+        pairs = {
+            peer["name"]: statistics.median(
+                theirs / ours
+                for theirs, ours in zip(peer["runs_s"], peer["our_runs_s"], strict=True)
+            )
+            for peer in workload["peers"]
+        }
+        best = min(times for name, times in pairs.items() if name.startswith("vanilla"))
+        environment = small["environment"]
+        found.append(
+            Speed(
+                words[workload["workload"]],
+                best,
+                machine(environment),
+                environment["date"],
+            )
+        )
+    order = ("GPU", "addition", "16 to 256", "2,048")
+    return sorted(
+        found,
+        key=lambda each: next(
+            i for i, word in enumerate(order) if word in each.hardware or word in each.workload
+        ),
+    )
+
+
+def draw() -> Figure:
+    """Rewards on the left, speeds on the right."""
+    steps = read(STEPS.name)
+    figure = Figure(figsize=(10, 3.6), layout="constrained", facecolor="#ffffff")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    for name, (label, colour) in ENGINES.items():
+        rewards = np.array(steps[name]["rewards"])
+        ends = range(1, len(rewards) + 1)
+        mean = [rewards[max(0, end - WINDOW) : end].mean() for end in ends]
+        left.plot(ends, rewards, "o", color=colour, alpha=0.3, markersize=3)
+        left.plot(ends, mean, color=colour, linewidth=2.2, label=label)
+    left.set(ylim=(0, 1), xlabel="step", ylabel="exact-match reward")
+    environment = steps["environment"]
+    title = f"The same learning ({machine(environment)}, {environment['date']})"
+    left.set_title(title, fontsize=10, loc="left")
+    left.legend(loc="lower right", frameon=False, fontsize=9)
+
+    bars = speeds()[::-1]
+    places = range(len(bars))
+    colour = ENGINES["sgljax"][1]
+    right.barh(places, [each.times for each in bars], color=colour, height=0.55)
+    for place, each in zip(places, bars, strict=True):
+        right.text(each.times + 0.3, place, f"{each.times:.1f} x", va="center", fontsize=10)
+    right.axvline(1, color=ENGINES["vanilla"][1], linewidth=2)
+    labels = [f"{each.hardware}, {each.date}\n{each.workload}" for each in bars]
+    right.set_yticks(places, labels, fontsize=8.5)
+    right.set_xlim(0, 1.15 * max(each.times for each in bars))
+    right.set_title(
+        "Useful tokens/s over vanilla's at its best (the line)", fontsize=10, loc="left"
+    )
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program and returns its exit code."""
+    parser = argparse.ArgumentParser(description="Draws ours against vanilla.")
+    parser.add_argument("--records", type=Path, metavar="FOLDER", help="runs of both, to keep")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/images/engines.svg")
+    args = parser.parse_args(argv)
+    if args.records is not None:
+        keep_steps(args.records)
+    mpl.rcParams |= {"svg.fonttype": "path", "svg.hashsalt": "engines"}
+    draw().savefig(args.output, metadata={"Date": None})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

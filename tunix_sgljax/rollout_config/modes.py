@@ -1,0 +1,65 @@
+"""The RolloutConfigs of all modes of a cluster: training, and evaluation beside it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+
+from tunix.rl import rl_cluster
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import InvalidConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def find_cluster() -> rl_cluster.RLCluster | None:
+    """The cluster that is being constructed around this call.
+
+    Tunix passes a rollout the training config alone, and another mode's at its first use, hours
+    into a run. The cluster that constructs the rollout has them all, and is a caller of this
+    function: its frame is the one place that leads to it.
+    """
+    frame = inspect.currentframe()
+    try:
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, rl_cluster.RLCluster):
+                return caller
+            frame = frame.f_back
+        return None
+    finally:
+        del frame  # a cycle otherwise
+
+
+def configs_by_mode(
+    cluster: rl_cluster.RLCluster | None, training: RolloutConfig
+) -> dict[str, RolloutConfig]:
+    """The configs of a cluster by mode; without one, the training config alone."""
+    configs = None if cluster is None else cluster.cluster_config.rollout_config
+    if isinstance(configs, dict) and configs.get(rl_cluster.Mode.TRAIN) is training:
+        return {mode.name: config for mode, config in configs.items()}
+    return {rl_cluster.Mode.TRAIN.name: training}
+
+
+def check_lengths(configs: Mapping[str, RolloutConfig], max_model_len: int) -> None:
+    """Refuses configs whose longest sequences the engine cannot hold.
+
+    Of the training config it only warns: its prompts may be shorter, and it is used at once.
+
+    Raises:
+        InvalidConfigError: names the mode, the fields and the limit.
+    """
+    for mode, config in configs.items():
+        prompt, new = config.max_prompt_length, config.max_tokens_to_generate
+        if prompt + new > max_model_len:
+            message = (
+                f"the RolloutConfig of {mode}: max_prompt_length {prompt} + max_tokens_to_generate "
+                f"{new} = {prompt + new} exceeds the engine's context of {max_model_len} tokens; "
+                "raise rollout_sglang_jax_context_length of the training config (max_model_len), "
+                "or leave it out, if the model's own context allows it"
+            )
+            if mode != rl_cluster.Mode.TRAIN.name:
+                raise InvalidConfigError(message)
+            logger.warning("%s", message)
