@@ -21,6 +21,10 @@ _FILES = (
 )
 
 
+_AGAIN_S = 5.0
+"""Longer than what clears up behind an interrupted call takes."""
+
+
 class Interrupt:
     """Raises KeyboardInterrupt on this thread at the place with an index.
 
@@ -80,14 +84,18 @@ def interrupt_everywhere(call: Callable[[], Any], check: Callable[[], None], ste
 
 @contextlib.contextmanager
 def real_interrupts() -> Iterator[Callable[[float], None]]:
-    """Gives a function that has a signal interrupt the main thread after so many seconds."""
+    """Gives a function that has a signal interrupt the main thread after so many seconds.
+
+    One that comes just before CPython begins to wait does not end the wait, and one that comes in a
+    finalizer is lost; so another one comes later.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds) and None
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S) and None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
