@@ -2,8 +2,7 @@
 
     python docs/make_sampling_table.py
 
-A test compares the file with `render()`, collects every test that it names, and compares every
-refusal with the error that is raised.
+A test compares the file with `render()` and collects every test that it names.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import inspect
 import re
 from pathlib import Path
 
-from sgljax_engine import InvalidRequestError, SamplingParams
-from sgljax_engine.sampling_params import DEFAULT_IF_NONE, REFUSED_FIELDS, LogprobOptions
+from sgljax_engine import FOREIGN_FIELDS, ForeignField, SamplingParams
+from sgljax_engine.sampling_params import LogprobOptions
 
 OUTPUT = Path(__file__).with_name("sampling.md")
 _ROWS = "tests/engine/test_sampling_table.py::TestRows::test_"
@@ -27,6 +26,8 @@ TESTS = {
     "detokenize": _TEXT + "detokenize",
     "skip_special_tokens": _TEXT + "skip_special_tokens",
     "spaces_between_special_tokens": _TEXT + "spaces_between_special_tokens",
+    "decode_behind_prompt": _TEXT + "decode_behind_prompt",
+    "reasoning_tags": _TEXT + "reasoning_tags",
 }
 """Tests of fields that are not in `TestRows` under the field's name."""
 
@@ -40,7 +41,13 @@ LOGPROB_ARGUMENTS = {
 }
 """Arguments of `Engine.generate`: the field of `LogprobOptions`, and the test."""
 
-VLLM_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "bad_token_ids": ""}
+VLLM_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "bad_token_ids": "",
+    "decode_behind_prompt": "",
+    "reasoning_tags": "",
+}
 """vLLM's names where they differ; empty where vLLM has no such field."""
 
 _HEAD = """# Sampling
@@ -48,9 +55,16 @@ _HEAD = """# Sampling
 <!-- Written by docs/make_sampling_table.py; do not edit. -->
 
 Every field of vLLM's `SamplingParams` and of this engine's is either supported, with a test, or
-refused, with an error that says what to do instead. Nothing is ignored. Pass fields as
-`SamplingParams` or as a dict with the same names, for all prompts of a call or one for each.
-In a dict, None means the default of {defaults}.
+refused, with an error that says what to do instead. Nothing that is asked for is ignored. Pass
+fields as `SamplingParams` or as a dict with the same names, for all prompts of a call or one for
+each. In a dict, None is the field's default.
+"""
+
+_REFUSED = f"""## Refused
+
+Names of other engines. In a dict they are accepted with a value that asks for nothing: None,
+False, what is empty, and what the second column says. All other values are refused, and the error
+says what to do instead. `{REFUSAL_TEST}` tests each.
 """
 
 _TAIL = """## Order of operations
@@ -135,15 +149,6 @@ def attribute_docs(owner: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def refusal(name: str) -> str:
-    """The real error for a refused field."""
-    try:
-        SamplingParams.from_dict({name: None})
-    except InvalidRequestError as error:
-        return str(error)
-    raise AssertionError(f"{name} is not refused")
-
-
 def test_of(name: str) -> str:
     """The node id of the test of a field."""
     return TESTS.get(name, _ROWS + name)
@@ -173,11 +178,17 @@ def _logprob_rows() -> list[str]:
     return rows
 
 
-def _refused_rows() -> list[str]:
+def foreign_row(field: ForeignField) -> str:
+    """The row of a field that the engine lacks."""
+    neutral = [*([] if field.takes_false else ["not False"]), *map(repr, field.neutral)]
+    return f"| `{field.name}` | {', '.join(neutral)} | {field.instead} |"
+
+
+def _foreign_rows() -> list[str]:
     return [
-        "| field | error |",
-        "|---|---|",
-        *(f"| `{n}` | {refusal(n)} |" for n in REFUSED_FIELDS),
+        "| field | also accepted | instead |",
+        "|---|---|---|",
+        *map(foreign_row, FOREIGN_FIELDS.values()),
     ]
 
 
@@ -188,12 +199,12 @@ def _short(node: str) -> str:
 def render() -> str:
     """The text of docs/sampling.md."""
     sections = [
-        _HEAD.format(defaults=", ".join(f"`{name}`" for name in DEFAULT_IF_NONE)),
+        _HEAD,
         "## Supported\n\nTests are in `tests/engine/`.\n",
         "\n".join(_field_rows()) + "\n",
         "\n".join(_logprob_rows()) + "\n",
-        f"## Refused\n\nThese names are refused with any value; `{REFUSAL_TEST}` tests each.\n",
-        "\n".join(_refused_rows()) + "\n",
+        _REFUSED,
+        "\n".join(_foreign_rows()) + "\n",
         _TAIL,
     ]
     return "\n".join(sections)

@@ -20,7 +20,8 @@ PACKAGES = {
 # The engine's parts, from the bottom up: each imports only itself and rows above its own.
 LAYERS = (
     ("errors", "kernels", "xla_options"),
-    ("checks", "foreign_options", "io_struct", "layers", "sampling_params"),
+    ("checks", "foreign_options"),
+    ("io_struct", "layers", "sampling_params"),
     ("config", "model_config", "observability", "sampling", "speculation", "weights"),
     ("types",),
     ("cache", "checkpoint", "outputs"),
@@ -181,6 +182,7 @@ def test_no_environment_reads_below_the_command_line():
 def test_exported_names():
     engine = importlib.import_module("sgljax_engine")
     assert engine.__all__ == [
+        "FOREIGN_FIELDS",
         "FOREIGN_OPTIONS",
         "MAX_TOP_LOGPROBS",
         "AbortReq",
@@ -204,6 +206,7 @@ def test_exported_names():
         "FinishReason",
         "FlushCacheReqInput",
         "FlushCacheReqOutput",
+        "ForeignField",
         "ForeignOption",
         "HfTensor",
         "InvalidConfigError",
@@ -241,6 +244,7 @@ def test_exported_names():
         "derive_seed",
         "find_weight_files",
         "flatten_named",
+        "foreign_fields",
         "hf_rules",
         "load_model_config",
         "localize",

@@ -446,7 +446,9 @@ class SglJaxRollout(BaseRollout):
 
     def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
         seed = sampling.seed_to_int(config.seed)
-        params = self._sampling_params(config)
+        params = self._sampling_params(
+            config, shows_special_tokens=self.engine.can_show_special_tokens
+        )
         if seed is None:
             return [params] * count
         with self._lock:
@@ -458,13 +460,16 @@ class SglJaxRollout(BaseRollout):
             for row in range(count)
         ]
 
-    def _sampling_params(self, config: RolloutConfig) -> SamplingParams:
+    def _sampling_params(
+        self, config: RolloutConfig, *, shows_special_tokens: bool = False
+    ) -> SamplingParams:
         """Sampling parameters of any prompt, without a seed."""
         return sampling.to_sampling_params(
             with_training_kwargs(config, self._rollout_config),
             end_ids=self._end_ids,
             seed=None,
             extra=self._extra_params,
+            shows_special_tokens=shows_special_tokens,
         )
 
     def get_ref_per_token_logps(

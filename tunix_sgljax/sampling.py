@@ -10,10 +10,15 @@ import jax
 import numpy as np
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from sgljax_engine import InvalidConfigError, RequestOutput, SamplingParams
+from sgljax_engine import (
+    InvalidConfigError,
+    InvalidRequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from tunix_sgljax.rollout_config.vllm_sampling import ask_sampling
 
-_MAX_SEED = 2**63 - 1
+_MIN_SEED, _MAX_SEED = -(2**63), 2**63 - 1
 
 _FROM_CONFIG = (
     "n",
@@ -147,12 +152,14 @@ def to_sampling_params(
     end_ids: Sequence[int],
     seed: int | None,
     extra: Mapping[str, Any] | None = None,
+    shows_special_tokens: bool = False,
 ) -> SamplingParams:
     """The sampling parameters of one prompt.
 
     `top_p=None` means 1.0 (no filtering), as its type suggests; `top_k` None, -1 or 0 keep all
     tokens, as in Tunix's vanilla sampler. Generation stops at `eos_tokens` if given, else at
-    `end_ids`, and at `stop_token_ids` of `rollout_vllm_sampling_kwargs`.
+    `end_ids`, and at `stop_token_ids` of `rollout_vllm_sampling_kwargs`. The text is that of
+    Tunix's samplers: decoded without the prompt, and with special tokens.
 
     Args:
         config: Tunix's config of this call.
@@ -160,6 +167,7 @@ def to_sampling_params(
         seed: Seed of this prompt, already unique.
         extra: Fields that RolloutConfig does not have; see `check_extra_params`. They override
             `rollout_vllm_sampling_kwargs`.
+        shows_special_tokens: Whether the tokenizer can leave them in.
 
     Raises:
         InvalidConfigError: for a wrong entry of `rollout_vllm_sampling_kwargs`.
@@ -168,14 +176,21 @@ def to_sampling_params(
     asked = ask_sampling(config)
     own = () if asked.ignores_eos else end_ids
     stop = config.eos_tokens if config.eos_tokens is not None else own
+    max_tokens = config.max_tokens_to_generate
+    if max_tokens < 1:
+        raise InvalidRequestError(
+            f"RolloutConfig.max_tokens_to_generate must be >= 1, got {max_tokens}"
+        )
     return SamplingParams.from_dict(
         {
+            "decode_behind_prompt": False,
+            "skip_special_tokens": not shows_special_tokens,
             **asked.params,
             **(extra or {}),
             "temperature": config.temperature,
             "top_p": 1.0 if config.top_p is None else config.top_p,
             "top_k": -1 if config.top_k in (None, 0) else config.top_k,
-            "max_new_tokens": config.max_tokens_to_generate,
+            "max_new_tokens": max_tokens,
             "seed": seed,
             "stop_token_ids": tuple(dict.fromkeys((*stop, *asked.stop_token_ids))),
             "ignore_eos": True,
@@ -184,13 +199,18 @@ def to_sampling_params(
 
 
 def seed_to_int(seed: Any) -> int | None:
-    """`RolloutConfig.seed` as an integer: None, an int, or a JAX key (typed or raw)."""
+    """`RolloutConfig.seed` as an integer: None, an int, or a JAX key (typed or raw).
+
+    -1 is None, as in vLLM.
+    """
     if seed is None:
         return None
     if isinstance(seed, (int, np.integer)):
-        if not 0 <= seed <= _MAX_SEED:
-            raise InvalidConfigError(f"RolloutConfig.seed must be in [0, 2**63 - 1], got {seed}")
-        return int(seed)
+        if not _MIN_SEED <= seed <= _MAX_SEED:
+            raise InvalidConfigError(
+                f"RolloutConfig.seed must be in [-2**63, 2**63 - 1], got {seed}"
+            )
+        return None if seed == -1 else int(seed)
     if isinstance(seed, jax.Array) and jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     words = np.asarray(seed).ravel()

@@ -32,7 +32,13 @@ from sgljax_engine.errors import (
     WeightsLostError,
     WeightSyncError,
 )
-from sgljax_engine.foreign_options import FOREIGN_OPTIONS, ForeignOption
+from sgljax_engine.foreign_options import (
+    FOREIGN_FIELDS,
+    FOREIGN_OPTIONS,
+    ForeignField,
+    ForeignOption,
+    foreign_fields,
+)
 from sgljax_engine.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -107,6 +113,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "FOREIGN_FIELDS",
     "FOREIGN_OPTIONS",
     "MAX_TOP_LOGPROBS",
     "AbortReq",
@@ -130,6 +137,7 @@ __all__ = [
     "FinishReason",
     "FlushCacheReqInput",
     "FlushCacheReqOutput",
+    "ForeignField",
     "ForeignOption",
     "HfTensor",
     "InvalidConfigError",
@@ -167,6 +175,7 @@ __all__ = [
     "derive_seed",
     "find_weight_files",
     "flatten_named",
+    "foreign_fields",
     "hf_rules",
     "load_model_config",
     "localize",

@@ -281,7 +281,7 @@ class Engine:
         Args:
             prompt: One text or several.
             sampling_params: For all prompts, or a list with one for each; None takes
-                `get_default_sampling_params()`.
+                `get_default_sampling_params()`, with fewer new tokens where no more fit.
             input_ids: Token ids instead of `prompt`: one prompt's, or a list of prompts'.
             return_logprob: Put log-probs into `meta_info`, see `RequestOutput.to_dict`. This and
                 the next three arguments apply to all prompts, or are lists with one value per
@@ -312,9 +312,12 @@ class Engine:
             return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob
         )
         made = self._make_requests(prompt, sampling_params, input_ids, logprobs, stream, rid, lora)
+        return self._run(*made, stream)
+
+    def _run(self, requests: list[Request], is_single: bool, stream: bool) -> Any:
         if stream:
-            return self._client.stream(made[0])
-        return _dicts(self._client.generate(made[0]), made[1])
+            return self._client.stream(requests)
+        return _dicts(self._client.generate(requests), is_single)
 
     async def async_generate(
         self,
@@ -362,6 +365,8 @@ class Engine:
     ) -> Any:
         """`generate` for conversations, rendered with the tokenizer's chat template.
 
+        The text of an answer is the content of a message, and decoded without the prompt before it.
+
         Args:
             messages: One conversation, a list of `{"role": ..., "content": ...}`, or several.
             sampling_params: As in `generate`.
@@ -387,19 +392,23 @@ class Engine:
             )
             for conversation in conversations
         ]
-        return self.generate(
-            input_ids=ids[0] if is_single else ids,
-            sampling_params=sampling_params,
-            return_logprob=return_logprob,
-            stream=stream,
+        made = self._make_requests(
+            None,
+            sampling_params,
+            ids[0] if is_single else ids,
+            LogprobArgs(return_logprob),
+            stream,
             lora=lora,
+            stands_alone=True,
         )
+        return self._run(*made, stream)
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_options: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
@@ -410,6 +419,8 @@ class Engine:
                 `token_ids`, the `output_ids` that it is the text of, keeps these ids and those of
                 its prompt; `prompt_token_ids`, the ids of that prompt, are checked.
             add_generation_prompt: End the prompt with the start of the assistant's answer.
+            continue_final_message: End it behind the content of the last message, an assistant's
+                that the model is to continue; needs add_generation_prompt=False.
             template_options: More variables for the template.
             max_tokens: A text that is sure to have more is refused before all of it is tokenized;
                 None takes any.
@@ -423,6 +434,7 @@ class Engine:
             self._need_tokenizer("messages need"),
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             template_options=template_options or {},
             max_tokens=max_tokens,
         )
@@ -431,6 +443,17 @@ class Engine:
     def chat_template(self) -> str | None:
         """The Jinja source of the tokenizer's chat template; None without one."""
         return None if self._tokenizer is None else self._tokenizer.chat_template
+
+    @property
+    def can_show_special_tokens(self) -> bool:
+        """Whether texts may have special tokens in them, as `skip_special_tokens=False` asks."""
+        if self._tokenizer is None:
+            return False
+        try:
+            self._tokenizer.check_decode_options(DecodeOptions(skip_special_tokens=False))
+        except InvalidRequestError:
+            return False
+        return True
 
     def tokenize(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -466,13 +489,10 @@ class Engine:
                 and for an option that the tokenizer lacks.
         """
         tokenizer = self._need_tokenizer("detokenize needs")
-        options = DecodeOptions(skip_special_tokens=bool(skip_special_tokens))
-        try:
-            tokenizer.check_decode_options(options)
-        except InvalidRequestError:
-            if skip_special_tokens is not None:
-                raise
-            options = DecodeOptions()
+        if skip_special_tokens is None:
+            skip_special_tokens = not self.can_show_special_tokens
+        options = DecodeOptions(skip_special_tokens=skip_special_tokens)
+        tokenizer.check_decode_options(options)
         checked = self._requests.check_ids(ids) if len(ids) else []
         return tokenizer.decode(checked, options)
 
@@ -1220,13 +1240,23 @@ class Engine:
         stream: bool,
         rid: Any = None,
         lora: Any = None,
+        stands_alone: bool = False,
     ) -> tuple[list[Request], bool]:
         _check_flags(stream=stream)
         self._warn_of_sleep()
-        if sampling_params is None:
+        is_default = sampling_params is None
+        if is_default:
             sampling_params = self.get_default_sampling_params()
         return self._requests.make(
-            prompt, sampling_params, input_ids, logprobs, rid, lora, is_streaming=stream
+            prompt,
+            sampling_params,
+            input_ids,
+            logprobs,
+            rid,
+            lora,
+            is_streaming=stream,
+            is_default=is_default,
+            stands_alone=stands_alone,
         )
 
 

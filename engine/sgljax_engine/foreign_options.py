@@ -1,13 +1,14 @@
-"""Names of other engines' options, and what each is called here.
+"""Names of other engines' options and sampling fields, and what each is called here.
 
-Covers vLLM's EngineArgs, the server arguments of SGLang and SGLang-JAX, and Tunix's options, except
-those that have the same name here. Host-only; no JAX.
+Covers vLLM's EngineArgs, the server arguments of SGLang and SGLang-JAX, and Tunix's options, and
+the sampling fields of vLLM, SGLang, OpenAI and transformers, except those that have the same name
+here. Host-only; no JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -219,3 +220,141 @@ def _all_options() -> dict[str, ForeignOption]:
 
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = MappingProxyType(_all_options())
 """Foreign options by name. None of them is an option of `EngineConfig`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignField:
+    """A field of another engine's requests that this engine lacks.
+
+    Clients send such fields with values that ask for nothing, since their library has a default for
+    each. These are accepted, and all others are refused.
+
+    Attributes:
+        name: Its name there.
+        instead: What to do instead.
+        neutral: Values that ask for nothing, beside None, False and what is empty.
+        takes_false: Whether False asks for nothing.
+    """
+
+    name: str
+    instead: str
+    neutral: tuple[Any, ...] = ()
+    takes_false: bool = True
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether the request would be the same without the field."""
+        if value is False:
+            return self.takes_false
+        if _is_empty(value):
+            return True
+        if isinstance(value, list) and all(each is False or _is_empty(each) for each in value):
+            return True  # nothing for each prompt of a batch
+        if not isinstance(value, (bool, int, float, str, list, dict)):
+            return False
+        # True equals 1 in Python, but means something else.
+        return any(
+            value == each and isinstance(value, bool) == isinstance(each, bool)
+            for each in self.neutral
+        )
+
+
+def foreign_fields(
+    rows: Sequence[tuple[str, str]],
+    neutral: Mapping[str, tuple[Any, ...]],
+    false_asks: Sequence[str] = (),
+) -> Mapping[str, ForeignField]:
+    """Foreign fields by name.
+
+    Args:
+        rows: What to do instead, and the names that it is true of.
+        neutral: `ForeignField.neutral` of some of them.
+        false_asks: Names for which False asks for something.
+    """
+    return MappingProxyType(
+        {
+            name: ForeignField(
+                name=name,
+                instead=instead,
+                neutral=neutral.get(name, ()),
+                takes_false=name not in false_asks,
+            )
+            for instead, names in rows
+            for name in names.split()
+        }
+    )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
+FOREIGN_FIELDS = foreign_fields(
+    (
+        ("draw n samples and choose among them", "best_of"),
+        ("it is internal to vLLM; n is the number of samples", "_real_n"),
+        ("use logit_bias, allowed_token_ids or bad_token_ids", "logits_processors"),
+        ("prompts are never cut; cut them before", "truncate_prompt_tokens"),
+        ("use the argument stream of generate", "output_kind"),
+        ("streamed text holds back no more than it must", "output_text_buffer_length"),
+        (
+            "constrained decoding is not implemented",
+            "guided_decoding structured_outputs json_schema regex ebnf structural_tag",
+        ),
+        ("every option has a name of its own", "extra_args custom_params"),
+        ("use bad_token_ids, single tokens", "bad_words _bad_words_token_ids bad_words_ids"),
+        (
+            "use the arguments return_logprob and top_logprobs_num of generate",
+            "logprobs flat_logprobs",
+        ),
+        ("use the argument logprob_start_len of generate", "prompt_logprobs"),
+        ("use the argument token_ids_logprob of generate", "logprob_token_ids"),
+        ("use include_stop_str_in_output", "no_stop_trim"),
+        ("use stop, plain strings", "stop_regex"),
+        (
+            "it is called max_new_tokens here",
+            "max_tokens max_completion_tokens max_tokens_to_generate",
+        ),
+        ("it is called min_new_tokens here", "min_tokens"),
+        ("use max_new_tokens, which counts no prompt tokens", "max_length"),
+        ("use min_new_tokens, which counts no prompt tokens", "min_length"),
+        ("it is called seed here", "sampling_seed"),
+        ("it is called n here", "num_return_sequences"),
+        ("temperature=0 is greedy, anything above it samples", "do_sample"),
+        (
+            "beam search is not implemented",
+            "num_beams use_beam_search beam_size beam_width length_penalty early_stopping",
+        ),
+        (
+            "use repetition_penalty, frequency_penalty or presence_penalty",
+            "no_repeat_ngram_size repetition_detection",
+        ),
+        ("use top_p or min_p", "typical_p"),
+        ("nothing is padded", "pad_token_id"),
+        (
+            "use stop_token_ids, and ignore_eos to stop at no other",
+            "eos_token_id eos_tokens",
+        ),
+        ("it is called stop here", "stop_strings"),
+        ("use the argument top_logprobs_num of generate", "top_logprobs"),
+        ("use the argument return_logprob of generate", "return_logprobs"),
+        ("it is an argument of generate", "stream prompt"),
+        ("it is an option of the engine", "stream_interval"),
+        ("thoughts are not bounded apart from max_new_tokens", "thinking_token_budget"),
+        ("it is not implemented", "watermarking"),
+    ),
+    neutral={
+        "best_of": (1,),
+        "output_text_buffer_length": (0,),
+        "do_sample": (True,),
+        "num_beams": (1,),
+        "beam_size": (1,),
+        "beam_width": (1,),
+        "length_penalty": (1.0,),
+        "no_repeat_ngram_size": (0,),
+        "typical_p": (1.0,),
+        "top_logprobs": (0,),
+        "thinking_token_budget": (-1,),
+    },
+    false_asks=("do_sample",),
+)
+"""Sampling fields that this engine lacks, by name. None of them is one of `SamplingParams`."""

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from sgljax_engine.errors import InvalidRequestError, unknown_name_message
+from sgljax_engine.foreign_options import FOREIGN_FIELDS
 
 MAX_STOP_TOKEN_IDS = 16
 """Maximum number of stop token ids of one request, with end-of-sequence ids (an array's width)."""
 
+MIN_SEED = -(2**63)
 MAX_SEED = 2**63 - 1
+DEFAULT_MAX_NEW_TOKENS = 128
 MAX_TEMPERATURE = 1e6
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
@@ -29,70 +32,6 @@ MAX_TOP_LOGPROBS = 128
 """Maximum of `top_logprobs_num`, the most likely tokens to report at a position."""
 
 MAX_TOKEN_IDS_LOGPROB = 1024
-
-REFUSED_FIELDS = {
-    "best_of": "draw n samples and choose among them",
-    "_real_n": "it is internal to vLLM; n is the number of samples",
-    "logits_processors": "use logit_bias, allowed_token_ids or bad_token_ids",
-    "truncate_prompt_tokens": "prompts are never cut; cut them before",
-    "output_kind": "use the argument stream of generate",
-    "output_text_buffer_length": "streamed text holds back no more than it must",
-    "guided_decoding": "constrained decoding is not implemented",
-    "structured_outputs": "constrained decoding is not implemented",
-    "json_schema": "constrained decoding is not implemented",
-    "regex": "constrained decoding is not implemented",
-    "ebnf": "constrained decoding is not implemented",
-    "extra_args": "every option has a name of its own",
-    "bad_words": "use bad_token_ids, single tokens",
-    "_bad_words_token_ids": "use bad_token_ids, single tokens",
-    "logprobs": "use the arguments return_logprob and top_logprobs_num of generate",
-    "prompt_logprobs": "use the argument logprob_start_len of generate",
-    "no_stop_trim": "use include_stop_str_in_output",
-    "stop_regex": "use stop, plain strings",
-    "max_tokens": "it is called max_new_tokens here",
-    "min_tokens": "it is called min_new_tokens here",
-    "max_completion_tokens": "it is called max_new_tokens here",
-    "max_tokens_to_generate": "it is called max_new_tokens here",
-    "max_length": "use max_new_tokens, which counts no prompt tokens",
-    "min_length": "use min_new_tokens, which counts no prompt tokens",
-    "sampling_seed": "it is called seed here",
-    "num_return_sequences": "it is called n here",
-    "do_sample": "temperature=0 is greedy, anything above it samples",
-    "num_beams": "beam search is not implemented",
-    "use_beam_search": "beam search is not implemented",
-    "beam_size": "beam search is not implemented",
-    "length_penalty": "beam search is not implemented",
-    "early_stopping": "beam search is not implemented",
-    "no_repeat_ngram_size": "use repetition_penalty, frequency_penalty or presence_penalty",
-    "typical_p": "use top_p or min_p",
-    "pad_token_id": "nothing is padded",
-    "eos_token_id": "use stop_token_ids, and ignore_eos to stop at no other",
-    "eos_tokens": "use stop_token_ids, and ignore_eos to stop at no other",
-    "stop_strings": "it is called stop here",
-    "bad_words_ids": "use bad_token_ids, single tokens",
-    "structural_tag": "constrained decoding is not implemented",
-    "custom_params": "every option has a name of its own",
-    "flat_logprobs": "use the arguments return_logprob and top_logprobs_num of generate",
-    "top_logprobs": "use the argument top_logprobs_num of generate",
-    "return_logprobs": "use the argument return_logprob of generate",
-    "stream": "it is an argument of generate",
-    "prompt": "it is an argument of generate",
-    "stream_interval": "it is an option of the engine",
-}
-"""Fields of other engines that this engine lacks, and what to do instead."""
-
-
-DEFAULT_IF_NONE = (
-    "n",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_new_tokens",
-)
-"""Numbers that may be None in a dict, as in JSON. Not max_new_tokens: vLLM's None is no limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,13 +56,15 @@ class SamplingParams:
         logit_bias: Added to the logits of token ids. Each in [-100, 100].
         allowed_token_ids: If not None, no other token is generated, not even a stop token.
         bad_token_ids: These tokens are never generated.
-        seed: Makes the random draws of this request reproducible; None draws a fresh seed.
-            Sample i of n uses a seed derived from (seed, i). In [0, 2**63 - 1].
-        max_new_tokens: Maximum number of tokens to generate. >= 1.
+        seed: Makes the random draws of this request reproducible; None and, as in vLLM, -1 draw a
+            fresh seed. Sample i of n uses a seed derived from (seed, i). In [-2**63, 2**63 - 1].
+        max_new_tokens: Maximum number of tokens to generate; 0 only prefills the prompt, for its
+            log-probs. None generates 128, or fewer where no more fit. >= 0.
         min_new_tokens: Before there are this many tokens, no stop token is generated and no stop
             string is looked for. In [0, max_new_tokens].
         stop: Generation stops when the text contains one of these; the text is cut before it.
-            A string, at most 64 of them, or None; each of at most 1024 characters.
+            A string, at most 64 of them, or None; each of at most 1024 characters. One that is a
+            special token, which the text leaves out, stops at that token.
         stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`. At
             most 16, the model's end-of-sequence tokens included unless they are ignored.
         ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
@@ -132,6 +73,12 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Put spaces around special tokens in the text (only slow
             Hugging Face tokenizers make a difference).
+        decode_behind_prompt: Decode the output as it stands behind the prompt, so that the two
+            texts add up. False decodes it alone, as Tunix's samplers do: then some tokenizers leave
+            out a space before the first word.
+        reasoning_tags: Marks before and behind the thoughts. Where the text begins with the first,
+            strings of `stop` count behind the second alone. An empty first mark says that the
+            prompt has it. None lets them count everywhere.
     """
 
     n: int = 1
@@ -146,7 +93,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -155,6 +102,8 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    decode_behind_prompt: bool = True
+    reasoning_tags: tuple[str, str] | None = None
 
     def __new__(cls, **fields: Any) -> Self:
         """Refuses names that are no fields, as `from_dict` does."""
@@ -180,7 +129,9 @@ class SamplingParams:
             )
 
     def _numbers(self) -> dict[str, Any]:
-        max_new = _check_int("max_new_tokens", self.max_new_tokens, low=1)
+        max_new = self.max_new_tokens
+        if max_new is not None:
+            max_new = _check_int("max_new_tokens", max_new, low=0)
         checked: dict[str, Any] = {
             "n": _check_int("n", self.n, low=1),
             "temperature": _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
@@ -194,7 +145,11 @@ class SamplingParams:
             ),
             "max_new_tokens": max_new,
             "min_new_tokens": _check_int(
-                "min_new_tokens", self.min_new_tokens, low=0, high=max_new, note=" (max_new_tokens)"
+                "min_new_tokens",
+                self.min_new_tokens,
+                low=0,
+                high=max_new,
+                note="" if max_new is None else " (max_new_tokens)",
             ),
         }
         for name in ("presence_penalty", "frequency_penalty"):
@@ -204,7 +159,7 @@ class SamplingParams:
             is_all = not isinstance(self.top_k, float) and self.top_k == -1
             checked["top_k"] = -1 if is_all else _check_int("top_k", self.top_k, low=1, note=note)
         if self.seed is not None:
-            checked["seed"] = _check_int("seed", self.seed, low=0, high=MAX_SEED)
+            checked["seed"] = _check_int("seed", self.seed, low=MIN_SEED, high=MAX_SEED)
         return checked
 
     def _ids(self) -> dict[str, Any]:
@@ -251,7 +206,18 @@ class SamplingParams:
                     f"stop must hold strings of at most {MAX_STOP_STRING_LEN} characters, got one "
                     f"of {len(text)}"
                 )
-        return {"stop": stop}
+        return {"stop": stop, "reasoning_tags": self._tags()}
+
+    def _tags(self) -> tuple[str, str] | None:
+        tags: Any = self.reasoning_tags
+        if tags is None:
+            return None
+        is_pair = isinstance(tags, (list, tuple)) and len(tags) == 2
+        if not is_pair or not all(isinstance(tag, str) for tag in tags) or not tags[1]:
+            raise InvalidRequestError(
+                f"reasoning_tags must be None or two strings, the second not empty, got {tags!r}"
+            )
+        return (tags[0], tags[1])
 
     @property
     def changes_logits(self) -> bool:
@@ -271,25 +237,27 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Builds from a dict.
+        """Builds from a dict, such as one of JSON.
 
         Args:
-            fields: By name. None is the default of those in `DEFAULT_IF_NONE`.
+            fields: By name. None is the field's default. `FOREIGN_FIELDS` may be there if they ask
+                for nothing.
 
         Raises:
             InvalidRequestError: for an unknown key, with the nearest known one; for one of
-                `REFUSED_FIELDS`, with what to do instead.
+                `FOREIGN_FIELDS` that asks for something, with what to do instead.
         """
         if not isinstance(fields, Mapping):
             raise InvalidRequestError(
                 f"sampling_params must be a dict or SamplingParams, got {type(fields).__name__}"
             )
-        _check_names(fields)
-        given: dict[str, Any] = {
-            name: value
-            for name, value in fields.items()
-            if value is not None or name not in DEFAULT_IF_NONE
-        }
+        given: dict[str, Any] = {}
+        for name, value in fields.items():
+            foreign = FOREIGN_FIELDS.get(name)
+            if value is None and name in cls.__slots__:
+                continue
+            if foreign is None or not foreign.asks_for_nothing(value):
+                given[name] = value
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
@@ -299,9 +267,9 @@ class SamplingParams:
 
 def _check_names(fields: Mapping[str, Any]) -> None:
     for key, value in fields.items():
-        if key in REFUSED_FIELDS:
+        if key in FOREIGN_FIELDS:
             raise InvalidRequestError(
-                f"sampling field {key}={value!r} is not supported: {REFUSED_FIELDS[key]}"
+                f"sampling field {key}={value!r} is not supported: {FOREIGN_FIELDS[key].instead}"
             )
         if key not in SamplingParams.__slots__:
             known = SamplingParams.__slots__
@@ -314,6 +282,7 @@ _SWITCHES = (
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "decode_behind_prompt",
 )
 
 

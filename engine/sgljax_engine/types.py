@@ -174,7 +174,21 @@ class Request:
     @property
     def num_remaining(self) -> int:
         """Number of tokens that the request may still generate."""
-        return self.params.max_new_tokens - len(self.output_ids)
+        return self.max_new_tokens - len(self.output_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Number of tokens that the request may generate in all.
+
+        One that only prefills generates a token too, and reports none: a prefill has no other end.
+        Params without a maximum get one when their request is made.
+        """
+        return max(1, self.params.max_new_tokens or 0)
+
+    @property
+    def only_prefills(self) -> bool:
+        """Whether no output is reported."""
+        return self.params.max_new_tokens == 0
 
     @property
     def is_watched(self) -> bool:

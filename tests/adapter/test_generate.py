@@ -178,7 +178,30 @@ def test_hugging_face_tokenizer(make_rollout, wrap):
     prompt = [tokenizer.bos_token_id, *tokenizer.encode("hello")]
     assert output.left_padded_prompt_tokens[0].tolist() == [0] * (16 - len(prompt)) + prompt
     for text, tokens in zip(output.text, output.tokens, strict=True):
-        assert text == tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        assert text == tokenizer.decode(tokens.tolist())  # as Tunix's samplers do
+
+
+@pytest.mark.parametrize("leaves_out", [None, True])
+def test_special_tokens_are_in_the_text(make_rollout, leaves_out):
+    """A reward may look for them; Tunix's samplers decode them too."""
+    tokenizer = AutoTokenizer.from_pretrained(HF_FOLDER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>"]})
+    model = ref.make_tunix_qwen3({**ref.CONFIGS["gqa2_tied"], "vocab_size": len(tokenizer)})
+    answer = tokenizer.convert_tokens_to_ids("<answer>")
+    more = {} if leaves_out is None else {"skip_special_tokens": leaves_out}
+    rollout = make_rollout(
+        model, tokenizer=tokenizer, sampling_params={"logit_bias": {answer: 50.0}, **more}
+    )
+    output = rollout.generate(["hello"], rollout_config(eos_tokens=None, max_tokens_to_generate=3))
+    assert output.tokens[0].tolist() == [answer] * 3
+    assert output.text == ["" if leaves_out else "<answer>" * 3]
+
+
+def test_negative_seeds(rollout):
+    """As in OpenAI's API; -1 is any seed."""
+    drawn = [tokens_of(rollout, GROUP, temperature=1.0, seed=seed) for seed in (-7, -7, -1, -1)]
+    assert len({str(each) for each in drawn[2:]}) == 2
+    assert drawn[0] != drawn[1], "the number of earlier calls counts"
 
 
 # ------------------------------------------------------------------ randomness
@@ -238,7 +261,7 @@ def test_no_noise_is_used_twice(rollout):
     assert len(set(samples)) == len(samples)
 
 
-@pytest.mark.parametrize("seed", ["x", 1.5, np.zeros(2, np.float32), -1])
+@pytest.mark.parametrize("seed", ["x", 1.5, np.zeros(2, np.float32), 2**63])
 def test_what_is_no_seed_is_refused(rollout, seed):
     with pytest.raises((InvalidConfigError, InvalidRequestError), match="seed"):
         tokens_of(rollout, GROUP[:1], temperature=1.0, seed=seed)
@@ -319,8 +342,8 @@ def test_bad_prompts_are_refused(rollout, prompts):
     ],
 )
 def test_bad_sampling_fields_are_refused_by_name(rollout, field, value):
-    # The engine's word for two of them; every message names field, value and limit.
-    words = {"max_tokens_to_generate": "max_new_tokens", "eos_tokens": "stop_token_ids"}
+    # The engine's word for one of them; every message names field, value and limit.
+    words = {"eos_tokens": "stop_token_ids"}
     shown = value[0] if isinstance(value, list) else value
     pattern = f"{words.get(field, field)} .*{re.escape(str(shown))}"
     with pytest.raises(InvalidRequestError, match=pattern):

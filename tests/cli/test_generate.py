@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -35,7 +36,8 @@ def expected():
         params = SamplingParams(temperature=0, max_new_tokens=6)
         outputs = engine.generate(prompts, params, return_logprob=True)
         ids = engine.apply_chat_template([{"role": "user", "content": prompts[0]}])
-        chat = engine.generate(input_ids=ids, sampling_params=params)
+        alone = dataclasses.replace(params, decode_behind_prompt=False)
+        chat = engine.generate(input_ids=ids, sampling_params=alone)
     return dict(zip(prompts, outputs, strict=True)) | {"chat": chat}
 
 

@@ -198,8 +198,11 @@ def test_stored_arrays_are_plain_safetensors(tmp_path):
 
 
 def test_only_settings_that_differ_are_stored():
-    plain = dataclasses.replace(make_request(1), params=SamplingParams(top_p=0.5))
-    assert plain.to_dict()["params"] == {"top_p": 0.5}
+    params = SamplingParams(top_p=0.5, max_new_tokens=64)
+    plain = dataclasses.replace(make_request(1), params=params)
+    assert plain.to_dict()["params"] == {"top_p": 0.5, "max_new_tokens": 64}
+    with pytest.raises(CheckpointError, match="max_new_tokens must be a number, got None"):
+        dataclasses.replace(plain, params=SamplingParams())
     assert make_request(1).to_dict()["params"]["logit_bias"] == {"17": -1.5, "4": 2.0}
 
 

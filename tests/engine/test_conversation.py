@@ -124,3 +124,52 @@ def test_a_template_that_hides_the_message_is_refused():
     own.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(InvalidRequestError, match="writes the content of that message 0 times"):
         conversation_ids(wrap_tokenizer(own), [*ASK, sampled(WORD, [5]), NEXT])
+
+
+class TestContinued:
+    """The last message goes on."""
+
+    CUT = "The answer"
+
+    @pytest.mark.parametrize("more", [[], [{"role": "assistant", "content": "a"}, NEXT]])
+    def test_is_what_transformers_makes(self, more):
+        messages = [*ASK, *more, {"role": "assistant", "content": self.CUT}]
+        found = conversation_ids(
+            TOKENIZER, messages, add_generation_prompt=False, continue_final_message=True
+        )
+        plain = HF.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+        assert found == plain
+
+    def test_with_the_ids_that_were_sampled(self):
+        """Of the last message, and of one before it."""
+        options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+        prompt = conversation_ids(TOKENIZER, ASK)
+        output = letters(WORD)
+        assert conversation_ids(TOKENIZER, [*ASK, sampled(WORD, output)], **options) == (
+            prompt + output
+        )
+        turns = [*ASK, sampled(WORD, output), NEXT]
+        last = {"role": "assistant", "content": self.CUT}
+        found = conversation_ids(TOKENIZER, [*turns, last], **options)
+        assert found == conversation_ids(TOKENIZER, turns) + encode(self.CUT)
+
+    def test_behind_one_bos(self):
+        adapter = wrap_tokenizer(TokenizerAdapter(HF))
+        messages = [*ASK, {"role": "assistant", "content": self.CUT}]
+        options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+        found = conversation_ids(adapter, messages, **options)
+        assert found[: len(conversation_ids(adapter, ASK))] == conversation_ids(adapter, ASK)
+        assert found[1:] == conversation_ids(TOKENIZER, messages, **options)
+
+    @pytest.mark.parametrize(
+        ("messages", "add", "message"),
+        [
+            ([*ASK, {"role": "assistant", "content": "a"}], True, "add_generation_prompt=False"),
+            (ASK, False, r"messages\[0\] must be an assistant's"),
+        ],
+    )
+    def test_is_refused(self, messages, add, message):
+        with pytest.raises(InvalidRequestError, match=message):
+            conversation_ids(
+                TOKENIZER, messages, add_generation_prompt=add, continue_final_message=True
+            )

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, InvalidRequestError, SamplingParams
-from sgljax_engine.sampling_params import REFUSED_FIELDS
+from sgljax_engine import FOREIGN_FIELDS, Engine, InvalidRequestError, SamplingParams
 from tests.engine.models import TINY, random_prompts, spread_weights, with_eos
 from tests.engine.sampling_reference import adjust, distribution, forward, log_softmax
 
@@ -399,10 +398,52 @@ class TestText:
         words(text_engine)
         monkeypatch.setattr(tokenizer, "decode", recorded)
         fields = {"allowed_token_ids": [IM_START, 30], "skip_special_tokens": False}
+        fields["decode_behind_prompt"] = False  # one decode each
         spaced = text_of(text_engine, **fields)
         close = text_of(text_engine, **fields, spaces_between_special_tokens=False)
         assert spaced["text"] == close["text"]
         assert told == [True, False]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_decode_behind_prompt(self, text_engine, stream):
+        """A character whose bytes begin in the prompt."""
+        tokenizer = text_engine._tokenizer
+        ids = tokenizer.encode_rendered("a\u00e9")
+        prompt, rest = ids[:-1], ids[-1]
+        assert tokenizer.decode([rest]) == "\ufffd"
+        for fields, text in (({}, "\u00e9"), ({"decode_behind_prompt": False}, "\ufffd")):
+            params = {"max_new_tokens": 1, "allowed_token_ids": [rest], **fields}
+            made = text_engine.generate(input_ids=prompt, sampling_params=params, stream=stream)
+            assert "".join(each["text"] for each in (made if stream else [made])) == text
+        # What the output does not complete is the prompt's alone.
+        params |= {"allowed_token_ids": [ids[0]], "decode_behind_prompt": True}
+        out = text_engine.generate(input_ids=prompt, sampling_params=params)
+        assert out["text"] == tokenizer.decode([ids[0]])
+
+    def test_reasoning_tags(self, text_engine, plain):
+        """Stop strings count behind the thoughts that the text begins with."""
+        text, _, pieces = plain
+        stop = text[0]
+        ends_at = len("".join(pieces[:6]))
+        closing = text[ends_at - 3 : ends_at]
+        first = text.find(closing) + len(closing)
+        assert text.find(stop, first) > 0
+        opening = text.lstrip()[:3]
+        for tags, start in ((("", closing), first), ((opening, closing), first), (("no", "x"), 0)):
+            out = text_of(text_engine, stop=stop, reasoning_tags=tags)
+            assert out["text"] == text[: text.find(stop, start)]
+        assert text_of(text_engine, stop=stop, reasoning_tags=("", "never"))["text"] == text
+
+    @pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_start|>\n"])
+    def test_a_stop_string_that_is_a_special_token(self, text_engine, stop):
+        """The text never holds it."""
+        fields = {"allowed_token_ids": [IM_START, 30], "logit_bias": {IM_START: 3.0}}
+        out = text_of(text_engine, stop=["never", stop], **fields)
+        assert out["output_ids"].index(IM_START) == len(out["output_ids"]) - 1
+        assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": IM_START}
+        shown = text_of(text_engine, stop=[stop.strip()], skip_special_tokens=False, **fields)
+        assert shown["meta_info"]["finish_reason"]["matched"] == stop.strip()
+        assert shown["text"] == out["text"]
 
     def test_output_is_cumulative_and_streams_are_not(self, text_engine, plain):
         """What vLLM's output_kind chooses, the argument `stream` does."""
@@ -425,21 +466,31 @@ class TestText:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("name", REFUSED_FIELDS)
-    def test_field(self, engine, name):
-        """By name, whatever the value, with what to do instead; also its default in vLLM."""
-        for value in (None, 1):
-            with pytest.raises(InvalidRequestError) as caught:
-                engine.generate(input_ids=[1], sampling_params={name: value})
-            assert str(caught.value) == (
-                f"sampling field {name}={value!r} is not supported: {REFUSED_FIELDS[name]}"
-            )
+    @pytest.mark.parametrize("field", FOREIGN_FIELDS.values(), ids=lambda field: field.name)
+    def test_field(self, engine, field):
+        """By name, with what to do instead, unless the value asks for nothing."""
+        with pytest.raises(InvalidRequestError) as caught:
+            engine.generate(input_ids=[1], sampling_params={field.name: 7})
+        assert str(caught.value) == (
+            f"sampling field {field.name}=7 is not supported: {field.instead}"
+        )
+        nothing = [None, "", [], {}, [None, None], *field.neutral]
+        for value in [*nothing, False] if field.takes_false else nothing:
+            assert SamplingParams.from_dict({field.name: value}) == SamplingParams()
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("do_sample", False), ("best_of", True), ("stop_regex", ["", "a"]), ("regex", "a*")],
+    )
+    def test_what_asks_for_something(self, name, value):
+        with pytest.raises(InvalidRequestError, match=f"sampling field {name}="):
+            SamplingParams.from_dict({name: value})
 
     def test_the_seeds_table_is_covered(self):
         """Each row of the table that the engine was asked for is a field or is refused."""
         fields = {field.name for field in dataclasses.fields(SamplingParams)}
-        assert not fields & set(REFUSED_FIELDS)
-        assert set(SEED_ROWS.split()) <= fields | set(REFUSED_FIELDS)
+        assert not fields & set(FOREIGN_FIELDS)
+        assert set(SEED_ROWS.split()) <= fields | set(FOREIGN_FIELDS)
 
     VALUES = (
         ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \[0.01, 100\], got 0.0"),
@@ -467,7 +518,9 @@ class TestRefused:
         ({"min_new_tokens": 13}, r"min_new_tokens must be between 0 and 12 \(max_new_tokens\)"),
         ({"stop": ["x"]}, r"stop=\['x'\] needs a tokenizer"),
         ({"stop": [""]}, "stop must hold non-empty strings"),
-        ({"detokenize": None}, "detokenize must be True or False"),
+        ({"reasoning_tags": ("<think>",)}, "reasoning_tags must be None or two strings"),
+        ({"reasoning_tags": ("<think>", "")}, "reasoning_tags must be None or two strings"),
+        ({"detokenize": 0}, "detokenize must be True or False"),
         ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False"),
         ({"n": 0}, "n must be >= 1, got 0"),
     )

@@ -9,8 +9,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.processing.detokenizer import Detokenizer
 from sgljax_engine.processing.incremental_text import StopMatch, TextStream
 from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, wrap_tokenizer
+from sgljax_engine.sampling_params import SamplingParams
+from sgljax_engine.types import FinishReason, Request
 from tests.engine import small_tokenizers
 
 MAKERS = {
@@ -242,6 +245,78 @@ def stops(text, stop, **options):
     text_stream = TextStream(wrap_tokenizer(small_tokenizers.CharTokenizer()), stop=stop, **options)
     text_stream.add(list(map(ord, text)))
     return text_stream.finish(), text_stream.match
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@settings(quick, max_examples=20)
+@given(data=st.data())
+def test_text_behind_a_prompt(kind, data):
+    """Prompt and output add up to one decode, whole and in pieces."""
+    tokenizer, _ = make(kind)
+    prompt, ids = data.draw(outputs(kind)), data.draw(outputs(kind))
+    assume(prompt)
+    request = Request(
+        rid="a", prompt_ids=prompt, params=SamplingParams(), seed=0, output_ids=list(ids)
+    )
+    detokenizer = Detokenizer(tokenizer)
+    whole = detokenizer.text(request, FinishReason("length"))
+    text_stream = detokenizer.stream(request)
+    assert text_stream is not None
+    text = ""
+    for token in ids:
+        text_stream.add([token])
+        text += text_stream.take()
+    assert text + text_stream.finish() == whole
+    before, both = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    if both.startswith(before):
+        assert before + whole == both
+    elif not tokenizer.byte_run_ids:  # the output completes a character
+        assert before.rstrip(REPLACEMENT) + whole.lstrip(REPLACEMENT) in both
+    request.params = SamplingParams(decode_behind_prompt=False)
+    assert detokenizer.text(request, FinishReason("length")) == tokenizer.decode(ids)
+
+
+def test_a_space_between_prompt_and_output():
+    """The decoders of Llama 2 and T5 strip the first space of a text."""
+    for kind in ("byte_fallback", "metaspace"):
+        tokenizer, _ = make(kind)
+        hf = MAKERS[kind]()
+        the, a = hf.convert_tokens_to_ids([f"{small_tokenizers.SPACE}the", "a"])
+        request = Request(
+            rid="a", prompt_ids=[1, a], params=SamplingParams(), seed=0, output_ids=[the, a]
+        )
+        assert Detokenizer(tokenizer).text(request, FinishReason("length")) == " thea"
+
+
+class TestStopsBehindThoughts:
+    """However the text is cut into tokens."""
+
+    @pytest.mark.parametrize(
+        ("text", "tags", "expected"),
+        [
+            ("a 9 b</think> c 9 d", ("", "</think>"), "a 9 b</think> c "),
+            ("9 a", ("", "</think>"), "9 a"),
+            ("<think>9</think>x9", ("<think>", "</think>"), "<think>9</think>x"),
+            (" \n<think>9</think>9", ("<think>", "</think>"), " \n<think>9</think>"),
+            ("<th 9", ("<think>", "</think>"), "<th "),
+            ("9 <think>9", ("<think>", "</think>"), ""),
+            ("<th", ("<think>", "</think>"), "<th"),
+            ("<think>9", ("<think>", "</think>"), "<think>9"),
+        ],
+    )
+    def test_a_text(self, text, tags, expected):
+        ids = [ord(char) for char in text]
+        tokenizer = wrap_tokenizer(small_tokenizers.CharTokenizer())
+        for chunks in ([], [1] * len(ids), [3] * len(ids)):
+            found, _ = stream(tokenizer, ids, chunks, stop=["9"], reasoning_tags=tags)
+            assert found.text == expected
+
+    def test_a_stop_string_that_the_opening_mark_begins_with(self):
+        ids = [ord(char) for char in "<b>"]
+        tokenizer = wrap_tokenizer(small_tokenizers.CharTokenizer())
+        tags = ("<think>", "</think>")
+        found, _ = stream(tokenizer, ids, [1, 1, 1], stop=["<"], reasoning_tags=tags)
+        assert found.text == ""
 
 
 def test_which_stop_string():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tokenizers import processors
+from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 from sgljax_engine import Engine, EngineError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.processing.tokenizer import (
@@ -93,6 +94,23 @@ def test_spaces_are_not_cleaned_up():
     ids = unclean.encode("do n't , please .", add_special_tokens=False)
     assert unclean.decode(ids) == "don't, please."
     assert wrap_tokenizer(unclean).decode(ids) == "do n't , please ."
+
+
+def test_transformers_sentencepiece_leaves_them_out_too(tmp_path):
+    """Its own decode raises an error."""
+
+    class Backend(SentencePieceBackend):
+        vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012
+
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(small_tokenizers.sentencepiece().serialized_model_proto())
+    own = Backend(vocab_file=str(path), bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    ids = own.encode("the fox", add_special_tokens=False)
+    with pytest.raises(IndexError):
+        own.decode([*ids, 10_000])
+    tokenizer = wrap_tokenizer(own)
+    assert tokenizer.decode([*ids, 10_000]) == tokenizer.decode(ids)
+    assert tokenizer.decode([10_000]) == ""
 
 
 def test_sentencepiece_leaves_ids_out_that_only_the_model_has():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -81,6 +82,12 @@ class TestCompletions:
         for offset, token in zip(found.text_offset[:5], found.tokens[:5], strict=True):
             assert choice.text[offset:].startswith(token)
 
+    def test_a_text_that_has_its_bos(self, served, client):
+        text = served.engine.detokenize(served.engine.tokenize("the fox"), skip_special_tokens=None)
+        body = {**IDS, "add_special_tokens": False}
+        (choice,) = complete(client, text, extra_body=body).choices
+        assert choice.prompt_token_ids == served.engine.tokenize("the fox")
+
     def test_scoring_alone(self, served, client):
         """As evaluation harnesses ask for the log-probs of a prompt."""
         (choice,) = complete(client, "the fox", max_tokens=0, echo=True, logprobs=0).choices
@@ -152,9 +159,8 @@ class TestCompletions:
             ({"max_tokens": 9999}, r"max_tokens \(9999\).*the limit is max_model_len"),
             ({"max_tokens": 0}, "max_tokens=0 needs echo=true"),
             ({"temperature": -1}, "temperature: .*got -1"),
-            ({"best_of": 3}, "unknown field 'best_of'"),
-            ({"suffix": "x"}, "unknown field 'suffix'"),
-            ({"model": "gpt-4"}, "gpt-4"),
+            ({"best_of": 3}, "best_of=3 is not supported: draw n samples"),
+            ({"suffix": "x"}, "suffix='x' is not supported"),
             ({"logprobs": 200}, "logprobs: .*128"),
         ],
     )
@@ -162,6 +168,54 @@ class TestCompletions:
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             complete(client, "the fox", **options)
         assert caught.value.body["type"] == "invalid_request_error"  # type: ignore[index]
+
+    def test_a_prompt_that_ends_inside_a_character(self, served, client):
+        """Its character is whole in the echo, and belongs to the output that completes it."""
+        ids = served.engine.tokenize("a\u00e9", add_special_tokens=False)
+        options = {"max_tokens": 3, "logit_bias": {str(ids[-1]): 100}, "extra_body": IDS}
+        for echo, start in ((True, "a\u00e9"), (False, "\u00e9")):
+            (choice,) = complete(client, ids[:-1], echo=echo, **options).choices
+            assert choice.text.startswith(start)
+            assert choice.token_ids[0] == ids[-1]
+            chunks = list(complete(client, ids[:-1], echo=echo, stream=True, **options))
+            assert "".join(each.choices[0].text for each in chunks) == choice.text
+        broken = {"max_tokens": 1, "logit_bias": {str(ids[0]): 100}}
+        (choice,) = complete(client, ids[:-1], echo=True, **broken).choices
+        assert choice.text == "a\ufffda"
+
+    def test_the_default_of_tokens_is_cut_to_what_fits(self, served, client):
+        prompt = [5] * (served.engine.max_model_len - 4)
+        body = {"ignore_eos": True}
+        reply = complete(client, prompt, max_tokens=openai.NOT_GIVEN, extra_body=body)
+        assert reply.usage.completion_tokens == 4
+        reply = complete(client, prompt, max_tokens=None, extra_body=body)
+        assert reply.usage.completion_tokens == 4
+
+    def test_a_negative_seed(self, client):
+        options = {"seed": -7, "temperature": 1}
+        first, second = (complete(client, "the fox", **options) for _ in range(2))
+        assert first.choices[0].text == second.choices[0].text
+        assert complete(client, "the fox", seed=-1, temperature=1).choices
+
+
+class TestModels:
+    def test_one_by_its_name(self, served, client):
+        assert client.models.retrieve("policy") == client.models.list().data[0]
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda client: complete(client, "the fox", model="gpt-4"),
+            lambda client: chat(client, ASK, model="gpt-4", stream=True),
+            lambda client: client.models.retrieve("gpt-4"),
+        ],
+    )
+    def test_one_that_is_not_served(self, client, call):
+        with pytest.raises(
+            openai.NotFoundError, match="'gpt-4' is not served; served: 'policy'"
+        ) as e:
+            call(client)
+        assert (e.value.code, e.value.param) == ("model_not_found", "model")
 
 
 class TestChat:
@@ -175,6 +229,16 @@ class TestChat:
         assert choice.token_ids == choice.message.token_ids == own["output_ids"]
         assert reply.prompt_token_ids == served.engine.apply_chat_template(ASK)
         assert reply.usage.prompt_tokens == len(reply.prompt_token_ids)
+
+    def test_a_cut_answer_goes_on(self, served, client):
+        """As if it had not been cut."""
+        whole = chat(client, ASK, max_completion_tokens=12, extra_body=IDS).choices[0].message
+        first = chat(client, ASK, max_completion_tokens=5, extra_body=IDS).choices[0].message
+        go_on = {"continue_final_message": True, **IDS}
+        rest = chat(client, [*ASK, first], max_completion_tokens=7, extra_body=go_on)
+        assert first.token_ids + rest.choices[0].token_ids == whole.token_ids
+        with pytest.raises(openai.BadRequestError, match="needs add_generation_prompt=False"):
+            chat(client, [*ASK, first], extra_body={**go_on, "add_generation_prompt": True})
 
     def test_without_a_limit_it_may_fill_the_context(self, served, client):
         options = {"max_completion_tokens": openai.NOT_GIVEN, "extra_body": {"ignore_eos": True}}
@@ -323,6 +387,60 @@ class TestToolsAndThoughts:
         assert [call.index for call in calls] == [0, 1]
         assert [call.function.name for call in calls] == ["add", "add"]
 
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '<tool_call>{"name": "say", "arguments": "hello"}</tool_call>',
+            '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+            '<tool_call>{"name": "now", "arguments": ""}</tool_call>',
+            '<tool_call>{"name": "note", "arguments": {"t": "</tool_call>"}}</tool_call>',
+            '<tool_call>{"name": "say", "arguments": NaN}</tool_call>',
+        ],
+    )
+    @pytest.mark.parametrize("with_ids", [True, False])
+    def test_every_reply_may_come_back(self, scripted, text, with_ids):
+        body = {"ignore_eos": True, "return_token_ids": with_ids}
+        message = self.ask(scripted, text, tools=TOOLS, extra_body=body).choices[0].message
+        for call in message.tool_calls or []:
+            assert isinstance(json.loads(call.function.arguments), dict)
+        _, client = scripted
+        answer = [{"role": "tool", "tool_call_id": "x", "content": "2"}]
+        later = answer if message.tool_calls else ASK
+        for given in (message, message.model_dump(exclude_none=True)):
+            assert chat(client, [*ASK, given, *later], tools=TOOLS).choices
+
+    @pytest.mark.parametrize("arguments", ['{"v": ', "hello", [1], "[1]", None, "", '{"x": 1}'])
+    def test_history_with_any_arguments(self, scripted, arguments):
+        """Also of other servers: the template gets what is there."""
+        tokenizer, client = scripted
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        assert chat(client, [*ASK, message, *ASK], tools=TOOLS).choices
+        message |= {"content": "hm", "token_ids": tokenizer.encode("hm")}
+        reply = chat(client, [*ASK, message, *ASK], tools=TOOLS, extra_body=IDS)
+        assert reply.choices
+
+    def test_a_call_in_thoughts_that_are_never_closed(self, scripted):
+        text = f"I add.<tool_call>{CALL}</tool_call>"
+        body = {"ignore_eos": True, "chat_template_kwargs": {"think": True}}
+        (choice,) = self.ask(scripted, text, tools=TOOLS, extra_body=body).choices
+        assert [call.function.name for call in choice.message.tool_calls] == ["add"]
+        assert (choice.message.content, choice.message.reasoning_content) == (None, "I add.")
+        chunks = self.ask(scripted, text, tools=TOOLS, extra_body=body, stream=True)
+        deltas = [each.delta for chunk in chunks for each in chunk.choices]
+        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "I add."
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        assert [call.function.name for call in calls] == ["add"]
+
+    def test_one_call_where_parallel_ones_are_not_wanted(self, scripted):
+        text = f"<tool_call>{CALL}</tool_call>" * 2
+        for stream in (True, False):
+            reply = self.ask(scripted, text, tools=TOOLS, parallel_tool_calls=False, stream=stream)
+            chunks = reply if stream else [reply]
+            parts = [each for chunk in chunks for each in chunk.choices]
+            parts = [each.delta if stream else each.message for each in parts]
+            assert sum(len(part.tool_calls or []) for part in parts) == 1
+
     def test_without_tools_it_is_content(self, scripted):
         text = f"<tool_call>{CALL}</tool_call>"
         for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -338,6 +456,30 @@ class TestToolsAndThoughts:
         body = {"ignore_eos": True, "chat_template_kwargs": {"think": True}}
         message = self.ask(scripted, "hm</think>yes", extra_body=body).choices[0].message
         assert (message.content, message.reasoning_content) == ("yes", "hm")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        "text", ["9.8 or 9?</think>It is 9.8.", "<think>9.8</think>It is 9.8."]
+    )
+    def test_stop_strings_count_behind_thoughts(self, scripted, text, stream):
+        think = not text.startswith("<think>")
+        body = {"ignore_eos": True, "chat_template_kwargs": {"think": think}}
+        reply = self.ask(scripted, text, extra_body=body, stop=["9.8"], stream=stream)
+        chunks = reply if stream else [reply]
+        parts = [each for chunk in chunks for each in chunk.choices]
+        assert parts[-1].finish_reason == "stop"
+        messages = [each.delta if stream else each.message for each in parts]
+        assert "".join(each.content or "" for each in messages) == "It is "
+        reasoning = "".join(getattr(each, "reasoning_content", None) or "" for each in messages)
+        assert reasoning == text.removeprefix("<think>").partition("</think>")[0]
+
+    def test_without_thoughts_stop_strings_count_at_once(self, scripted):
+        message = self.ask(scripted, "It is 9.8.", stop=["9.8"]).choices[0].message
+        assert message.content == "It is "
+        body = {"ignore_eos": True, "separate_reasoning": False}
+        text = "<think>9.8</think>yes"
+        message = self.ask(scripted, text, stop=["9.8"], extra_body=body).choices[0].message
+        assert message.content == "<think>"
 
     def test_thoughts_in_a_stream(self, scripted):
         chunks = self.ask(scripted, "<think>hm</think>yes", stream=True)

@@ -24,7 +24,7 @@ def rows() -> list[tuple[set[str], str]]:
     """Routes and status of each line of the tables."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `/")]
     cells = [line.split("|") for line in lines]
-    return [(set(re.findall(r"/[a-z0-9_/]+", cell[1])), cell[2].strip()) for cell in cells]
+    return [(set(re.findall(r"/[a-z0-9_/{}]+", cell[1])), cell[2].strip()) for cell in cells]
 
 
 def test_every_route_is_in_a_table(routes):

@@ -60,9 +60,8 @@ class TestGenerate:
         params = {"max_new_tokens": 5, "seed": 3}
         reply = served.ok("/generate", {"text": "the fox", "sampling_params": params})
         same(reply, served.engine.generate("the fox", params))
-        defaults = served.engine.get_default_sampling_params()
         reply = served.ok("/generate", {"text": "the fox"})
-        assert reply["meta_info"]["completion_tokens"] <= defaults.max_new_tokens
+        assert reply["meta_info"]["completion_tokens"] <= 128
 
     def test_sglangs_own_names(self, served):
         params = {"max_new_tokens": 8, "sampling_seed": 3, "stop": ["e"], "no_stop_trim": True}
@@ -98,6 +97,21 @@ class TestGenerate:
         before = served.engine.weight_version
         response = served.post("/generate", {"input_ids": [5], "sampling_params": SHORT})
         assert response.headers["x-weight-version"] == str(before)
+
+    def test_no_new_tokens(self, served):
+        """The log-probs of prompts, as distillation and reward servers ask for them."""
+        body = {
+            "input_ids": PROMPTS,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        for reply, ids in zip(served.ok("/generate", body), PROMPTS, strict=True):
+            meta = reply["meta_info"]
+            assert (reply["output_ids"], meta["finish_reason"]["type"]) == ([], "length")
+            logprobs = [entry[0] for entry in meta["input_token_logprobs"]]
+            own = served.engine.score([ids])[0].tolist()
+            assert (logprobs[0], logprobs[1:]) == (None, pytest.approx(own, abs=1e-4))
 
     @pytest.mark.parametrize("is_cumulative", [True, False])
     def test_streams_add_up(self, served, is_cumulative):
@@ -177,7 +191,7 @@ class TestGenerate:
             ({"input_ids": []}, "the prompt is empty"),
             ({"text": []}, "at least one prompt"),
             ({"text": "a", "max_tokens": 3}, "unknown field 'max_tokens'"),
-            ({"text": "a", "image_data": "x"}, "unknown field 'image_data'"),
+            ({"text": "a", "image_data": "x"}, "image_data='x' is not supported"),
             ({"input_ids": [999]}, r"input_ids must be in \[0, 320\), got 999"),
             ({"input_ids": ["5"]}, "input_ids"),
             ({"text": "a", "sampling_params": {"top_p": 2}}, "sampling_params.*top_p.*got 2"),

@@ -129,7 +129,7 @@ class _Job:
 
     def request(self, prompt: Prompt) -> dict[str, Any]:
         """The prompt as arguments of `Engine.generate`."""
-        request: dict[str, Any] = {"sampling_params": self._params(prompt)}
+        request: dict[str, Any] = {}
         if prompt.messages is not None:
             options = read_pairs("--template", self.args.template)
             ids = self.engine.apply_chat_template(prompt.messages, template_options=options)
@@ -138,14 +138,23 @@ class _Job:
             request["input_ids"] = prompt.input_ids
         else:
             request["prompt"] = prompt.text
+        request["sampling_params"] = self._params(prompt, request.get("input_ids"))
         if self.args.logprobs or self.args.top_logprobs:
             request["return_logprob"] = True
         if self.args.top_logprobs:
             request["top_logprobs_num"] = self.args.top_logprobs
         return request
 
-    def _params(self, prompt: Prompt) -> SamplingParams:
+    def _params(self, prompt: Prompt, input_ids: Sequence[int] | None) -> SamplingParams:
         defaults = dataclasses.asdict(self.engine.get_default_sampling_params())
+        if prompt.messages is not None:  # as `Engine.chat`
+            defaults["decode_behind_prompt"] = False
+        if defaults["max_new_tokens"] is not None:
+            # Nobody asked for the folder's number: it is cut to what fits.
+            ids = self.engine.tokenize(prompt.text or "") if input_ids is None else input_ids
+            num_ids = len(ids) if isinstance(ids, list) else 0  # the engine refuses what is none
+            limit = max(1, self.engine.max_new_tokens(num_ids))
+            defaults["max_new_tokens"] = min(defaults["max_new_tokens"], limit)
         return SamplingParams.from_dict({**defaults, **self.sampling, **prompt.sampling})
 
 

@@ -35,6 +35,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(name, action=argparse.BooleanOptionalAction, **given)
         elif kind == "tuple[str, ...]":
             group.add_argument(name, action="append", metavar="TEXT", **given)
+        elif kind.startswith("tuple[str, str]"):
+            group.add_argument(name, nargs=2, metavar=("OPEN", "CLOSE"), **given)
         elif kind.startswith("tuple[int"):
             group.add_argument(name, type=_ids, metavar="ID,ID,...", **given)
         elif kind.startswith("Mapping"):

@@ -125,7 +125,11 @@ class RequestCheckpoint:
             raise self._error("rid must not be empty")
         if not self.prompt_ids:
             raise self._error("prompt_ids must hold a token")
-        if num_tokens > self.params.max_new_tokens:
+        limit = self.params.max_new_tokens
+        if limit is None:  # requests get one when they are made
+            raise self._error("params.max_new_tokens must be a number, got None")
+        # A request that only prefills generates a token, which it does not report.
+        if num_tokens > max(1, limit):
             raise self._error(f"{num_tokens} tokens exceed {self.params.max_new_tokens=}")
         has_ended = self.finish is not None or self.error is not None
         if has_ended != (self.status is RequestStatus.FINISHED):

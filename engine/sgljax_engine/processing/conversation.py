@@ -33,6 +33,7 @@ def conversation_ids(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     template_options: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
@@ -46,6 +47,8 @@ def conversation_ids(
         tokenizer: Renders and encodes.
         messages: Dicts with `role` and `content`; assistant messages may have `ID_FIELDS`.
         add_generation_prompt: End with the header of an assistant message.
+        continue_final_message: End behind the content of the last message, an assistant's, so that
+            the model goes on with it.
         template_options: More variables for the template.
         max_tokens: A text that is sure to have more is refused before all of it is tokenized; None
             takes any.
@@ -56,6 +59,8 @@ def conversation_ids(
             that is too long.
     """
     check_messages(messages)
+    if continue_final_message:
+        _check_continued(messages, add_generation_prompt=add_generation_prompt)
     for message in messages:
         check_text(message.get("content") or "")
     plain = [_without_ids(each) for each in messages]
@@ -65,14 +70,22 @@ def conversation_ids(
         raise InvalidRequestError(
             f"messages must have at most {MAX_TURNS} with token_ids, got {len(places)}"
         )
+    last = len(messages) - 1
     if not places:
+        if continue_final_message:
+            return template.open_ids(last)
         return template.ids(len(messages), add_generation_prompt)
     ids = template.ids(places[0], True)
     for place, end in itertools.pairwise([*places, len(messages)]):
         message = messages[place]
         _check_prompt(place, message, ids)
         ids = ids + _ids_of(place, message, "token_ids")
-        tail = template.tail(place, end, add_generation_prompt or end < len(messages))
+        if continue_final_message and place == last:
+            return ids
+        if continue_final_message and end == len(messages):
+            tail = template.open_tail(place, last)
+        else:
+            tail = template.tail(place, end, add_generation_prompt or end < len(messages))
         # The end-of-turn token is written by the template, and sampled unless the output was cut.
         ids += tail[1:] if ids[-1:] == tail[:1] else tail
     return ids
@@ -92,7 +105,8 @@ class _Template:
         self._messages = messages
         self._options = options
         self._max_tokens = max_tokens
-        self._mark = f"output{uuid.uuid4().hex}"  # no template changes it, and nothing holds it
+        # No template changes these, and nothing holds them.
+        self._mark, self._last_mark = f"output{uuid.uuid4().hex}", f"output{uuid.uuid4().hex}"
 
     def ids(self, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of the first messages."""
@@ -106,15 +120,40 @@ class _Template:
 
     def tail(self, place: int, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of what follows the content of a message, up to another one."""
-        marked = {"role": self._messages[place]["role"], "content": self._mark}
-        messages = [*self._messages[:place], marked, *self._messages[place + 1 : end]]
-        text = self._rendered(messages, add_generation_prompt)
-        if text.count(self._mark) != 1:
-            raise InvalidRequestError(
-                f"messages[{place}] has token_ids, but the chat template writes the content of "
-                f"that message {text.count(self._mark)} times; it must be once"
-            )
+        text = self._marked({place: self._mark}, end, add_generation_prompt)
         return self._tokenizer.encode_rendered(text.partition(self._mark)[2])
+
+    def open_ids(self, last: int) -> list[int]:
+        """Token ids up to the end of the last message's content."""
+        text = self._marked({last: self._last_mark}, last + 1, False).partition(self._last_mark)[0]
+        return self._tokenizer.encode_conversation(text + self._content(last))
+
+    def open_tail(self, place: int, last: int) -> list[int]:
+        """As `tail`, up to the end of the last message's content."""
+        text = self._marked({place: self._mark, last: self._last_mark}, last + 1, False)
+        text = text.partition(self._mark)[2].partition(self._last_mark)[0]
+        return self._tokenizer.encode_rendered(text + self._content(last))
+
+    def _content(self, last: int) -> str:
+        text = self._messages[last]["content"] or ""
+        if self._max_tokens is not None:
+            check_length(self._tokenizer, text, self._max_tokens)
+        return text
+
+    def _marked(self, marks: Mapping[int, str], end: int, add_generation_prompt: bool) -> str:
+        """The first messages as text, with marks instead of the contents of some."""
+        messages = list(self._messages[:end])
+        for place, mark in marks.items():
+            messages[place] = {"role": messages[place]["role"], "content": mark}
+        text = self._rendered(messages, add_generation_prompt)
+        for place, mark in marks.items():
+            if text.count(mark) != 1:
+                why = "has token_ids" if mark == self._mark else "is to be continued"
+                raise InvalidRequestError(
+                    f"messages[{place}] {why}, but the chat template writes the content of that "
+                    f"message {text.count(mark)} times; it must be once"
+                )
+        return text
 
     def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
         text = self._tokenizer.render_chat(
@@ -125,6 +164,19 @@ class _Template:
         if self._max_tokens is not None:
             check_length(self._tokenizer, text, self._max_tokens)
         return text
+
+
+def _check_continued(messages: Sequence[Message], *, add_generation_prompt: bool) -> None:
+    if add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message=True needs add_generation_prompt=False, got True"
+        )
+    last = len(messages) - 1
+    if messages[last]["role"] != "assistant" or messages[last].get("tool_calls"):
+        raise InvalidRequestError(
+            f"messages[{last}] must be an assistant's without tool_calls to be continued, got role "
+            f"{messages[last]['role']!r}"
+        )
 
 
 def _without_ids(message: Message) -> Message:

@@ -1,34 +1,13 @@
-"""Incremental text of one request while its tokens arrive. This module imports no JAX.
-
-The window with a few tokens of context comes from Hugging Face's text-generation-inference and
-vLLM's slow detokenizer (prefix and read offset). Those hold text back while it ends in U+FFFD, so
-they stall on invalid UTF-8, such as the output of an untrained model; here at most three characters
-are held back.
-"""
+"""Incremental text of one request while its tokens arrive. This module imports no JAX."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.processing.incremental_decoder import BehindPrompt, IncrementalDecoder
 from sgljax_engine.processing.tokenizer import DEFAULT_DECODE_OPTIONS, DecodeOptions, Tokenizer
-
-_REPLACEMENT = "\ufffd"
-_MAX_INCOMPLETE = 3
-"""Maximum bytes of an incomplete UTF-8 character; decoders write one U+FFFD for all or for each."""
-
-_MIN_CONTEXT = 4
-"""Number of characters before new text that determine how it is decoded.
-
-Decoders find the next character boundary within three bytes, and strip spaces only at the front.
-"""
-
-_MAX_WINDOW = 32
-"""Tokens after which the window is cut down to its end."""
-
-_CONTEXT_TOKENS = 8
 
 
 class StopMatch(NamedTuple):
@@ -69,6 +48,8 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        reasoning_tags: tuple[str, str] | None = None,
+        context: Sequence[int] = (),
     ) -> None:
         """Starts with no tokens.
 
@@ -79,6 +60,8 @@ class TextStream:
             include_stop: Keep the stop string in the text.
             min_tokens: A stop string counts only if an output token after this many completes it,
                 as in vLLM: with 2, the third token or a later one.
+            reasoning_tags: Stop strings count behind the thoughts alone; see `SamplingParams`.
+            context: The last tokens before the output; see `prompt_context`.
 
         Raises:
             InvalidRequestError: for an empty stop string or a negative `min_tokens`.
@@ -88,7 +71,7 @@ class TextStream:
         if min_tokens < 0:
             raise InvalidRequestError(f"min_tokens must be >= 0, got {min_tokens}")
         self.match: StopMatch | None = None
-        self._decoder = _IncrementalDecoder(tokenizer, options)
+        self._decoder = IncrementalDecoder(tokenizer, options)
         self._stop = tuple(stop)
         self._max_overlap = max(map(len, self._stop), default=1) - 1
         self._include_stop = include_stop
@@ -101,6 +84,10 @@ class TextStream:
         self._num_taken = 0
         self._num_searched = 0
         self._min_match_end = 0
+        self._thoughts = None
+        if stop and reasoning_tags is not None:
+            self._thoughts = _Thoughts(*reasoning_tags)
+        self._behind = BehindPrompt(self._decoder, context) if context else None
 
     def add(self, ids: Sequence[int]) -> None:
         """Takes the next output tokens, without the stop token if one ended the output.
@@ -111,18 +98,20 @@ class TextStream:
             raise RuntimeError("add was called after finish")
         if not self._stop:
             self._num_tokens += len(ids)
-            self._text += self._decoder.push(ids)
+            self._text += self._new(self._decoder.push(ids))
             return
         for token in ids:
             if self.match is not None:
                 return
             self._num_tokens += 1
-            pending = self._decoder.pending
-            self._append(self._decoder.push([token]), pending)
+            pending = self._pending()
+            self._append(self._new(self._decoder.push([token])), pending)
 
     def take(self) -> str:
         """The text that has become final since the last call."""
         end = self._start + len(self._text)
+        if not self._is_finished and self._thoughts is not None and not self._thoughts.is_decided:
+            return ""
         if not self._is_finished and self.match is None and not self._include_stop:
             end -= self._num_possible_stop()
         return self._take_until(end)
@@ -130,32 +119,48 @@ class TextStream:
     def finish(self) -> str:
         """Ends the output; returns the text not yet returned by `take`. May set `match`."""
         if not self._is_finished and self.match is None:
-            pending = self._decoder.pending
-            self._append(self._decoder.flush(), pending)
+            pending = self._pending()
+            if self._thoughts is not None:
+                self._thoughts.finish()
+            self._append(self._new(self._decoder.flush(), is_end=True), pending)
         self._is_finished = True
         return self.take()
+
+    def _new(self, final: str, *, is_end: bool = False) -> str:
+        """What of final text is the output's."""
+        return final if self._behind is None else self._behind.take(final, is_end=is_end)
+
+    def _pending(self) -> str:
+        """The output's part of the decoder's text that is not final."""
+        pending = self._decoder.pending
+        return pending if self._behind is None else self._behind.peek(pending)
 
     def _append(self, final: str, old_pending: str) -> None:
         """Adds text, and searches for stop strings in the text of the output so far."""
         num_final = self._start + len(self._text)
-        new = final + self._decoder.pending
+        new = final + self._pending()
         self._text += final
         if not self._stop:
             return
         if not new.startswith(old_pending):
             self._num_searched = num_final
-        visible = self._text + self._decoder.pending
-        if self._num_tokens > self._min_tokens:
-            self._search(visible)
-        else:
+        visible = self._text + self._pending()
+        thoughts = self._thoughts
+        if thoughts is not None:
+            thoughts.feed(final)
+        if self._num_tokens <= self._min_tokens:
             self._min_match_end = self._start + len(visible)
-        self._num_searched = self._start + len(visible)
+        elif thoughts is None or thoughts.end is not None:
+            self._search(visible)
+        if thoughts is None or thoughts.is_decided:
+            self._num_searched = self._start + len(visible)
 
     def _search(self, visible: str) -> None:
         found: list[tuple[int, int, str]] = []
+        lowest = 0 if self._thoughts is None else (self._thoughts.end or 0)
         for stop in self._stop:
-            first = max(self._num_searched, self._min_match_end) - len(stop) + 1 - self._start
-            begin = visible.find(stop, max(first, 0))
+            first = max(self._num_searched, self._min_match_end) - len(stop) + 1
+            begin = visible.find(stop, max(first, lowest, self._start) - self._start)
             if begin >= 0:
                 found.append((begin + len(stop), begin, stop))
         if found:
@@ -182,143 +187,47 @@ class TextStream:
         return text
 
 
-class _ByteRun:
-    """Consecutive byte tokens, decoded as a whole."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.is_broken = False
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
-
-    def add(self, token: int, byte: int) -> str:
-        """The characters that the byte completes. Sets `is_broken` if the run is invalid UTF-8."""
-        self.ids.append(token)
-        try:
-            return self._utf8.decode(bytes([byte]))
-        except UnicodeDecodeError:
-            self.is_broken = True
-            return ""
-
-
-class _IncrementalDecoder:
-    """Decodes a window at the end of the output.
+class _Thoughts:
+    """Finds where the thoughts at the start of a text end.
 
     Attributes:
-        pending: Text after the final text, valid for the tokens so far; later tokens may change it.
-            Only byte runs have such text.
+        end: Characters up to and with the closing mark; 0 where there are no thoughts, and None
+            while they go on or that is open.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
-        self.pending = ""
-        self._tokenizer = tokenizer
-        self._options = options
-        self._bytes = tokenizer.byte_run_ids
-        self._bytes_to_ids = {byte: token for token, byte in self._bytes.items()}
-        self._max_held = 0 if self._bytes else _MAX_INCOMPLETE
-        self._window: list[int] = []
-        self._num_final = 0  # in characters of the window's text
-        self._cut_at = _MAX_WINDOW
-        self._run: _ByteRun | None = None
-        self._skipped: dict[int, bool] = {}
+    def __init__(self, opening: str, closing: str) -> None:
+        self.end: int | None = None
+        self._opening, self._closing = opening, closing
+        self._is_inside = not opening
+        self._num_passed = 0
+        self._held = ""
 
-    def push(self, ids: Sequence[int]) -> str:
-        """Adds tokens; returns the text that becomes final."""
-        if self._bytes:
-            return "".join([self._push_token(int(token)) for token in ids])
-        self._window.extend(map(int, ids))
-        return self._advance()
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known if there are thoughts."""
+        return self._is_inside or self.end is not None
 
-    def flush(self) -> str:
-        """The remaining text when no more tokens come."""
-        self._end_run()
-        return self._decode(self._window)[self._num_final :]
+    def finish(self) -> None:
+        """No more text comes."""
+        if not self.is_decided:
+            self.end = 0
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._options)
-
-    def _advance(self) -> str:
-        text = self._decode(self._window)
-        num_final = max(self._num_final, len(text) - self._num_incomplete(text))
-        final = text[self._num_final : num_final]
-        self._num_final = num_final
-        if len(self._window) >= self._cut_at:
-            self._cut_window(text)
-        return final
-
-    def _num_incomplete(self, text: str) -> int:
-        """Number of characters at the end that bytes of the next tokens may replace."""
-        end = text[-self._max_held :] if self._max_held else ""
-        return len(end) - len(end.rstrip(_REPLACEMENT))
-
-    def _cut_window(self, text: str) -> None:
-        """Cuts the window to its end, if that gives the same text.
-
-        If the end alone has too little text (skipped tokens, spaces that a decoder strips), the
-        start of the window stays as its context.
-        """
-        num_open = len(text) - self._num_final
-        num_checked = num_open + _MIN_CONTEXT
-        head, tail = self._window[:_CONTEXT_TOKENS], self._window[-_CONTEXT_TOKENS:]
-        half = self._window[len(self._window) // 2 :]
-        for context, end in (([], tail), (head, tail), ([], half)):
-            shorter = self._decode(context + end)
-            num_new = len(shorter) - (len(self._decode(context)) if context else 0)
-            is_same_end = num_new >= num_checked and shorter[-num_checked:] == text[-num_checked:]
-            if is_same_end or (context and shorter == text and self._is_middle_empty()):
-                self._window = context + end
-                self._num_final = len(shorter) - num_open
-                break
-        self._cut_at = len(self._window) + _MAX_WINDOW
-
-    def _is_middle_empty(self) -> bool:
-        # Twice, since decoders may leave out the space after the last word.
-        middle = self._window[_CONTEXT_TOKENS:-_CONTEXT_TOKENS]
-        return not self._decode(middle + middle)
-
-    def _push_token(self, token: int) -> str:
-        byte = self._bytes.get(token)
-        if byte is not None:
-            return self._push_byte(token, byte)
-        if self._run is not None and self._is_skipped(token):
-            return ""
-        self._end_run()
-        self._window.append(token)
-        return self._advance()
-
-    def _push_byte(self, token: int, byte: int) -> str:
-        if self._run is None:
-            self._run = _ByteRun()
-        run = self._run
-        if run.is_broken:
-            return _REPLACEMENT
-        complete = run.add(token, byte)
-        if run.is_broken:
-            return self._break_run(run)
-        if complete and self._num_final == 0 and not self.pending:
-            # The very first text, before which decoders may strip a space.
-            self.pending = self._decode(self._window + run.ids)
-        else:
-            self.pending += complete
-        return ""
-
-    def _break_run(self, run: _ByteRun) -> str:
-        """Replaces an invalid run by one invalid byte; it stays invalid whatever follows."""
-        self.pending = ""
-        text = self._decode(self._window + run.ids)
-        final = text[self._num_final :]
-        self._window.append(self._bytes_to_ids[0xFF])
-        self._num_final = len(text) - len(run.ids) + 1
-        return final
-
-    def _end_run(self) -> None:
-        if self._run is not None and not self._run.is_broken:
-            self._window.extend(self._run.ids)
-        self._run = None
-        self.pending = ""
-
-    def _is_skipped(self, token: int) -> bool:
-        """Whether a byte run continues over the token, as over skipped special tokens."""
-        if token not in self._skipped:
-            lead, *rest = (self._bytes_to_ids[byte] for byte in "\u00e9".encode())
-            self._skipped[token] = self._decode([lead, token, *rest]) == "\u00e9"
-        return self._skipped[token]
+    def feed(self, text: str) -> None:
+        """Takes the next text."""
+        if self.end is not None:
+            return
+        self._held += text
+        if not self._is_inside:
+            start = self._held.lstrip()
+            if start.startswith(self._opening):
+                self._is_inside = True
+            elif not self._opening.startswith(start):
+                self.end = 0
+        if self._is_inside:
+            place = self._held.find(self._closing)
+            if place >= 0:
+                self.end = self._num_passed + place + len(self._closing)
+                return
+            passed = max(0, len(self._held) - len(self._closing) + 1)
+            self._num_passed += passed
+            self._held = self._held[passed:]

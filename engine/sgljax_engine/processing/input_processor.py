@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import uuid
@@ -16,8 +17,14 @@ from sgljax_engine.errors import InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.bounded_text import check_length
 from sgljax_engine.processing.seeds import SeedSource, derive_seed
+from sgljax_engine.processing.special_stops import SpecialStops
 from sgljax_engine.processing.tokenizer import Tokenizer, decode_options
-from sgljax_engine.sampling_params import MAX_STOP_TOKEN_IDS, LogprobOptions, SamplingParams
+from sgljax_engine.sampling_params import (
+    DEFAULT_MAX_NEW_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    LogprobOptions,
+    SamplingParams,
+)
 from sgljax_engine.types import LogitEdits, Request, RequestStatus, prompt_key
 
 
@@ -87,6 +94,7 @@ class RequestFactory:
         self._model = model
         self._tokenizer = tokenizer
         self._seeds = seeds
+        self._special_stops = SpecialStops(tokenizer)
         own = tokenizer.eos_token_id if tokenizer is not None else None
         self._eos_ids = (*model.eos_token_ids, *(() if own is None else (own,)))
 
@@ -100,8 +108,14 @@ class RequestFactory:
         lora: Any = None,
         *,
         is_streaming: bool,
+        is_default: bool = False,
+        stands_alone: bool = False,
     ) -> tuple[list[Request], bool]:
-        """The requests of a `generate` call, and whether its answer is a single dict."""
+        """The requests of a `generate` call, and whether its answer is a single dict.
+
+        With `is_default` the parameters are none of the caller's: those that do not fit are cut.
+        With `stands_alone` no output is decoded behind its prompt.
+        """
         prompts, is_single = self._prompt_ids(prompt, input_ids)
         groups = _groups(rid, len(prompts))
         params = _params_of_each(sampling_params, len(prompts))
@@ -112,11 +126,14 @@ class RequestFactory:
         for ids, settings, reported, group, adapter in zip(
             prompts, params, options, groups, loras, strict=True
         ):
+            settings = self._with_limit(ids, settings, is_default=is_default)
+            if stands_alone and settings.decode_behind_prompt:
+                settings = dataclasses.replace(settings, decode_behind_prompt=False)
             stop_ids = self._check_request(ids, settings)
             self._check_logprobs(ids, reported)
             edits = self._logit_edits(settings, stop_ids)
             key = prompt_key(ids, adapter)
-            seed = self._seeds.fresh() if settings.seed is None else settings.seed
+            seed = self._seeds.fresh() if settings.seed in (None, -1) else settings.seed
             requests.extend(
                 Request(
                     rid=group if settings.n == 1 else f"{group}-{sample}",
@@ -253,10 +270,27 @@ class RequestFactory:
 
     # ------------------------------------------------------------------ limits
 
+    def _with_limit(
+        self, ids: list[int], params: SamplingParams, *, is_default: bool
+    ) -> SamplingParams:
+        """The parameters with a maximum of new tokens: what nobody asked for is cut to what fits.
+
+        Raises:
+            InvalidRequestError: when min_new_tokens do not fit.
+        """
+        if params.max_new_tokens is not None and not is_default:
+            return params
+        wanted = params.max_new_tokens
+        if wanted is None:
+            wanted = max(DEFAULT_MAX_NEW_TOKENS, params.min_new_tokens)
+        room = min(self.limits.max_model_len, self.limits.max_kv_tokens + 1) - len(ids)
+        # Without any room the checks that follow say so.
+        return dataclasses.replace(params, max_new_tokens=max(1, min(wanted, room)))
+
     def _check_request(self, ids: list[int], params: SamplingParams) -> tuple[int, ...]:
         """Checks lengths and stop ids against the engine's limits; returns the stop ids."""
         limits = self.limits
-        total = len(ids) + params.max_new_tokens
+        total = len(ids) + max(1, params.max_new_tokens or 0)  # to prefill alone takes one too
         if len(ids) >= limits.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {len(ids)} tokens, the limit is max_model_len - 1 = "
@@ -280,7 +314,9 @@ class RequestFactory:
                 f"stop={list(params.stop)!r} needs a tokenizer and the engine has none"
             )
         eos_ids = () if params.ignore_eos else self._eos_ids
-        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
+        stop_ids = tuple(
+            dict.fromkeys((*params.stop_token_ids, *self._special_stops.ids(params), *eos_ids))
+        )
         if len(stop_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids (end-of-sequence ids included) must be at most "

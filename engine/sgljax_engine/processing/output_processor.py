@@ -170,7 +170,7 @@ class OutputProcessor:
             self.finish(request)
         for request in changes.progressed:
             record = self._records.get(request.rid)
-            if record is not None and request.is_watched:
+            if record is not None and request.is_watched and not request.only_prefills:
                 num_tokens, now_s = len(request.output_ids), time.perf_counter()
                 self._news.append(_News(record, num_tokens, None, None, now_s, request.routed))
 
@@ -195,9 +195,13 @@ class OutputProcessor:
         self._add_end(_Record(request, answer, failure), time.perf_counter())
 
     def _add_end(self, record: _Record, now_s: float) -> None:
-        request = record.request
+        request, finish = record.request, record.request.finish
         num_tokens, failure = len(request.output_ids), record.failure
-        self._news.append(_News(record, num_tokens, request.finish, failure, now_s, request.routed))
+        if request.only_prefills:
+            num_tokens = 0
+            if finish is not None and finish.type == "stop":  # the token that is not reported
+                finish = FinishReason("length")
+        self._news.append(_News(record, num_tokens, finish, failure, now_s, request.routed))
 
     def flush(self) -> None:
         """Hands all news to the detokenizer thread; blocks while its queue is full."""

@@ -30,14 +30,14 @@ def derive_seed(seed: int, index: int) -> int:
     Mixes with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 
     Args:
-        seed: The request's seed, in [0, 2**63 - 1].
+        seed: The request's seed, in [0, 2**63 - 1]; of a negative one, the lower 63 bits count.
         index: Index of the sample, >= 0.
 
     Returns:
         A seed in [0, 2**63 - 1].
     """
     if index == 0:
-        return seed
+        return seed & MAX_SEED
     z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -73,6 +73,10 @@ class Tokenizer(Protocol):
         """Token ids of a part of a rendered conversation, which has all its special tokens."""
         ...
 
+    def encode_conversation(self, text: str) -> list[int]:
+        """Token ids of a rendered conversation, from its start."""
+        ...
+
     def check_decode_options(self, options: DecodeOptions) -> None:
         """Raises InvalidRequestError with field and value for unsupported options."""
         ...
@@ -153,6 +157,10 @@ class HFTokenizer:
         """See `Tokenizer`."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_conversation(self, text: str) -> list[int]:
+        """See `Tokenizer`. All special tokens, BOS included, come from the template."""
+        return self.encode_rendered(text)
+
     def check_decode_options(self, options: DecodeOptions) -> None:
         """See `Tokenizer`."""
         _check_bools(options)
@@ -163,11 +171,23 @@ class HFTokenizer:
         This overrides the tokenizer's own `clean_up_tokenization_spaces`: the clean-up removes
         spaces that the model wrote, and later changes the text of a prefix.
         """
+        try:
+            return self._decode(list(ids), options)
+        except (IndexError, TypeError):
+            # A model may have more tokens than its tokenizer, for padding. Fast tokenizers leave
+            # them out of the text, and others fail in one of these ways.
+            size = len(self._tokenizer)
+            known = [token for token in ids if token < size]
+            if len(known) == len(ids):
+                raise
+            return self._decode(known, options)
+
+    def _decode(self, ids: list[int], options: DecodeOptions) -> str:
         changed: dict[str, bool] = {}
         if not options.spaces_between_special_tokens:
             changed["spaces_between_special_tokens"] = False
         return self._tokenizer.decode(
-            list(ids),
+            ids,
             skip_special_tokens=options.skip_special_tokens,
             clean_up_tokenization_spaces=False,
             **changed,
@@ -196,13 +216,13 @@ class HFTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `Tokenizer`. All special tokens, BOS included, come from the template."""
+        """See `Tokenizer`."""
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             template_options=template_options,
         )
-        return self.encode_rendered(text)
+        return self.encode_conversation(text)
 
 
 class TunixTokenizer:
@@ -236,6 +256,11 @@ class TunixTokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """See `Tokenizer`."""
         return [int(token) for token in self._tokenizer.encode(text)]
+
+    def encode_conversation(self, text: str) -> list[int]:
+        """See `Tokenizer`. The conversation starts with one BOS, like all prompts of Tunix."""
+        ids, bos = self._with_bos(self.encode_rendered(text)), self._tokenizer.bos_id()
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _with_bos(self, tokens: Sequence[int]) -> list[int]:
         ids = [int(token) for token in tokens]
@@ -303,14 +328,13 @@ class TunixTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `Tokenizer`. The conversation starts with one BOS, like all prompts of Tunix."""
+        """See `Tokenizer`."""
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             template_options=template_options,
         )
-        ids, bos = self._with_bos(self.encode_rendered(text)), self._tokenizer.bos_id()
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+        return self.encode_conversation(text)
 
 
 class TunixHFTokenizer(TunixTokenizer):

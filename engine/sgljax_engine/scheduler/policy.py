@@ -46,7 +46,7 @@ class AdmissionPolicy:
         used = allowed = 0
         for request in running:
             used += len(request.output_ids) + min(self._config.decode_steps, _RETRACT_STEPS)
-            allowed += request.params.max_new_tokens
+            allowed += request.max_new_tokens
         if allowed:
             self.new_token_ratio = max(self.new_token_ratio, min(used / allowed, 1.0))
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from sgljax_engine import SamplingParams
+from sgljax_engine import Engine, ForeignField, SamplingParams
+
+UNKNOWN_FIELD, FOREIGN_FIELD = "unknown_field", "foreign_field"
+"""Types of the errors of `Body`; their context has the field's `name`."""
+
+_MAX_NAME_LEN = 64
+"""Longer names of unknown fields are not compared with known ones."""
 
 
 class FirstErrorOnly(FailFast):
@@ -24,13 +33,61 @@ Texts = Annotated[list[str], FirstErrorOnly()]
 
 
 class Body(BaseModel):
-    """A JSON object. Nothing is converted: a number as text is refused."""
+    """A JSON object. Nothing is converted: a number as text is refused.
+
+    null stands for a field that is not given, unless the field is required.
+
+    Attributes:
+        foreign: Fields of other servers, by name. They are left out where they ask for nothing.
+        empty_is_null: Own fields for which an empty text is null.
+        nested: Own fields that a client may take for fields of this body, and where they are.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = {}
+    empty_is_null: ClassVar[frozenset[str]] = frozenset()
+    nested: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nothings(cls, data: Any) -> Any:
+        """The fields that ask for something; refuses the first unknown one."""
+        return {n: v for n, v in data.items() if cls._asks(n, v)} if type(data) is dict else data
+
+    @classmethod
+    def _asks(cls, name: str, value: Any) -> bool:
+        own = cls.model_fields.get(name)
+        if own is not None:
+            is_null = value is None or (value == "" and name in cls.empty_is_null)
+            return own.is_required() or not is_null
+        foreign = cls.foreign.get(name)
+        if foreign is None:
+            raise PydanticCustomError(
+                UNKNOWN_FIELD, "unknown field{hint}", {"name": name, "hint": cls._hint(name)}
+            )
+        if foreign.asks_for_nothing(value):
+            return False
+        raise PydanticCustomError(
+            FOREIGN_FIELD,
+            "is not supported: {instead}",
+            {"name": name, "value": value, "instead": foreign.instead},
+        )
+
+    @classmethod
+    def _hint(cls, name: str) -> str:
+        if name in cls.nested:
+            return f"; it is a field of {cls.nested[name]}"
+        if len(name) > _MAX_NAME_LEN:
+            return ""
+        near = difflib.get_close_matches(name, cls.model_fields, n=1)
+        return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class SamplingFields(Body):
     """`SamplingParams` by their own names; what is not given has its default."""
+
+    empty_is_null: ClassVar[frozenset[str]] = frozenset({"stop"})
 
     n: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
@@ -43,7 +100,7 @@ class SamplingFields(Body):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_token_ids: TokenIds | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
@@ -55,6 +112,15 @@ class SamplingFields(Body):
         """The sampling fields that are given, for `SamplingParams.from_dict`."""
         values = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def default_params(engine: Engine, num_prompt_tokens: int) -> SamplingParams:
+    """The model's parameters, with fewer new tokens where no more fit behind a prompt."""
+    params = engine.get_default_sampling_params()
+    if params.max_new_tokens is None:
+        return params
+    limit = max(1, engine.max_new_tokens(num_prompt_tokens))  # the engine refuses the prompt
+    return dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, limit))
 
 
 def sampling_params(defaults: SamplingParams | None, given: dict[str, Any]) -> SamplingParams:

@@ -22,6 +22,7 @@ from sgljax_engine import (
     EngineShutdownError,
     EngineStateError,
 )
+from sgljax_engine.server.fields import FOREIGN_FIELD, UNKNOWN_FIELD
 
 VERSION_HEADER = "x-weight-version"
 """The weight version that sampled the last token of a reply; of a stream, that at its start."""
@@ -57,6 +58,7 @@ class HTTPError(Exception):
         *,
         kind: str = "invalid_request_error",
         param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """An error.
@@ -66,6 +68,7 @@ class HTTPError(Exception):
             message: For the client's developer.
             kind: OpenAI's `type` of the error.
             param: Name of the field that is wrong.
+            code: OpenAI's `code`; None is the status.
             headers: More headers.
         """
         if len(message) > _MAX_MESSAGE_CHARS:
@@ -75,6 +78,7 @@ class HTTPError(Exception):
         self.message = message
         self.kind = kind
         self.param = param and param[:_MAX_PARAM_CHARS]
+        self.code = status if code is None else code
         self.headers = dict(headers or {})
 
 
@@ -124,7 +128,7 @@ def error_body(error: HTTPError) -> dict[str, Any]:
         "message": error.message,
         "type": error.kind,
         "param": error.param,
-        "code": error.status,
+        "code": error.code,
     }
     return {"error": inner}
 
@@ -141,13 +145,13 @@ class ErrorObject(BaseModel):
         message: For the client's developer.
         type: OpenAI's kind of the error.
         param: Name of the field that is wrong.
-        code: The HTTP status.
+        code: The HTTP status, or OpenAI's word for the error.
     """
 
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorReply(BaseModel):
@@ -162,7 +166,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         400: "Bad input.",
         401: "The key is missing or wrong.",
         403: "A request of another site.",
-        404: "No such route.",
+        404: "No such route or model.",
         405: "No such method.",
         408: "The body came too slowly.",
         409: "The engine cannot do this now.",
@@ -193,7 +197,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def failed(request: Request, error: Exception) -> Response:
         answer = as_http_error(error)
-        if request.scope.get(OPENAI_WORDS):
+        # The server's own errors have the client's words.
+        if request.scope.get(OPENAI_WORDS) and not isinstance(error, HTTPError):
             answer.message = in_openai_words(answer.message)
         return error_response(answer)
 
@@ -235,14 +240,24 @@ def _no_json_type(kind: str | None) -> HTTPError:
 
 def validation_error(problems: Sequence[Any]) -> HTTPError:
     """The first problem that pydantic found, with the field's name and value."""
-    problem = problems[0]
+    # A field of several types has problems of each. What is wrong with a name says most.
+    of_names = (each for each in problems if each["type"] in (UNKNOWN_FIELD, FOREIGN_FIELD))
+    problem = next(of_names, problems[0])
     # Where a field may have several types, pydantic puts the type that it tried into the path.
-    path = [part for part in problem["loc"] if part not in ("body", "query", "header")]
-    name = ".".join(str(part) for part in path if not _is_type(part))[:_MAX_PARAM_CHARS]
+    outer = ("body", "query", "header")
+    path = [str(part) for part in problem["loc"] if part not in outer and not _is_type(part)]
+    context = problem.get("ctx", {})
+    if problem["type"] in (UNKNOWN_FIELD, FOREIGN_FIELD):
+        path.append(context["name"])
+    name = ".".join(path)[:_MAX_PARAM_CHARS]
     if problem["type"] == "json_invalid":
-        return HTTPError(400, f"the body is not JSON: {problem['ctx']['error']}")
-    if problem["type"] == "extra_forbidden":
-        return HTTPError(400, f"unknown field {name!r}", param=name)
+        return HTTPError(400, f"the body is not JSON: {context['error']}")
+    if problem["type"] == UNKNOWN_FIELD:
+        shown = _SHORT.repr(name)
+        return HTTPError(400, f"unknown field {shown}{context['hint']}", param=shown.strip("'"))
+    if problem["type"] == FOREIGN_FIELD:
+        value = _SHORT.repr(context["value"])
+        return HTTPError(400, f"{name}={value} is not supported: {context['instead']}", param=name)
     if problem["type"] == "missing":
         where = name or "a JSON object as body"
         return HTTPError(400, f"{where} is missing", param=name or None)
@@ -252,7 +267,11 @@ def validation_error(problems: Sequence[Any]) -> HTTPError:
 
 
 def _is_type(part: Any) -> bool:
-    return isinstance(part, str) and (part in ("str", "int", "bool") or "[" in part)
+    if not isinstance(part, str):
+        return False
+    # Classes of bodies begin with a capital letter, and no field does.
+    is_class = part.isidentifier() and part[0].isupper()
+    return is_class or part in ("str", "int", "bool") or "[" in part
 
 
 def to_json(value: Any) -> str:

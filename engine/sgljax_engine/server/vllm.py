@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field, model_validator
 from starlette.responses import PlainTextResponse, Response
 
-from sgljax_engine import Engine, InvalidRequestError
+from sgljax_engine import Engine, ForeignField, InvalidRequestError
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.fields import Body, TokenIds
+from sgljax_engine.server.foreign import TOKENIZE
 from sgljax_engine.server.limits import TOKENIZE_FACTOR
 from sgljax_engine.server.metrics import metrics_text
 from sgljax_engine.server.openai.messages import Message, Tool, template_messages
-from sgljax_engine.server.openai.template import template_options
+from sgljax_engine.server.openai.models import check_model
+from sgljax_engine.server.openai.template import generation_prompt, template_options
 from sgljax_engine.server.prepared import prepared
 from sgljax_engine.server.routes import AdminRoute, DataRoute
 
@@ -22,11 +25,14 @@ from sgljax_engine.server.routes import AdminRoute, DataRoute
 class Tokenize(Body):
     """Body of `/tokenize`: a prompt, or a conversation."""
 
+    foreign: ClassVar[Mapping[str, ForeignField]] = TOKENIZE
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -80,6 +86,7 @@ def read_routes(context: ServerContext) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: Tokenize, request: Request) -> dict[str, Any]:
         """Token ids of a prompt or a conversation."""
+        await check_model(context, body.model)
         tokens = await prepared(
             request, context, lambda: _tokens(engine, body), has_template=body.prompt is None
         )
@@ -88,6 +95,7 @@ def read_routes(context: ServerContext) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: Detokenize, request: Request) -> dict[str, str]:
         """Text of token ids, special tokens included."""
+        await check_model(context, body.model)
         count, limit = len(body.tokens), TOKENIZE_FACTOR * engine.max_model_len
         if count > limit:
             raise InvalidRequestError(f"tokens must be at most {limit} ids, got {count}")
@@ -114,7 +122,8 @@ def _tokens(engine: Engine, body: Tokenize) -> list[int]:
         )
     return engine.apply_chat_template(
         template_messages(body.messages or []),
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=generation_prompt(body),
+        continue_final_message=body.continue_final_message,
         template_options=template_options(body.chat_template_kwargs, body.tools),
         max_tokens=max_tokens,
     )

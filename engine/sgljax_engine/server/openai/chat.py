@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -12,12 +13,15 @@ from sgljax_engine import InvalidRequestError
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.openai import parts
+from sgljax_engine.server.openai.calls import Call
 from sgljax_engine.server.openai.messages import template_messages
+from sgljax_engine.server.openai.models import check_model
 from sgljax_engine.server.openai.parts import Output
-from sgljax_engine.server.openai.reasoning import CLOSE, OPEN, ReasoningSplitter, Split
+from sgljax_engine.server.openai.reader import AnswerReader
+from sgljax_engine.server.openai.reasoning import CLOSE, OPEN, ReasoningSplitter
 from sgljax_engine.server.openai.schemas import ChatRequest
-from sgljax_engine.server.openai.template import template_options
-from sgljax_engine.server.openai.tools import Call, ToolFormat, find_format
+from sgljax_engine.server.openai.template import generation_prompt, template_options
+from sgljax_engine.server.openai.tools import ToolFormat, find_format
 from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import EventStream, event, reply
 from sgljax_engine.server.routes import OpenAIRoute
@@ -31,6 +35,7 @@ def chat_routes(context: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
+        await check_model(context, body.model)
         call = await prepared(request, context, lambda: _Call(context, body), has_template=True)
         if body.stream:
             pieces = await generation.stream(request, call.job)
@@ -55,7 +60,8 @@ class _Call:
         self._tool_format = _tool_format(engine.chat_template) if uses_tools else None
         self._prompt_ids = engine.apply_chat_template(
             template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=generation_prompt(body),
+            continue_final_message=body.continue_final_message,
             template_options=template_options(
                 body.chat_template_kwargs, body.tools if uses_tools else None
             ),
@@ -63,7 +69,7 @@ class _Call:
         )
         # The end of the prompt says whether the template lets the model think from the start.
         end = engine.detokenize(self._prompt_ids[-16:], skip_special_tokens=None)
-        self._starts_inside = end.rstrip().endswith(OPEN)
+        self._starts_inside = end.rstrip().endswith(OPEN) or _continues_thoughts(body)
         self._thinks = body.separate_reasoning and CLOSE in (engine.chat_template or "")
         given = (body.max_tokens, body.max_completion_tokens)
         if None not in given and given[0] != given[1]:
@@ -76,7 +82,11 @@ class _Call:
         logprobs: dict[str, Any] = {}
         if body.logprobs:
             logprobs = {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0}
-        params = parts.request_params(engine, body, len(self._prompt_ids), max_tokens)
+        if max_tokens == 0:
+            raise InvalidRequestError("max_tokens must be >= 1, got 0")
+        params = parts.request_params(
+            engine, body, len(self._prompt_ids), max_tokens, text_options=self._text_options()
+        )
         self._num_samples = params.n
         self.job = Job(
             input_ids=[self._prompt_ids],
@@ -85,6 +95,13 @@ class _Call:
             logprobs=logprobs,
             lora=[parts.adapter(context, body)],
         )
+
+    def _text_options(self) -> dict[str, Any]:
+        """A message stands alone, and what a client says of its end is said of the content."""
+        options: dict[str, Any] = {"decode_behind_prompt": self._body.continue_final_message}
+        if self._thinks:
+            options["reasoning_tags"] = ("" if self._starts_inside else OPEN, CLOSE)
+        return options
 
     def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The whole reply."""
@@ -100,9 +117,7 @@ class _Call:
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         reader = self._reader()
-        parsed = reader.feed(output["text"]), reader.end()
-        content = "".join(part.content for part in parsed)
-        reasoning = "".join(part.reasoning for part in parsed)
+        reasoning, content = reader.feed(output["text"]) + reader.end()
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -137,12 +152,11 @@ class _Call:
         for each in parts.last_events(self._body, head, last, self._num_samples):
             yield each
 
-    def _chunk(self, index: int, piece: Output, reader: _Reader) -> dict[str, Any]:
+    def _chunk(self, index: int, piece: Output, reader: AnswerReader) -> dict[str, Any]:
         num_calls = len(reader.calls)
         new = reader.feed(piece["text"])
         if piece["meta_info"]["finish_reason"] is not None:
-            rest = reader.end()
-            new = Split(new.reasoning + rest.reasoning, new.content + rest.content)
+            new += reader.end()
         delta: dict[str, Any] = {}
         if new.content:
             delta["content"] = new.content
@@ -159,9 +173,15 @@ class _Call:
             **parts.id_fields(self._body, piece),
         }
 
-    def _reader(self) -> _Reader:
+    def _reader(self) -> AnswerReader:
         splitter = ReasoningSplitter(starts_inside=self._starts_inside) if self._thinks else None
-        return _Reader(splitter, self._tool_format)
+        body = self._body
+        if self._tool_format is None:
+            return AnswerReader(splitter, None)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+        make_parser = functools.partial(self._tool_format.make_parser, schemas)
+        max_calls = 1 if body.parallel_tool_calls is False else None
+        return AnswerReader(splitter, make_parser, max_calls=max_calls)
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -180,38 +200,14 @@ class _Call:
         text = self._texts[token]
         # The bytes of a part of a character are not known.
         known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": known}
+        name = parts.token_name(self._body, self._texts, token)
+        return {"token": name, "logprob": logprob, "bytes": known}
 
 
-class _Reader:
-    """Divides an output into thoughts, content and calls."""
-
-    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolFormat | None) -> None:
-        self._splitter = splitter
-        self._parser = None if tools is None else tools.make_parser()
-
-    @property
-    def calls(self) -> list[Call]:
-        """The tool calls so far."""
-        return [] if self._parser is None else self._parser.calls
-
-    def feed(self, text: str) -> Split:
-        """Takes new text."""
-        new = Split("", text) if self._splitter is None else self._splitter.feed(text)
-        return self._without_calls(new)
-
-    def end(self) -> Split:
-        """What was held back."""
-        rest = Split("", "") if self._splitter is None else self._splitter.end()
-        rest = self._without_calls(rest)
-        if self._parser is None:
-            return rest
-        return Split(rest.reasoning, rest.content + self._parser.end())
-
-    def _without_calls(self, new: Split) -> Split:
-        if self._parser is None or not new.content:
-            return new
-        return Split(new.reasoning, self._parser.feed(new.content))
+def _continues_thoughts(body: ChatRequest) -> bool:
+    """Whether the message that is to be continued has thoughts that go on."""
+    content = body.messages[-1].text() if body.continue_final_message else ""
+    return content.lstrip().startswith(OPEN) and CLOSE not in content
 
 
 def _finish(output: Output, calls: Sequence[Call]) -> dict[str, Any]:

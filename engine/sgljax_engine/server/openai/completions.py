@@ -13,11 +13,16 @@ from sgljax_engine import InvalidRequestError
 from sgljax_engine.server.context import ServerContext
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.openai import parts
-from sgljax_engine.server.openai.parts import Output
+from sgljax_engine.server.openai.models import check_model
+from sgljax_engine.server.openai.parts import Output, token_id_name
 from sgljax_engine.server.openai.schemas import CompletionRequest
 from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import EventStream, event, reply
 from sgljax_engine.server.routes import OpenAIRoute
+
+_REPLACEMENT = "\ufffd"
+_MAX_BROKEN = 3
+"""Bytes of a character that lacks some; decoders write one U+FFFD for all or for each."""
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -31,6 +36,7 @@ def completion_routes(context: ServerContext) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, given as text or as token ids."""
+        await check_model(context, body.model)
         call = await prepared(request, context, lambda: _Call(context, body))
         if body.stream:
             pieces = await generation.stream(request, call.job)
@@ -44,10 +50,20 @@ def completion_routes(context: ServerContext) -> APIRouter:
 
 @dataclasses.dataclass
 class _Progress:
-    """What a stream has sent of an output."""
+    """What a stream has sent of an output.
+
+    Attributes:
+        offset: Characters that log-probs have counted.
+        is_started: Whether the first piece was sent.
+        broken: The end of an echoed prompt of ids that is a part of a character, until it is known
+            whether the output completes it.
+        output_ids: The output's tokens until then.
+    """
 
     offset: int = 0
     is_started: bool = False
+    broken: str = ""
+    output_ids: list[int] = dataclasses.field(default_factory=list)
 
 
 class _Call:
@@ -61,10 +77,8 @@ class _Call:
         self._id = parts.reply_id("cmpl")
         self._prompts = self._read_prompts(context)
         self._num_samples = body.n or 1
-        self._is_scoring = body.max_tokens == 0
-        if self._is_scoring and not body.echo:
+        if body.max_tokens == 0 and not body.echo:
             raise InvalidRequestError("max_tokens=0 needs echo=true; else it must be >= 1")
-        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         logprobs: dict[str, Any] = {}
         if body.logprobs is not None:
             logprobs = {"return_logprob": True, "top_logprobs_num": body.logprobs}
@@ -73,7 +87,13 @@ class _Call:
         self.job = Job(
             input_ids=[ids for _, ids in self._prompts],
             sampling_params=[
-                parts.request_params(self._engine, body, len(ids), max_tokens)
+                parts.request_params(
+                    self._engine,
+                    body,
+                    len(ids),
+                    body.max_tokens,
+                    default_tokens=_DEFAULT_MAX_TOKENS,
+                )
                 for _, ids in self._prompts
             ],
             rids=new_rids(len(self._prompts), f"{self._id}-"),
@@ -89,21 +109,25 @@ class _Call:
         if not given:
             raise InvalidRequestError("prompt must hold at least one prompt, got []")
         return [
-            (each, self._engine.tokenize(each, max_tokens=self._engine.max_model_len))
-            if isinstance(each, str)
-            else (None, each)
+            (each, self._tokenize(each)) if isinstance(each, str) else (None, each)
             for each in given
         ]
 
+    def _tokenize(self, text: str) -> list[int]:
+        return self._engine.tokenize(
+            text,
+            add_special_tokens=self._body.add_special_tokens,
+            max_tokens=self._engine.max_model_len,
+        )
+
     def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The whole reply."""
-        shown = [self._shown(output) for output in outputs]
         return {
             **parts.head("text_completion", self._id, self._model),
             "choices": [
-                self._choice(index, output, _Progress()) for index, output in enumerate(shown)
+                self._choice(index, output, _Progress()) for index, output in enumerate(outputs)
             ],
-            "usage": parts.usage(shown, self._num_samples),
+            "usage": parts.usage(outputs, self._num_samples),
         }
 
     async def events(self, pieces: PieceStream) -> AsyncIterator[str]:
@@ -113,31 +137,17 @@ class _Call:
         last: dict[int, Output] = {}
         async for piece in pieces:
             index = piece["index"]
-            last[index] = shown = self._shown(piece)
-            yield event({**head, "choices": [self._choice(index, shown, progress[index])]})
+            last[index] = piece
+            yield event({**head, "choices": [self._choice(index, piece, progress[index])]})
         for each in parts.last_events(self._body, head, last, self._num_samples):
             yield each
 
-    def _shown(self, output: Output) -> Output:
-        """The output, without the token that is only generated since something must be."""
-        if not self._is_scoring:
-            return output
-        meta = output["meta_info"]
-        cut: dict[str, Any] = {name: [] for name in meta if name.startswith("output_")}
-        cut |= {"token_weight_versions": [], "completion_tokens": 0}
-        if meta["finish_reason"] is not None:
-            cut["finish_reason"] = {"type": "length", "length": 0}
-        return {**output, "text": "", "output_ids": [], "meta_info": {**meta, **cut}}
-
     def _choice(self, index: int, output: Output, progress: _Progress) -> dict[str, Any]:
         text, ids = self._prompts[index // self._num_samples]
-        written = output["text"]
-        choice: dict[str, Any] = {"index": index, "text": written}
+        choice: dict[str, Any] = {"index": index, "text": output["text"]}
         is_first, progress.is_started = not progress.is_started, True
-        if self._body.echo and is_first:
-            if text is None:
-                text = self._engine.detokenize(ids, skip_special_tokens=None)
-            choice["text"] = text + written
+        if self._body.echo:
+            choice["text"] = self._echo(text, ids, output, progress, is_first=is_first)
         choice["logprobs"] = None
         if self._body.logprobs is not None:
             choice["logprobs"] = self._logprobs(output, progress, ids, self._body.echo and is_first)
@@ -146,6 +156,37 @@ class _Call:
         if self._body.return_token_ids and is_first:
             choice["prompt_token_ids"] = ids
         return choice
+
+    def _echo(
+        self,
+        text: str | None,
+        ids: list[int],
+        output: Output,
+        progress: _Progress,
+        *,
+        is_first: bool,
+    ) -> str:
+        """New text of an output, with its prompt before the first."""
+        echoed = ""
+        if is_first and text is not None:
+            echoed = text
+        elif is_first:
+            whole = self._engine.detokenize(ids, skip_special_tokens=None)
+            num_held = len(whole) - len(whole.rstrip(_REPLACEMENT))
+            echoed = whole[: len(whole) - min(num_held, _MAX_BROKEN)]
+            progress.broken = whole[len(echoed) :]
+        if progress.broken:
+            progress.output_ids += output["output_ids"]
+            if output["text"] or output["meta_info"]["finish_reason"] is not None:
+                echoed += self._unless_completed(ids, progress)
+        return echoed + output["text"]
+
+    def _unless_completed(self, ids: list[int], progress: _Progress) -> str:
+        """The broken end of a prompt, unless the output completes its character."""
+        broken, progress.broken = progress.broken, ""
+        before = self._engine.detokenize(ids, skip_special_tokens=None)
+        whole = self._engine.detokenize([*ids, *progress.output_ids], skip_special_tokens=None)
+        return broken if whole.startswith(before) else ""
 
     def _logprobs(
         self, output: Output, progress: _Progress, prompt_ids: list[int], with_prompt: bool
@@ -163,7 +204,7 @@ class _Call:
             offsets.append(progress.offset)
             progress.offset += len(self._texts[token])
         return {
-            "tokens": [self._texts[token] for _, token, _ in entries],
+            "tokens": [self._name(token) for _, token, _ in entries],
             "token_logprobs": [logprob for logprob, _, _ in entries],
             "top_logprobs": tops,
             "text_offset": offsets,
@@ -173,7 +214,15 @@ class _Call:
         name = f"{side}_top_logprobs"
         if name not in meta:  # logprobs=0: those of the tokens alone
             return [None] * len(meta[f"{side}_token_logprobs"])
-        return [
-            each and {self._texts[token]: logprob for logprob, token, _ in each}
-            for each in meta[name]
-        ]
+        return [each and self._named(each) for each in meta[name]]
+
+    def _named(self, entries: Sequence[Any]) -> dict[str, float]:
+        """Log-probs by the tokens' names; of equal texts, the likeliest token has it."""
+        named: dict[str, float] = {}
+        for logprob, token, _ in entries:  # by descending log-prob
+            name = self._name(token)
+            named[name if name not in named else token_id_name(token)] = logprob
+        return named
+
+    def _name(self, token: int) -> str:
+        return parts.token_name(self._body, self._texts, token)

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from sgljax_engine import InvalidRequestError
+from sgljax_engine import ForeignField, InvalidRequestError
 from sgljax_engine.server.fields import Body, TokenIds
+from sgljax_engine.server.foreign import MESSAGE, TEXT_PART, TOOL, TOOL_CALL
+from sgljax_engine.server.openai.calls import read_json
 
 
 class TextPart(Body):
     """A part of a message; of OpenAI's kinds only text."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = TEXT_PART
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Body):
-    """The name of a function, and its arguments as JSON."""
+    """The name of a function, and its arguments as JSON, or whatever a model wrote there."""
 
     name: str
-    arguments: str
+    arguments: Any = None
 
 
 class ToolCall(Body):
     """A call that an assistant message made."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = TOOL_CALL
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -38,6 +43,8 @@ class ToolCall(Body):
 class Message(Body):
     """A message. An assistant's may come back as the server sent it, ids included."""
 
+    foreign: ClassVar[Mapping[str, ForeignField]] = MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -46,15 +53,18 @@ class Message(Body):
     reasoning_content: str | None = None
     token_ids: TokenIds | None = Field(None, description="what was sampled; kept as it is")
     prompt_token_ids: TokenIds | None = Field(None, description="its prompt; checked")
-    # What clients' objects of replies hold, without a value.
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
+
+    def text(self) -> str:
+        """The content; empty without any."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class FunctionDefinition(Body):
     """A function that the model may call."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = TOOL
 
     name: str
     description: str | None = None
@@ -65,6 +75,8 @@ class FunctionDefinition(Body):
 class Tool(Body):
     """A tool that the model may call."""
 
+    foreign: ClassVar[Mapping[str, ForeignField]] = TOOL
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -72,18 +84,17 @@ class Tool(Body):
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages for `Engine.apply_chat_template`.
 
-    Arguments of tool calls are objects, as templates write them. A developer is a system message.
+    Arguments of tool calls are objects, as templates write them; what is no object is given to the
+    template as it came. A developer is a system message.
 
     Raises:
-        InvalidRequestError: for a message without content, and arguments that are not an object.
+        InvalidRequestError: for a message without content.
     """
     return [_template_message(place, message) for place, message in enumerate(messages)]
 
 
 def _template_message(place: int, message: Message) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
+    content = None if message.content is None else message.text()
     if content is None and not message.tool_calls:
         # An answer that is all thought has none.
         if message.role != "assistant":
@@ -96,25 +107,31 @@ def _template_message(place: int, message: Message) -> dict[str, Any]:
         if value is not None:
             made[name] = value
     if message.tool_calls:
+        is_rendered = message.token_ids is None
         made["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(place, call)},
-            }
-            for call in message.tool_calls
+            _template_call(call, is_rendered=is_rendered) for call in message.tool_calls
         ]
     return made
 
 
-def _arguments(place: int, call: ToolCall) -> dict[str, Any]:
-    text = call.function.arguments
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(
-            f"messages.{place}.tool_calls: arguments must be a JSON object, got {text!r}"
-        )
-    return value
+def _template_call(call: ToolCall, *, is_rendered: bool) -> dict[str, Any]:
+    arguments = _arguments(call, is_rendered=is_rendered)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(call: ToolCall, *, is_rendered: bool) -> Any:
+    """What the template gets: the object, or what it is if it is none.
+
+    One bad call must not end a conversation. With the message's ids it is not even read.
+    """
+    given = call.function.arguments
+    value = given
+    if isinstance(given, str):
+        try:
+            value = read_json(given) if given.strip() else None
+        except ValueError:
+            value = given
+    if isinstance(value, dict):
+        return value
+    return given if is_rendered and value is not None else {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
-from sgljax_engine.server.context import ServerContext
+from sgljax_engine.server.context import ServerContext, TokenTexts
 from sgljax_engine.server.fields import sampling_params
 from sgljax_engine.server.openai.schemas import OpenAIRequest
 from sgljax_engine.server.replies import DONE, event
@@ -76,6 +76,16 @@ def id_fields(body: OpenAIRequest, output: Output) -> dict[str, Any]:
     return fields
 
 
+def token_id_name(token: int) -> str:
+    """The name of a token by its id, as in vLLM."""
+    return f"token_id:{token}"
+
+
+def token_name(body: OpenAIRequest, texts: TokenTexts, token: int) -> str:
+    """The name of a token in log-probs."""
+    return token_id_name(token) if body.return_tokens_as_token_ids else texts[token]
+
+
 def last_version(engine: Engine, outputs: Sequence[Output]) -> int:
     """The weight version that sampled the last token of a reply."""
     versions = [output["meta_info"]["weight_version"] for output in outputs]
@@ -90,20 +100,39 @@ def adapter(context: ServerContext, body: OpenAIRequest) -> str | None:
 
 
 def request_params(
-    engine: Engine, body: OpenAIRequest, num_prompt_tokens: int, max_tokens: int | None
+    engine: Engine,
+    body: OpenAIRequest,
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    *,
+    default_tokens: int | None = None,
+    text_options: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
     """Sampling parameters for a prompt; what is not given is as the model's folder has it.
+
+    Args:
+        engine: Has the limits.
+        body: The request.
+        num_prompt_tokens: Of the prompt.
+        max_tokens: What the client asked for.
+        default_tokens: Most tokens without it, if they fit; None takes as many as fit.
+        text_options: Fields of `SamplingParams` that say what the text is.
 
     Raises:
         InvalidRequestError: names the field, its value and its limit.
     """
-    given = body.given()
+    given = {**body.given(), **(text_options or {})}
     limit = engine.max_new_tokens(num_prompt_tokens)
     if limit < 1:
         longest = limit + num_prompt_tokens - 1
         raise InvalidRequestError(
             f"the prompt has {num_prompt_tokens} tokens, the limit is {longest}"
         )
-    given["max_new_tokens"] = limit if max_tokens is None else max_tokens
-    given["min_new_tokens"] = body.min_tokens or 0
+    if given.get("top_k") == 0:  # vLLM's other spelling of all tokens
+        given["top_k"] = -1
+    min_tokens = body.min_tokens or 0
+    if max_tokens is None:
+        wanted = limit if default_tokens is None else max(default_tokens, min_tokens)
+        max_tokens = min(limit, wanted)
+    given |= {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens}
     return sampling_params(engine.get_default_sampling_params(), given)

@@ -13,6 +13,10 @@ class Split(NamedTuple):
     reasoning: str
     content: str
 
+    def __add__(self, other: Split) -> Split:  # type: ignore[override]
+        """Both texts, each behind the one of its kind."""
+        return Split(self.reasoning + other.reasoning, self.content + other.content)
+
 
 class ReasoningSplitter:
     """Text between `<think>` at the start and `</think>` is reasoning, all else content.
@@ -30,6 +34,11 @@ class ReasoningSplitter:
         self._is_inside = starts_inside
         self._is_done = False
         self._held = ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the thoughts have begun and not ended."""
+        return self._is_inside and not self._is_done
 
     def feed(self, text: str) -> Split:
         """Takes text, and gives what is certain to be of one kind."""
@@ -75,5 +84,4 @@ def held_back(text: str, mark: str) -> int:
 def split(text: str, *, starts_inside: bool) -> Split:
     """A whole text."""
     splitter = ReasoningSplitter(starts_inside=starts_inside)
-    first, last = splitter.feed(text), splitter.end()
-    return Split(first.reasoning + last.reasoning, first.content + last.content)
+    return splitter.feed(text) + splitter.end()

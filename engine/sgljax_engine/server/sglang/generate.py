@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from sgljax_engine import Engine, InvalidRequestError, SamplingParams
 from sgljax_engine.server.context import ServerContext, TokenTexts
-from sgljax_engine.server.fields import sampling_params
+from sgljax_engine.server.fields import default_params, sampling_params
 from sgljax_engine.server.generation import Job, PieceStream, new_rids
 from sgljax_engine.server.prepared import prepared, written
 from sgljax_engine.server.replies import DONE, EventStream, event, reply
@@ -75,14 +75,21 @@ def _job(context: ServerContext, body: GenerateReqInput) -> tuple[Job, bool]:
     if body.text is not None:
         is_single = isinstance(body.text, str)
         texts = [body.text] if isinstance(body.text, str) else body.text
-        prompts = [engine.tokenize(text, max_tokens=engine.max_model_len) for text in texts]
+        prompts = [
+            engine.tokenize(
+                text,
+                add_special_tokens=body.add_special_tokens,
+                max_tokens=engine.max_model_len,
+            )
+            for text in texts
+        ]
     else:
         ids: Any = body.input_ids
         is_single = not ids or isinstance(ids[0], int)
         prompts = [ids] if is_single else ids
     if not prompts:
         raise InvalidRequestError("there must be at least one prompt, got []")
-    params = _params(engine, body.sampling_params, len(prompts))
+    params = _params(engine, body.sampling_params, prompts)
     rids = [body.rid] if isinstance(body.rid, str) else body.rid
     job = Job(
         input_ids=prompts,
@@ -104,10 +111,10 @@ def _has_logprobs(body: GenerateReqInput) -> bool:
     return any(given) if isinstance(given, list) else given
 
 
-def _params(engine: Engine, given: Any, count: int) -> list[SamplingParams]:
+def _params(engine: Engine, given: Any, prompts: list[list[int]]) -> list[SamplingParams]:
     if given is None:
-        return [engine.get_default_sampling_params()] * count
-    each: list[SGLangSampling] = _each("sampling_params", given, count)
+        return [default_params(engine, len(ids)) for ids in prompts]
+    each: list[SGLangSampling] = _each("sampling_params", given, len(prompts))
     try:
         return [sampling_params(None, fields.given()) for fields in each]
     except InvalidRequestError:

@@ -56,6 +56,7 @@ def info_routes(context: ServerContext) -> APIRouter:
             "vocab_size": model.vocab_size,
             "max_model_len": engine.max_model_len,
             "weight_version": engine.weight_version,
+            "preferred_sampling_params": engine.get_default_sampling_params().to_dict(),
         }
 
     @router.get("/get_server_info")
