@@ -15,15 +15,10 @@ def served():
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-def test_another_content_type_is_named(served, path):
-    for headers, given in (
-        ({}, "none was sent"),
-        ({"content-type": "application/x-www-form-urlencoded"}, "got 'application/x-www-form-ur"),
-    ):
-        reply = served.http.post(path, content=b'{"text": "a"}', headers=headers)
-        assert reply.status_code == 400
-        message = reply.json()["error"]["message"]
-        assert message.startswith("the header Content-Type must be application/json, ")
-        assert given in message
-    text = served.http.post(path, content=b'"a"', headers={"content-type": "application/json"})
-    assert text.json()["error"]["message"] == "the body must be a JSON object, got a string"
+@pytest.mark.parametrize("given", ["", "application/x-www-form-urlencoded"])
+def test_another_content_type_is_named(served, path, given):
+    headers = {"content-type": given} if given else {}
+    reply = served.http.post(path, content=b'{"text": "a"}', headers=headers)
+    assert reply.status_code == 400
+    message = f"the header Content-Type must be 'application/json', got {given!r}"
+    assert reply.json()["error"]["message"] == message

@@ -207,12 +207,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        problems = error.errors()
-        kind = request.headers.get("content-type")
-        # FastAPI reads a body of another type as text, which is no object then.
-        if list(problems[0]["loc"]) == ["body"] and isinstance(problems[0]["input"], (str, bytes)):
-            return error_response(_no_json_type(kind))
-        return error_response(validation_error(problems))
+        return error_response(validation_error(error.errors()))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -229,13 +224,6 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineError, failed)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-
-
-def _no_json_type(kind: str | None) -> HTTPError:
-    given = "none was sent" if kind is None else f"got {kind[:100]!r}"
-    if kind is not None and "json" in kind:
-        return HTTPError(400, "the body must be a JSON object, got a string")
-    return HTTPError(400, f"the header Content-Type must be application/json, {given}")
 
 
 def validation_error(problems: Sequence[Any]) -> HTTPError:
