@@ -225,10 +225,10 @@ class TestPairs:
         assert (abs(self.double(product) - a * b) / abs(a * b)).max() < 2.0**-44
 
     def test_exponentials(self):
-        x = np.concatenate([self.values(3, -79, 0), self.values(4, -1, 1), [0.0, -79.9, -81.0]])
+        x = np.concatenate([self.values(3, -60, 0), self.values(4, -1, 1), [0.0, -81.0, -1e30]])
         found = self.double(jax.jit(pairs.exp)(self.pair(x)))
         expected = np.where(x < pairs.SMALLEST, 0.0, np.exp(x))
-        assert (abs(found - expected) <= 4e-12 * expected + 1e-38).all()  # denormal parts are 0
+        assert (abs(found - expected) <= 4e-12 * expected).all()
 
     def test_sums_of_many(self):
         values = np.append(self.values(5, 0, 1) ** 8, 1.0)
