@@ -12,8 +12,6 @@ from tests import tunix_reference as ref
 from tests.adapter.helpers import MODEL, new_rollout, rollout_config, text_of
 from tunix_sgljax import SglJaxRollout
 
-COMPARES_BITS = True  # see conftest
-
 PROMPTS = [text_of(ids) for ids in ref.make_prompts(ref.CONFIGS[MODEL]["vocab_size"])]
 
 

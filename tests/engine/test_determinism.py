@@ -35,8 +35,6 @@ from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.threads import LIMIT_S, start
 
-COMPARES_BITS = True  # see conftest
-
 NUM_WAYS, NUM_PORTABLE_WAYS = 20, 8
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]

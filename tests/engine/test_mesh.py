@@ -11,8 +11,6 @@ import pytest
 
 from tests.devices import run_python
 
-COMPARES_BITS = True  # see conftest
-
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 SCRIPT = """

@@ -10,8 +10,6 @@ from sgljax_engine.runner.packing import pack_scores
 from tests.engine.interrupts import make_engine
 from tests.engine.models import TINY, random_prompts
 
-COMPARES_BITS = True  # see conftest
-
 BLOCK = 4
 
 
