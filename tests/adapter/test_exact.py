@@ -41,14 +41,6 @@ def generate(rollout: SglJaxRollout, prompts: list[str], config):
 
 
 class TestFlag:
-    def test_greedy_bits_alone_and_together(self, model):
-        config = config_of(temperature=0.0)
-        rollout = new_rollout(model, rollout_config=config)
-        together = generate(rollout, PROMPTS, config)
-        alone = [generate(rollout, [prompt], config)[0] for prompt in PROMPTS]
-        rollout.close()
-        assert alone == together
-
     @pytest.mark.slow
     def test_seeded_bits_under_other_sizes(self, model):
         found = []

@@ -35,7 +35,9 @@ from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.threads import LIMIT_S, start
 
-NUM_WAYS, NUM_PORTABLE_WAYS = 20, 8
+NUM_WAYS, NUM_PORTABLE_WAYS = 9, 3
+"""Three of each geometry, and one."""
+
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
 """They need fewer programs."""
