@@ -10,6 +10,9 @@ BENCH_ARGS ?=
 LLAMACPP_ARGS ?=
 # Three processes keep two cores busy: each takes up to 4 GB, and waits for threads now and then.
 PYTEST_ARGS ?= -n 3 --dist worksteal
+# `make test-newest` tests with the newest of everything: which needs a newer Python than 3.11.
+NEWEST_PYTHON ?= python3.12
+NEWEST := .venv-newest
 # A checkout of Tunix for `make test-tunix`, and what runs with it.
 TUNIX ?=
 TUNIX_TESTS ?= tests/adapter tests/training tests/examples tests/experimental
@@ -40,6 +43,17 @@ test-all: $(STAMP) ## Run all tests, fast and long ones in one go.
 .PHONY: test-tunix
 test-tunix: $(STAMP) ## Run the tests that use Tunix with another one: make test-tunix TUNIX=../tunix.
 	@$(BIN)/python tests/with_tunix.py "$(TUNIX)" $(PYTEST_ARGS) $(TUNIX_TESTS)
+
+.PHONY: test-newest
+test-newest: ## Run the fast tests with the newest JAX and all else that pip gives, in .venv-newest.
+	@$(NEWEST_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	  echo "error: the newest JAX needs Python 3.12 or newer, but NEWEST_PYTHON='$(NEWEST_PYTHON)' is" \
+	    "not one. Try: make test-newest NEWEST_PYTHON=python3.13" >&2; exit 1; }
+	@$(NEWEST)/bin/python -m pip --version >/dev/null 2>&1 || \
+	  $(NEWEST_PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
+	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not recipes" $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".
@@ -82,8 +96,8 @@ clean: ## Remove caches, build outputs and demo outputs; keep .venv.
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 .PHONY: distclean
-distclean: clean ## Remove .venv as well.
-	rm -rf $(VENV)
+distclean: clean ## Remove .venv and .venv-newest as well.
+	rm -rf $(VENV) $(NEWEST)
 
 # An environment that cannot run pip (made by an interrupted run, or moved) is made anew.
 # The build tools are installed first and build isolation is off: otherwise pip would fetch

@@ -1,11 +1,15 @@
-"""Counts what JAX compiles."""
+"""Counts what JAX compiles, and says where tests keep it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
+
+CACHE = Path(__file__).parents[1] / ".jax_cache" / f"jax-{jax.__version__}"
+"""The compilation cache of all tests, for this version of JAX; keys include what XLA optimises."""
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """Recorded for every new program, also when the compilation cache then has its executable."""

@@ -7,45 +7,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import quick_compile
+from tests.compilation import CACHE
 from tests.threads import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
 CACHE_VARIABLES = {
-    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-"""The compilation cache of all tests, as conftest has it; its keys include what XLA optimises."""
-
-_QUICK = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-_QUICK_FLAG = "--xla_cpu_use_fusion_emitters=false"
-"""See conftest, which does the same for tests in this process."""
+"""The compilation cache of all tests, as conftest has it."""
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
-def device_variables(num_devices: int, *, compares_bits: bool = False) -> dict[str, str]:
+def device_variables(num_devices: int) -> dict[str, str]:
     """The environment of a process with this many simulated CPU devices.
 
     It is this process's own, with other XLA flags as they are. The repository's packages and
-    examples come first on the path, and programs are kept in the tests' compilation cache.
-
-    Args:
-        num_devices: How many devices JAX has there.
-        compares_bits: Have XLA optimise as users do, where the module's other tests do not.
+    examples come first on the path, and programs are kept in the tests' compilation cache. They
+    are compiled as those of the module that asks.
     """
-    is_quick = os.environ.get(_QUICK) == "1" and not compares_bits
     others = [
         flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_COUNT_FLAG)
     ]
-    quick = [_QUICK_FLAG] if is_quick else []
     paths = [str(ROOT), str(ROOT / "engine"), str(ROOT / "examples")]
     inherited = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         **CACHE_VARIABLES,
-        _QUICK: str(int(is_quick)),
-        "XLA_FLAGS": " ".join([*others, *quick, f"{_COUNT_FLAG}={num_devices}"]),
+        "XLA_FLAGS": " ".join([*others, *quick_compile.flags(), f"{_COUNT_FLAG}={num_devices}"]),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [inherited])]),
     }
@@ -56,7 +48,6 @@ def run_python(
     num_devices: int,
     folder: Path = ROOT,
     limit_s: float = LIMIT_S,
-    compares_bits: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python with these arguments on simulated devices, until it has ended well.
 
@@ -65,7 +56,6 @@ def run_python(
         num_devices: How many devices JAX has there.
         folder: Where it runs.
         limit_s: After which it counts as hung.
-        compares_bits: As for `device_variables`.
 
     Raises:
         AssertionError: Its exit status is not 0; with all that it wrote.
@@ -73,7 +63,7 @@ def run_python(
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
-        env=device_variables(num_devices, compares_bits=compares_bits),
+        env=device_variables(num_devices),
         capture_output=True,
         text=True,
         timeout=limit_s,

@@ -12,8 +12,6 @@ from tests import tunix_reference as ref
 from tests.adapter.helpers import MODEL, new_rollout, rollout_config, text_of
 from tunix_sgljax import SglJaxRollout
 
-COMPARES_BITS = True  # see conftest
-
 PROMPTS = [text_of(ids) for ids in ref.make_prompts(ref.CONFIGS[MODEL]["vocab_size"])]
 
 
@@ -43,14 +41,6 @@ def generate(rollout: SglJaxRollout, prompts: list[str], config):
 
 
 class TestFlag:
-    def test_greedy_bits_alone_and_together(self, model):
-        config = config_of(temperature=0.0)
-        rollout = new_rollout(model, rollout_config=config)
-        together = generate(rollout, PROMPTS, config)
-        alone = [generate(rollout, [prompt], config)[0] for prompt in PROMPTS]
-        rollout.close()
-        assert alone == together
-
     @pytest.mark.slow
     def test_seeded_bits_under_other_sizes(self, model):
         found = []

@@ -31,8 +31,6 @@ from tests.threads import LIMIT_S, start
 from tests.tiers import tiered
 from tunix_sgljax import create_sgljax_rollout
 
-COMPARES_BITS = True  # see conftest
-
 PROMPTS = ref.make_prompts(VOCAB_SIZE, (3, 7, 5, 16, 11), seed=21)
 WIDTH, NUM_TOKENS = 16, 24
 SAMPLING = {

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.compilation import CACHE
 from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [
-    f"compilation_cache_dir={ROOT / '.jax_cache'}",
+    f"compilation_cache_dir={CACHE}",
     "decode_steps=1",
     "stream_interval=1",
     "token_buckets=[64]",

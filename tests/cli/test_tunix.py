@@ -20,6 +20,8 @@ from tunix_sgljax.cli import tunix as command
 from tunix_sgljax.cli import tunix_sections as sections
 from tunix_sgljax.cli.tunix_pipeline import with_sgljax_engine
 
+QUICK_COMPILE = "what reaches Tunix's pipelines and what they print, not what they learn"
+
 # Of Tunix, its libraries and what they do with JAX.
 TUNIX_WARNINGS = (
     "ignore::DeprecationWarning",

@@ -319,6 +319,5 @@ def stopped_while_handing_out() -> None:
 
 if __name__ == "__main__":
     logging.getLogger("sgljax_engine").setLevel(logging.CRITICAL)
-    jax.config.update("jax_disable_most_optimizations", True)
     assert len(jax.devices()) >= 2
     main(int(sys.argv[1]))

@@ -289,6 +289,5 @@ def main(num_examples: int, num_steps: int) -> bool:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     logging.getLogger("sgljax_engine").setLevel(logging.CRITICAL)
     sys.exit(not main(*map(int, sys.argv[1:])))

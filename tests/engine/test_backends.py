@@ -26,8 +26,6 @@ from sgljax_engine.weights import sync
 from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
 from tests.engine.native_cases import needs_machine_code
 
-COMPARES_BITS = True  # see conftest
-
 
 def placement(linear: str = "auto", **changes: Any) -> Placement:
     return place(

@@ -15,8 +15,6 @@ from sgljax_engine.types import TopLogprobs
 from tests.engine.interrupts import make_engine
 from tests.engine.models import make_requests
 
-COMPARES_BITS = True  # see conftest
-
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),

@@ -20,7 +20,6 @@ from sgljax_engine.runner import compiled
 from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
     MODEL,
-    Bits,
     Interrupter,
     Way,
     ask,
@@ -31,13 +30,14 @@ from tests.engine.determinism_cases import (
     run,
     using,
 )
+from tests.engine.gates import check_bits
 from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.threads import LIMIT_S, start
 
-COMPARES_BITS = True  # see conftest
+NUM_WAYS, NUM_PORTABLE_WAYS = 9, 3
+"""Three of each geometry, and one."""
 
-NUM_WAYS, NUM_PORTABLE_WAYS = 20, 8
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
 """They need fewer programs."""
@@ -127,10 +127,6 @@ def alone(backend, tmp_path_factory):
         return found
 
 
-def assert_same(found: list[Bits], expected: list[Bits]):
-    assert differing(found, expected) == []
-
-
 @pytest.mark.parametrize(
     ("backend", "index"),
     [*ways("native", NUM_WAYS, num_fast=1), *ways("portable", NUM_PORTABLE_WAYS, num_fast=0)],
@@ -146,7 +142,7 @@ def test_no_bit_differs(backend, alone, index):
         way = way._replace(order=[i for i in way.order if i < len(asked)])
     with make_engine(way.options) as engine:
         expected = [alone[REQUESTS.index(each)] for each in asked]
-        assert_same(run(engine, asked, way), expected)
+        check_bits(run(engine, asked, way), expected)
         if isinstance(way.interrupt, Interrupter):
             assert len(way.interrupt.counts) >= 3, "of the ways to interrupt"
 
@@ -173,7 +169,7 @@ def test_every_width_from_1_to_64():
         "num_kv_tokens": 64 * 216,
     }
     with make_engine(options) as engine:
-        assert_same(run(engine, asked, Way({})), expected)
+        check_bits(run(engine, asked, Way({})), expected)
         assert engine.get_internal_state().num_compiles >= 64
 
 
@@ -216,7 +212,7 @@ def test_a_head_dim_that_rows_do_not_take():
         expected = run(engine, PLAIN, Way({}))
         assert engine._group.loops[0]._core.runner.kv_memory.contiguous_kv == ()
     with make_engine({**way.options, **asked}, model) as engine:
-        assert_same(run(engine, PLAIN, way), expected)
+        check_bits(run(engine, PLAIN, way), expected)
 
 
 @pytest.mark.slow
@@ -231,7 +227,7 @@ def test_layers_of_several_kinds(backend, model):
     with make_engine(ALONE, model) as engine:
         expected = run(engine, PLAIN, Way({}))
     with make_engine(way.options, model) as engine:
-        assert_same(run(engine, PLAIN, way), expected)
+        check_bits(run(engine, PLAIN, way), expected)
     assert len({bits.tokens for bits in expected}) > len(PLAIN) // 2
 
 
@@ -256,7 +252,7 @@ def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
         assert len(restored) >= 2
         if is_deterministic:
             assert {bits_of(out) for out in restored} <= set(expected)
-        assert_same(run(engine, PLAIN, Way({})), expected)
+        check_bits(run(engine, PLAIN, Way({})), expected)
 
 
 @pytest.mark.usefixtures("backend")

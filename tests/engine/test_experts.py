@@ -17,8 +17,6 @@ from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, rout
 from sgljax_engine.layers.kernels import CpuKernels, Options, XlaKernels
 from sgljax_engine.layers.ragged import block_size
 
-COMPARES_BITS = True  # see conftest
-
 WAYS = {
     "ragged_dot": (XlaKernels(), Layout.TOKENS_FIRST, False),
     "blocks": (XlaKernels(), Layout.FEATURES_FIRST, False),

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, SamplingParams
+from sgljax_engine import Engine
 from sgljax_engine.layers import target
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.models.registry import MODELS
 from sgljax_engine.placement import submeshes
+from tests.engine.gates import check_golden, check_golden_scores
 from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -46,27 +47,14 @@ def model(request):
         yield engine, golden
 
 
-def prompts(golden):
-    return [golden[f"prompt_{i}"].tolist() for i in range(int(golden["num_prompts"]))]
-
-
 def test_every_architecture_has_one():
     configs = [json.loads((GOLDEN / name / "config.json").read_text()) for name in FOLDERS]
     assert {config["architectures"][0] for config in configs} == set(MODELS)
     assert len(FOLDERS) >= 10
 
 
-def assert_greedy(engine, golden):
-    params = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
-    outputs = engine.generate_requests(prompts(golden), params)
-    for i, output in enumerate(outputs):
-        assert output.output_ids == golden[f"greedy_{i}"].tolist()
-        np.testing.assert_allclose(output.logprobs, golden[f"greedy_logps_{i}"], atol=1e-4)
-        assert output.scaled_logprobs == output.logprobs
-
-
 def test_greedy_tokens_and_logprobs(model):
-    assert_greedy(*model)
+    check_golden(*model)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +74,7 @@ def test_without_jit_compiled_kernels(name, monkeypatch):
     with Engine(GOLDEN / name, dtype="float32", page_size=4, max_running_requests=8) as engine:
         context = engine._group.loops[0]._core.runner._static.context
         assert isinstance(context.kernels, XlaKernels)
-        assert_greedy(engine, golden)
+        check_golden(engine, golden)
 
 
 @pytest.fixture
@@ -116,15 +104,8 @@ def test_layouts(name, layout, monkeypatch):
     options = {"page_size": 4, "max_running_requests": 8, "linear_backend": "xla"}
     with Engine(GOLDEN / name, dtype="float32", **options) as engine:
         assert engine._group.loops[0]._core.runner._static.context.layout is layout
-        assert_greedy(engine, golden)
+        check_golden(engine, golden)
 
 
 def test_score_matches_logits(model):
-    engine, golden = model
-    scored = engine.score(prompts(golden))
-    for i, prompt in enumerate(prompts(golden)):
-        logits = golden[f"logits_{i}"].astype(np.float64)
-        peak = logits.max(-1, keepdims=True)
-        logps = logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
-        expected = logps[np.arange(len(prompt) - 1), prompt[1:]]
-        np.testing.assert_allclose(scored[i], expected, atol=1e-4)
+    check_golden_scores(*model)

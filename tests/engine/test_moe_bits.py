@@ -12,8 +12,6 @@ from tests.devices import run_python
 from tests.engine.determinism_cases import Way, differing, make_engine, requests, run
 from tests.engine.models import TINY_MOE, spread_weights
 
-COMPARES_BITS = True  # see conftest
-
 BITS_MODEL = dataclasses.replace(TINY_MOE, vocab_size=64, hidden_size=48, eos_token_ids=(5,))
 REQUESTS = [each for each in requests(40, 64) if not each.params.changes_logits][:16]
 ALONE = {
@@ -100,5 +98,5 @@ print("experts ok")
 
 @pytest.mark.slow
 def test_four_devices():
-    done = run_python("-c", SCRIPT, num_devices=4, compares_bits=True)
+    done = run_python("-c", SCRIPT, num_devices=4)
     assert "experts ok" in done.stdout

@@ -13,8 +13,6 @@ from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from tests.engine.native_cases import lanes, needs_machine_code
 from tests.engine.paged_cases import ragged_case
 
-COMPARES_BITS = True  # see conftest
-
 __all__ = ["lanes"]
 pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
 

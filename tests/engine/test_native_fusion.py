@@ -16,8 +16,6 @@ from sgljax_engine.kernels.cpu.norm import rms_norm
 from sgljax_engine.kernels.cpu.panels import pack
 from tests.engine.native_cases import lanes, needs_machine_code
 
-COMPARES_BITS = True  # see conftest
-
 __all__ = ["lanes"]
 pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
 

@@ -19,8 +19,6 @@ from sgljax_engine.kernels.cpu.panels import unpack
 from sgljax_engine.kernels.cpu.rope import rope_tables, rotate
 from tests.engine.native_cases import lanes, needs_machine_code
 
-COMPARES_BITS = True  # see conftest
-
 __all__ = ["lanes"]
 pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
 

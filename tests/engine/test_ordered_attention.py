@@ -21,8 +21,6 @@ from sgljax_engine.xla_options import compiler_options
 from tests.engine.paged_cases import RaggedCase, as_pages, ragged_case
 from tests.engine.test_row_attention import over_rows
 
-COMPARES_BITS = True  # see conftest
-
 DEFAULT = AttentionOptions(scale=0.25)
 OPTIONS = {
     "default": DEFAULT,

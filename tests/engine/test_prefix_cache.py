@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineStepError, SamplingParams
+from tests.engine.gates import check_reuse_changes_nothing, check_update_leaves_no_prefix
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, spread_weights
 from tests.threads import wait_for
@@ -203,27 +204,17 @@ class TestTurns:
             length = len(prompt)  # the last token's key was never needed
             prompt = prompt + make_prompt(10, turn)
 
-    def test_same_prompt_later_finds_its_whole_pages(self, engine):
+    def test_same_prompt_later_finds_its_whole_pages(self, engine, reference):
         prompt = make_prompt(3 * PAGE)
-        first, second = greedy(engine, prompt), greedy(engine, prompt)
-        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 2 * PAGE)
-        assert first.output_ids == second.output_ids
+        check_reuse_changes_nothing(engine, reference, prompt)
+        assert greedy(engine, prompt).num_cached_tokens == 2 * PAGE
 
 
 class TestUpdate:
-    def test_nothing_of_older_weights_is_matched(self, reference):
-        prompt, weights = make_prompt(120), spread_weights(MODEL, seed=1)
+    def test_nothing_of_older_weights_is_matched(self):
+        weights = spread_weights(MODEL, seed=1)
         with make_engine() as engine, make_engine(weights=weights) as fresh:
-            old = greedy(engine, prompt).output_ids
-            assert old == greedy(reference, prompt).output_ids
-            engine.update_weights(weights)
-            assert engine.get_internal_state().cached_kv_tokens == 0
-            expected = greedy(fresh, prompt).output_ids
-            assert expected != old
-            for cached in (0, 112):
-                out = greedy(engine, prompt)
-                assert out.num_cached_tokens == cached
-                assert out.output_ids == expected
+            check_update_leaves_no_prefix(engine, fresh, weights, make_prompt(120))
             assert_all_free(engine)
 
     def test_update_amid_a_group(self):

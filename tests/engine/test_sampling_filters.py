@@ -29,8 +29,6 @@ from tests.engine.filter_cases import (
 )
 from tests.engine.sampler_cases import SAMPLERS
 
-COMPARES_BITS = True
-
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
@@ -193,7 +191,7 @@ print("equal")
 
 @pytest.mark.slow
 def test_devices_that_share_the_vocabulary():
-    found = run_python("-c", _ON_DEVICES, num_devices=8, compares_bits=True)
+    found = run_python("-c", _ON_DEVICES, num_devices=8)
     assert "equal" in found.stdout
 
 

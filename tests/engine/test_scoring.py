@@ -7,10 +7,9 @@ import pytest
 
 from sgljax_engine import InvalidRequestError, SamplingParams
 from sgljax_engine.runner.packing import pack_scores
+from tests.engine.gates import check_scaled_logprobs
 from tests.engine.interrupts import make_engine
 from tests.engine.models import TINY, random_prompts
-
-COMPARES_BITS = True  # see conftest
 
 BLOCK = 4
 
@@ -94,17 +93,7 @@ def engine(request):
 
 class TestScore:
     def test_matches_what_decoding_reported(self, engine):
-        prompts = [ids for ids in random_prompts(6, 1, 40) for _ in range(3)]
-        params = [
-            SamplingParams(max_new_tokens=20, temperature=0.7, seed=i, ignore_eos=True)
-            for i in range(len(prompts))
-        ]
-        outputs = engine.generate_requests(prompts, params)
-        sequences = [[*p, *o.output_ids] for p, o in zip(prompts, outputs, strict=True)]
-        scored = engine.score(sequences, 0.7, [len(prompt) for prompt in prompts])
-        for output, logprobs in zip(outputs, scored, strict=True):
-            assert logprobs.dtype == np.float32
-            np.testing.assert_allclose(logprobs, output.scaled_logprobs, atol=2e-5)
+        check_scaled_logprobs(engine, 0.7)
 
     def test_starts_leave_the_rest_as_it_is(self, engine):
         sequences = random_prompts(8, 2, 60)

@@ -44,8 +44,6 @@ from tests.engine.models import (
 from tests.engine.stepping import SteppedEngine
 from tests.threads import LIMIT_S, start
 
-COMPARES_BITS = True  # see conftest
-
 OPTIONS: dict[str, Any] = {
     "max_running_requests": 2,
     "batch_buckets": (2,),

@@ -25,8 +25,6 @@ from tests.engine.determinism_cases import (
 )
 from tests.engine.models import spread_weights
 
-COMPARES_BITS = True  # see conftest
-
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits and not each.top_logprobs]
 """They need one program of each kind."""

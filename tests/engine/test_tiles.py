@@ -19,8 +19,6 @@ from sgljax_engine.layers.basic import (
 )
 from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
 
-COMPARES_BITS = True  # see conftest
-
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

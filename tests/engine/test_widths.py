@@ -37,8 +37,6 @@ from tests.engine.models import (
     spread_weights,
 )
 
-COMPARES_BITS = True  # see conftest
-
 ODD = dataclasses.replace(
     TINY,
     architecture="Qwen2ForCausalLM",

@@ -9,8 +9,6 @@ import dataclasses
 import sys
 import unittest
 
-import jax
-
 from sgljax_engine import AttentionConfig, RopeConfig
 from tests.engine import interrupt_model, test_interrupt_machine
 from tests.engine.models import TINY
@@ -28,7 +26,6 @@ MODEL = dataclasses.replace(
 )
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     interrupt_model.use(MODEL, max_running_requests=3)
     subject = test_interrupt_machine.make_subject()
     pool = subject.engine._group.loops[0]._core.pool

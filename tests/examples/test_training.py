@@ -10,6 +10,8 @@ import ppo_addition
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
+QUICK_COMPILE = "steps and records of short trainings, not what they learn"
+
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")

@@ -14,6 +14,8 @@ from tunix_sgljax.training import load_config, to_yaml
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
 
+QUICK_COMPILE = "the files, steps and messages of a training, not what it learns"
+
 
 def train(path, *arguments):
     return main(["train", "--config", str(path), *arguments])
