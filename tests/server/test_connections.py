@@ -180,6 +180,24 @@ def test_a_client_that_leaves_its_stream_is_no_line_in_a_log(engine, caplog):
     assert not [record.getMessage() for record in caplog.records]
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00 TLS\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: h2c\r\n"
+        b"Connection: upgrade, close\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_is_no_line_in_a_log(engine, caplog, sent):
+    with serving(engine) as served:
+        connection = connect(served)
+        connection.sendall(sent)
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200" if b"h2c" in sent else b"HTTP/1.1 400")
+    assert not [record.getMessage() for record in caplog.records]
+
+
 CHILD = """
 import os, socket, sys
 from sgljax_engine import Engine

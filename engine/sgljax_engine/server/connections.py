@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sgljax_engine.server.replies import HTTPError, error_body, overloaded
+
+logger = logging.getLogger(__name__)
+# Clients are told what they do wrong. A line for each of them could fill the disk.
+logger.setLevel(logging.ERROR)
 
 _KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. A client that keeps connections for less never sends
@@ -65,6 +70,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Waits for the first request, or refuses the connection."""
+        self.logger = logger
         super().connection_made(transport)
         num_others, limit = len(self.connections) - 1, self.config.max_connections
         if num_others >= 2 * limit:
