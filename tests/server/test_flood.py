@@ -24,11 +24,11 @@ SIZE = ServerConfig().max_body_bytes - 1000
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Process id and address."""
+@pytest.fixture(scope="module", params=[512, 131_072])
+def server(request):
+    """Process id and address, of a model with a short context and of one with a long one."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "engine")])}
-    command = [sys.executable, "-m", "tests.server.flooded"]
+    command = [sys.executable, "-m", "tests.server.flooded", str(request.param)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=env, cwd=ROOT, **pipes) as process:
         assert process.stdout is not None
