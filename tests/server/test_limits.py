@@ -122,6 +122,8 @@ def test_lists_and_strings_that_go_on_in_another_slice(monkeypatch, slice_bytes)
         (b"1" * 10_000, "the body is not JSON"),
         (b"[" * 100_000, "the body is not JSON"),
         (b'{"a": {"b": ["x", "\\ud800"]}}', "a.b.1 must be text without lone surrogates"),
+        (b"[]", "the body must be a JSON object, got a list"),
+        (b"1.5", "the body must be a JSON object, got a number"),
         (b'{"\\udfff": 1}', "the body must be text without lone surrogates"),
     ],
 )
@@ -132,13 +134,15 @@ def test_what_is_no_json(body, message):
 
 
 def test_a_pair_of_surrogates_is_a_character():
-    assert read_body(b'"\\ud83d\\ude00"', ANY, BodyLimits(**WIDE)) == "\U0001f600"
+    found = read_body(b'{"a": "\\ud83d\\ude00"}', ANY, BodyLimits(**WIDE))
+    assert found == {"a": "\U0001f600"}
 
 
 def test_many_wrong_fields_are_counted_only():
-    kind = TypeAdapter(list[int])
+    kind = TypeAdapter(dict[str, int])
+    body = json.dumps({str(i): "x" for i in range(1001)}).encode()
     with pytest.raises(HTTPError, match="the body has 1001 fields that are unknown or wrong"):
-        read_body(json.dumps(["x"] * 1001).encode(), kind, BodyLimits(**WIDE))
+        read_body(body, kind, BodyLimits(**WIDE))
 
 
 def chat(count=1, **fields):

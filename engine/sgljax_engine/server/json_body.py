@@ -20,6 +20,8 @@ _SLICE_BYTES = 1 << 18
 _MAX_ERRORS = 1000
 """Pydantic makes a dict of each error; of more, none is shown."""
 
+_NAMES = {str: "a string", list: "a list", int: "a number", float: "a number", bool: "a boolean"}
+
 _BRACKETS = bytes.maketrans(b"]{}", b"[[[")
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -48,7 +50,9 @@ def read_body(body: bytes, kind: TypeAdapter[Any], limits: BodyLimits) -> Any:
         raise HTTPError(400, f"the body is not JSON: {error.msg} at {error.pos}") from None
     except (ValueError, RecursionError) as error:
         raise HTTPError(400, f"the body is not JSON: {error}") from None
-    _check_lists(value, limits)
+    if not isinstance(value, dict) and value is not None:
+        raise HTTPError(400, f"the body must be a JSON object, got {_NAMES[type(value)]}")
+    _check_lists(value or {}, limits)
     _check_fields(value, limits, has_surrogates=bool(_SURROGATE.search(text)))
     del text
     try:
@@ -100,10 +104,8 @@ def _check_counts(body: bytes, limits: BodyLimits) -> None:
                 raise HTTPError(400, f"the body has more than {limit} {what}")
 
 
-def _check_lists(value: Any, limits: BodyLimits) -> None:
+def _check_lists(value: dict[str, Any], limits: BodyLimits) -> None:
     """The lists of a request by their own names."""
-    if not isinstance(value, dict):
-        return
     named = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
     for name, given in value.items():
         if not isinstance(given, list):

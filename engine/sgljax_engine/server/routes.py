@@ -55,7 +55,7 @@ class OpenRoute(APIRoute):
             body = await request.body()
             if not body:  # an optional one, or FastAPI says that it is missing
                 return await answer(request)
-            _check_is_json(request.headers.get("content-type", ""))
+            _check_is_json(request.headers.get("content-type"))
             context: ServerContext = request.app.state.context
             if len(body) <= SMALL_BYTES:
                 value = read_body(body, kind, context.limits)
@@ -80,15 +80,12 @@ class _ReadRequest(Request):
         return self._value
 
 
-def _check_is_json(content_type: str) -> None:
+def _check_is_json(content_type: str | None) -> None:
     # Other types are what a page of another site could send without asking.
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (
-        kind.startswith("application/") and kind.endswith("+json")
-    ):
-        raise HTTPError(
-            400, f"the header Content-Type must be 'application/json', got {content_type!r}"
-        )
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if not _JSON_TYPE.fullmatch(kind):
+        given = "none was sent" if content_type is None else f"got {content_type[:100]!r}"
+        raise HTTPError(400, f"the header Content-Type must be application/json, {given}")
 
 
 class DataRoute(OpenRoute):
