@@ -77,6 +77,7 @@ def test_bad_weights_are_a_400_without_the_servers_paths(served, root, kind, cap
     shutil.copytree(FOLDER, folder)
     weights = folder / "model.safetensors"
     if kind == "integer":
+        weights.unlink()  # a single file goes before an index
         index = {"weight_map": {"w": 5}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     elif kind == "config":
