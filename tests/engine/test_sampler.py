@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,17 @@ def backend(request):
 both = pytest.mark.usefixtures("backend")
 
 
-def batch(size, vocab, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, step=0):
-    def spread(value):
+def batch(
+    size: int,
+    vocab: int,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    step: Any = 0,
+) -> SamplingBatch:
+    def spread(value: Any) -> np.ndarray:
         return np.broadcast_to(np.asarray(value), (size,))
 
     settings = (spread(vocab if top_k is None else top_k), spread(top_p), spread(min_p))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +71,17 @@ VOCAB, NUM_ROWS = 3000, 16
 """One shape for all tests of special rows, so that few programs are compiled."""
 
 
-def case_of(logits, *, temperature=1.0, top_k=KEEP_ALL, top_p=1.0, min_p=0.0) -> Case:
+def case_of(
+    logits: Any,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = KEEP_ALL,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+) -> Case:
     """Rows [N, VOCAB] or one, repeated to NUM_ROWS; settings of all or of each."""
 
-    def repeated(values) -> np.ndarray:
+    def repeated(values: Any) -> np.ndarray:
         return np.resize(np.asarray(values), NUM_ROWS)
 
     rows = np.resize(np.asarray(logits, np.float32), (NUM_ROWS, VOCAB))
