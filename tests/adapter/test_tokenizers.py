@@ -120,7 +120,8 @@ def by_ids(small_model):
 
 def hugging_face_text(ids):
     tokenizer = small_tokenizers.byte_level()
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # Tunix's samplers leave special tokens in.
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 ROLLOUTS = {
