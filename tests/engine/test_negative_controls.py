@@ -151,12 +151,15 @@ class TestStalePrefix:
         tiny.flush_cache()
         other, prompt = [3, *range(40)], [4, *range(40)]
         gates.check_reuse_changes_nothing(tiny, reference, other)
-        real = RadixCache.acquire
+        real = RadixCache.find
 
-        def faulty(self, tokens, space=0):
-            return real(self, [3, *tokens[1:]], space)
+        def faulty(self, tokens, *args):
+            def mistaken(start, end):
+                return [3, *tokens(1, end)] if start == 0 else tokens(start, end)
 
-        monkeypatch.setattr(RadixCache, "acquire", faulty)
+            return real(self, mistaken, *args)
+
+        monkeypatch.setattr(RadixCache, "find", faulty)
         with pytest.raises(AssertionError):
             gates.check_reuse_changes_nothing(tiny, reference, prompt)
         monkeypatch.undo()
