@@ -15,7 +15,7 @@ from tunix.rl.rl_cluster import Mode
 from benchmarks.lib.drafted_rollout import DraftedRollout, total
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.training import TrainConfig, prepare
-from tunix_sgljax.training.cluster import make_meshes, rollout_configs, rollout_engine
+from tunix_sgljax.training.cluster import end_tokens, make_meshes, rollout_configs, rollout_engine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,13 @@ def _measure(
 
 
 def _worker(config: TrainConfig, policy: nnx.Module) -> SglJaxRollout:
+    tokenizer = prepare(config).tokenizer
+    ends = end_tokens(config, tokenizer.eos_id())
     worker = rollout_engine(config)(
         rollout_actor=policy,
-        tokenizer=prepare(config).tokenizer,
+        tokenizer=tokenizer,
         mesh=make_meshes(config)[1],
-        rollout_config=rollout_configs(config)[Mode.TRAIN],
+        rollout_config=rollout_configs(config, ends)[Mode.TRAIN],
     )
     assert isinstance(worker, SglJaxRollout)
     return worker

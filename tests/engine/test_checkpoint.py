@@ -401,9 +401,11 @@ class TestRefusals:
         """It is refused by itself; the others go on."""
         with make_engine(max_model_len=150) as engine:
             futures = engine.restore_checkpoint(saved)
-            fits = {
-                rid: len(PROMPTS[i]) + PARAMS[i].max_new_tokens <= 150 for i, rid in enumerate(RIDS)
-            }
+            lengths = [
+                len(prompt) + (params.max_new_tokens or 0)
+                for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+            ]
+            fits = {rid: length <= 150 for rid, length in zip(RIDS, lengths, strict=True)}
             assert True in fits.values()
             assert False in fits.values()
             for rid, future in futures.items():

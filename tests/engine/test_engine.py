@@ -175,10 +175,9 @@ class TestBatching:
     def test_200_requests_in_a_tenth_of_the_pool(self, one_at_a_time):
         rng = np.random.default_rng(5)
         prompts = random_prompts(200, 1, 50, seed=5)
-        params = [
-            dataclasses.replace(GREEDY, max_new_tokens=int(rng.integers(1, 40))) for _ in range(200)
-        ]
-        demand = sum(len(p) + s.max_new_tokens for p, s in zip(prompts, params, strict=True))
+        lengths = rng.integers(1, 40, 200).tolist()
+        params = [dataclasses.replace(GREEDY, max_new_tokens=length) for length in lengths]
+        demand = sum(map(len, prompts)) + sum(lengths)
         with make_engine(
             num_kv_tokens=demand // 10,
             max_running_requests=64,

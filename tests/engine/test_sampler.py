@@ -43,13 +43,14 @@ def batch(
 
     settings = (spread(vocab if top_k is None else top_k), spread(top_p), spread(min_p))
     temperature = spread(temperature).astype(np.float64)
-    return SamplingBatch(
+    arrays: Any = (
         temperature.astype(np.float32),
         make_filters(temperature, *settings),
         np.stack([np.zeros(size), np.arange(size)], -1).astype(np.uint32),
         spread(step).astype(np.int32),
         np.full((size, MAX_STOP_TOKEN_IDS), -1, np.int32),
     )
+    return SamplingBatch(*arrays)
 
 
 def seeds_and_steps(count, seed=0):
