@@ -207,7 +207,8 @@ def test_devices_that_share_the_vocabulary():
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 def test_on_a_gpu():
     portable = Backend("xla", xla_threshold)
-    assert sum(map(portable.check, random_cases(9, 2000, VOCABULARIES))) >= 2000
+    cases = random_cases(9, 1920, (64, 1000, 151_936))
+    assert sum(map(portable.check, cases)) == 1920
 
 
 class TestPairs:
