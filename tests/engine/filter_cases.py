@@ -1,8 +1,14 @@
-"""Random rows of logits and settings, and the tokens that a sort in float64 keeps of them."""
+"""Random rows of logits and settings, and the tokens that a sort in float64 keeps of them.
+
+    python -m tests.engine.filter_cases native 10000
+
+compares as many rows with a sampler, "native" or "xla", and prints how many differ.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -148,3 +154,21 @@ def wrong_rows(case: Case, thresholds: np.ndarray) -> list[int]:
         if ((case.logits[row] >= threshold) != expected)[counts].any():
             wrong.append(row)
     return wrong
+
+
+def main() -> None:
+    """Compares random rows of all vocabularies; exits with 1 when one differs."""
+    name, count = sys.argv[1], int(sys.argv[2])
+    threshold = {"xla": xla_threshold, "native": native_threshold}[name]
+    num_rows = num_wrong = 0
+    for case in random_cases(2, count, VOCABULARIES):
+        found = np.asarray(threshold(jnp.asarray(case.logits), case.rows()))
+        num_rows, num_wrong = num_rows + ROWS, num_wrong + len(wrong_rows(case, found))
+    is_quick = jax.config.read("jax_disable_most_optimizations")
+    options = "with little optimisation" if is_quick else "as users compile"
+    print(f"{name}, {options}, jax {jax.__version__}: {num_wrong} of {num_rows} rows differ")
+    sys.exit(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
