@@ -166,7 +166,8 @@ def main() -> None:
         num_rows, num_wrong = num_rows + ROWS, num_wrong + len(wrong_rows(case, found))
     is_quick = jax.config.read("jax_disable_most_optimizations")
     options = "with little optimisation" if is_quick else "as users compile"
-    print(f"{name}, {options}, jax {jax.__version__}: {num_wrong} of {num_rows} rows differ")
+    line = f"{name}, {options}, jax {jax.__version__}: {num_wrong} of {num_rows} rows differ"
+    sys.stdout.write(line + "\n")
     sys.exit(num_wrong > 0)
 
 
