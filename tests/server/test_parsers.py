@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgljax_engine.server.openai.calls import Call
@@ -223,6 +223,8 @@ class TestLlama:
     def test_a_text(self, text, content, calls):
         check(llama, text, content, calls)
 
+    @example([LLAMA_JSON, "{", '"'], [39])  # ends in an object that is open
+    @example([" a", "{", '"'], [2])
     @given(
         st.lists(
             st.sampled_from([LLAMA_JSON, "<|python_tag|>", "<|py", " a", "{", "}", '"', "; "])

@@ -38,7 +38,8 @@ class LlamaParser:
 
     def end(self) -> str:
         """See `ToolParser`."""
-        content = self._read(is_end=True) + self._words(self._tag + self._held)
+        content = self._read(is_end=True)
+        content += self._words(self._tag + self._held[self._place :])
         content += "" if self.calls else self._lead
         self._tag = self._held = self._lead = ""
         return content
