@@ -201,8 +201,10 @@ def _nucleus(
     start = _bisect(lambda least: add(jnp.where(order >= least, kept, 0.0)) >= certain)
     inverse = pairs.pair_of(inverse_temperature)
     peak = jnp.max(logits)
-    # In memory: else each of the sums would compute the exponentials again.
-    parts = lax.optimization_barrier(pairs.limbs(_weights(logits, peak, inverse)))
+    # In memory: else each of the sums would compute the exponentials again. And in two programs,
+    # since LLVM's vectorizer takes exponential time for the whole (jaxlib 0.12).
+    weights = lax.optimization_barrier(_weights(logits, peak, inverse))
+    parts = lax.optimization_barrier(pairs.limbs(weights))
 
     def exact_sum(mask: jax.Array) -> Pair:
         return pairs.join_limbs(tuple(add(jnp.where(mask, part, 0)) for part in parts))
