@@ -81,8 +81,9 @@ Logits of each step go through
 
 This is vLLM's order except for `min_p`, which vLLM applies before `top_k`; SGLang applies it last,
 as here. Ties with the last kept token are kept. The tokens that are kept are those of a sort in
-float64, at every temperature and with the settings as given (`tests/engine/test_sampling_filters.py`).
-`tests/engine/test_sampling_numerics.py` compares the rest with float64, sampled frequencies too, and
+float64, at every temperature and with the settings as given
+(`tests/engine/test_sampling_filters.py`). `tests/engine/test_sampling_numerics.py` compares
+the rest with float64, sampled frequencies too, and
 `tests/engine/test_sampling_table.py::TestDistribution::test_logprobs_of_real_generations` does so
 on real generations.
 

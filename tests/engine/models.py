@@ -127,6 +127,8 @@ def random_prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[
 def make_requests(*lengths: int) -> list[Request]:
     """Requests "0", "1", ... with prompts of so many tokens."""
     return [
-        Request(rid=str(i), prompt_ids=[i] * length, params=SamplingParams(), seed=i)
+        Request(
+            rid=str(i), prompt_ids=[i] * length, params=SamplingParams(max_new_tokens=128), seed=i
+        )
         for i, length in enumerate(lengths)
     ]

@@ -251,9 +251,9 @@ def test_compression(tmp_path):
 def test_without_the_package(tmp_path, monkeypatch):
     CheckpointManager(tmp_path, compression="zstd").save(make_checkpoint([make_request(1)]))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(InvalidConfigError, match=r"pip install 'tunix-sgljax\[zstd\]'"):
+    with pytest.raises(InvalidConfigError, match="pip install zstandard"):
         CheckpointManager(tmp_path, compression="zstd")
-    with pytest.raises(CheckpointError, match=r"pip install 'tunix-sgljax\[zstd\]'"):
+    with pytest.raises(CheckpointError, match="pip install zstandard"):
         CheckpointManager(tmp_path).load()
     CheckpointManager(tmp_path).save(make_checkpoint([]))
     with pytest.raises(InvalidConfigError, match="compression must be 'zstd' or None, got 'gz'"):
