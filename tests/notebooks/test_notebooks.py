@@ -37,6 +37,7 @@ HARMLESS = re.compile(
             "PyTorch was not found",  # of transformers
             "Skipping non-TPU device",  # of Tunix
             r"\d+%\|",  # progress bars
+            "the engine sleeps: what is asked of it now waits",  # what the notebook shows
             r"^rollout (compiles|\d+\.\d s, )",  # lines of what is slow
             r"^$",
         ]
