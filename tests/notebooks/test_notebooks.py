@@ -38,8 +38,8 @@ HARMLESS = re.compile(
             "Skipping non-TPU device",  # of Tunix
             r"\d+%\|",  # progress bars
             "the engine sleeps: what is asked of it now waits",  # what the notebook shows
-            r"^rollout (compiles|\d+\.\d s, )",  # lines of what is slow
-            r"^$",
+            r"^rollout (compile[sd]|\d+\.\d s, )",  # lines of what is slow
+            r"^\s*$",
         ]
     )
 )
