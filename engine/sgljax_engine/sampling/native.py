@@ -36,20 +36,28 @@ def _draw(
 
 def find_threshold(choices_BV: jax.Array, filters: Filters) -> jax.Array:
     """The smallest logit [B] that all filters keep, of logits [B, V] float32 in memory."""
-    peaks = kernels.find_peaks(choices_BV)
-    top = lax.cond(
-        jnp.any(filters.has_top(choices_BV.shape[1])),
-        lambda: top_threshold(
-            choices_BV,
-            peaks,
-            largest(choices_BV, 1),
-            filters.top_k,
-            filters.top_p,
-            filters.inverse_temperature,
-        ),
-        lambda: jnp.full(len(choices_BV), -jnp.inf, jnp.float32),
-    )
-    return jnp.maximum(top, min_p_threshold(jnp.max(peaks.values, axis=-1), filters))
+    has_top = filters.has_top(choices_BV.shape[1])
+
+    def nothing() -> jax.Array:
+        return jnp.full(len(choices_BV), -jnp.inf, jnp.float32)
+
+    def find() -> jax.Array:
+        peaks = kernels.find_peaks(choices_BV)
+        top = lax.cond(
+            jnp.any(has_top),
+            lambda: top_threshold(
+                choices_BV,
+                peaks,
+                largest(choices_BV, 1),
+                filters.top_k,
+                filters.top_p,
+                filters.inverse_temperature,
+            ),
+            nothing,
+        )
+        return jnp.maximum(top, min_p_threshold(jnp.max(peaks.values, axis=-1), filters))
+
+    return lax.cond(jnp.any(has_top | filters.has_min_p), find, nothing)
 
 
 def _logprobs(
