@@ -36,6 +36,8 @@ from tests.adapter.helpers import (
 )
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
 
+QUICK_COMPILE = "which options reach the engine, and which are refused"
+
 FIELDS = {field.name: field for field in dataclasses.fields(RolloutConfig)}
 
 HONOURED = {

@@ -14,6 +14,8 @@ from tests import tunix_reference as ref
 from tests.adapter.helpers import new_rollout, params_of, tokens_of
 from tests.compilation import recorded_programs
 
+QUICK_COMPILE = "that updates keep memory and compile nothing"
+
 # Four megabytes of weights: a copy leaked at every fifth update would be noticed.
 MODEL = {**ref.CONFIGS["gqa2_tied"], "vocab_size": 4096, "embed_dim": 192}
 NUM_UPDATES = 50

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.interruption import interruptions
 
+QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
+
 
 @pytest.mark.first
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.interruption import sleep_wake
 
+QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
+
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix

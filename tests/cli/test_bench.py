@@ -12,6 +12,8 @@ from tunix_sgljax.bench import measure
 from tunix_sgljax.bench.workloads import FULL, QUICK, make_workload
 from tunix_sgljax.cli.main import main
 
+QUICK_COMPILE = "what the command prints and writes"
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
 MODEL = GOLDEN / "qwen3_gqa_tied"

@@ -15,6 +15,8 @@ from tests.compilation import CACHE
 from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S
 
+QUICK_COMPILE = "how interrupted commands end"
+
 ROOT = Path(__file__).parents[2]
 OPTIONS = [
     f"compilation_cache_dir={CACHE}",

@@ -15,6 +15,8 @@ from tests.engine.small_tokenizers import GOLDEN
 from tests.threads import LIMIT_S
 from tunix_sgljax.cli.main import main
 
+QUICK_COMPILE = "how a server starts and ends"
+
 MODEL = GOLDEN / "qwen3_gqa_tied"
 ENGINE = [w for o in ("page_size=4", "batch_buckets=[4]", "max_running_requests=4")
           for w in ("--engine", o)]  # fmt: skip

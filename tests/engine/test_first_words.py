@@ -13,6 +13,8 @@ from sgljax_engine import Engine, InvalidRequestError, WeightSyncError
 from tests.docs.error_cases import GOLDEN, OPTIONS
 from tests.engine.models import TINY, spread_weights
 
+QUICK_COMPILE = "what is printed while an engine starts"
+
 
 @pytest.fixture(scope="module")
 def engine():

@@ -10,6 +10,8 @@ from sgljax_engine import Engine, SamplingParams
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import LIMIT_S, gate_steps, start, take_steps
 
+QUICK_COMPILE = "what an idle engine does"
+
 PERIOD_S = 5.0
 
 

@@ -12,6 +12,8 @@ from sgljax_engine.runner.results import PendingDecode
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, held, start, wait_for
 
+QUICK_COMPILE = "what the host does while a device computes"
+
 
 @pytest.fixture
 def engine():

@@ -24,6 +24,8 @@ from tests.compilation import recorded_programs
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.threads import LIMIT_S
 
+QUICK_COMPILE = "what an engine does at its start"
+
 CPU_ONLY = {"JAX_PLATFORMS": "cpu"}
 OPTIONS: dict[str, Any] = {
     "page_size": 4,

@@ -18,6 +18,8 @@ import pytest
 from tests.devices import CACHE_VARIABLES
 from tests.threads import LIMIT_S
 
+QUICK_COMPILE = "that notebooks run as committed, not the numbers that they print"
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]

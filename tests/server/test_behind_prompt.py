@@ -10,6 +10,8 @@ from sgljax_engine import Engine
 from tests.engine import small_tokenizers
 from tests.server.served import FOLDER, OPTIONS, events_of, serving
 
+QUICK_COMPILE = "which prompts are accepted"
+
 
 @pytest.fixture(scope="module")
 def served():

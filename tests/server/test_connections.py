@@ -19,6 +19,8 @@ from tests.engine.interrupts import make_engine
 from tests.server.served import serving
 from tests.threads import LIMIT_S, running, wait_for
 
+QUICK_COMPILE = "when connections end"
+
 
 @pytest.fixture(scope="module")
 def engine():

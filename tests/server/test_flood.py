@@ -17,6 +17,8 @@ import pytest
 from sgljax_engine.server import ServerConfig
 from tests.threads import LIMIT_S, start
 
+QUICK_COMPILE = "that a flooded server goes on"
+
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[2]

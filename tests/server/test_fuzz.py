@@ -18,6 +18,8 @@ from tests.engine.interrupts import assert_idle
 from tests.server.served import FOLDER, OPTIONS, Served, serving
 from tests.threads import LIMIT_S, wait_for
 
+QUICK_COMPILE = "that answers are those of the schema"
+
 NUM_EXAMPLES = 2000
 NUM_RAW = 1500
 HEAL_EVERY = 20

@@ -31,6 +31,8 @@ from sgljax_engine.server.workers import TooSlowError, Workers
 from tests.server.served import served_golden
 from tests.threads import LIMIT_S
 
+QUICK_COMPILE = "which requests are too large"
+
 ANY = TypeAdapter(object)
 WIDE = dict.fromkeys(BodyLimits.__dataclass_fields__, 10**9)
 PIECES = [

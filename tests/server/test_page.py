@@ -13,6 +13,8 @@ import pytest
 from sgljax_engine import Engine
 from tests.server.browser import Browser
 
+QUICK_COMPILE = "the page of the server"
+
 pytestmark = pytest.mark.slow
 
 MODEL = Path(__file__).parents[1] / "golden" / "qwen3_gqa_tied"
