@@ -71,7 +71,7 @@ class ExpectedState:
         self.is_put_to_sleep = False
         self.may_sleep = False
         self.refuses: bool | None = False
-        self._is_weightless = False
+        self.is_weightless = False
         self._num_compiles = num_compiles
         self._still: tuple[int, int] | None = None
 
@@ -124,11 +124,13 @@ class ExpectedState:
             self.refuses = None if refuse or self.refuses is not False else False
         elif not self.state().is_sleeping:
             self.refuses = refuse
-        self._is_weightless |= level == 2 and not preserve
+        self.is_weightless |= level == 2 and not preserve
         self.is_put_to_sleep = self.may_sleep = True
         self._still = None
         for update in self.updates:
             update.may_fail |= update.swap.mode == "wait"
+            if self.is_weightless:
+                update.swap = update.swap._replace(has_old=False)
         for pause in self.pauses:
             pause.may_fail = True
 
@@ -141,7 +143,7 @@ class ExpectedState:
         if not self.may_sleep:
             return False, False
         if not is_settled or self.updates:
-            return self.refuses is not False or self._is_weightless, False
+            return self.refuses is not False or self.is_weightless, False
         state = self.state()
         is_lost = "weights" not in state.asleep and not state.has_weights
         may = is_lost or (state.is_sleeping and self.refuses is not False)
@@ -208,7 +210,7 @@ class ExpectedState:
         assert state.is_sleeping == self.engine.is_sleeping()
         if not state.is_sleeping:
             self.refuses = False
-            self.may_sleep = self._is_weightless = not state.has_weights
+            self.may_sleep = self.is_weightless = not state.has_weights
 
     def _check_pause(self, state: EngineState) -> None:
         assert not self.not_started & set(state.running_rids), "started while paused"
@@ -286,5 +288,9 @@ class ExpectedState:
         # Nothing that had started lives on after an update that waits for it, or ends it.
         first, last = (versions[0], versions[-1]) if versions else (0, 0)
         swaps = [self.history.swaps[version] for version in range(first + 1, last + 1)]
-        modes = {swap.mode for swap in swaps if swap.concerns(call)}
-        assert not modes & {"wait", "abort"}
+        modes = {
+            swap.mode
+            for swap in swaps
+            if swap.concerns(call) and (swap.mode != "wait" or swap.has_old)
+        }
+        assert not modes & {"wait", "abort"}, f"{call} lived on: versions {versions}, {swaps}"

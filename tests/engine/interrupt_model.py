@@ -41,11 +41,20 @@ ADAPTERS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
 
 
 class Swap(NamedTuple):
-    """What a version began with; `lora` names the adapter if that alone was swapped."""
+    """What a version began with.
+
+    Attributes:
+        weights: Their number.
+        mode: What became of requests.
+        lora: Names the adapter if that alone was swapped.
+        has_old: Whether it surely took the place of weights; else "wait" may have had nothing to
+            wait for, since no request finishes without weights.
+    """
 
     weights: int
     mode: str
     lora: str | None = None
+    has_old: bool = True
 
     def concerns(self, call: Call) -> bool:
         """Whether it ends requests, or waits for them, if its mode does."""

@@ -271,7 +271,7 @@ class InterruptMachine(RuleBasedStateMachine):
         update = Update(
             exposed=exposed if mode == "in_place" else list(expected.calls),
             future=start(lambda: self.engine.update_weights(WEIGHTS[weights], **options)),
-            swap=Swap(weights, mode),
+            swap=Swap(weights, mode, has_old=not expected.is_weightless),
             num_calls=len(expected.calls),
             may_fail=(mode == "wait" and (expected.is_halted or expected.may_sleep))
             or (mode == "in_place" and flush is True),
