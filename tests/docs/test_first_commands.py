@@ -56,6 +56,7 @@ def shell_blocks(page: str) -> list[str]:
     return [each.code for each in doc_blocks.blocks(page) if each.kind == "bash" and each.is_run]
 
 
+@pytest.mark.first
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["../README.md", "first_steps.md"])
 def test_the_commands_of_a_page_run(clone, tmp_path, page):
