@@ -24,6 +24,7 @@ from tests.tunix_experimental import HAS_EXPERIMENTAL
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+quick_compile.always_quickly_at_random()
 
 # A shell that starts this in the background has it, and its child processes, ignore interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

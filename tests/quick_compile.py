@@ -13,6 +13,10 @@ from jax._src import compiler
 
 from sgljax_engine.xla_options import transposition_options
 
+RANDOM = {"jit__normal", "jit__randint", "jit__truncated_normal", "jit__uniform"}
+"""JAX's programs for random numbers, which make the weights of Tunix's models: a second and more for
+each shape of a weight."""
+
 MARK = "QUICK_COMPILE"
 """A module's name for why it may; see conftest."""
 
@@ -44,6 +48,28 @@ def quickly() -> Iterator[None]:
         finally:
             jax.clear_caches()
             jax.config.update("jax_disable_most_optimizations", False)
+
+
+def always_quickly_at_random() -> None:
+    """From now on programs for random numbers are optimised little, in all modules.
+
+    They are inputs of tests, never what a test looks at. Idempotent.
+    """
+    real = compiler.compile_or_get_cached
+    if real.__module__ == __name__:
+        return
+
+    def compile_or_get_cached(
+        backend: Any, computation: Any, devices: Any, options: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if computation.operation.attributes["sym_name"].value in RANDOM:
+            debug = options.executable_build_options.debug_options
+            debug.xla_backend_optimization_level = 0
+            debug.xla_llvm_disable_expensive_passes = True
+            options.env_option_overrides += _overrides()
+        return real(backend, computation, devices, options, *args, **kwargs)
+
+    compiler.compile_or_get_cached = compile_or_get_cached
 
 
 def flags() -> list[str]:
