@@ -14,8 +14,9 @@ from jax._src import compiler
 from sgljax_engine.xla_options import transposition_options
 
 RANDOM = {"jit__normal", "jit__randint", "jit__truncated_normal", "jit__uniform"}
-"""JAX's programs for random numbers, which make the weights of Tunix's models: a second and more for
-each shape of a weight."""
+"""JAX's programs for random numbers, which make the weights of Tunix's models.
+
+Optimised, each shape takes a second and more."""
 
 MARK = "QUICK_COMPILE"
 """A module's name for why it may; see conftest."""
