@@ -22,6 +22,6 @@ def test_another_content_type_is_named(served, path, given):
     headers = {"content-type": given} if given else {}
     reply = served.http.post(path, content=b'{"text": "a"}', headers=headers)
     assert reply.status_code == 400
-    told = f"got {given}" if given else "none was sent"
+    told = f"got {given!r}" if given else "none was sent"
     message = f"the header Content-Type must be application/json, {told}"
     assert reply.json()["error"]["message"] == message
