@@ -19,6 +19,8 @@ from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.vanilla import VanillaPeer
 from tunix_sgljax.bench.workloads import make_workload
 
+QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
 
 
@@ -157,11 +159,13 @@ def test_weight_sync():
     syncs = measure_weight_sync(model, workload.with_lengths([256]), repeats=2)
     assert [sync.mode for sync in syncs] == ["retract", "in_place"]
     for sync in syncs:
-        assert sync.num_bytes == pytest.approx(weight_bytes(bench_model.config), rel=1e-2)
+        assert sync.num_bytes == pytest.approx(
+            weight_bytes(bench_model.config), rel=1e-2
+        )  # not computed
         assert len(sync.idle_s) == len(sync.copies_s) == len(sync.stalls_s) / 2 == 2
-        assert sync.copy_s == pytest.approx(sum(sync.copies_s) / 2)
+        assert sync.copy_s == pytest.approx(sum(sync.copies_s) / 2)  # not computed
         ratios = [idle / copy for idle, copy in zip(sync.idle_s, sync.copies_s, strict=True)]
-        assert sync.passes == pytest.approx(sum(ratios) / 2)
+        assert sync.passes == pytest.approx(sum(ratios) / 2)  # not computed
     table = "\n".join(format_weight_sync(syncs))
     assert "| retracted, and prefilled again |" in table
     assert "| going on in place |" in table
@@ -173,7 +177,7 @@ def test_a_stall_is_the_time_between_dispatches_that_holds_the_swap():
     swaps = [
         RecordedEvent("engine", "swap weights", begin, begin + 0.2, {}) for begin in (3.1, 5.0)
     ]
-    assert find_stalls_s(events + swaps) == pytest.approx([0.5 - 0.1, 3.0 - 0.1])
+    assert find_stalls_s(events + swaps) == pytest.approx([0.5 - 0.1, 3.0 - 0.1])  # not computed
     outside = RecordedEvent("engine", "swap weights", 9.1, 9.2, {})
     with pytest.raises(AssertionError, match="1 swaps, of which 0"):
         find_stalls_s([*events, outside])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import CACHE_VARIABLES
 from tests.docs import doc_blocks
 
 ROOT = doc_blocks.DOCS.parent
@@ -35,6 +36,7 @@ def run(clone: Path, home: Path, commands: str) -> str:
     """Runs a block of a page in a shell, as a newcomer has it."""
     home.mkdir(exist_ok=True)
     environment = {
+        **CACHE_VARIABLES,  # for what other tests compile too
         "HOME": str(home),
         "PATH": os.pathsep.join([str(clone / ".venv/bin"), os.environ["PATH"]]),
         # The environment's editable install is of this checkout, not of the clone.

@@ -66,17 +66,6 @@ SHARED_KEYS = dataclasses.replace(
 )
 """As Gemma 4 E2B: one kv head, the last layers read keys of the first, inputs for each layer."""
 
-ALL_KINDS = dataclasses.replace(
-    MIXED_HEADS,
-    num_layers=4,
-    attention=dataclasses.replace(
-        MIXED_HEADS.attention,
-        sliding_layers=(True, False, True, False),
-        kv_layers=(0, 1, 0, 1),
-    ),
-)
-"""Both: heads of two sizes, keys that are values, and layers that read keys of others."""
-
 
 TINY_MOE = dataclasses.replace(
     TINY,

@@ -32,11 +32,11 @@ from tests.engine.determinism_cases import (
 )
 from tests.engine.gates import check_bits
 from tests.engine.interrupts import wait_until
-from tests.engine.models import ALL_KINDS, MIXED_HEADS, SHARED_KEYS, spread_weights
+from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.threads import LIMIT_S, start
 
-NUM_WAYS, NUM_PORTABLE_WAYS = 9, 3
-"""Three of each geometry, and one."""
+NUM_WAYS, NUM_PORTABLE_WAYS = 9, 2
+"""Three of each geometry; one of two of them, since portable code takes long to compile."""
 
 REQUESTS = requests(200, MODEL.vocab_size)
 PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
@@ -106,7 +106,7 @@ def ways(backend: str, count: int, num_fast: int) -> list[Any]:
     return [pytest.param(backend, index, marks=marks[index]) for index in range(count)]
 
 
-BOTH = pytest.mark.parametrize("backend", ["native", "portable"], indirect=True)
+NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
 PORTABLE = pytest.mark.parametrize("backend", ["portable"], indirect=True)
 
 
@@ -148,7 +148,7 @@ def test_no_bit_differs(backend, alone, index):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@NATIVE
 @pytest.mark.usefixtures("backend")
 def test_every_width_from_1_to_64():
     """Requests of 1 to 64 tokens, which end one after the other: each batch has its own width."""
@@ -173,9 +173,7 @@ def test_every_width_from_1_to_64():
         assert engine.get_internal_state().num_compiles >= 64
 
 
-@pytest.mark.parametrize(
-    "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
-)
+@NATIVE
 def test_the_requests_differ(alone):
     """Else they would agree for the wrong reason."""
     assert len({bits.tokens for bits in alone}) > 100
@@ -200,7 +198,7 @@ def test_small_pools_retract_and_read_pages():
 
 
 @pytest.mark.slow
-@BOTH
+@NATIVE
 @pytest.mark.usefixtures("backend")
 def test_a_head_dim_that_rows_do_not_take():
     """Then attention is portable, and the option must ask for it. Decode reads pages."""
@@ -216,20 +214,13 @@ def test_a_head_dim_that_rows_do_not_take():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "model"),
-    [("native", MIXED_HEADS), ("native", SHARED_KEYS), ("portable", ALL_KINDS)],
-    ids=["mixed heads", "shared keys", "all"],
-    indirect=["backend"],
-)
-def test_layers_of_several_kinds(backend, model):
-    """Heads of two sizes, keys that are values, keys of other layers.
-
-    Portable code takes long to compile: it gets them all in one model.
-    """
-    index = 1 if backend == "native" else 2  # one token a page, and 48
-    way = WAYS[index]._replace(
-        order=range(len(PLAIN))[::-1], interrupt=Interrupter(index, spread_weights(model))
+@NATIVE
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("model", [MIXED_HEADS, SHARED_KEYS], ids=["mixed heads", "shared keys"])
+def test_layers_of_several_kinds(model):
+    """Heads of two sizes, keys that are values, keys of other layers."""
+    way = WAYS[1]._replace(
+        order=range(len(PLAIN))[::-1], interrupt=Interrupter(1, spread_weights(model))
     )
     with make_engine(ALONE, model) as engine:
         expected = run(engine, PLAIN, Way({}))
@@ -239,7 +230,7 @@ def test_layers_of_several_kinds(backend, model):
 
 
 @pytest.mark.slow
-@BOTH
+@NATIVE
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_pages_of_a_checkpoint(alone, tmp_path, is_deterministic):
     """They may come from an engine that adds up otherwise: they are computed anew."""

@@ -16,6 +16,8 @@ import multiples_task
 from addition_task import Tokenizer
 from multiples_task import MAX_COUNT, MAX_NEW_TOKENS, MAX_PROMPT_LENGTH, Multiple
 
+QUICK_COMPILE = "that the example runs and what it reports"
+
 CONFIG = grpo_async.ROOT / "configs/grpo_async.yaml"
 CHECKPOINT = grpo_async.ROOT / "examples/data/multiples_sft.safetensors"
 
@@ -49,7 +51,7 @@ def test_batches_of_demonstrations_are_padded_little():
     for _, batch in zip(range(2 * make_multiples_checkpoint.POOL), data, strict=False):
         assert batch.tokens.shape == batch.is_target.shape
         assert batch.tokens.shape[1] % make_multiples_checkpoint.WIDTH_STEP == 0
-        is_real = batch.tokens != Tokenizer().pad_id()
+        is_real = batch.tokens != Tokenizer().pad_id()  # not computed
         assert not batch.is_target[~is_real].any()
         filled.append(is_real.mean())
         for row, is_target in zip(batch.tokens, batch.is_target, strict=True):

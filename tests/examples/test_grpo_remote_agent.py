@@ -26,6 +26,8 @@ from tests.threads import LIMIT_S, start, wait_for
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.cli.interrupt import Interrupts
 
+QUICK_COMPILE = "that the example runs and what it reports"
+
 EXAMPLES = Path(grpo_remote_agent.__file__).parent
 CONFIG = grpo_remote_agent.ROOT / "configs/grpo_remote_agent.yaml"
 SHORT = Settings(
@@ -193,7 +195,7 @@ def test_three_steps(ends, monkeypatch):
 
     async def run_later(self, request, job):
         (ids,) = job.input_ids
-        if any(ids != prompt == ids[: len(prompt)] for prompt in held):
+        if any(ids != prompt == ids[: len(prompt)] for prompt in held):  # not computed
             await asyncio.shield(asyncio.wrap_future(updated))
         return await run(self, request, job)
 

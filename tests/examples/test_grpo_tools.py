@@ -26,6 +26,8 @@ from calculator import (
 )
 from calculator_task import CalculatorAgent, CalculatorEnvironment, ChatParser
 
+QUICK_COMPILE = "that the example runs and what it reports"
+
 CONFIG = grpo_tools.ROOT / "configs/grpo_tools.yaml"
 CHECKPOINT = grpo_tools.ROOT / "examples/data/calculator_sft.safetensors"
 PROBLEM = Calculation(37, (58, -21))
@@ -233,8 +235,8 @@ def test_summary():
         for step in range(1, 21)
     ]
     summary = tools_report.summarize(steps)
-    assert summary["last_reward"] - summary["first_reward"] == pytest.approx(0.5)
-    assert summary["last_turns"] - summary["first_turns"] == pytest.approx(1.0)
-    assert summary["cached"] == pytest.approx((0.5 * 100 + 0.75 * 300) / 400)
+    assert summary["last_reward"] - summary["first_reward"] == pytest.approx(0.5)  # not computed
+    assert summary["last_turns"] - summary["first_turns"] == pytest.approx(1.0)  # not computed
+    assert summary["cached"] == pytest.approx((0.5 * 100 + 0.75 * 300) / 400)  # not computed
     assert summary["step_s"] == 2.0
     assert len(tools_report.format_table(steps).splitlines()) == 1 + 2

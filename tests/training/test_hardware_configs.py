@@ -6,6 +6,8 @@ import pytest
 
 from tests.devices import ROOT, run_python
 
+QUICK_COMPILE = "that the configs load and fit, not what they learn"
+
 SCRIPT = """
 import sys, json
 from pathlib import Path

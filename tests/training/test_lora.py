@@ -25,6 +25,8 @@ from tunix_sgljax.training.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
 
+QUICK_COMPILE = "files, steps, memory and messages of trainings, not what they learn"
+
 LORA = {"rank": 4, "alpha": 8.0}
 QUANTISED = {"qwen3": ".*mlp.*", "llama3": ".*(attn|mlp).*"}
 """What Tunix 0.1.7 can compute with quantised, by family."""
@@ -87,28 +89,19 @@ def test_abstract_pairs_are_the_actors(tmp_path):
         assert shapes == wanted
 
 
-def test_new_pairs_change_nothing_and_follow_the_seed(tmp_path):
-    config = config_of(tmp_path)
-    a, b, other = actor_of(config), actor_of(config), actor_of(config_of(tmp_path, "seed=1"))
-    pair = lambda model: model.layers[0].attn.q_proj  # noqa: E731
-    np.testing.assert_array_equal(pair(a).w_lora_a[...], pair(b).w_lora_a[...])
-    assert np.abs(np.asarray(pair(a).w_lora_a[...] - pair(other).w_lora_a[...])).max() > 0
-    assert not np.asarray(pair(a).w_lora_b[...]).any()
-
-
 def base_buffers(model):
     base = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(base)]
 
 
 @pytest.mark.parametrize("qtype", [None, "int8"])
-def test_the_reference_begins_with_the_actors_arrays(tmp_path, qtype):
+def test_the_frozen_model_begins_with_the_actors_arrays(tmp_path, qtype):
     overrides = [] if qtype is None else ["lora.weight_qtype=int8", "lora.module_path=.*mlp.*"]
     config = config_of(tmp_path, *overrides)
     engine, spec = rollout_engine(config), find_model(config.model)
     cluster: Any = make_cluster(config, spec, load_tokenizer(config), engine)
-    reference = cluster.inference_worker.get_model("reference")
-    assert base_buffers(reference) == base_buffers(cluster.actor_trainer.model)
+    frozen = cluster.inference_worker.get_model("reference")
+    assert base_buffers(frozen) == base_buffers(cluster.actor_trainer.model)
     assert cluster.rollout.lora_report.base_holder == "the actor"
     cluster.rollout.close()
 
@@ -190,17 +183,6 @@ def check_refusals(tmp_path, path, checkpoints, capsys):
     shutil.rmtree(checkpoints)
     assert read_settings(checkpoints) is None
     assert train(path, "--dry-run", "lora.rank=2") == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("offloads", [False, True])
-def test_adapters_need_no_reference_model(tmp_path, offloads):
-    rewards = []
-    for mode in ("merged", "adapter"):
-        path = write_config(tmp_path, lora=LORA | {"mode": mode}, offload_to_cpu=offloads)
-        assert train(path, "training.steps=3", "algorithm.grpo.beta=0.5", "seed=2") == 0
-        rewards.append([step["reward"] for step in read_records(tmp_path)["steps"]])
-    np.testing.assert_allclose(rewards[0], rewards[1], atol=0.05)
 
 
 @pytest.mark.slow
