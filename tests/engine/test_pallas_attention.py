@@ -31,6 +31,8 @@ from sgljax_engine.runner.sampling_batch import build_sampling_batch
 from tests.engine.models import TINY
 from tests.engine.paged_cases import OPTIONS, case_of, greedy_tokens, spread
 
+QUICK_COMPILE = "interpreted kernels of GPUs, which no user compiles for CPUs"
+
 INTERPRETED = PallasAttention(interpret=True)
 SHAPES = {
     # page_size, num_heads, num_kv_heads, num_queries, head_dim

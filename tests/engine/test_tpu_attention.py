@@ -29,6 +29,8 @@ from tests.engine.paged_cases import (
     spread,
 )
 
+QUICK_COMPILE = "interpreted kernels of TPUs, which no user compiles for CPUs"
+
 SHAPES = {
     # page_size, num_heads, num_kv_heads, num_queries, head_dim
     "decode-gqa-2": (16, 4, 2, 1, 128),
