@@ -19,7 +19,7 @@ from tests.quick_compile import MARK
 TESTS = Path(__file__).parent
 
 INTERPRETED = {"test_pallas_attention.py", "test_tpu_attention.py"}
-"""They check numbers of kernels for GPUs and TPUs, which a CPU interprets: no user compiles that."""
+"""They check kernels of GPUs and TPUs that a CPU interprets, which no user compiles."""
 
 _COMPARISONS = re.compile(
     r"(np|jnp|numpy)\.testing|allclose|array_equal|assert_array|isclose|\bapprox\b|tobytes"
