@@ -384,7 +384,8 @@ def test_what_its_owner_put_to_sleep_is_the_owners_to_wake(make_rollout, expecte
     assert call.result(LIMIT_S) == expected
     assert rollout.engine.is_sleeping()
     assert generate(rollout) == expected
-    assert not caplog.records
+    (record,) = caplog.records  # of the call that waited
+    assert record.getMessage().startswith("the engine sleeps: ")
 
 
 def test_a_sleep_that_frees_nothing_is_the_rollouts_all_the_same(
