@@ -55,7 +55,7 @@ def test_an_evaluation_longer_than_training(kind):
     [
         ({"max_tokens_to_generate": 57}, r"EVAL: max_prompt_length 8 .* 57 = 65 exceeds .* 64 tok"),
         ({"temperature": -1.0}, r"EVAL: .*temperature"),
-        ({"seed": -2}, r"EVAL: RolloutConfig\.seed"),
+        ({"seed": 1 << 63}, r"EVAL: RolloutConfig\.seed"),
         ({"rollout_sglang_jax_page_size": 32}, r"EVAL: .* asks for page_size=32"),
     ],
 )
