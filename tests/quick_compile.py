@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax._src import compiler
 
-from sgljax_engine.xla_options import transposition_options
+from sgljax_engine import xla_options
 
 RANDOM = {"jit__normal", "jit__randint", "jit__truncated_normal", "jit__uniform"}
 """JAX's programs for random numbers, which make the weights of Tunix's models.
@@ -82,4 +82,5 @@ def flags() -> list[str]:
 
 def _overrides() -> list[tuple[str, str | bool]]:
     is_cpu = jax.default_backend() == "cpu"
-    return list((transposition_options(is_cpu) or {}).items())
+    options = xla_options.known_option(is_cpu, "xla_cpu_use_fusion_emitters", False)
+    return list((options or {}).items())

@@ -17,20 +17,11 @@ def compiler_options(is_own_cpu: bool) -> Options | None:
 
     On CPUs XLA uses half the width of AVX-512 by default; CPUs without AVX-512 ignore the option.
     """
-    return _known(is_own_cpu, "xla_cpu_prefer_vector_width", "512")
-
-
-def transposition_options(is_own_cpu: bool) -> Options | None:
-    """Compiler options for programs that mostly copy and transpose.
-
-    On CPUs XLA's fusion emitters transpose through small tiles on the stack; the loops emitted
-    without them take a quarter less time. Other programs are much faster with the emitters.
-    """
-    return _known(is_own_cpu, "xla_cpu_use_fusion_emitters", False)
+    return known_option(is_own_cpu, "xla_cpu_prefer_vector_width", "512")
 
 
 @functools.cache
-def _known(is_own_cpu: bool, name: str, value: str | bool) -> Options | None:
+def known_option(is_own_cpu: bool, name: str, value: str | bool) -> Options | None:
     """The option, for CPUs whose XLA has it: XLA refuses options that it does not know."""
     if not is_own_cpu:
         return None

@@ -4,26 +4,23 @@ import jax
 import pytest
 
 from sgljax_engine import xla_options
-from sgljax_engine.xla_options import compiler_options, transposition_options
+from sgljax_engine.xla_options import compiler_options
 
 
-@pytest.mark.parametrize("options", [compiler_options, transposition_options])
-def test_installed_xla_takes_the_options_for_cpus(options):
-    found = options(True)
-
+def test_installed_xla_takes_the_options_for_cpus():
+    found = compiler_options(True)
     assert found
     assert jax.jit(lambda x: x + 1, compiler_options=found)(1).item() == 2
 
 
-@pytest.mark.parametrize("options", [compiler_options, transposition_options])
-def test_other_devices_have_none(options):
-    assert options(False) is None
+def test_other_devices_have_none():
+    assert compiler_options(False) is None
 
 
 def test_an_option_that_xla_has_dropped_is_left_out():
-    assert xla_options._known(True, "xla_cpu_dropped_long_ago", True) is None
+    assert xla_options.known_option(True, "xla_cpu_dropped_long_ago", True) is None
 
 
 def test_other_refusals_are_errors():
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
-        xla_options._known(True, "xla_cpu_use_fusion_emitters", "perhaps")
+        xla_options.known_option(True, "xla_cpu_use_fusion_emitters", "perhaps")

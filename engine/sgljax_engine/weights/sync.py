@@ -41,7 +41,6 @@ from sgljax_engine.weights.rules import (
     WeightRule,
     flatten_named,
 )
-from sgljax_engine.xla_options import transposition_options
 
 _MAX_PROBLEMS = 20
 """Problems of a source that an error names; an empty one has hundreds."""
@@ -573,9 +572,6 @@ def _build_program(
 
     shardings = {step.target: targets[step.target].sharding for step in steps}
     is_own = _is_on_own_cpus(shardings)
-    # Without fusion emitters XLA takes up to 30 times as long to compile the arithmetic of int8.
-    quantizes = any(target.quantized is not None for target in targets.values())
-    options = None if quantizes else transposition_options(is_own)
     is_on_one_device = len(_target_devices(shardings) or ()) == 1
     is_native = is_own and is_on_one_device and unavailable() is None
     at_target = functools.partial(run, is_native=is_native)
@@ -589,9 +585,9 @@ def _build_program(
         return None if None in there.values() else jax.jit(elsewhere, out_shardings=(there, None))
 
     return Program(
-        jax.jit(at_target, out_shardings=(shardings, None), compiler_options=options),
+        jax.jit(at_target, out_shardings=(shardings, None)),
         at_source,
-        jax.jit(_stored, static_argnums=(1, 2, 3), compiler_options=options),
+        jax.jit(_stored, static_argnums=(1, 2, 3)),
         jax.jit(sums),
         shardings,
         is_native,
