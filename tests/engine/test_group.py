@@ -39,7 +39,7 @@ def test_refusals_interrupts_and_faults(step):
 
 
 @pytest.mark.parametrize(
-    ("num_examples", "num_steps"), [(300, 8), pytest.param(150, 40, marks=pytest.mark.slow)]
+    ("num_examples", "num_steps"), [(300, 8), pytest.param(60, 40, marks=pytest.mark.slow)]
 )
 def test_interrupt_machine(num_examples, num_steps):
     """As for one engine, with adapters, stop strings and interrupted callers too."""
