@@ -1,4 +1,4 @@
-"""One of two processes of a Tunix program; test_processes.py starts both.
+"""One of two processes of a Tunix program; two_processes.py starts both.
 
     python -m tests.adapter.one_of_processes CASE RANK PORT
 
