@@ -66,7 +66,7 @@ def watched() -> Iterator[None]:
         patch.setattr(jax.ffi, "ffi_call", _refuse("a native kernel was called"))
         patch.setattr(jax.ffi, "register_ffi_target", _refuse("a native kernel was registered"))
         patch.setattr(memory_plan, "Path", _refuse("this host's memory was read"))
-        known = xla_options._known
+        known = xla_options.known_option
         patch.setattr(
             xla_options,
             "_known",
