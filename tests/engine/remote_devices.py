@@ -69,7 +69,7 @@ def watched() -> Iterator[None]:
         known = xla_options.known_option
         patch.setattr(
             xla_options,
-            "_known",
+            "known_option",
             lambda is_own, *args: _fail("options of this XLA") if is_own else known(False, *args),
         )
         yield
