@@ -16,7 +16,8 @@ from sgljax_engine import xla_options
 RANDOM = {"jit__normal", "jit__randint", "jit__truncated_normal", "jit__uniform"}
 """JAX's programs for random numbers, which make the weights of Tunix's models.
 
-Optimised, each shape takes a second and more."""
+Optimised, each shape takes a second and more.
+"""
 
 MARK = "QUICK_COMPILE"
 """A module's name for why it may; see conftest."""
@@ -31,12 +32,10 @@ def quickly() -> Iterator[None]:
     On CPUs they are made without MLIR too, where JAX still has the option: that is most of it.
     """
     real = compiler.get_compile_options
-    overrides = _overrides()
 
     def get_compile_options(*args: Any, **kwargs: Any) -> Any:
         options = real(*args, **kwargs)
-        named = dict(options.env_option_overrides)
-        options.env_option_overrides += [each for each in overrides if each[0] not in named]
+        _leave_out_mlir(options)
         return options
 
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +66,7 @@ def always_quickly_at_random() -> None:
             debug = options.executable_build_options.debug_options
             debug.xla_backend_optimization_level = 0
             debug.xla_llvm_disable_expensive_passes = True
-            options.env_option_overrides += _overrides()
+            _leave_out_mlir(options)
         return real(backend, computation, devices, options, *args, **kwargs)
 
     compiler.compile_or_get_cached = compile_or_get_cached
@@ -78,6 +77,12 @@ def flags() -> list[str]:
     if os.environ.get(_VARIABLE) != "1":
         return []
     return [f"--{name}={str(value).lower()}" for name, value in _overrides()]
+
+
+def _leave_out_mlir(options: Any) -> None:
+    """Changes compile options that do not say otherwise themselves."""
+    named = dict(options.env_option_overrides)
+    options.env_option_overrides += [each for each in _overrides() if each[0] not in named]
 
 
 def _overrides() -> list[tuple[str, str | bool]]:

@@ -121,20 +121,14 @@ def test_a_line_may_say_that_nothing_was_computed(tmp_path):
 
 
 def _parse(path: Path) -> ast.Module:
-    """What a module holds, without lines that say that no program computed what they compare."""
+    """What a module holds; marks what begins on a line that says that nothing was computed."""
     lines = path.read_text(encoding="utf-8").splitlines()
     tree = ast.parse("\n".join(lines))
     exempt = {number for number, line in enumerate(lines, 1) if line.endswith(_EXEMPT)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and exempt.intersection(_lines_of(node)):
+        if getattr(node, "lineno", None) in exempt:
             node.is_exempt = True  # type: ignore[attr-defined]
     return tree
-
-
-def _lines_of(node: ast.stmt) -> range:
-    """A statement's lines, without those of statements in it."""
-    inner = [part.lineno for part in ast.walk(node) if isinstance(part, ast.stmt)][1:]
-    return range(node.lineno, min(inner, default=(node.end_lineno or node.lineno) + 1))
 
 
 def _reason(tree: ast.Module) -> ast.expr | None:
@@ -161,7 +155,9 @@ def _taken(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _checks(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in _not_exempt(tree):
+    for node in ast.walk(tree):
+        if getattr(node, "is_exempt", False):
+            continue
         if isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
             name = node.name if isinstance(node, ast.alias) else ast.unparse(node)
             if _COMPARISONS.search(name):
@@ -170,13 +166,6 @@ def _checks(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, "golden.npz"
         elif isinstance(node, ast.Compare) and _compares_numbers(node):
             yield node.lineno, ast.unparse(node)
-
-
-def _not_exempt(tree: ast.AST) -> Iterator[ast.AST]:
-    yield tree
-    for node in ast.iter_child_nodes(tree):
-        if not getattr(node, "is_exempt", False):
-            yield from _not_exempt(node)
 
 
 def _compares_numbers(node: ast.Compare) -> bool:

@@ -159,9 +159,9 @@ def test_weight_sync():
     syncs = measure_weight_sync(model, workload.with_lengths([256]), repeats=2)
     assert [sync.mode for sync in syncs] == ["retract", "in_place"]
     for sync in syncs:
-        assert sync.num_bytes == pytest.approx(
+        assert sync.num_bytes == pytest.approx(  # not computed
             weight_bytes(bench_model.config), rel=1e-2
-        )  # not computed
+        )
         assert len(sync.idle_s) == len(sync.copies_s) == len(sync.stalls_s) / 2 == 2
         assert sync.copy_s == pytest.approx(sum(sync.copies_s) / 2)  # not computed
         ratios = [idle / copy for idle, copy in zip(sync.idle_s, sync.copies_s, strict=True)]

@@ -10,7 +10,7 @@ from sgljax_engine import Engine
 from tests.engine import small_tokenizers
 from tests.server.served import FOLDER, OPTIONS, events_of, serving
 
-QUICK_COMPILE = "which prompts are accepted"
+QUICK_COMPILE = "the text of tokens, not which tokens come"
 
 
 @pytest.fixture(scope="module")
