@@ -20,8 +20,6 @@ from tunix_sgljax.in_flight.policy_versions import (
 )
 from tunix_sgljax.in_flight.trajectories import token_versions
 
-QUICK_COMPILE = "which versions completions are reported with"
-
 
 def translated(versions, *engine_versions):
     result = versions.translate(np.array(engine_versions, np.int32))

@@ -19,8 +19,6 @@ from tunix_sgljax.observability.bars import is_interactive
 from tunix_sgljax.observability.progress import Progress, describe
 from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
 
-QUICK_COMPILE = "the lines that are printed"
-
 RUNNING = EngineProgress(
     num_running=3,
     num_waiting=2,

@@ -2,8 +2,6 @@
 
 from benchmarks.throughput import scheduler_growth
 
-QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
-
 
 def test_requests_that_come_and_go():
     result = scheduler_growth.churn(waiting=4, num_steps=2)

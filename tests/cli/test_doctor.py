@@ -22,8 +22,6 @@ from tunix_sgljax.cli.doctor_checks import Finding
 from tunix_sgljax.cli.doctor_facts import Cache, Device, Facts, Model
 from tunix_sgljax.cli.main import main
 
-QUICK_COMPILE = "what the command prints"
-
 MODEL = GOLDEN / "qwen3_gqa_tied"
 CPU = Device(platform="cpu", kind="cpu")
 SOUND = Facts(

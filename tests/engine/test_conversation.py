@@ -13,8 +13,6 @@ from sgljax_engine.processing.conversation import conversation_ids
 from sgljax_engine.processing.tokenizer import wrap_tokenizer
 from tests.engine.small_tokenizers import GOLDEN
 
-QUICK_COMPILE = "what is kept of turns, not what is sampled"
-
 HF = AutoTokenizer.from_pretrained(GOLDEN / "qwen3_gqa_tied")
 TOKENIZER = wrap_tokenizer(HF)
 EOS = HF.convert_tokens_to_ids("<|im_end|>")

@@ -16,8 +16,6 @@ from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.meeting import Meeting, Steps
 from tests.threads import LIMIT_S, start
 
-QUICK_COMPILE = "when commands of a group are carried out"
-
 STAGES = ("prepare", "together", "commit")
 ERRORS = (RuntimeError("planted"), SystemExit("planted"))
 

@@ -12,8 +12,6 @@ from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.scheduler.waiting import WaitingQueue
 from sgljax_engine.types import Request
 
-QUICK_COMPILE = "the order of waiting requests"
-
 
 def make_request(arrival, key=0, num_output=0):
     request = Request(

@@ -7,8 +7,6 @@ import pytest
 from tests.engine.interrupts import make_engine
 from tests.server.served import serving
 
-QUICK_COMPILE = "which bodies are accepted"
-
 
 @pytest.fixture(scope="module")
 def served():

@@ -12,8 +12,6 @@ import pytest
 from tests.server.served import FOLDER, served_golden
 from tests.threads import LIMIT_S, start
 
-QUICK_COMPILE = "that hostile requests are refused"
-
 SURROGATE = "a\ud800b"
 
 

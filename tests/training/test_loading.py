@@ -11,8 +11,6 @@ from tests.training.tiny import write_config
 from tunix_sgljax.training import TrainConfig, load_config, to_yaml
 from tunix_sgljax.training.loading import field_rows
 
-QUICK_COMPILE = "which files are read"
-
 ROOT = Path(__file__).parents[2]
 OF_EXAMPLES = {"grpo_async", "grpo_remote_agent", "grpo_tools"}
 """Read by the example of that name alone, whose tests load them."""
