@@ -32,10 +32,11 @@ def quickly() -> Iterator[None]:
     On CPUs they are made without MLIR too, where JAX still has the option: that is most of it.
     """
     real = compiler.get_compile_options
+    overrides = _overrides()  # Compiles, once: so not in what follows.
 
     def get_compile_options(*args: Any, **kwargs: Any) -> Any:
         options = real(*args, **kwargs)
-        _leave_out_mlir(options)
+        _leave_out_mlir(options, overrides)
         return options
 
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +67,7 @@ def always_quickly_at_random() -> None:
             debug = options.executable_build_options.debug_options
             debug.xla_backend_optimization_level = 0
             debug.xla_llvm_disable_expensive_passes = True
-            _leave_out_mlir(options)
+            _leave_out_mlir(options, _overrides())
         return real(backend, computation, devices, options, *args, **kwargs)
 
     compiler.compile_or_get_cached = compile_or_get_cached
@@ -79,13 +80,14 @@ def flags() -> list[str]:
     return [f"--{name}={str(value).lower()}" for name, value in _overrides()]
 
 
-def _leave_out_mlir(options: Any) -> None:
+def _leave_out_mlir(options: Any, overrides: list[tuple[str, str | bool]]) -> None:
     """Changes compile options that do not say otherwise themselves."""
     named = dict(options.env_option_overrides)
-    options.env_option_overrides += [each for each in _overrides() if each[0] not in named]
+    options.env_option_overrides += [each for each in overrides if each[0] not in named]
 
 
 def _overrides() -> list[tuple[str, str | bool]]:
+    """What leaves MLIR out. To find it a program is compiled, which is not one of `RANDOM`."""
     is_cpu = jax.default_backend() == "cpu"
     options = xla_options.known_option(is_cpu, "xla_cpu_use_fusion_emitters", False)
     return list((options or {}).items())

@@ -19,14 +19,16 @@ def find_cluster() -> rl_cluster.RLCluster | None:
 
     Tunix passes a rollout the training config alone, and another mode's at its first use, hours
     into a run. The cluster that constructs the rollout has them all, and is a caller of this
-    function: its frame is the one place that leads to it.
+    function: its frame is the one place that leads to it. Only frames of Tunix's module are read:
+    to read a frame's local variables keeps a copy of them, models too, until it returns.
     """
     frame = inspect.currentframe()
     try:
         while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, rl_cluster.RLCluster):
-                return caller
+            if frame.f_globals is vars(rl_cluster):
+                caller = frame.f_locals.get("self")
+                if isinstance(caller, rl_cluster.RLCluster):
+                    return caller
             frame = frame.f_back
         return None
     finally:
