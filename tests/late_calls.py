@@ -10,8 +10,7 @@ import threading
 import time
 
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.client import Asked
-from sgljax_engine.core.group import EngineGroup
+from sgljax_engine.core.group import Asked, EngineGroup
 
 LATE_S = 0.02
 

@@ -19,7 +19,7 @@ from benchmarks.lib.llamacpp_peer import Clock, Settings
 from benchmarks.lib.reporting import ROOT
 from sgljax_engine import Engine, ModelConfig, SamplingParams
 from sgljax_engine.builder.sources import dummy_weights
-from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.weights.rules import WeightSource
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.workloads import Workload
 

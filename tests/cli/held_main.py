@@ -60,9 +60,9 @@ def hold_decoding() -> None:
 def let_go_on_abort() -> None:
     submit = EngineLoop.submit
 
-    def submit_and_let_go(self: EngineLoop, command: Any) -> None:
-        submit(self, command)
-        if isinstance(command, cmd.Abort):
+    def submit_and_let_go(self: EngineLoop, task: cmd.Task) -> None:
+        submit(self, task)
+        if isinstance(task, cmd.Part) and isinstance(task.command, cmd.Abort):
             _goes_on.set()
 
     EngineLoop.submit = submit_and_let_go

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
-from sgljax_engine.core import interruptions
+from sgljax_engine.core.commands import pause
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -224,7 +224,7 @@ class TestLife:
 
             with monkeypatch.context() as patch:
                 if place == "commit":
-                    patch.setattr(interruptions, "apply_pause_mode", fail)
+                    patch.setattr(pause, "apply_pause_mode", fail)
                 else:
                     patch.setattr(engine._group.loops[0]._core.runner.kv_memory, "wait", fail)
                 with pytest.raises(RuntimeError, match="planted fault"):
@@ -270,7 +270,7 @@ class TestLife:
         calls = start_all(engine, PROMPTS)
         with held(engine):
             pause = start(lambda: engine.pause_generation(mode="wait"))
-            wait_for(lambda: not engine._group.loops[0]._commands.empty())
+            wait_for(lambda: not engine._group.loops[0]._tasks.empty())
             engine._group.request_stop()
         with pytest.raises(EngineShutdownError):
             pause.result(LIMIT_S)

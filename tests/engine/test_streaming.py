@@ -459,7 +459,7 @@ class TestStopStrings:
             if meanwhile == "updated":
                 with held(engine):
                     updating = start(lambda: engine.update_weights(spread_weights(seed=1)))
-                    wait_for(lambda: not engine._group.loops[0]._commands.empty())
+                    wait_for(lambda: not engine._group.loops[0]._tasks.empty())
                     tell(*late[0])
                 assert updating.result(LIMIT_S) == 1
                 assert num_decoded(engine) < 240
@@ -1003,7 +1003,7 @@ class TestGarbage:
         gc.collect()
         assert threading.active_count() == threads
         assert len(jax.live_arrays()) <= arrays
-        assert loop._commands.empty()
+        assert loop._tasks.empty()
         assert not [o for o in gc.get_objects() if type(o).__name__ == "TokenStream"]
 
     @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.meeting import Meeting, Steps
+from sgljax_engine.core.transaction import GroupCommand, Transaction
 from tests.threads import LIMIT_S, start
 
 STAGES = ("prepare", "together", "commit")
@@ -22,65 +21,72 @@ ERRORS = (RuntimeError("planted"), SystemExit("planted"))
 
 @dataclasses.dataclass
 class Note:
-    """What became of the engines: their states by place."""
+    """What becomes of the engines: their states by index."""
 
     stage: str
-    place: int
+    index: int
     error: BaseException
     states: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def fail(self, stage: str, place: int) -> None:
-        if (stage, place) == (self.stage, self.place):
+    def fail(self, stage: str, index: int) -> None:
+        if (stage, index) == (self.stage, self.index):
             raise self.error
 
-    @property
-    def steps(self) -> Steps:
-        def prepare(core: Any, _: Any) -> str:
-            self.fail("prepare", core)
-            self.states[core] = "prepared"
-            return f"of {core}"
 
-        def together(_: Any, cores: Any, prepared: Any) -> list[str]:
-            self.fail("together", self.place)
-            assert [f"of {core}" for core in cores] == list(prepared)
-            return [f"made {each}" for each in prepared]
+class Planted(GroupCommand):
+    """A command with a fault, for engines that are numbers."""
 
-        def commit(core: Any, _: Any, prepared: Any) -> int:
-            assert prepared == f"made of {core}"
-            self.fail("commit", core)
-            self.states[core] = "committed"
-            return core
+    def __init__(self, note: Note, future: Future[Any]) -> None:
+        self.note = note
+        self.future = future
 
-        def rollback(core: Any, _: Any, prepared: Any, error: BaseException) -> None:
-            assert error is not None
-            assert (prepared is not None) == (core in self.states)
-            self.states[core] = "rolled back"
+    def prepare(self, core: Any) -> str:
+        self.note.fail("prepare", core)
+        self.note.states[core] = "prepared"
+        return f"of {core}"
 
-        return Steps(prepare, together, commit, rollback, combine=list)
+    def together(self, cores: Any, prepared: Any) -> list[str]:
+        self.note.fail("together", self.note.index)
+        assert [f"of {core}" for core in cores] == list(prepared)
+        return [f"made {each}" for each in prepared]
+
+    def commit(self, core: Any, prepared: Any) -> int:
+        assert prepared == f"made of {core}"
+        self.note.fail("commit", core)
+        self.note.states[core] = "committed"
+        return core
+
+    def rollback(self, core: Any, prepared: Any, error: BaseException) -> None:
+        assert error is not None
+        assert (prepared is not None) == (core in self.note.states)
+        self.note.states[core] = "rolled back"
+
+    def combine(self, answers: Any) -> list[int]:
+        return list(answers)
 
 
 def hold(note: Note, count: int, refused: int | None = None) -> tuple[Future[Any], list[Any]]:
-    """Has so many threads meet; the answer, and what each thread raised."""
+    """Has so many threads take part; the answer, and what each thread raised."""
     answer: Future[Any] = Future()
-    meeting = Meeting(cmd.GetState(answer), note.steps, count)
+    transaction = Transaction(Planted(note, answer), count)
 
-    def attend(place: int) -> None:
+    def take_part(index: int) -> None:
         try:
-            if place == refused:
-                meeting.refuse(place, lambda: RuntimeError("it is closed"))
+            if index == refused:
+                transaction.refuse(index, lambda: RuntimeError("it is closed"))
             else:
-                meeting.attend(place, cast(EngineCore, place))
+                transaction.take_part(index, cast(EngineCore, index))
         finally:  # as an engine thread that ends
-            meeting.refuse(place, lambda: RuntimeError("it came already"))
+            transaction.refuse(index, lambda: RuntimeError("it came already"))
 
-    calls = [start(lambda place=place: attend(place)) for place in range(count)]
+    calls = [start(lambda index=index: take_part(index)) for index in range(count)]
     raised = [call.exception(LIMIT_S) for call in calls]
     answer.exception(LIMIT_S)
     return answer, raised
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-class TestMeeting:
+class TestTransaction:
     def test_all_commit(self, count):
         note = Note("", 0, ERRORS[0])
         answer, raised = hold(note, count)
@@ -92,25 +98,25 @@ class TestMeeting:
     @pytest.mark.parametrize("stage", STAGES)
     def test_all_or_none(self, count, stage, error):
         """Whatever a hook raises is the caller's; then every engine rolls back."""
-        for place in range(count):
-            note = Note(stage, place, error)
+        for index in range(count):
+            note = Note(stage, index, error)
             answer, raised = hold(note, count)
             assert answer.exception(0) is error
-            others = [state for each, state in note.states.items() if each != place]
+            others = [state for each, state in note.states.items() if each != index]
             assert len(others) == count - 1
             if stage == "commit":  # a bug: it ends engines that may differ now
                 assert set(others) <= {"committed"}
                 is_fatal = count > 1 or not isinstance(error, Exception)
-                assert raised[place] is (error if is_fatal else None)
+                assert raised[index] is (error if is_fatal else None)
             else:
                 assert note.states == dict.fromkeys(range(count), "rolled back")
                 assert not any(raised)
 
     def test_an_engine_that_does_not_come(self, count):
-        for place in range(count):
+        for index in range(count):
             note = Note("", 0, ERRORS[0])
-            answer, raised = hold(note, count, refused=place)
+            answer, raised = hold(note, count, refused=index)
             assert str(answer.exception(0)) == "it is closed"
-            others = set(range(count)) - {place}
+            others = set(range(count)) - {index}
             assert note.states == dict.fromkeys(others, "rolled back")
             assert not any(raised)

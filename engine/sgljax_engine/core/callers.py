@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from sgljax_engine.checkpoint.structures import EngineCheckpoint
 from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.checkpoint_writer import make_restoration
 from sgljax_engine.core.group import Asked, EngineGroup
 from sgljax_engine.errors import EngineShutdownError
 from sgljax_engine.outputs import RequestOutput
 from sgljax_engine.processing.futures import Answer, done_queue
+from sgljax_engine.processing.input_processor import RequestFactory
 from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
 from sgljax_engine.types import Request
 
 _T = TypeVar("_T")
 
 
-class EngineClient:
+class Callers:
     """Submits to a group of engines. Whoever stops waiting for requests aborts them.
 
     A caller may be interrupted anywhere: then its requests are aborted, submitted or not.
@@ -106,6 +110,22 @@ class EngineClient:
             return pieces
         except BaseException:
             self.abandon(requests)
+            raise
+
+    def restore(
+        self, checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
+    ) -> None:
+        """Has the engines take in the requests of a checkpoint; all, or none.
+
+        Raises:
+            CheckpointError: when an id is in use.
+            EngineStateError: when requests are refused.
+        """
+        restoration = make_restoration(checkpoint, requests, answers)
+        try:
+            self.ask(functools.partial(cmd.Restore, restoration, self._group.num_engines))
+        except BaseException:
+            self.abandon(restoration.unfinished)  # an interrupted caller has no futures
             raise
 
     def abandon(self, requests: list[Request]) -> None:
