@@ -6,13 +6,14 @@ test_group.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,9 @@ from sgljax_engine.attention.pallas import PallasAttention
 from sgljax_engine.attention.tpu import TpuAttention
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.cache.kv_pages import LayerKV, PageLayout
+from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.serving import ServingWeights
 from sgljax_engine.layers.target import Target
 from sgljax_engine.model_config import KVShape
 from sgljax_engine.placement.shardings import Placement
@@ -403,6 +406,20 @@ def _fault(engine: Engine, place: int, owner: Callable[[EngineCore], Any], name:
     setattr(target, name, fail)
 
 
+@contextlib.contextmanager
+def _refused_swap(engine: Engine, index: int) -> Iterator[None]:
+    """One engine finds that it cannot take other weights."""
+    refusing = cores(engine)[index].serving
+
+    def check(self: cmd.SwapWeights, serving: ServingWeights) -> None:
+        if serving is refusing:
+            raise RuntimeError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cmd.SwapWeights, "check", check)
+        yield
+
+
 def faults() -> None:
     """A failure on one submesh at any stage leaves all engines with the old weights, awake."""
     new = spread_weights(ONE, seed=5)
@@ -420,14 +437,15 @@ def faults() -> None:
             check_idle(engine)
 
         for place in (0, 3):
-            for owner, name in ((serving, "check_swap"), (serving, "with_adapters")):
-                _fault(engine, place, owner, name)
-                with pytest.raises(RuntimeError, match="planted"):
-                    engine.update_weights(new)
-                serves_old()
-            staged = engine.stage_weights(new)
-            _fault(engine, place, serving, "check_swap")
+            with _refused_swap(engine, place), pytest.raises(RuntimeError, match="planted"):
+                engine.update_weights(new)
+            serves_old()
+            _fault(engine, place, serving, "with_adapters")
             with pytest.raises(RuntimeError, match="planted"):
+                engine.update_weights(new)
+            serves_old()
+            staged = engine.stage_weights(new)
+            with _refused_swap(engine, place), pytest.raises(RuntimeError, match="planted"):
                 engine.publish_weights(staged)
             assert staged.state == "staged"
             serves_old()
