@@ -88,9 +88,9 @@ class Engine:
     threads, KV pool and prefix cache of its own. Requests are routed to the engine that holds their
     prefix, or to the one with the fewest; every other call concerns all engines, together.
 
-    Creating an engine takes device memory and starts two threads for each submesh, and one that
-    hands out commands; the first weight update starts one, and the first checkpoint another.
-    `shutdown`, leaving the `with` block, or dropping the last reference releases all of it.
+    Creating an engine takes device memory and starts two threads for each submesh, and one more for
+    a group; the first weight update starts one, and the first checkpoint another. `shutdown`,
+    leaving the `with` block, or dropping the last reference releases all of it.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def test_time_to_first_token_of_a_request_without_tokens(engine):
         wait_for(lambda: not tasks.empty())
         add = tasks.get()
         tasks.put(add)
-        engine._group.submit(cmd.AbandonRequests(add.requests, Future()))
+        engine._group.submit(cmd.AbandonRequests(add.command.requests, Future()))
         wait_for(lambda: tasks.qsize() == 2)
     output = answer.result()
     assert output.output_ids == []

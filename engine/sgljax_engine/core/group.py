@@ -1,7 +1,7 @@
 """A group of engines behind one face: the only engine that there is, of one submesh or of many.
 
 Each engine has a thread, a scheduler, pages and a prefix cache of its own. The thread of a
-`HandOut` gives commands to all of them.
+`HandOut` gives commands to all of them; a single engine's thread does so itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
 from sgljax_engine.core.command import SHUT_DOWN, Command, Part, PerEngineCommand, Task
 from sgljax_engine.core.commands.requests import TakeOver
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.loop import EngineLoop
+from sgljax_engine.core.loop import EngineLoop, OwnHandOut
 from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.router import Router
 from sgljax_engine.core.weights_worker import Split, WeightJob, WeightsWorker
@@ -114,7 +114,11 @@ class EngineGroup:
         self._saves = Worker(writer.save, f"{name}-checkpoints")
         self._is_stopping = False
         stop = functools.partial(self._stop_engines, SHUT_DOWN)
-        self._hand_out = HandOut(self._distribute, stop, f"{name}-commands")
+        self._hand_out: HandOut | OwnHandOut = (
+            OwnHandOut(self._distribute, stop, self.loops[0])
+            if count == 1
+            else HandOut(self._distribute, stop, f"{name}-commands")
+        )
         # A daemon thread must not touch the device while the interpreter is torn down.
         atexit.register(self.stop)
         for loop in self.loops:

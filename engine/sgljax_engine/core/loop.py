@@ -8,6 +8,8 @@ that dropping the last reference to an engine can end its thread.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import queue
@@ -15,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sgljax_engine.core.command import SHUT_DOWN, Task
+from sgljax_engine.core.command import SHUT_DOWN, Command, Task
 from sgljax_engine.core.commands.pause import settle
 from sgljax_engine.core.commands.requests import EndAnswered
 from sgljax_engine.core.engine_core import EngineCore
@@ -263,3 +265,66 @@ class EngineLoop:
 
     def _closed_error(self) -> EngineShutdownError:
         return EngineShutdownError(self._close_reason)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Distribute(Task):
+    """Hand a command out, on the thread of the only engine.
+
+    Attributes:
+        act: Hands it out.
+        command: What is handed out; None for the end.
+    """
+
+    act: Callable[[], None]
+    command: Command | None
+
+    def run(self, core: EngineCore) -> None:
+        """Queues the command's tasks, of which this engine gets all."""
+        del core
+        self.act()
+
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Refuses the command."""
+        if self.command is not None:
+            self.command.refuse(make_error)
+
+
+class OwnHandOut:
+    """Hands commands out as `workers.HandOut` does, for one engine, on that engine's thread.
+
+    Nobody else would have to be told, and a thread in between would take time: a pause and continue
+    of an idle engine 275 us in place of 180 (2 cores, November 2026).
+    """
+
+    def __init__(
+        self, distribute: Callable[[Command], None], on_stop: Callable[[], None], loop: EngineLoop
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            distribute: Hands out one command; must not fail.
+            on_stop: Called when `stop` is due: refuses all commands from then on.
+            loop: The engine's.
+        """
+        self._distribute = distribute
+        self._on_stop = on_stop
+        self._loop = loop
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The engine's."""
+        return self._loop.threads[0]
+
+    def put(self, command: Command) -> None:
+        """Queues a command. Any thread.
+
+        Raises:
+            EngineShutdownError: when nobody would answer it.
+        """
+        self._loop.submit(Distribute(functools.partial(self._distribute, command), command))
+
+    def stop(self) -> None:
+        """Ends the engine behind the commands that came before. Any thread; idempotent."""
+        with contextlib.suppress(EngineShutdownError):
+            self._loop.submit(Distribute(self._on_stop, None))
