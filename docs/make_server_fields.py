@@ -1,4 +1,4 @@
-"""Writes the tables of fields of docs/server.md from the classes of the request bodies.
+"""Writes the lists of fields of docs/server.md from the classes of the request bodies.
 
     python docs/make_server_fields.py
 
@@ -46,7 +46,7 @@ names above.
 
 
 def render(text: str) -> str:
-    """The text of docs/server.md with its tables of fields made anew."""
+    """The text of docs/server.md with its lists of fields made anew."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return head + _BEGIN + "\n" + "\n".join(_sections()) + "\n" + _END + tail
@@ -63,12 +63,14 @@ def _sections() -> Iterator[str]:
         + ".\n"
     )
     yield "### `/generate`\n"
-    yield _table("field", _described(GenerateReqInput))
+    yield _list(_described(GenerateReqInput))
     yield "### `/v1/completions` and `/v1/chat/completions`\n"
-    yield _table("field of both", _described(OpenAIRequest, without=shared))
+    yield _list(_described(OpenAIRequest, without=shared))
     openai = OpenAIRequest.model_fields
-    yield _table("field of `/v1/completions`", _described(CompletionRequest, without=openai))
-    yield _table("field of `/v1/chat/completions`", _described(ChatRequest, without=openai))
+    yield "`/v1/completions` alone:\n"
+    yield _list(_described(CompletionRequest, without=openai))
+    yield "`/v1/chat/completions` alone:\n"
+    yield _list(_described(ChatRequest, without=openai))
     yield _FOREIGN_TEXT
     completion, chat = CompletionRequest.foreign, ChatRequest.foreign
     both = {name for name, field in completion.items() if chat.get(name) == field}
@@ -104,9 +106,8 @@ def _described(
     return {name: fields[name].description or "" for name in chosen}
 
 
-def _table(title: str, rows: Mapping[str, str]) -> str:
-    lines = [f"| `{name}` | {text} |" for name, text in rows.items()]
-    return "\n".join([f"| {title} | |", "|---|---|", *lines, ""])
+def _list(rows: Mapping[str, str]) -> str:
+    return "\n".join([*(f"- `{name}`: {text}" for name, text in rows.items()), ""])
 
 
 def _code(text: str) -> str:
