@@ -99,11 +99,10 @@ def test_tilings_fit_the_tensor_cores():
     assert (prefill.rows, prefill.row_tiles, prefill.splits) == (64, 2, 1)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("shape", "dtype"), spread(list(SHAPES), [jnp.float32, jnp.bfloat16]))
 def test_lowers_for_cuda(shape, dtype):
     """Through Triton's own checks of shapes and types; what it cannot say needs a GPU."""
-    case = case_of(shape, dtype)
+    case = case_of(SHAPES[shape], dtype)
 
     def attend(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
         return PallasAttention()(q, layer, tables, OPTIONS["all"])
@@ -188,6 +187,7 @@ class TestChoosingIt:
             Engine(model_config=TINY, load_format="dummy", attention_backend="pallas")
 
 
+@pytest.mark.slow
 def test_engine_with_the_interpreted_kernel(monkeypatch):
     """Prefill and decode through the kernel: the tokens of the portable backend."""
     expected = greedy_tokens(attention_backend="xla")
