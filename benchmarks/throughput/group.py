@@ -1,4 +1,4 @@
-"""A group of engines: throughput, host work, balance and compile time, on simulated devices.
+"""A group of engines: throughput, host work and balance, on simulated devices.
 
     python benchmarks/throughput/group.py
 
@@ -12,36 +12,30 @@ needs:
   scheduling, building batches, handing arrays to JAX, publishing tokens. Python's lock lets one
   thread run at a time, so their sum is what 8 devices wait for in the worst case. It is compared
   with the seconds of the same dispatch of one engine alone.
-- balance: `rl_longtail` on four engines. Busy seconds and tokens of each.
-- compile: `warmup` of 1, 2 and 8 engines without a compilation cache.
+- balance: `rl_longtail` on four engines. Tokens of each.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.turns import speed_table
 from sgljax_engine import Engine, ModelConfig, SamplingParams
-from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 from tunix_sgljax.bench.workloads import Workload, make_workload
 
 ROWS, STEPS, CONTEXT = 64, 16, 128
-MAX_HOST_SHARE = MAX_IMBALANCE = 0.10
 _MARK = "RESULT "
 
 
@@ -78,23 +72,19 @@ def new_workload(seed: int) -> Workload:
     return dataclasses.replace(workload, prompts=tuple(map(tuple, prompts)))
 
 
-# -------------------------------------------------------------------- parts
-
-
 def throughput(repeats: int) -> dict[str, Any]:
-    """Tokens a second of one engine and of two, in turns."""
-    workload = new_workload(0)
-    engines = {count: make_engine(SMALL, count, workload.num_rows) for count in (1, 2)}
+    """Seconds of one engine and of two, in turns; prompts that no engine has seen in each."""
+    num_rows = new_workload(0).num_rows
+    engines = {f"{count} engines": make_engine(SMALL, count, num_rows) for count in (1, 2)}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     for engine in engines.values():
         engine.warmup()
-        run_workload(engine, workload)
-    rates: dict[int, list[float]] = {count: [] for count in engines}
-    for turn in range(repeats):
+    for turn in range(-1, repeats):
         workload = new_workload(turn + 1)
-        for count in list(engines)[:: 1 if turn % 2 else -1]:
-            rates[count].append(workload.useful_tokens / run_workload(engines[count], workload))
-    ratios = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
-    return {"one": rates[1], "two": rates[2], "ratios": ratios}
+        for name in list(engines)[:: 1 if turn % 2 else -1]:
+            took_s = run_workload(engines[name], workload)
+            seconds[name] += [took_s] if turn >= 0 else []
+    return seconds
 
 
 class HostClock:
@@ -133,13 +123,12 @@ def decode_steps(num_engines: int) -> tuple[float, float]:
     return tuple(np.median(np.asarray(full), axis=0).tolist())
 
 
-def host() -> dict[str, Any]:
+def host(_: int) -> dict[str, Any]:
     """What the threads of 8 engines cost, against a dispatch of one engine alone."""
     wall_one, cpu_one = decode_steps(1)
-    wall_all, cpu_all = decode_steps(8)
+    _, cpu_all = decode_steps(8)
     return {
         "dispatch_s": wall_one,
-        "dispatch_of_8_s": wall_all,
         "host_of_1_s": cpu_one,
         "host_of_8_s": cpu_all,
         "share": cpu_all / wall_one,
@@ -166,22 +155,15 @@ def tokens_of(engine: Engine) -> list[int]:
     return [state.counters.num_output_tokens for state in engines]
 
 
-def compilation(num_engines: int) -> dict[str, Any]:
-    """Seconds of `warmup`."""
-    engine = make_engine(SMALL, num_engines, 16 * num_engines)
-    started = time.perf_counter()
-    num_programs = engine.warmup()
-    return {"num_programs": num_programs, "seconds": time.perf_counter() - started}
+PARTS = {"throughput": (throughput, 2), "host": (host, 8), "balance": (balance, 4)}
+"""What measures each part, and the devices that it needs."""
 
 
-# -------------------------------------------------------------------- the report
-
-
-def run_part(name: str, num_devices: int, repeats: int) -> dict[str, Any]:
-    """Runs a part in a process with so many devices."""
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    command = [sys.executable, __file__, "--part", name, "--repeats", str(repeats)]
-    variables = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+def run_part(name: str, repeats: int) -> dict[str, Any]:
+    """Runs a part in a process with the devices that it needs."""
+    flags = f"--xla_force_host_platform_device_count={PARTS[name][1]}"
+    command = [sys.executable, __file__, "--part", name, "--pairs", str(repeats)]
+    variables = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     print(name, line, flush=True)
@@ -190,18 +172,11 @@ def run_part(name: str, num_devices: int, repeats: int) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> list[str]:
     """The lines of the report."""
-    rates, hosted, compiled = found["throughput"], found["host"], found["compile"]
-    one, two = (float(np.median(rates[name])) for name in ("one", "two"))
-    ratios = ", ".join(f"{ratio:.2f}" for ratio in rates["ratios"])
+    hosted = found["host"]
     return [
-        "## Throughput of `rl_longtail`",
+        "## Throughput of `rl_longtail`, both on the same two cores",
         "",
-        "| | tokens/s (median) |",
-        "|---|---:|",
-        f"| one engine, two cores | {one:.0f} |",
-        f"| two engines that share them | {two:.0f} |",
-        "",
-        f"Two over one: {np.median(rates['ratios']):.2f} (pairs: {ratios}).",
+        *speed_table({"": found["throughput"]}, "1 engines"),
         "",
         f"## Host work of 8 engines with {ROWS} rows each",
         "",
@@ -211,7 +186,7 @@ def table(found: dict[str, Any]) -> list[str]:
         f"| its thread's CPU time, one engine alone | {hosted['host_of_1_s'] * 1e3:.2f} |",
         f"| a thread's CPU time, 8 engines | {hosted['host_of_8_s'] * 1e3:.2f} |",
         "",
-        f"A thread's share of a dispatch: {hosted['share']:.1%} (limit {MAX_HOST_SHARE:.0%}). "
+        f"A thread's share of a dispatch: {hosted['share']:.1%}. "
         f"All 8 one after another: {hosted['share_of_all']:.1%}.",
         "",
         "## Tokens of four engines in `rl_longtail`",
@@ -222,52 +197,28 @@ def table(found: dict[str, Any]) -> list[str]:
             f"| {', '.join(map(str, run['tokens']))} | {run['imbalance']:.1%} |"
             for run in found["balance"]["runs"]
         ),
-        "",
-        f"The limit is {MAX_IMBALANCE:.0%}.",
-        "",
-        "## Compilation",
-        "",
-        "| engines | programs | s | of one engine |",
-        "|---:|---:|---:|---:|",
-        *(
-            f"| {count} | {each['num_programs']} | {each['seconds']:.1f} "
-            f"| {each['seconds'] / compiled['1']['seconds']:.2f} |"
-            for count, each in compiled.items()
-        ),
     ]
 
 
 def main() -> None:
     """Measures all parts, or one of them for the process that does."""
-    parser = argparse.ArgumentParser(description="What a group of engines costs.")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/group.md")
+    parser = make_parser(__doc__, pairs=5)
+    parser.add_argument("--part", choices=PARTS, help="alone, as a line of JSON")
     args = parser.parse_args()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "throughput": functools.partial(throughput, args.repeats),
-        "host": host,
-        "balance": functools.partial(balance, args.repeats),
-        **{f"compile-{count}": functools.partial(compilation, count) for count in (1, 2, 8)},
-    }
+    repeats = 1 if args.quick else args.pairs
     if args.part is not None:
-        print(_MARK + json.dumps(parts[args.part]()))
+        print(_MARK + json.dumps(PARTS[args.part][0](repeats)))
         return
-    devices = {"throughput": 2, "host": 8, "balance": 4}
-    found: dict[str, Any] = {
-        name: run_part(name, count, args.repeats) for name, count in devices.items()
-    }
-    found["compile"] = {
-        str(count): run_part(f"compile-{count}", count, args.repeats) for count in (1, 2, 8)
-    }
-    environment = describe_environment("cpu, simulated devices")
-    head = report_head(
+    found = {name: run_part(name, repeats) for name in PARTS}
+    write_results(
+        output_dir(args) / "group.md",
         "A group of engines on simulated devices",
         "benchmarks/throughput/group.py",
-        environment,
-        f"Model: {SMALL_IN_WORDS}, vocabulary {SMALL.vocab_size}, float32",
+        table(found),
+        found,
+        facts=[f"Model: {SMALL_IN_WORDS}, vocabulary {SMALL.vocab_size}, float32"],
+        device="cpu, simulated devices",
     )
-    write_report(args.output, [*head, *table(found)], environment, found)
 
 
 if __name__ == "__main__":

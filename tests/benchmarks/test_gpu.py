@@ -53,7 +53,6 @@ def test_a_failed_section_costs_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "measure_decode_steps", one_row)
     for name in ("measure_mismatch", "measure_interruptions", "measure_determinism"):
         monkeypatch.setattr(gpu, name, one_row)
-    monkeypatch.setattr(gpu, "has_torch", lambda: False)
     output = tmp_path / "gpu.md"
     with pytest.raises(SystemExit, match="failed: Decode attention, Rollouts"):
         gpu.main(["--smoke", "--output", str(output)])

@@ -20,6 +20,5 @@ def test_cycles_and_saves(tmp_path):
     memory = data["memory"]
     assert max(memory["asleep"]) <= memory["base"]
     assert set(memory["woken"]) == {memory["awake"]}
-    assert 0 < data["checkpoint"]["other_bytes_per_request"] < 2048
     assert [each["with_kv"] for each in data["saves"]] == [False, True]
-    assert "times as fast" in (tmp_path / "sleep_wake.md").read_text()
+    assert "| given up |" in (tmp_path / "sleep_wake.md").read_text()
