@@ -5,11 +5,10 @@
 
 The engine answers `rl_uniform`; one of its decode dispatches is kept, arguments and all, and then
 run again alone, in turn: as it is, and with one part at a time replaced by something that costs
-nothing. A part takes what the step loses without it. Projections are timed alone, all of a step's
-matrix products in a loop on the device. What remains (norms, rotary embeddings, writing keys, the
-loop) is "other"; it is negative when parts cost more in company than alone. "host" is the time of
-the real run outside its dispatches, a step. The parts add up to a step of the real run. All are
-medians, those of parts of what a round of runs differed by.
+nothing. A part takes what the step loses without it, the median of turns. Projections are timed
+alone, all of a step's matrix products in a loop on the device. What remains (norms, rotary
+embeddings, writing keys, the loop) is "other"; it is negative when parts cost more together than
+alone. "host" is the time of the real run outside its dispatches, a step.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Dispatch(NamedTuple):
 
 
 def capture(engine: Engine, workload: Workload) -> Dispatch:
-    """Runs the workload twice and keeps a dispatch of the second run, one with most rows."""
+    """Runs the workload twice and keeps a dispatch of the second run, the first with most rows."""
     runner = engine._group.loops[0]._core.runner
     kept: list[tuple[Any, ...]] = []
     original = runner.programs.run
@@ -88,11 +87,7 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
         wall_s = time.perf_counter() - start
     after = engine.get_internal_state().counters
     device_s = after.decode_s - before.decode_s + after.prefill_s - before.prefill_s
-    num_running = [int(np.sum(args[0].step_limits > 0)) for args in kept]
-    full = [
-        args for args, count in zip(kept, num_running, strict=True) if count == max(num_running)
-    ]
-    args = full[len(full) // 2]
+    args = max(kept, key=lambda args: np.sum(args[0].step_limits > 0))
     rows, num_steps = args[0], int(args[3])
     steps = np.minimum(rows.step_limits, num_steps)
     is_running = steps > 0
@@ -163,10 +158,7 @@ def decode_run(
 def projections_run(
     dispatch: Dispatch, context: ModelContext, num_rows: int
 ) -> Callable[[], object]:
-    """All matrix products of the dispatch, but the logits, ready to be run.
-
-    Every product needs the last one, so they run one after the other, and whole.
-    """
+    """All matrix products of the dispatch, but the logits; each needs the one before."""
     layout = context.layout
 
     def multiply(x: jax.Array, weight: Weight) -> jax.Array:
@@ -232,13 +224,10 @@ def measure_parts(
         name: np.array(times) / dispatch.num_steps
         for name, times in take_turns(runs, num_turns).items()
     }
-    full_s = float(np.median(times["step"]))
-    measured = {
-        part: float(np.median(times["step"] - times[part]))
-        for part in ("attention", "logits", "sampling")
-    }
-    measured["projections"] = float(np.median(times["projections"]))
-    measured["other"] = full_s - sum(measured.values())
+    measured = {"projections": float(np.median(times["projections"]))}
+    for part in ("attention", "logits", "sampling"):
+        measured[part] = float(np.median(times["step"] - times[part]))
+    measured["other"] = float(np.median(times["step"])) - sum(measured.values())
     measured["host"] = dispatch.host_s
     work = decode_work(
         bench_model.config,
@@ -249,10 +238,9 @@ def measure_parts(
     num_bytes = round(sum(entry.num_bytes for entry in work))
     ceilings = measure_ceilings(num_bytes, seconds=min(0.02 * num_turns, 0.5))
     limits = limit_by_part(work, ceilings)
-    order = ("projections", "attention", "logits", "sampling", "other", "host")
     parts = [
-        {"part": part, "measured_s": measured[part], "limit_s": limits.get(part, 0.0)}
-        for part in order
+        {"part": part, "measured_s": measured_s, "limit_s": limits.get(part, 0.0)}
+        for part, measured_s in measured.items()
     ]
     return dispatch, ceilings, parts
 
@@ -295,14 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Where a decode step of {dispatch.num_rows} rows goes, model `{bench_model.name}`",
         "benchmarks/hardware/step_parts.py",
         report(parts),
-        {
-            "is_quick": args.quick,
-            "model": dataclasses.asdict(bench_model),
-            "num_rows": dispatch.num_rows,
-            "mean_context": mean_context,
-            "ceilings": dataclasses.asdict(ceilings),
-            "parts": parts,
-        },
+        {"num_rows": dispatch.num_rows, "ceilings": dataclasses.asdict(ceilings), "parts": parts},
         facts=[
             f"Model: {bench_model.in_words}, float32; {mean_context:.0f} keys a row",
             f"Ceilings measured in this run: {ceilings.in_words()}",

@@ -8,14 +8,12 @@
   do.
 - Until each request has its next token: woken with its pages, against prefilled again. The two
   alternate.
-- Arrays on the device before the engine existed, while it slept and after it woke, over 50 cycles.
 - Checkpoints of the same requests: bytes, seconds, and how long decoding stands still for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import tempfile
 import threading
 import time
@@ -25,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
@@ -155,12 +152,6 @@ class Rollout:
         )
 
 
-def live_bytes() -> int:
-    """Of all arrays of this process that are not on the host."""
-    arrays = (x for x in jax.live_arrays() if x.sharding.memory_kind != "pinned_host")
-    return sum(array.nbytes for array in arrays)
-
-
 def copy_rate(num_bytes: int, repeats: int) -> float:
     """Median bytes a second of copying into fresh memory, in numpy and on one core.
 
@@ -178,11 +169,9 @@ def copy_rate(num_bytes: int, repeats: int) -> float:
 
 
 @contextmanager
-def rollout(model: str, num_requests: int, num_tokens: int) -> Iterator[tuple[Rollout, int]]:
-    """Requests that decode, and the bytes of arrays before their engine existed."""
+def rollout(model: str, num_requests: int, num_tokens: int) -> Iterator[Rollout]:
+    """Requests that decode."""
     config = dataclasses.replace(MODELS[model].config, context_length=2 * num_tokens)
-    gc.collect()  # what others left must not go away in between
-    base = live_bytes()
     engine = Engine(
         model_config=config,
         load_format="dummy",
@@ -197,7 +186,7 @@ def rollout(model: str, num_requests: int, num_tokens: int) -> Iterator[tuple[Ro
     prompts = rng.integers(1, config.vocab_size, (num_requests, num_tokens)).tolist()
     with engine:
         engine.warmup()
-        yield Rollout(engine, prompts, num_tokens // 2), base
+        yield Rollout(engine, prompts, num_tokens // 2)
 
 
 def median(measured: Sequence[Any], field: str) -> float:
@@ -245,12 +234,11 @@ def save_lines(saves: Sequence[Saves]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results."""
     parser = make_parser(__doc__, pairs=5)
-    parser.add_argument("--cycles", type=int, default=50)
     args = parser.parse_args(argv)
     model = "tiny" if args.quick else "small"
-    repeats, cycles = (1, 2) if args.quick else (args.pairs, args.cycles)
+    repeats = 1 if args.quick else args.pairs
     num_requests, num_tokens = (8, 128) if args.quick else (64, 1000)
-    with rollout(model, num_requests, num_tokens) as (running, base):
+    with rollout(model, num_requests, num_tokens) as running:
         found = [
             running.cycle(preserve=preserve) for _ in range(repeats) for preserve in (True, False)
         ]
@@ -259,20 +247,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 running.saves(Path(folder) / str(with_kv), with_kv=with_kv, repeats=count)
                 for with_kv, count in ((False, repeats), (True, min(repeats, 2)))
             ]
-        running.engine.pause_generation("in_place")
-        memory = {"base": base, "awake": live_bytes(), "asleep": [], "woken": []}
-        for number in range(cycles):
-            running.engine.sleep(1, preserve_state=number % 2 == 0)
-            memory["asleep"].append(live_bytes())
-            running.engine.wake_up()
-            memory["woken"].append(live_bytes())
     rate = copy_rate(found[0].host_bytes, repeats)
     lines = [
         *cycle_lines(found, rate),
-        f"Arrays on the device over {cycles} cycles, bytes: {base} before the engine existed, "
-        f"{memory['awake']} with it; asleep {min(memory['asleep'])} to {max(memory['asleep'])}, "
-        f"woken {min(memory['woken'])} to {max(memory['woken'])}.",
-        "",
         *save_lines(saves),
     ]
     write_results(
@@ -283,7 +260,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         {
             "cycles": [dataclasses.asdict(each) for each in found],
             "copy_bytes_per_s": rate,
-            "memory": memory,
             "saves": [dataclasses.asdict(each) for each in saves],
         },
         facts=[

@@ -4,9 +4,8 @@ Runs by its path, with the interpreter of an environment that has `llama_cpp`; b
 the standard library and numpy. The protocol (`serve`) is that of our engine's process too.
 
 It does what llama.cpp's own server does with its slots, and shares more: a prompt is prefilled
-once for all of its requests, whose sequences copy its keys and values; those that are waiting then
-take their first token from its logits. All running rows are decoded in one batch a step, and the
-next waiting request takes the place of a finished row at once. A token is the largest logit's.
+once for all of its requests, whose sequences copy its keys and values. All running rows are decoded
+in one batch a step, and the next waiting request takes the place of a finished row at once.
 """
 
 from __future__ import annotations
@@ -163,10 +162,7 @@ def _make_batch(lib: Any, num_tokens: int) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 class Batcher:
-    """Answers requests: waiting ones take free rows, and all running rows make steps together.
-
-    A row is a slot, and a sequence of the context.
-    """
+    """Answers requests; a row is a slot, and a sequence of the context."""
 
     def __init__(self, context: Any) -> None:
         """Takes a `Context`, or what acts like one."""

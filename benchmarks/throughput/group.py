@@ -1,4 +1,4 @@
-"""A group of engines: throughput, host work and balance, on simulated devices.
+"""A group of engines: throughput and host work, on simulated devices.
 
     python benchmarks/throughput/group.py
 
@@ -12,7 +12,6 @@ needs:
   scheduling, building batches, handing arrays to JAX, publishing tokens. Python's lock lets one
   thread run at a time, so their sum is what 8 devices wait for in the worst case. It is compared
   with the seconds of the same dispatch of one engine alone.
-- balance: `rl_longtail` on four engines. Tokens of each.
 """
 
 from __future__ import annotations
@@ -136,26 +135,7 @@ def host(_: int) -> dict[str, Any]:
     }
 
 
-def balance(repeats: int) -> dict[str, Any]:
-    """Tokens of each of four engines, and how far the most is above the mean."""
-    engine = make_engine(SMALL, 4, new_workload(0).num_rows)
-    engine.warmup()
-    runs = []
-    for turn in range(repeats):
-        before = tokens_of(engine)
-        run_workload(engine, new_workload(turn))
-        tokens = [now - then for now, then in zip(tokens_of(engine), before, strict=True)]
-        runs.append({"tokens": tokens, "imbalance": max(tokens) / (sum(tokens) / 4) - 1})
-    return {"runs": runs}
-
-
-def tokens_of(engine: Engine) -> list[int]:
-    """Output tokens of each engine."""
-    engines = engine.get_internal_state().engines
-    return [state.counters.num_output_tokens for state in engines]
-
-
-PARTS = {"throughput": (throughput, 2), "host": (host, 8), "balance": (balance, 4)}
+PARTS = {"throughput": (throughput, 2), "host": (host, 8)}
 """What measures each part, and the devices that it needs."""
 
 
@@ -188,15 +168,6 @@ def table(found: dict[str, Any]) -> list[str]:
         "",
         f"A thread's share of a dispatch: {hosted['share']:.1%}. "
         f"All 8 one after another: {hosted['share_of_all']:.1%}.",
-        "",
-        "## Tokens of four engines in `rl_longtail`",
-        "",
-        "| tokens of each | most above the mean |",
-        "|---|---:|",
-        *(
-            f"| {', '.join(map(str, run['tokens']))} | {run['imbalance']:.1%} |"
-            for run in found["balance"]["runs"]
-        ),
     ]
 
 

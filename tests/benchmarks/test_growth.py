@@ -1,20 +1,10 @@
-"""The growth figures, end to end on tiny sizes."""
+"""The points of the growth figures."""
 
 import dataclasses
-import json
 
 import pytest
 
 from benchmarks.throughput import growth
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-def test_batch_sizes(tmp_path):
-    growth.main(["--quick", "--series", "batch", "--output-dir", str(tmp_path)])
-    data = json.loads((tmp_path / "growth.json").read_text())
-    assert list(data["runs_s"]["batch"]["tiny"]) == ["1", "2"]
-    assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix

@@ -122,12 +122,6 @@ def test_reading_is_measured_anew_for_another_size():
     assert len(reads) >= 2
     assert all(after.probes[name] != before.probes[name] for name in reads)
     assert after.read_bytes_per_s == max(after.probes[name] for name in reads)
-    others = {name: rate for name, rate in before.probes.items() if name not in reads}
-    assert {name: after.probes[name] for name in others} == others
-    assert (after.flops_per_s, after.copy_bytes_per_s) == (
-        before.flops_per_s,
-        before.copy_bytes_per_s,
-    )
 
 
 def test_bytes_of_a_decode_step():

@@ -1,15 +1,8 @@
-"""Runs in turns and the table of their speeds; the benchmark of options end to end."""
+"""Runs in turns and the table of their speeds."""
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
 from benchmarks.lib.turns import speed_table, speeds, take_turns
-from benchmarks.throughput import options
-
-QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
 
 
 def test_speeds_are_those_over_the_base_turn_by_turn():
@@ -25,12 +18,3 @@ def test_runs_take_turns_after_an_untimed_one_of_each():
     seconds = take_turns(runs, 2)
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert [len(each) for each in seconds.values()] == [2, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-def test_experts(tmp_path):
-    options.main(["--quick", "--pairs", "1", "--tables", "moe", "--output-dir", str(tmp_path)])
-    data = json.loads((tmp_path / "moe.json").read_text())
-    assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]
-    assert len(data["seconds"]["8 rows"]) == 5
