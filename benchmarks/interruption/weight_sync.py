@@ -61,11 +61,6 @@ class WeightSync:
         """An idle update in passes over the bytes, the median of pairs."""
         return float(np.median(np.divide(self.idle_s, self.copies_s)))
 
-    @property
-    def copy_s(self) -> float:
-        """The median pass."""
-        return float(np.median(self.copies_s))
-
 
 def _run_with_updates(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> list[float]:
     """Updates spread over a run: seconds that decoding requests stand still for each."""
@@ -161,10 +156,10 @@ def format_weight_sync(syncs: Sequence[WeightSync]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for sync in syncs:
-        stall_s = float(np.median(sync.stalls_s))
+        stall_s, copy_s = float(np.median(sync.stalls_s)), float(np.median(sync.copies_s))
         lines.append(
-            f"| {_FATES[sync.mode]} | {sync.copy_s * 1e3:.1f} "
+            f"| {_FATES[sync.mode]} | {copy_s * 1e3:.1f} "
             f"| {np.median(sync.idle_s) * 1e3:.1f} | {sync.passes:.1f} "
-            f"| {stall_s * 1e3:.1f} | {stall_s / sync.copy_s:.1f} |"
+            f"| {stall_s * 1e3:.1f} | {stall_s / copy_s:.1f} |"
         )
     return [*lines, ""]

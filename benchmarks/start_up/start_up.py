@@ -5,8 +5,8 @@
 Every start is a process of its own, on the default configuration with 64 running requests and
 random weights: a cold one with an empty compilation cache, then a second one with what the first
 left there; rounds repeat this with new folders, and medians are reported. A start is timed from
-`Engine(...)` to the end of `warmup()`; the imports before it are reported beside it, as is the
-time to first token of one request (64 prompt tokens) right after.
+`Engine(...)` to the end of `warmup()`, imports left out; the time to first token is that of one
+request (64 prompt tokens) right after.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ from sgljax_engine import Engine
 from tunix_sgljax.bench.shapes import SMALL, SMALL_IN_WORDS
 
 NUM_ROWS, NUM_PROMPT = 64, 64
-IMPORT = """
-import time
-started = time.perf_counter()
-import jax
-from sgljax_engine import Engine
-print(time.perf_counter() - started)
-"""
-PARTS = ("import_s", "construct_s", "warmup_s", "start_s", "first_token_s")
+PARTS = ("construct_s", "warmup_s", "start_s", "first_token_s")
 
 
 def start_once(cache: str) -> dict[str, Any]:
@@ -51,7 +44,6 @@ def start_once(cache: str) -> dict[str, Any]:
     warm = time.perf_counter()
     prompt = np.random.default_rng(0).integers(0, SMALL.vocab_size, NUM_PROMPT).tolist()
     out = engine.generate(None, {"max_new_tokens": 1}, prompt)
-    memory = engine.get_internal_state().memory
     result = {
         "device": jax.devices()[0].device_kind,
         "construct_s": constructed - started,
@@ -59,24 +51,16 @@ def start_once(cache: str) -> dict[str, Any]:
         "start_s": warm - started,
         "first_token_s": out["meta_info"]["time_to_first_token"],
         "num_programs": num_programs,
-        "weights_bytes": memory.weights_bytes,
-        "kv_bytes": memory.kv_bytes,
-        "kv_rule": memory.rule,
     }
     engine.shutdown()
     return result
 
 
 def run_child(cache: str) -> dict[str, Any]:
-    """`start_once` in a new process, and the imports in another."""
-    child = _last_line(__file__, "--child", cache)
-    return {"import_s": float(_last_line("-c", IMPORT)), **json.loads(child)}
-
-
-def _last_line(*arguments: str) -> str:
-    command = [sys.executable, *arguments]
+    """`start_once` in a new process."""
+    command = [sys.executable, __file__, "--child", cache]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return done.stdout.splitlines()[-1]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def table(starts: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -119,9 +103,7 @@ def main() -> None:
         {"starts": starts},
         facts=[
             f"Model: {SMALL_IN_WORDS}, float32, random weights",
-            f"max_running_requests {NUM_ROWS}, else the defaults; {some['num_programs']} programs; "
-            f"weights {some['weights_bytes'] / 1e6:.0f} MB, KV cache "
-            f"{some['kv_bytes'] / 1e6:.0f} MB ({some['kv_rule']})",
+            f"max_running_requests {NUM_ROWS}, else the defaults; {some['num_programs']} programs",
             f"Medians of {len(starts['cold'])} rounds; start = construct + warmup",
         ],
         device=some["device"],

@@ -16,8 +16,8 @@ first: the fastest of all combinations of slots (as many as our engine's rows, a
 KV buffers and flash attention; then larger batches are tried. Its KV cache is float16, which was
 faster than float32; ours has the dtype of our weights.
 
-Then greedy tokens are compared: those that follow equal tokens on both sides, since after the first
-difference the two answer different questions. Runs are made in pairs whose order alternates.
+Then greedy tokens are compared: those that follow equal tokens on both sides. Runs are made in pairs
+whose order alternates.
 """
 
 from __future__ import annotations
@@ -124,14 +124,7 @@ def agreed_tokens(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> tup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One workload.
-
-    Attributes:
-        trials: Settings of llama.cpp that were tried, in order.
-        num_agreed: Greedy tokens that agree.
-        num_compared: Greedy tokens that follow equal tokens.
-        seconds: Of each run, by side.
-    """
+    """One workload: settings tried, greedy tokens that agree of those compared, seconds by side."""
 
     trials: Trials
     num_agreed: int

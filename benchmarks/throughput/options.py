@@ -59,13 +59,7 @@ EXPERTS = dataclasses.replace(
 
 
 class Run(NamedTuple):
-    """One way to answer the requests of a case.
-
-    Attributes:
-        model: What answers.
-        options: Of the engine. Runs of the same model and options share an engine.
-        sampling: Parameters beside temperature and lengths.
-    """
+    """A model, options of its engine, and sampling parameters beside temperature and lengths."""
 
     model: ModelConfig = SMALL
     options: tuple[tuple[str, Any], ...] = ()

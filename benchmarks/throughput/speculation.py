@@ -10,11 +10,10 @@ All outputs of both must be equal. Times include the prefill of the prompts.
 
 The engine with drafts finds in its history an answer to each prompt that the benchmark made up from
 the true one. It is put there before each run, outside the time. A token of it is right with a given
-probability; in the last cases it is of no use: see `benchmarks/lib/draft_cases.py`. Drafters beside
-the history are on too, as by default.
+probability; in the last cases it is of no use: see `make_cases`. Drafters beside the history are on
+too, as by default.
 
-Before each case the engine forgets how often drafts were right, and in the untimed run it learns
-about those of the case. The costs of steps it keeps, and goes on learning them.
+Before each case the engine forgets how often drafts were right; it keeps the costs of steps.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.lib.draft_cases import DRAFT_TOKENS, PROMPT_TOKENS, Case, make_cases
 from benchmarks.lib.reporting import make_parser, output_dir, write_results
 from benchmarks.lib.turns import speeds
-from sgljax_engine import Engine, EngineCounters, ModelConfig
+from sgljax_engine import Engine, EngineCounters, ModelConfig, SamplingParams
 from sgljax_engine.scheduler.speculator import _FIRST_ACCEPTANCE, _TRIAL_STEPS, Speculator
 from sgljax_engine.speculation.drafters import Answer, HistoryDrafter
 from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS
@@ -40,6 +38,67 @@ from tunix_sgljax.bench.shapes import MODELS
 MODES = ("off", "auto")
 NUM_TOKENS = {"qwen3-0.6b": 64}
 DEFAULT_NUM_TOKENS = 256
+SHARES = (0, 30, 60, 90)
+"""Per cent of the drafts that are right."""
+
+PROMPT_TOKENS = 32
+
+DRAFT_TOKENS = 15
+"""Most drafts of a row in a step."""
+
+
+class Case(NamedTuple):
+    """Requests, and what the history says about them.
+
+    Attributes:
+        name: For the table.
+        prompts: Token ids.
+        params: Of each prompt.
+        drafts: int32, an earlier answer to each prompt.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    drafts: list[np.ndarray]
+
+
+def make_cases(engine: Engine, num_rows: int, num_tokens: int) -> list[Case]:
+    """Drafts that are right some of the time, and drafts that are of no use.
+
+    Args:
+        engine: Without drafts, which says the true answers.
+        num_rows: Requests, one for each row.
+        num_tokens: Tokens of an answer.
+    """
+    rng, vocab_size = np.random.default_rng(0), engine.model_config.vocab_size
+    prompts = rng.integers(1, vocab_size, (num_rows, PROMPT_TOKENS)).tolist()
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_new_tokens=num_tokens, ignore_eos=True)
+        for seed in range(num_rows)
+    ]
+    longer = [
+        dataclasses.replace(each, max_new_tokens=num_tokens + DRAFT_TOKENS) for each in params
+    ]
+    outputs = engine.generate_requests(prompts, longer)
+    right = [np.asarray(output.output_ids, np.int32) for output in outputs]
+    answers = [ids[:num_tokens] for ids in right]
+    drafts = {
+        f"{share} % right": some_right(answers, share / 100, vocab_size, rng) for share in SHARES
+    }
+    drafts["beyond max_new_tokens"] = right
+    drafts["of another vocabulary"] = [answer + vocab_size for answer in right]
+    return [Case(name, prompts, params, each) for name, each in drafts.items()]
+
+
+def some_right(
+    answers: Sequence[np.ndarray], share: float, vocab_size: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Answers of which each token is kept with a probability, and is another one if not."""
+    return [
+        np.where(rng.random(len(answer)) < share, answer, (answer + 1) % vocab_size)
+        for answer in answers
+    ]
 
 
 class Run(NamedTuple):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.lib.draft_cases import SHARES, some_right
 from benchmarks.throughput import speculation
+from benchmarks.throughput.speculation import SHARES, some_right
 from tests.engine.models import TINY
 
 NUM_TOKENS = 24
