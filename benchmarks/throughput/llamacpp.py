@@ -16,8 +16,7 @@ first: the fastest of all combinations of slots (as many as our engine's rows, a
 KV buffers and flash attention; then larger batches are tried. Its KV cache is float16, which was
 faster than float32; ours has the dtype of our weights.
 
-Then greedy tokens are compared: those that follow equal tokens on both sides. Runs are made in pairs
-whose order alternates.
+Then greedy tokens that follow equal ones are compared. The order within a pair of runs alternates.
 """
 
 from __future__ import annotations
