@@ -26,13 +26,11 @@ def test_waiting_requests_stand_behind_those_that_are_served(monkeypatch):
 
 @pytest.mark.parametrize("name", growth.SERIES)
 def test_one_size_varies_at_a_time(name):
-    loads = [dataclasses.asdict(growth.make_load(name, size, 1024)) for size in (3, 4)]
-    first, second = loads
-    assert [field for field in first if first[field] != second[field]] == [
-        {
-            "batch": "num_rows",
-            "context": "context",
-            "vocabulary": "vocab_size",
-            "waiting": "num_waiting",
-        }[name]
-    ]
+    first, second = (dataclasses.asdict(growth.make_load(name, n, 1024)) for n in (3, 4))
+    varying = {
+        "batch": "num_rows",
+        "context": "context",
+        "vocabulary": "vocab_size",
+        "waiting": "num_waiting",
+    }
+    assert [field for field in first if first[field] != second[field]] == [varying[name]]
