@@ -1,7 +1,9 @@
-"""The benchmarks' request lists are what their reports say."""
+"""The benchmarks' request lists are what their reports say; peers must agree on answers."""
 
 import pytest
 
+from tunix_sgljax.bench.measure import count_agreed
+from tunix_sgljax.bench.vanilla import VanillaPeer
 from tunix_sgljax.bench.workloads import WORKLOADS, make_workload
 
 VOCAB_SIZE = 4096
@@ -48,3 +50,18 @@ def test_unknown_names_and_wrong_lengths_are_refused():
         make_workload("rl", VOCAB_SIZE)
     with pytest.raises(ValueError, match=r"must hold 1 entries .* got 2"):
         make_workload("single_stream", VOCAB_SIZE).with_lengths([3, 4])
+
+
+def test_different_outputs_stop_the_comparison():
+    workload = make_workload("single_stream", 64, is_quick=True)
+
+    class Constant(VanillaPeer):
+        def __init__(self, token):
+            self.name, self.token = "constant", token
+
+        def generate(self, workload, *, is_greedy=False) -> list[list[int]]:
+            return [[self.token] * length for length in workload.output_lengths]
+
+    assert count_agreed(Constant(1), Constant(1), workload) == (8, 8)
+    with pytest.raises(AssertionError, match="first greedy tokens"):
+        count_agreed(Constant(1), Constant(2), workload)
