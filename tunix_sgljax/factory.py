@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
-from tunix_sgljax.lora import LoraMode
-from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.sampling import WeightUpdateMode
 
 
 def create_sgljax_rollout(
@@ -27,17 +24,7 @@ def create_sgljax_rollout(
     model_config: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     max_model_len: int | None = None,
-    rollout_config: RolloutConfig | None = None,
-    sampling_params: Mapping[str, Any] | None = None,
-    logprobs_mode: str | None = None,
-    match_batch_size: int | None = None,
-    weight_update_mode: WeightUpdateMode = "retract",
-    release_kv_between_steps: bool = False,
-    strict_config: bool = False,
-    progress: Progress | None = None,
-    lora: LoraMode = "merged",
-    lora_scaling: float | None = None,
-    **engine_options: Any,
+    **options: Any,
 ) -> SglJaxRollout:
     """Makes a rollout worker for `RLCluster(rollout_worker=...)`, or for use on its own.
 
@@ -48,40 +35,16 @@ def create_sgljax_rollout(
             ModelConfig; None takes `model.config`.
         mesh: Devices to run on; None, or an empty mesh, takes JAX's first device.
         max_model_len: Maximum number of prompt plus output tokens of one sequence.
-        rollout_config: The training RolloutConfig, if known already.
-        sampling_params: Sampling fields that RolloutConfig does not have; see `SglJaxRollout`.
-        logprobs_mode: See `SglJaxRollout`.
-        match_batch_size: See `SglJaxRollout`.
-        weight_update_mode: See `SglJaxRollout`.
-        release_kv_between_steps: See `SglJaxRollout`.
-        strict_config: See `SglJaxRollout`.
-        progress: See `SglJaxRollout`.
-        lora: See `SglJaxRollout`.
-        lora_scaling: See `SglJaxRollout`.
-        **engine_options: Flat `EngineConfig` options.
+        **options: Keywords of `SglJaxRollout`, flat `EngineConfig` options among them.
 
     Raises:
         InvalidConfigError: names the option, its value and its limit.
         UnsupportedModelError: for a model that the engine does not implement.
     """
     if max_model_len is not None:
-        engine_options["max_model_len"] = max_model_len
+        options["max_model_len"] = max_model_len
     return SglJaxRollout(
-        rollout_actor=model,
-        tokenizer=tokenizer,
-        mesh=mesh,
-        rollout_config=rollout_config,
-        model_config=model_config,
-        sampling_params=sampling_params,
-        logprobs_mode=logprobs_mode,
-        match_batch_size=match_batch_size,
-        weight_update_mode=weight_update_mode,
-        release_kv_between_steps=release_kv_between_steps,
-        strict_config=strict_config,
-        progress=progress,
-        lora=lora,
-        lora_scaling=lora_scaling,
-        **engine_options,
+        rollout_actor=model, tokenizer=tokenizer, model_config=model_config, mesh=mesh, **options
     )
 
 

@@ -147,11 +147,11 @@ def test_honoured_field(make_rollout, name):
     config = RolloutConfig(**{name: value})
     rollout = make_rollout(rollout_config=config, page_size=16, max_running_requests=64)
     # Explicit options win, so they must not be in this field's way.
-    rollout._explicit_options.clear()
+    rollout._builder.explicit_options.clear()
     rollout.bind(config)
-    assert option(rollout._engine_config, path) == expected
+    assert option(rollout._builder.engine_config, path) == expected
     rollout.bind(RolloutConfig())
-    assert option(rollout._engine_config, path) != expected
+    assert option(rollout._builder.engine_config, path) != expected
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,10 @@ def test_fields_reach_the_engine(make_rollout):
         rollout_sglang_jax_kwargs={"num_kv_tokens": 100},
     )
     rollout = make_rollout(rollout_config=config)
-    assert rollout._engine_config.scheduler.max_running_requests == 8  # explicit options win
-    assert rollout._engine_config.cache.page_size == 4
+    assert (
+        rollout._builder.engine_config.scheduler.max_running_requests == 8
+    )  # explicit options win
+    assert rollout._builder.engine_config.cache.page_size == 4
     state = rollout.engine.get_internal_state()
     assert state.total_kv_tokens == 100
     assert rollout.engine.max_model_len == 48
@@ -244,7 +246,7 @@ def test_data_type_is_that_of_the_engine(make_rollout):
 def test_max_prompt_and_output_bound_the_context(make_rollout):
     """Without a context length, a sequence of the configured lengths always fits."""
     config = {"kv_cache_size": 8, "max_prompt_length": 40, "max_tokens_to_generate": 24}
-    assert make_rollout(config=config)._engine_config.max_model_len == 64
+    assert make_rollout(config=config)._builder.engine_config.max_model_len == 64
 
 
 @pytest.mark.parametrize("value", [0, 1.5, "many"])
@@ -285,8 +287,8 @@ def test_keywords_win_over_the_config(make_rollout):
     kwargs = {"page_size": 8, "decode_steps": 3}
     config = {"rollout_sglang_jax_page_size": 32, "rollout_sglang_jax_kwargs": kwargs}
     rollout = make_rollout(config=config, decode_steps=5)
-    assert rollout._engine_config.cache.page_size == ENGINE_OPTIONS["page_size"]
-    assert rollout._engine_config.scheduler.decode_steps == 5
+    assert rollout._builder.engine_config.cache.page_size == ENGINE_OPTIONS["page_size"]
+    assert rollout._builder.engine_config.scheduler.decode_steps == 5
 
 
 def test_factory_takes_options(model):
@@ -298,8 +300,8 @@ def test_factory_takes_options(model):
         page_size=2,
         rollout_config=rollout_config(rollout_sglang_jax_context_length=50),
     )
-    assert rollout._engine_config.max_model_len == 77
-    assert rollout._engine_config.cache.page_size == 2
+    assert rollout._builder.engine_config.max_model_len == 77
+    assert rollout._builder.engine_config.cache.page_size == 2
     rollout.close()
     with pytest.raises(InvalidConfigError, match=r"'max_model_length'.*'max_model_len'"):
         create_sgljax_rollout(model, EndingTokenizer(eos=1), max_model_length=77)
@@ -365,7 +367,7 @@ def test_a_mesh_whose_shape_is_written_down_twice(refuse, make_rollout):
     for size in (1, 2, 4):
         config = rollout_config(data_parallel_size=size)
         made = make_rollout(mesh=mesh, rollout_config=config, strict_config=True)
-        assert made._engine_config.parallel.data_parallel_size == size
+        assert made._builder.engine_config.parallel.data_parallel_size == size
     refuse("data_parallel_size 3 must share", mesh=mesh, config={"data_parallel_size": 3})
 
 
@@ -381,9 +383,9 @@ def test_paddings_alone_bound_the_batch_and_the_prefill(make_rollout, model):
         rollout_sglang_jax_precompile_token_paddings=[64, 128],
     )
     rollout = create_sgljax_rollout(model, EndingTokenizer(eos=1), rollout_config=config)
-    assert rollout._engine_config.runtime.batch_buckets == (4, 12)
-    assert rollout._engine_config.scheduler.max_running_requests == 12
-    assert rollout._engine_config.scheduler.chunked_prefill_size == 128
+    assert rollout._builder.engine_config.runtime.batch_buckets == (4, 12)
+    assert rollout._builder.engine_config.scheduler.max_running_requests == 12
+    assert rollout._builder.engine_config.scheduler.chunked_prefill_size == 128
     rollout.close()
 
 
@@ -460,4 +462,4 @@ def test_the_trained_models_rope_theta_is_the_one_that_its_code_uses(make_rollou
     """Tunix 0.1.7 ignores its own config's rope_theta; sampling must not obey it either."""
     config = dataclasses.replace(model.config, rope_theta=10_000)
     rollout = make_rollout(model_config=config)
-    assert rollout._model_config.rope.theta == ref.ROPE_THETA
+    assert rollout._builder.model_config.rope.theta == ref.ROPE_THETA

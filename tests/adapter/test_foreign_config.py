@@ -104,7 +104,7 @@ def test_a_config_for_vllm(bare, warnings):
     train = rollout_config(temperature=1.0, seed=3, **VLLM)
     evaluation = rollout_config(temperature=0.0, **VLLM)
     rollout = bare(train)
-    config = rollout._engine_config
+    config = rollout._builder.engine_config
     assert config.cache.mem_fraction_static == 0.4
     assert config.cache.disable_radix_cache is True
     assert config.scheduler.max_running_requests == 8
@@ -132,7 +132,7 @@ def test_a_config_for_vllm(bare, warnings):
 
 def test_a_config_for_sglang_jax(bare, warnings):
     rollout = bare(rollout_config(**SGLANG_JAX))
-    config = rollout._engine_config
+    config = rollout._builder.engine_config
     assert config.cache.mem_fraction_static == 0.8
     assert config.cache.page_size == 64
     assert config.runtime.batch_buckets == (8,)
@@ -234,7 +234,7 @@ def test_several_fields_for_one_option(warnings, bare):
     assert asked.values == {"page_size": 4, "dtype": "float32", "max_running_requests": 3}
     assert asked.sources["page_size"] == "rollout_sglang_jax_kwargs['page_size']"
     rollout = bare(rollout_config(**fields), page_size=16)
-    assert rollout._engine_config.cache.page_size == 16
+    assert rollout._builder.engine_config.cache.page_size == 16
     (message,) = warnings()
     for named in (
         "rollout_sglang_jax_page_size=8 (rollout_sglang_jax_kwargs['page_size'] decides page_size)",

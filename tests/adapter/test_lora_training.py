@@ -69,7 +69,7 @@ def test_a_grpo_run(offloads, mode):
         assert cluster.rollout.weight_version == parts.NUM_STEPS
     # Training replaced the frozen arrays by others, and the rollout refers to those: no copy.
     model = cluster.actor_trainer.model
-    base = cluster.rollout._weights._lora._base()
+    base = cluster.rollout._builder.weights._lora._base()
     assert base["layers.0.mlp.up_proj.kernel"] is model.layers[0].mlp.up_proj.kernel.get_value()
     report = cluster.rollout.lora_report
     assert report.base_holder == "the actor"

@@ -337,8 +337,8 @@ def test_offloading_is_refused(matching):
 
 def test_weights_from_elsewhere_are_refused(matching, other_model):
     rollout = matching()
-    source = rollout._weights._mapper.named_source(params_of(other_model))
-    rollout.engine.update_weights(source, rollout._weights._mapper.rules_for(source))
+    source = rollout._builder.weights._mapper.named_source(params_of(other_model))
+    rollout.engine.update_weights(source, rollout._builder.weights._mapper.rules_for(source))
     with pytest.raises(EngineStateError, match=r"weight version 1, only for \[0\].*update_params"):
         generate(rollout)
     rollout.update_params(params_of(other_model), (nnx.Param,))

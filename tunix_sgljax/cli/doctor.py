@@ -91,7 +91,7 @@ def to_json(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
     if facts.preview is not None:
         path = facts.preview.compilation_cache
         values["preview"]["compilation_cache"] = None if path is None else str(path)
-    return {**values, "findings": [dataclasses.asdict(finding) for finding in findings]}
+    return {**values, "findings": [finding._asdict() for finding in findings]}
 
 
 def describe(facts: Facts) -> list[str]:

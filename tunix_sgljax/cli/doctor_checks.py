@@ -5,9 +5,9 @@ Every check is a function of `Facts` that yields findings; `CHECKS` lists them.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
@@ -17,70 +17,69 @@ _GB = 1e9
 _MIN_AVAILABLE_BYTES = 2e9
 _LOW_MEMORY_SHARE = 0.1
 
+_VARIABLES = {
+    "JAX_ENABLE_X64": "64-bit numbers by default, as Tunix and this engine do not expect",
+    "JAX_DISABLE_JIT": "nothing is compiled: a hundred times slower",
+    "JAX_DEBUG_NANS": "every result is checked on the host: slow",
+}
+_FOLDER_FIXES = {
+    "UnsupportedModelError": "take a supported model, or see docs/add_a_model.md",
+    "WeightLoadError": "download the folder again: all *.safetensors files and their index",
+}
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A result of a check.
 
-    Attributes:
-        level: "problem" if something does not work, "note" for information.
-        message: What the check found.
-        fix: What to do about it.
-    """
+class Finding(NamedTuple):
+    """What a check found: a "problem" if something does not work, else a "note"; and a fix."""
 
     level: Literal["problem", "note"]
     message: str
     fix: str
 
 
-def check_requirements(facts: Facts) -> Iterator[Finding]:
+Findings = Iterator[Finding]
+_problem = functools.partial(Finding, "problem")
+_note = functools.partial(Finding, "note")
+
+
+def check_requirements(facts: Facts) -> Findings:
     """Every required package is installed, in a version within its range."""
     for requirement in required_here(facts.requirements):
         version = facts.versions.get(requirement.name)
         wanted = str(requirement.specifier) or "any version"
         fix = f'pip install "{requirement.name}{requirement.specifier}"'
         if version is None:
-            yield Finding("problem", f"{requirement.name} ({wanted}) is not installed", fix)
+            yield _problem(f"{requirement.name} ({wanted}) is not installed", fix)
         elif not requirement.specifier.contains(version, prereleases=True):
-            yield Finding("problem", f"{requirement.name} {version} is not {wanted}", fix)
+            yield _problem(f"{requirement.name} {version} is not {wanted}", fix)
 
 
-def check_jaxlib(facts: Facts) -> Iterator[Finding]:
+def check_jaxlib(facts: Facts) -> Findings:
     """Jaxlib and the plugins have JAX's own version, or one that JAX accepts."""
     jax = facts.versions.get("jax")
-    if jax is None:
-        return
     for name in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         version = facts.versions.get(name)
-        if version is None:
-            continue
-        ours, theirs = Version(jax).release[:2], Version(version).release[:2]
-        if theirs != ours:
+        if jax and version and Version(jax).release[:2] != Version(version).release[:2]:
             extra = "" if name == "jaxlib" else f"[{name.split('-')[1]}]"
-            yield Finding(
-                "problem",
-                f"{name} {version} does not go with jax {jax}",
-                f'pip install --upgrade "jax{extra}=={jax}"',
-            )
+            fix = f'pip install --upgrade "jax{extra}=={jax}"'
+            yield _problem(f"{name} {version} does not go with jax {jax}", fix)
 
 
-def check_jax_starts(facts: Facts) -> Iterator[Finding]:
+def check_jax_starts(facts: Facts) -> Findings:
     """JAX can be imported and finds a device."""
     if facts.jax_problem is not None and not facts.is_pathways:
         wanted = facts.variables.get("JAX_PLATFORMS")
         fix = "see https://docs.jax.dev/en/latest/installation.html"
         if wanted is not None:
             fix = f"unset JAX_PLATFORMS (it is {wanted!r}), or install JAX for that platform"
-        yield Finding("problem", f"JAX does not start: {facts.jax_problem}", fix)
+        yield _problem(f"JAX does not start: {facts.jax_problem}", fix)
 
 
-def check_pathways(facts: Facts) -> Iterator[Finding]:
+def check_pathways(facts: Facts) -> Findings:
     """What Pathways needs is there, and what the user of it must know."""
     if not facts.is_pathways:
         return
     if "pathwaysutils" not in facts.versions:
-        yield Finding(
-            "problem",
+        yield _problem(
             "JAX_PLATFORMS asks for Pathways, and pathwaysutils, which makes its proxy known to "
             "JAX, is not installed",
             "pip install pathwaysutils; a program of your own must call pathwaysutils.initialize() "
@@ -89,14 +88,12 @@ def check_pathways(facts: Facts) -> Iterator[Finding]:
     elif facts.jax_problem is not None:
         target = facts.variables.get("JAX_BACKEND_TARGET")
         is_named = "is not set" if target is None else f"is {target!r}"
-        yield Finding(
-            "problem",
+        yield _problem(
             f"Pathways' proxy gives no devices: {facts.jax_problem}",
             f"JAX_BACKEND_TARGET {is_named}; it must name the proxy, as in grpc://127.0.0.1:29000",
         )
     elif all(device.bytes_limit is None for device in facts.devices):
-        yield Finding(
-            "note",
+        yield _note(
             "the devices do not say how much memory is free, so the KV cache gets "
             "max_running_requests x max_model_len tokens whether they fit or not",
             "set num_kv_tokens, or max_running_requests and max_model_len, to what fits; "
@@ -104,60 +101,46 @@ def check_pathways(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def check_accelerator_is_used(facts: Facts) -> Iterator[Finding]:
+def check_accelerator_is_used(facts: Facts) -> Findings:
     """JAX uses the GPU or TPU of this machine."""
-    if facts.jax_problem is not None:
-        return
     platforms = {device.platform for device in facts.devices}
-    names = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}
-    extras = {"gpu": "cuda12", "tpu": "tpu"}
-    used = {"cuda": "gpu", "rocm": "gpu"}
-    for kind in sorted(facts.accelerators - {used.get(name, name) for name in platforms}):
+    used = {{"cuda": "gpu", "rocm": "gpu"}.get(name, name) for name in platforms}
+    for kind in sorted(facts.accelerators - used) if facts.jax_problem is None else ():
+        name, extra = {"gpu": ("an NVIDIA GPU", "cuda12"), "tpu": ("a TPU", "tpu")}[kind]
         wanted = facts.variables.get("JAX_PLATFORMS")
+        fix = f'pip install --upgrade "jax[{extra}]"'
         if wanted is not None:
             fix = f"unset JAX_PLATFORMS (it is {wanted!r})"
         elif kind == "gpu" and facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             fix = "unset CUDA_VISIBLE_DEVICES, which hides all GPUs"
-        else:
-            fix = f'pip install --upgrade "jax[{extras[kind]}]"'
-        yield Finding(
-            "problem", f"the machine has {names[kind]}, but JAX uses {sorted(platforms)}", fix
-        )
+        yield _problem(f"the machine has {name}, but JAX uses {sorted(platforms)}", fix)
 
 
-def check_variables(facts: Facts) -> Iterator[Finding]:
+def check_variables(facts: Facts) -> Findings:
     """No environment variable changes results or speed by surprise."""
     given = facts.variables
     flags = given.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" in flags:
-        yield Finding(
-            "note",
+        yield _note(
             "XLA_FLAGS splits the host's cores into several devices, for tests of meshes",
             "take --xla_force_host_platform_device_count out of XLA_FLAGS to use all cores as one",
         )
     if "xla_dump_to" in flags:
-        yield Finding("note", "XLA_FLAGS dumps every program", "take --xla_dump_to out: it is slow")
-    advice = {
-        "JAX_ENABLE_X64": "64-bit numbers by default, as Tunix and this engine do not expect",
-        "JAX_DISABLE_JIT": "nothing is compiled: a hundred times slower",
-        "JAX_DEBUG_NANS": "every result is checked on the host: slow",
-    }
-    for name, meaning in advice.items():
+        yield _note("XLA_FLAGS dumps every program", "take --xla_dump_to out: it is slow")
+    for name, meaning in _VARIABLES.items():
         if given.get(name, "").lower() in ("1", "true", "yes", "on"):
-            yield Finding("note", f"{name} is set: {meaning}", f"unset {name}")
+            yield _note(f"{name} is set: {meaning}", f"unset {name}")
     if given.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
-        yield Finding(
-            "note",
+        yield _note(
             "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates each array by itself: slow",
             "unset XLA_PYTHON_CLIENT_ALLOCATOR",
         )
 
 
-def check_cache(facts: Facts) -> Iterator[Finding]:
+def check_cache(facts: Facts) -> Findings:
     """Compiled programs can be cached for the next start."""
     if facts.cache is not None and not facts.cache.is_writable:
-        yield Finding(
-            "problem",
+        yield _problem(
             f"the compilation cache {facts.cache.path} cannot be written: every start compiles "
             "all programs anew",
             "make it writable, or name another folder: compilation_cache_dir=FOLDER, or "
@@ -165,109 +148,91 @@ def check_cache(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def check_host(facts: Facts) -> Iterator[Finding]:
+def check_host(facts: Facts) -> Findings:
     """The host and the devices have free memory."""
     available = facts.available_bytes
     if available is not None and available < _MIN_AVAILABLE_BYTES:
-        yield Finding(
-            "note",
+        yield _note(
             f"only {available / _GB:.1f} GB of the host's memory are available",
             "end other programs: loading a model needs room for its weights on the host",
         )
     for i, device in enumerate(facts.devices):
         limit, used = device.bytes_limit, device.bytes_in_use
         if limit and used is not None and limit - used < _LOW_MEMORY_SHARE * limit:
-            yield Finding(
-                "note",
-                f"device {i} ({device.kind}) has {(limit - used) / _GB:.1f} of "
-                f"{limit / _GB:.1f} GB free",
-                "end the other program that uses it (nvidia-smi lists them)",
-            )
+            free = f"{(limit - used) / _GB:.1f} of {limit / _GB:.1f} GB free"
+            fix = "end the other program that uses it (nvidia-smi lists them)"
+            yield _note(f"device {i} ({device.kind}) has {free}", fix)
 
 
-def check_model(facts: Facts) -> Iterator[Finding]:
+def check_model(facts: Facts) -> Findings:
     """The engine supports the model, its weights exist, and it fits."""
-    model = facts.model
+    model, preview = facts.model, facts.preview
     if model is not None and model.problem is not None:
-        fixes = {
-            "UnsupportedModelError": "take a supported model, or see docs/add_a_model.md",
-            "WeightLoadError": "download the folder again: all *.safetensors files and their index",
-        }
-        fix = fixes.get(model.problem_kind or "", "compare config.json with the original")
-        yield Finding("problem", f"{model.path}: {model.problem}", fix)
-    preview = facts.preview
+        other = "compare config.json with the original"
+        fix = _FOLDER_FIXES.get(model.problem_kind or "", other)
+        yield _problem(f"{model.path}: {model.problem}", fix)
     if facts.preview_problem is not None:
-        yield Finding("problem", facts.preview_problem, "change that --engine option")
+        yield _problem(facts.preview_problem, "change that --engine option")
     elif preview is not None and preview.problem is not None and not facts.is_example:
         here = "free memory", "shard over several devices with a mesh axis 'tp'"
         there = "take chips with more memory", "give each engine more devices (--tp)"
         first, last = here if facts.topology is None else there
-        yield Finding(
-            "problem",
+        yield _problem(
             f"the model does not fit: {preview.problem}",
             f"{first}, take a smaller dtype (--engine dtype=bfloat16), fewer requests "
             f"(--engine max_running_requests=16), a shorter max_model_len, or {last}",
         )
 
 
-def check_dtype(facts: Facts) -> Iterator[Finding]:
+def check_dtype(facts: Facts) -> Findings:
     """The device computes fast in the dtype."""
     preview = facts.preview
     if preview is not None and preview.platform == "cpu" and preview.dtype != "float32":
-        yield Finding(
-            "note",
-            f"{preview.dtype} is slow on CPUs without hardware for it",
-            "--engine dtype=float32, if memory allows",
-        )
+        fix = "--engine dtype=float32, if memory allows"
+        yield _note(f"{preview.dtype} is slow on CPUs without hardware for it", fix)
 
 
-def check_tokenizer(facts: Facts) -> Iterator[Finding]:
+def check_tokenizer(facts: Facts) -> Findings:
     """The model has a matching tokenizer."""
     model = facts.model
     if model is None or model.problem is not None:
         return
     if not model.has_tokenizer:
-        yield Finding(
-            "problem",
+        yield _problem(
             f"{model.path} has no tokenizer: only token ids can be completed",
             "copy tokenizer.json and tokenizer_config.json from the original model",
         )
         return
     if model.tokenizer_problem is not None:
-        yield Finding(
-            "problem",
+        yield _problem(
             f"the tokenizer cannot be loaded: {model.tokenizer_problem}",
             "copy the tokenizer's files from the original model again",
         )
         return
     if model.tokenizer_size > model.vocab_size:
-        yield Finding(
-            "problem",
+        yield _problem(
             f"the tokenizer has {model.tokenizer_size} tokens, the model {model.vocab_size}",
             "use the tokenizer that the model was trained with",
         )
     if model.pad_id is None or model.pad_id in model.eos_ids:
         what = "none" if model.pad_id is None else f"{model.pad_id}, an end token"
-        yield Finding(
-            "note",
+        yield _note(
             f"the pad token is {what}: Tunix masks all pad tokens, so end tokens are not learned",
             "give the tokenizer a pad token of its own before training",
         )
     if not model.eos_ids:
-        yield Finding(
-            "note",
+        yield _note(
             "no end token is known: every completion runs to max_new_tokens",
             'set "eos_token_id" in generation_config.json',
         )
     if not model.has_chat_template:
-        yield Finding(
-            "note",
+        yield _note(
             "there is no chat template: --chat and messages are refused",
             "copy chat_template.jinja from the instruct model, if this is one",
         )
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     check_requirements,
     check_jaxlib,
     check_jax_starts,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DISTRIBUTION = "tunix-sgljax"
 
 PACKAGES = (
-    DISTRIBUTION,
+    "tunix-sgljax",
     "google-tunix",
     "jax",
     "jaxlib",
@@ -41,10 +41,6 @@ PACKAGES = (
     "torch",
 )
 """Packages shown if installed."""
-
-_GOOGLE = "0x1ae0"
-_TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-"""PCI ids of TPUs v2 to 7x, from JAX; Google's network cards have the same vendor id."""
 
 VARIABLES = (
     "JAX_PLATFORMS",
@@ -65,13 +61,15 @@ VARIABLES = (
 )
 """Environment variables that change what JAX does."""
 
+_GOOGLE = "0x1ae0"
+_TPU_DEVICES = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+"""PCI ids of TPUs v2 to 7x, from JAX; Google's network cards have the same vendor id."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """A JAX device; memory in bytes, None if unknown.
-
-    `runtime` is the name that JAX's client for it gives its runtime.
-    """
+    """A JAX device; memory in bytes, None if unknown. `runtime` is JAX's name of its runtime."""
 
     platform: str
     kind: str
@@ -94,18 +92,8 @@ class Cache:
 class Model:
     """Facts about a model's folder.
 
-    Attributes:
-        path: The folder.
-        problem: Why the engine would refuse it; None if it accepts it.
-        problem_kind: The class of that error.
-        num_tensors: Tensors in its safetensors files.
-        has_tokenizer: Whether the folder has one.
-        tokenizer_problem: Why the tokenizer cannot be loaded.
-        has_chat_template: Whether the tokenizer has a chat template.
-        pad_id: The tokenizer's pad token.
-        eos_ids: End tokens: the tokenizer's, and the config's.
-        vocab_size: Vocabulary size of the model; 0 if its config.json is refused.
-        tokenizer_size: Vocabulary size of the tokenizer.
+    `problem` is why the engine would refuse it. `eos_ids` are the tokenizer's and the config's;
+    `vocab_size` is the model's, 0 if its config.json is refused.
     """
 
     path: str
@@ -126,25 +114,15 @@ class Facts:
     """Input of all checks.
 
     Attributes:
-        python: Version of Python.
-        system: Operating system and architecture.
-        versions: Installed packages, see `installed_versions`.
         requirements: Requirements in the installed distribution's metadata.
-        devices: JAX's devices; empty if JAX fails to list them.
         jax_problem: Why JAX could not be imported or found no device.
-        num_processes: Number of JAX processes.
-        accelerators: Kinds of accelerators that the machine has, whether JAX uses them or not.
-        num_cores: Cores that this process may use.
-        memory_bytes: Memory of the host.
-        available_bytes: Available memory of the host.
-        variables: Those of `VARIABLES` that are set.
+        accelerators: Kinds that the machine has, whether JAX uses them or not.
         cache: The compilation cache; None if it is off.
         preview: What an engine would use; None if it would not start.
         preview_problem: Why it would not start.
         is_example: Whether the preview is for Qwen3-0.6B's shape instead of a user's model.
-        topology: Devices that the preview is for instead of this machine's, which nobody has.
+        topology: Devices that the preview is for instead of this machine's.
         title: The model's name there; "" if the preview is for this machine.
-        model: The folder given by the user.
     """
 
     python: str
@@ -170,12 +148,10 @@ class Facts:
     @property
     def is_pathways(self) -> bool:
         """Whether JAX reaches devices through Pathways' proxy, or is asked to."""
-        runtimes = {device.runtime for device in self.devices}
-        return pathways.is_asked_for(self.variables) or any(map(_is_pathways, runtimes))
-
-
-def _is_pathways(runtime: str) -> bool:
-    return runtime.startswith("proxy") or "pathways" in runtime
+        runtimes = [device.runtime for device in self.devices]
+        return pathways.is_asked_for(self.variables) or any(
+            name.startswith("proxy") or "pathways" in name for name in runtimes
+        )
 
 
 def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = True) -> Facts:
@@ -198,14 +174,17 @@ def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = Tru
         memory_bytes=total,
         available_bytes=available,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        is_example=folder is None,
     )
     try:
-        devices, num_processes = find_devices()
+        pathways.initialize()
+        import jax
+
+        devices, num_processes = tuple(map(_describe, jax.devices())), jax.process_count()
     except Exception as error:  # whatever JAX, a plugin or a driver raises
         return dataclasses.replace(facts, jax_problem=f"{type(error).__name__}: {error}")
-    facts = dataclasses.replace(facts, devices=devices, num_processes=num_processes)
     model = None if folder is None else look_at_model(folder)
-    facts = dataclasses.replace(facts, model=model, is_example=folder is None)
+    facts = dataclasses.replace(facts, devices=devices, num_processes=num_processes, model=model)
     # A folder whose config.json alone is there can be planned for.
     if not has_preview or (model is not None and not model.vocab_size):
         return facts
@@ -220,10 +199,8 @@ def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = Tru
 
 def required_here(lines: Sequence[str]) -> Iterator[Requirement]:
     """Requirements from a distribution's metadata, without those of extras and other systems."""
-    for line in lines:
-        requirement = Requirement(line)
-        marker = requirement.marker
-        if marker is None or marker.evaluate({"extra": ""}):
+    for requirement in map(Requirement, lines):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield requirement
 
 
@@ -231,20 +208,12 @@ def installed_versions(requirements: Sequence[str]) -> dict[str, str]:
     """Installed versions of `PACKAGES` and required packages."""
     required = {requirement.name for requirement in required_here(requirements)}
     versions = {}
-    for name in (*PACKAGES, *sorted(required - set(PACKAGES))):
+    for name in (*PACKAGES, *sorted(required.difference(PACKAGES))):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def find_devices() -> tuple[tuple[Device, ...], int]:
-    """JAX's devices, and the number of processes that share them."""
-    pathways.initialize()
-    import jax
-
-    return tuple(map(_describe, jax.devices())), jax.process_count()
 
 
 def _describe(device: Any) -> Device:
@@ -267,17 +236,13 @@ def find_accelerators(root: Path = Path("/")) -> frozenset[str]:
     if (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia/version").exists():
         found.add("gpu")
     for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
-        is_google = _reads(vendor) == _GOOGLE
-        if is_google and _reads(vendor.with_name("device")) in _TPU_DEVICES:
+        try:
+            ids = [path.read_text().strip() for path in (vendor, vendor.with_name("device"))]
+        except OSError:
+            continue
+        if ids[0] == _GOOGLE and ids[1] in _TPU_DEVICES:
             found.add("tpu")
     return frozenset(found)
-
-
-def _reads(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def host_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
@@ -291,57 +256,42 @@ def host_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int 
 
 def look_at_cache(path: Path) -> Cache:
     """The folder, which need not exist yet."""
-    files = [entry for entry in path.rglob("*") if entry.is_file()] if path.is_dir() else []
-    return Cache(
-        path=str(path),
-        num_files=len(files),
-        num_bytes=sum(entry.stat().st_size for entry in files),
-        is_writable=_is_writable(path),
-    )
-
-
-def _is_writable(path: Path) -> bool:
+    sizes = [entry.stat().st_size for entry in path.rglob("*") if entry.is_file()]
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
-            return True
+            is_writable = True
     except OSError:
-        return False
+        is_writable = False
+    return Cache(
+        path=str(path), num_files=len(sizes), num_bytes=sum(sizes), is_writable=is_writable
+    )
 
 
 def look_at_model(folder: Path) -> Model:
     """Reads a folder's config, the names of its weights, and its tokenizer."""
     from sgljax_engine import EngineError, load_model_config, read_hf_tensors
 
-    model = Model(path=str(folder))
+    known: dict[str, Any] = {"path": str(folder)}
     try:
         config = load_model_config(folder)
-        model = dataclasses.replace(
-            model, vocab_size=config.vocab_size, eos_ids=config.eos_token_ids
-        )
-        model = dataclasses.replace(model, num_tensors=len(read_hf_tensors(folder)))
+        known |= {"vocab_size": config.vocab_size, "eos_ids": config.eos_token_ids}
+        known["num_tensors"] = len(read_hf_tensors(folder))
     except EngineError as error:
-        kind = type(error).__name__
-        return dataclasses.replace(model, problem=str(error), problem_kind=kind)
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any((folder / name).exists() for name in names):
-        return model
+        return Model(**known, problem=str(error), problem_kind=type(error).__name__)
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return Model(**known)
+    known["has_tokenizer"] = True
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # whatever transformers raises for a broken file
-        problem = f"{type(error).__name__}: {error}"
-        return dataclasses.replace(model, has_tokenizer=True, tokenizer_problem=problem)
+        return Model(**known, tokenizer_problem=f"{type(error).__name__}: {error}")
     eos = {*config.eos_token_ids} | {tokenizer.eos_token_id} - {None}
-    return dataclasses.replace(
-        model,
-        has_tokenizer=True,
-        has_chat_template=tokenizer.chat_template is not None,
-        pad_id=tokenizer.pad_token_id,
-        eos_ids=tuple(sorted(eos)),
-        tokenizer_size=len(tokenizer),
-    )
+    known |= {"eos_ids": tuple(sorted(eos)), "tokenizer_size": len(tokenizer)}
+    has_template = tokenizer.chat_template is not None
+    return Model(**known, has_chat_template=has_template, pad_id=tokenizer.pad_token_id)
 
 
 def preview_of(folder: Path | None, config: EngineConfig) -> EnginePreview:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
 from sgljax_engine import (
@@ -23,44 +18,33 @@ from sgljax_engine import (
     EngineShutdownError,
     InvalidConfigError,
     InvalidRequestError,
-    ModelConfig,
     RequestOutput,
     SamplingParams,
     WeightRule,
-    derive_seed,
     flatten_named,
-    load_model_config,
-    preview_engine,
 )
-from tunix_sgljax import mappings, padding, sampling
+from tunix_sgljax import padding, sampling
 from tunix_sgljax.exactness.trainer_match import TrainerMatch
 from tunix_sgljax.idle_policy import IdlePolicy
 from tunix_sgljax.in_flight.outputs import OutputRecorder, VersionedRolloutOutput
-from tunix_sgljax.lora import (
-    LoraMode,
-    LoraReport,
-    check_lora_mode,
-    check_scaling,
-    find_lora,
-    is_lora_name,
-)
-from tunix_sgljax.model_config import as_trained, engine_dtype, to_model_config
+from tunix_sgljax.lora import LoraMode, LoraReport, check_lora_mode, check_scaling, is_lora_name
 from tunix_sgljax.observability.observers import RolloutObservers
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.policy_weights import PolicyWeights
+from tunix_sgljax.rollout.building import EngineBuilder
+from tunix_sgljax.rollout.generating import (
+    PromptEncoder,
+    SamplingReader,
+    scored_sequences,
+    to_rollout_output,
+)
 from tunix_sgljax.rollout_config import engine_options
 from tunix_sgljax.rollout_config.checks import FieldChecker, check_axis_types
-from tunix_sgljax.rollout_config.end_tokens import find_end_ids
-from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
-from tunix_sgljax.rollout_config.fields import max_lora_rank
+from tunix_sgljax.rollout_config.memory import ConfigMemory
 from tunix_sgljax.rollout_config.modes import check_lengths, configs_by_mode, find_cluster
-from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
 
 if TYPE_CHECKING:
     from sgljax_engine.server import Server
-
-_MIN_CONTEXT_LENGTH = 32768
-"""Context of a Tunix model whose config names none; rotary embeddings have no limit."""
 
 
 class SglJaxRollout(BaseRollout):
@@ -147,14 +131,11 @@ class SglJaxRollout(BaseRollout):
                 RolloutConfig field without a meaning here.
             UnsupportedModelError: for a model that the engine does not implement.
         """
-        is_adapter = isinstance(tokenizer, TokenizerAdapter)
-        self._tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
-        padding.check_pad_id(self.pad_id(), self.eos_id())
+        self._prompts = PromptEncoder(tokenizer)
         # Tunix passes an empty mesh when it runs without one.
         self._mesh = None if mesh is None or mesh.empty else check_axis_types(mesh)
-        self._actor: nnx.Module | None = rollout_actor
-        self._given_model_config = model_config
-        self._extra_params = sampling.check_extra_params(sampling_params or {})
+        extra_params = sampling.check_extra_params(sampling_params or {})
+        self._sampling = SamplingReader(extra_params, self.eos_id())
         self._given_logprobs_mode = sampling.check_logprobs_mode(logprobs_mode)
         self._match: TrainerMatch | None = None
         match_batch_size = sampling.check_match_batch_size(match_batch_size, logprobs_mode)
@@ -163,23 +144,27 @@ class SglJaxRollout(BaseRollout):
                 pad_id=self.pad_id(), eos_id=self.eos_id(), batch_size=match_batch_size
             )
             self._match.refuse_processes(rollout_actor)
-        self._lora_mode: LoraMode = check_lora_mode(lora)
-        self._lora_scaling = check_scaling("lora_scaling", lora_scaling)
+        self._builder = EngineBuilder(
+            rollout_actor,
+            mesh=self._mesh,
+            model_config=model_config,
+            lora_mode=check_lora_mode(lora),
+            lora_scaling=check_scaling("lora_scaling", lora_scaling),
+            explicit_options=engine_options,
+        )
         sampling.check_weight_update_mode(weight_update_mode)
         self._weight_update_mode: sampling.WeightUpdateMode = weight_update_mode
         is_strict = sampling.check_flag("strict_config", strict_config)
         self._field_checker = FieldChecker(is_strict=is_strict)
+        self._checked: ConfigMemory[None] = ConfigMemory()
         self._idle_policy = IdlePolicy(
             releases_kv=sampling.check_flag("release_kv_between_steps", release_kv_between_steps)
         )
         self._recorder = OutputRecorder()
         self._observers = RolloutObservers(progress)
-        self._explicit_options = dict(engine_options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._is_closed = False
-        self._call_counts: dict[int, Any] = defaultdict(itertools.count)
-        self._mapping_obj: Any = None
         self._temperature: float | None = None
         if rollout_config is not None:
             self.bind(rollout_config)
@@ -207,35 +192,17 @@ class SglJaxRollout(BaseRollout):
         asked_mode = engine_options.asked_logprobs_mode(rollout_config)
         self._logprobs_mode = self._given_logprobs_mode or asked_mode or "trainer_logprobs"
         self._rollout_config = rollout_config
-        self._end_ids = find_end_ids(rollout_config, self.eos_id())
+        self._sampling.bind(rollout_config)
+        self._checked.clear()
         self._temperature = rollout_config.temperature
         if self._engine is not None:
             self._check_same_engine(rollout_config)
-            self._check_modes(configs)
-            return
-        sampling.apply_log_level(rollout_config)
-        asked = engine_options.ask_options(rollout_config)
-        wanted = {**asked.values, **self._explicit_options}.get("max_model_len", 0)
-        self._model_config = self._find_model_config(rollout_config, wanted)
-        lengths = map(engine_options.implied_model_len, (rollout_config, *configs.values()))
-        self._engine_config = engine_options.make_engine_config(
-            asked, self._explicit_options, min(max(lengths), self._model_config.context_length)
-        )
-        if self._match is not None:
-            self._match.refuse_quantization(self._engine_config.runtime.quantization)
-        self._mapping_obj = rollout_config.rollout_mapping_config
-        mapping = mappings.find_mapping(self._mapping_obj, self._actor)
-        asked_scaling = scaling_of(rollout_config)
-        scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
-        lora = find_lora(self._actor, scaling)
-        mapper = mappings.WeightMapper(mapping, self._model_config, lora)
-        self._weights = PolicyWeights(mapper, lora, self._lora_mode)
-        slots = self._weights.adapter_config(
-            self._engine_config.lora, self._explicit_options, max_lora_rank(rollout_config)
-        )
-        self._engine_config = dataclasses.replace(self._engine_config, lora=slots)
-        # Refuses now what the first call would: sizes that do not share out the mesh, for example.
-        preview_engine(self._model_config, mesh=self._mesh, config=self._engine_config)
+        else:
+            sampling.apply_log_level(rollout_config)
+            self._builder.plan(rollout_config, configs)
+            if self._match is not None:
+                quantization = self._builder.engine_config.runtime.quantization
+                self._match.refuse_quantization(quantization)
         self._check_modes(configs)
 
     # ------------------------------------------------------------------ facts
@@ -245,9 +212,16 @@ class SglJaxRollout(BaseRollout):
         """The engine; builds it if no call has needed it yet."""
         with self._lock:
             if self._engine is None:
-                self._engine = self._build_engine()
+                if self._is_closed:
+                    raise EngineShutdownError("the rollout was closed")
+                if self._match is not None:
+                    assert self._builder.actor is not None
+                    self._match.start(self._builder.actor)
+                self._engine = self._builder.build(
+                    self._prompts.tokenizer, self._observers.progress
+                )
                 # From now on weights come through update_params; do not keep the actor alive.
-                self._actor = None
+                self._builder.actor = None
                 self._observers.built(self._engine)
             return self._engine
 
@@ -273,7 +247,7 @@ class SglJaxRollout(BaseRollout):
         The default is the dtype in which Tunix computes the actor; see `engine_dtype`.
         """
         self.engine  # noqa: B018
-        return self._dtype
+        return self._builder.dtype
 
     @property
     def logprobs_mode(self) -> str:
@@ -286,17 +260,17 @@ class SglJaxRollout(BaseRollout):
         Raises:
             InvalidConfigError: names the mode and the setting that makes them differ.
         """
-        sampling.check_comparable(self._logprobs_mode, self._sampling_params(rollout_config))
+        sampling.check_comparable(self._logprobs_mode, self._sampling.params(rollout_config))
 
     @property
     def lora_report(self) -> LoraReport | None:
         """The actor's LoRA pairs and the holder of its base; None without LoRA parameters."""
-        return self._weights.lora_report()
+        return self._policy.lora_report()
 
     @property
     def adapter(self) -> str | None:
         """Name of the policy's adapter with lora="adapter"; else None."""
-        return self._weights.adapter
+        return self._policy.adapter
 
     @property
     def weight_version(self) -> int:
@@ -310,11 +284,11 @@ class SglJaxRollout(BaseRollout):
 
     def pad_id(self) -> int:
         """The tokenizer's padding id."""
-        return self._tokenizer.pad_id()
+        return self._prompts.tokenizer.pad_id()
 
     def eos_id(self) -> int:
         """The tokenizer's end-of-sequence id."""
-        return self._tokenizer.eos_id()
+        return self._prompts.tokenizer.eos_id()
 
     def model(self) -> None:
         """None: the engine has its own weights, so Tunix syncs them after every step."""
@@ -347,12 +321,10 @@ class SglJaxRollout(BaseRollout):
         """
         if kwargs:
             raise InvalidRequestError(f"SglJaxRollout.generate takes no option {sorted(kwargs)}")
-        self._field_checker.check(rollout_config)
-        self._check_same_engine(rollout_config)
+        self._checked.get(rollout_config, lambda: self._check_call(rollout_config))
+        self._builder.check_same_mapping(rollout_config)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not texts:
-            raise InvalidRequestError("prompts is empty; it needs at least one prompt")
-        prompt_ids = self._encode_all(texts)
+        prompt_ids = self._prompts.encode_all(texts)
         params = self._row_params(rollout_config, len(texts))
         if self._temperature is None:
             self._temperature = rollout_config.temperature
@@ -361,8 +333,14 @@ class SglJaxRollout(BaseRollout):
         with watched, self._holding_policies(engine):
             with self._idle_policy.call(engine):
                 outputs = engine.generate_requests(prompt_ids, params, lora=self.adapter)
-            ends = params[0].stop_token_ids
-            output = self._rollout_output(prompt_ids, outputs, rollout_config, ends)
+            output = to_rollout_output(
+                prompt_ids,
+                outputs,
+                config=rollout_config,
+                end_ids=params[0].stop_token_ids,
+                pad_id=self.pad_id(),
+                logprobs_mode=self._logprobs_mode,
+            )
             if self._match is not None and rollout_config.return_logprobs:
                 output.logprobs = self._matched_logprobs(self._match, output, rollout_config)
         self._recorder.add(output)
@@ -395,82 +373,9 @@ class SglJaxRollout(BaseRollout):
         with self._recorder.recording() as outputs:
             yield outputs
 
-    def _rollout_output(
-        self,
-        prompt_ids: list[list[int]],
-        outputs: list[RequestOutput],
-        config: RolloutConfig,
-        end_ids: tuple[int, ...],
-    ) -> VersionedRolloutOutput:
-        lengths = [
-            padding.num_before_end(output.output_ids, self.pad_id(), end_ids) for output in outputs
-        ]
-        rows = list(zip(outputs, lengths, strict=True))
-        logprobs = [
-            np.asarray(sampling.pick_logprobs(output, self._logprobs_mode)[:length], np.float32)
-            for output, length in rows
-        ]
-        return VersionedRolloutOutput(
-            text=[output.text for output in outputs],
-            logits=[],
-            tokens=[np.asarray(output.output_ids[:length], np.int32) for output, length in rows],
-            left_padded_prompt_tokens=padding.left_pad_prompts(
-                prompt_ids, config.max_prompt_length, self.pad_id()
-            ),
-            logprobs=logprobs if config.return_logprobs else None,
-            weight_versions=[
-                np.asarray(output.token_weight_versions[:length], np.int32)
-                for output, length in rows
-            ],
-        )
-
-    def _encode_all(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each prompt, from the first one that Tunix does not take for padding."""
-        pad = self.pad_id()
-        prompt_ids = [self._encode(str(text)) for text in texts]
-        stripped = [padding.strip_prompt(ids, pad) for ids in prompt_ids]
-        for row, (ids, kept) in enumerate(zip(prompt_ids, stripped, strict=True)):
-            if ids and not kept:
-                raise InvalidRequestError(
-                    f"prompts[{row}]={str(texts[row])!r} holds the pad id {pad} alone; it needs "
-                    "another token"
-                )
-        return stripped
-
-    def _encode(self, text: str) -> list[int]:
-        """Token ids as in Tunix's samplers: with BOS in front, if there is one and it is not 0."""
-        bos = self._tokenizer.bos_id()
-        ids = [int(token) for token in self._tokenizer.encode(text)]
-        has_bos = bos is not None and bos > 0
-        return self._tokenizer.dedup_bos_ids([bos, *ids] if has_bos else ids)
-
     def _row_params(self, config: RolloutConfig, count: int) -> list[SamplingParams]:
-        seed = sampling.seed_to_int(config.seed)
-        params = self._sampling_params(
-            config, shows_special_tokens=self.engine.can_show_special_tokens
-        )
-        if seed is None:
-            return [params] * count
-        with self._lock:
-            call = next(self._call_counts[seed])
-        # Index 0 would leave the seed unmixed, and one call's row could repeat another's.
-        call_seed = derive_seed(seed, call + 1)
-        return [
-            dataclasses.replace(params, seed=derive_seed(call_seed, row + 1))
-            for row in range(count)
-        ]
-
-    def _sampling_params(
-        self, config: RolloutConfig, *, shows_special_tokens: bool = False
-    ) -> SamplingParams:
-        """Sampling parameters of any prompt, without a seed."""
-        return sampling.to_sampling_params(
-            with_training_kwargs(config, self._rollout_config),
-            end_ids=self._end_ids,
-            seed=None,
-            extra=self._extra_params,
-            shows_special_tokens=shows_special_tokens,
-        )
+        shows_special_tokens = self.engine.can_show_special_tokens
+        return self._sampling.row_params(config, count, shows_special_tokens=shows_special_tokens)
 
     def get_ref_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
@@ -509,7 +414,9 @@ class SglJaxRollout(BaseRollout):
         """
         if self._match is None:
             return self._score(prompt_tokens, completion_tokens, self.adapter)
-        self._sequences(prompt_tokens, completion_tokens)  # refuses inputs that cannot be scored
+        scored_sequences(
+            prompt_tokens, completion_tokens, self.pad_id()
+        )  # refuses inputs that cannot be scored
         prompts_BP, completions_BC = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         watched = self._observers.span("get_per_token_logps", rows=len(prompts_BP))
         with watched, self._holding_policies(self.engine):
@@ -521,7 +428,9 @@ class SglJaxRollout(BaseRollout):
     def _score(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array, adapter: str | None
     ) -> jax.Array:
-        sequences, start_lens, mask_BC = self._sequences(prompt_tokens, completion_tokens)
+        sequences, start_lens, mask_BC = scored_sequences(
+            prompt_tokens, completion_tokens, self.pad_id()
+        )
         engine = self.engine
         watched = self._observers.span("get_per_token_logps", rows=len(sequences))
         with watched, self._idle_policy.call(engine):
@@ -533,29 +442,11 @@ class SglJaxRollout(BaseRollout):
             )
         return jnp.asarray(padding.spread(logps, mask_BC))
 
-    def _sequences(
-        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
-    ) -> tuple[list[list[int]], list[int], np.ndarray]:
-        """Token ids without padding, the prompt lengths, and which completion tokens count."""
-        pad = self.pad_id()
-        prompts = padding.unpad_prompts(np.asarray(prompt_tokens), pad)
-        if any(len(prompt) == 0 for prompt in prompts):
-            raise InvalidRequestError(
-                "prompt_tokens has a row of padding alone; each needs a token"
-            )
-        completions_BC = np.asarray(completion_tokens)
-        mask_BC = padding.completion_mask(completions_BC, pad)
-        sequences = [
-            np.concatenate((prompt, completion[mask])).tolist()
-            for prompt, completion, mask in zip(prompts, completions_BC, mask_BC, strict=True)
-        ]
-        return sequences, [len(prompt) for prompt in prompts], mask_BC
-
     # ------------------------------------------------------------------ for an event loop
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, as in `generate`."""
-        return self._encode(text)
+        return self._prompts.encode(text)
 
     def request_params(self, config: RolloutConfig) -> SamplingParams:
         """Sampling parameters of one prompt; a `seed` gives the next draw of that seed."""
@@ -576,7 +467,7 @@ class SglJaxRollout(BaseRollout):
         All of the actor's parameters, or only the LoRA leaves if it has any.
         """
         self.engine  # noqa: B018
-        return dict(self._weight_specs)
+        return dict(self._builder.weight_specs)
 
     def weight_source(self, params: Any) -> tuple[dict[str, Any], tuple[WeightRule, ...]]:
         """Parameters by name and the rules that map them, as `Engine` takes them.
@@ -586,14 +477,14 @@ class SglJaxRollout(BaseRollout):
         Raises:
             WeightSyncError: for LoRA parameters of another actor.
         """
-        return self._weights.source(params)
+        return self._policy.source(params)
 
     def accept_source(self, params: Any) -> None:
         """Records that an engine serves the result of `weight_source` for these parameters.
 
         Their base completes LoRA leaves that come alone later.
         """
-        self._weights.accept(params)
+        self._policy.accept(params)
 
     # ------------------------------------------------------------------ weights
 
@@ -628,7 +519,7 @@ class SglJaxRollout(BaseRollout):
             self._update(params)
 
     def _update(self, params: Any) -> None:
-        if self._weights.has_lora:
+        if self._policy.has_lora:
             self.engine  # noqa: B018  built from the actor, which holds the frozen base
             # With offloading, Tunix passes only the base when it moves the reference model.
             if self._idle_policy.is_offloading and not any(
@@ -637,10 +528,10 @@ class SglJaxRollout(BaseRollout):
                 return
         engine, mode = self.engine, self._weight_update_mode
         if self._match is None:
-            self._weights.update(engine, params, mode)
+            self._policy.update(engine, params, mode)
         else:
             with self._match.update(params) as versions:
-                versions.append(self._weights.update(engine, params, mode))
+                versions.append(self._policy.update(engine, params, mode))
         self._idle_policy.updated(engine)
 
     def find_differing_weights(self, params: Any) -> list[str]:
@@ -652,7 +543,7 @@ class SglJaxRollout(BaseRollout):
         Raises:
             WeightSyncError: names each missing, extra or mis-shaped parameter.
         """
-        return self._weights.differing(self.engine, params)
+        return self._policy.differing(self.engine, params)
 
     def serve(self, **options: Any) -> Server:
         """Serves the policy over HTTP while it is trained; see `Engine.serve`.
@@ -674,82 +565,46 @@ class SglJaxRollout(BaseRollout):
         """Shuts the engine down and frees its memory. Idempotent."""
         with self._lock:
             self._is_closed = True
-            engine, self._actor = self._engine, None
+            engine, self._builder.actor = self._engine, None
         if engine is not None:
             engine.shutdown()
         if self._match is not None:
             self._match.release()
 
-    # ------------------------------------------------------------------ building
+    # ------------------------------------------------------------------ checks
 
-    def _build_engine(self) -> Engine:
-        if self._is_closed:
-            raise EngineShutdownError("the rollout was closed")
-        params = nnx.state(self._actor, nnx.Param)
-        self._weight_specs = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-            for name, x in flatten_named(params).items()
-            if not self._weights.has_lora or is_lora_name(name)
-        }
-        first = self._weights.first(params)
-        runtime = self._engine_config.runtime
-        if runtime.dtype is None:
-            stored = np.dtype(next(iter(first.weights.values())).dtype).name
-            dtype = engine_dtype(getattr(self._actor, "config", None), stored)
-            runtime = dataclasses.replace(runtime, dtype=dtype)
-        self._dtype = str(runtime.dtype)
-        if self._match is not None:
-            assert self._actor is not None
-            self._match.start(self._actor)
-        return Engine(
-            model_config=self._model_config,
-            weights=first.weights,
-            weight_rules=first.weight_rules,
-            adapters=first.adapters,
-            tokenizer=self._tokenizer,
-            mesh=self._mesh,
-            config=dataclasses.replace(self._engine_config, runtime=runtime),
-            progress=self._observers.progress,
-        )
+    @property
+    def _policy(self) -> PolicyWeights:
+        return self._builder.weights
+
+    def _check_call(self, config: RolloutConfig) -> None:
+        """Refuses a config that is wrong, or asks for another engine."""
+        self._field_checker.check(config)
+        self._check_same_engine(config)
 
     def _check_same_engine(self, config: RolloutConfig) -> None:
         """Refuses engine fields of a later config that differ from the running engine's."""
-        engine_options.check_same_engine(config, self._engine_config, self._explicit_options)
+        self._builder.check_same(config)
         asked_mode = engine_options.asked_logprobs_mode(config)
         if self._given_logprobs_mode is None and asked_mode not in (None, self._logprobs_mode):
             raise InvalidConfigError(
                 f"RolloutConfig asks for logprobs_mode={asked_mode!r}, but the rollout was made "
                 f"with {self._logprobs_mode!r}; it cannot change after construction"
             )
-        mapping = config.rollout_mapping_config
-        if mapping is not None and mapping is not self._mapping_obj:
-            raise InvalidConfigError(
-                "RolloutConfig.rollout_mapping_config cannot change after construction"
-            )
+        self._builder.check_same_mapping(config)
 
     def _check_modes(self, configs: Mapping[str, RolloutConfig]) -> None:
         """Refuses now what the first call with each config would, hours into a run."""
-        longest = self._engine_config.max_model_len or self._model_config.context_length
-        check_lengths(configs, longest)
+        built = self._builder
+        check_lengths(
+            configs, built.engine_config.max_model_len or built.model_config.context_length
+        )
         for mode, config in configs.items():
             try:
-                self._field_checker.check(config)
-                self._check_same_engine(config)
-                self._sampling_params(config)
+                self._check_call(config)
+                self._sampling.params(config)
                 sampling.seed_to_int(config.seed)
             except (InvalidConfigError, InvalidRequestError) as error:
                 if config is self._rollout_config:
                     raise
                 raise InvalidConfigError(f"the RolloutConfig of {mode}: {error}") from error
-
-    def _find_model_config(self, rollout_config: RolloutConfig, wanted: int) -> ModelConfig:
-        given = self._given_model_config
-        if given is None:
-            # Tunix's sglang_jax engine takes a model name here; a local folder gives the shape.
-            folder = rollout_config.rollout_sglang_jax_model_version
-            if folder and (Path(folder) / "config.json").is_file():
-                given = load_model_config(folder)
-            else:
-                given = getattr(self._actor, "config", None)
-        model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))
-        return as_trained(model, getattr(self._actor, "config", None))

@@ -1,0 +1,158 @@
+"""From a rollout's options and its training RolloutConfig to an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import (
+    Engine,
+    InvalidConfigError,
+    ModelConfig,
+    ProgressListener,
+    flatten_named,
+    load_model_config,
+    preview_engine,
+)
+from tunix_sgljax import mappings
+from tunix_sgljax.lora import LoraMode, find_lora, is_lora_name
+from tunix_sgljax.model_config import as_trained, engine_dtype, to_model_config
+from tunix_sgljax.policy_weights import PolicyWeights
+from tunix_sgljax.rollout_config import engine_options
+from tunix_sgljax.rollout_config.fields import lora_scaling as scaling_of
+from tunix_sgljax.rollout_config.fields import max_lora_rank
+
+_MIN_CONTEXT_LENGTH = 32768
+"""Context of a Tunix model whose config names none; rotary embeddings have no limit."""
+
+
+class EngineBuilder:
+    """Plans an engine for an actor, and builds it once. Calls come one at a time.
+
+    Attributes:
+        actor: The policy; None once the engine has its own weights.
+        explicit_options: Flat `EngineConfig` options, which override those of a config.
+        model_config: The planned engine's model.
+        engine_config: Its configuration.
+        weights: Passes weights to it.
+        weight_specs: Names, shapes and dtypes of the weights that Tunix passes; once it is built.
+        dtype: Dtype of its weights; once it is built.
+    """
+
+    model_config: ModelConfig
+    engine_config: engine_options.EngineConfig
+    weights: PolicyWeights
+    weight_specs: Mapping[str, jax.ShapeDtypeStruct]
+    dtype: str
+
+    def __init__(
+        self,
+        actor: nnx.Module,
+        *,
+        mesh: jax.sharding.Mesh | None,
+        model_config: Any,
+        lora_mode: LoraMode,
+        lora_scaling: float | None,
+        explicit_options: Mapping[str, Any],
+    ) -> None:
+        """Plans nothing yet; see the arguments of `SglJaxRollout`."""
+        self.actor: nnx.Module | None = actor
+        self.explicit_options = dict(explicit_options)
+        self._mesh = mesh
+        self._given_model_config = model_config
+        self._lora_mode: LoraMode = lora_mode
+        self._lora_scaling = lora_scaling
+        self._mapping: Any = None
+
+    def plan(self, config: RolloutConfig, configs: Mapping[str, RolloutConfig]) -> None:
+        """Plans the engine, and refuses now what building it would.
+
+        Args:
+            config: The training config.
+            configs: Those of all modes; the longest one sizes the engine.
+
+        Raises:
+            InvalidConfigError: for an option that is unknown, wrong or contradicts the mesh.
+            UnsupportedModelError: for a model that the engine does not implement.
+        """
+        asked = engine_options.ask_options(config)
+        wanted = {**asked.values, **self.explicit_options}.get("max_model_len", 0)
+        self.model_config = self._find_model_config(config, wanted)
+        lengths = map(engine_options.implied_model_len, (config, *configs.values()))
+        engine_config = engine_options.make_engine_config(
+            asked, self.explicit_options, min(max(lengths), self.model_config.context_length)
+        )
+        self._mapping = config.rollout_mapping_config
+        mapping = mappings.find_mapping(self._mapping, self.actor)
+        asked_scaling = scaling_of(config)
+        scaling = asked_scaling if self._lora_scaling is None else self._lora_scaling
+        lora = find_lora(self.actor, scaling)
+        mapper = mappings.WeightMapper(mapping, self.model_config, lora)
+        self.weights = PolicyWeights(mapper, lora, self._lora_mode)
+        slots = self.weights.adapter_config(
+            engine_config.lora, self.explicit_options, max_lora_rank(config)
+        )
+        self.engine_config = dataclasses.replace(engine_config, lora=slots)
+        # Sizes that do not share out the mesh, for example.
+        preview_engine(self.model_config, mesh=self._mesh, config=self.engine_config)
+
+    def build(self, tokenizer: Any, progress: ProgressListener | None) -> Engine:
+        """The planned engine, with the actor's weights of now."""
+        params = nnx.state(self.actor, nnx.Param)
+        self.weight_specs = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for name, x in flatten_named(params).items()
+            if not self.weights.has_lora or is_lora_name(name)
+        }
+        first = self.weights.first(params)
+        runtime = self.engine_config.runtime
+        if runtime.dtype is None:
+            stored = np.dtype(next(iter(first.weights.values())).dtype).name
+            dtype = engine_dtype(getattr(self.actor, "config", None), stored)
+            runtime = dataclasses.replace(runtime, dtype=dtype)
+        self.dtype = str(runtime.dtype)
+        return Engine(
+            model_config=self.model_config,
+            weights=first.weights,
+            weight_rules=first.weight_rules,
+            adapters=first.adapters,
+            tokenizer=tokenizer,
+            mesh=self._mesh,
+            config=dataclasses.replace(self.engine_config, runtime=runtime),
+            progress=progress,
+        )
+
+    def check_same(self, config: RolloutConfig) -> None:
+        """Refuses engine fields of a later config that differ from the planned engine's.
+
+        Raises:
+            InvalidConfigError: names the option and both values.
+        """
+        engine_options.check_same_engine(config, self.engine_config, self.explicit_options)
+
+    def check_same_mapping(self, config: RolloutConfig) -> None:
+        """Refuses another mapping of weights than the planned engine's."""
+        mapping = config.rollout_mapping_config
+        if mapping is not None and mapping is not self._mapping:
+            raise InvalidConfigError(
+                "RolloutConfig.rollout_mapping_config cannot change after construction"
+            )
+
+    def _find_model_config(self, config: RolloutConfig, wanted: int) -> ModelConfig:
+        given = self._given_model_config
+        if given is None:
+            # Tunix's sglang_jax engine takes a model name here; a local folder gives the shape.
+            folder = config.rollout_sglang_jax_model_version
+            if folder and (Path(folder) / "config.json").is_file():
+                given = load_model_config(folder)
+            else:
+                given = getattr(self.actor, "config", None)
+        model = to_model_config(given, context_length=max(_MIN_CONTEXT_LENGTH, wanted))
+        return as_trained(model, getattr(self.actor, "config", None))

@@ -1,0 +1,175 @@
+"""From Tunix's prompts and configs to the engine's requests, and from their outputs to Tunix's."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from sgljax_engine import InvalidRequestError, RequestOutput, SamplingParams, derive_seed
+from tunix_sgljax import padding, sampling
+from tunix_sgljax.in_flight.outputs import VersionedRolloutOutput
+from tunix_sgljax.rollout_config.end_tokens import find_end_ids
+from tunix_sgljax.rollout_config.memory import ConfigMemory
+from tunix_sgljax.rollout_config.vllm_sampling import with_training_kwargs
+
+
+class PromptEncoder:
+    """Encodes prompts as Tunix's samplers do. Any thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Wraps the tokenizer.
+
+        Args:
+            tokenizer: A Tunix TokenizerAdapter or anything it wraps.
+
+        Raises:
+            InvalidConfigError: for a tokenizer without pad and end tokens.
+        """
+        is_adapter = isinstance(tokenizer, TokenizerAdapter)
+        self.tokenizer = tokenizer if is_adapter else TokenizerAdapter(tokenizer)
+        padding.check_pad_id(self.tokenizer.pad_id(), self.tokenizer.eos_id())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt: with BOS in front, if there is one and it is not 0."""
+        bos = self.tokenizer.bos_id()
+        ids = [int(token) for token in self.tokenizer.encode(text)]
+        has_bos = bos is not None and bos > 0
+        return self.tokenizer.dedup_bos_ids([bos, *ids] if has_bos else ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each prompt, from the first one that Tunix does not take for padding."""
+        if not texts:
+            raise InvalidRequestError("prompts is empty; it needs at least one prompt")
+        pad = self.tokenizer.pad_id()
+        prompt_ids = [self.encode(str(text)) for text in texts]
+        stripped = [padding.strip_prompt(ids, pad) for ids in prompt_ids]
+        for row, (ids, kept) in enumerate(zip(prompt_ids, stripped, strict=True)):
+            if ids and not kept:
+                raise InvalidRequestError(
+                    f"prompts[{row}]={str(texts[row])!r} holds the pad id {pad} alone; it needs "
+                    "another token"
+                )
+        return stripped
+
+
+class SamplingReader:
+    """Reads sampling parameters from the configs of calls. Any thread."""
+
+    def __init__(self, extra: Mapping[str, Any], eos_id: int) -> None:
+        """Reads nothing yet.
+
+        Args:
+            extra: Sampling fields that RolloutConfig does not have; checked.
+            eos_id: The tokenizer's end token.
+        """
+        self._extra = extra
+        self._eos_id = eos_id
+        self._lock = threading.Lock()
+        self._call_counts: dict[int, Any] = defaultdict(itertools.count)
+        self._memory: ConfigMemory[SamplingParams] = ConfigMemory()
+
+    def bind(self, training: RolloutConfig) -> None:
+        """Takes end tokens and vLLM's sampling fields of the training config for all calls."""
+        self._end_ids = find_end_ids(training, self._eos_id)
+        self._training = training
+        self._memory.clear()
+
+    def params(
+        self, config: RolloutConfig, *, shows_special_tokens: bool = False
+    ) -> SamplingParams:
+        """Sampling parameters of any prompt, without a seed."""
+
+        def read() -> SamplingParams:
+            return sampling.to_sampling_params(
+                with_training_kwargs(config, self._training),
+                end_ids=self._end_ids,
+                seed=None,
+                extra=self._extra,
+                shows_special_tokens=shows_special_tokens,
+            )
+
+        return self._memory.get(
+            config,
+            read,
+            shows_special_tokens=shows_special_tokens,
+            training_kwargs=self._training.rollout_vllm_sampling_kwargs,
+        )
+
+    def row_params(
+        self, config: RolloutConfig, count: int, *, shows_special_tokens: bool
+    ) -> list[SamplingParams]:
+        """Sampling parameters of each prompt; a `seed` gives the next draws of that seed."""
+        seed = sampling.seed_to_int(config.seed)
+        params = self.params(config, shows_special_tokens=shows_special_tokens)
+        if seed is None:
+            return [params] * count
+        with self._lock:
+            call = next(self._call_counts[seed])
+        # Index 0 would leave the seed unmixed, and one call's row could repeat another's.
+        call_seed = derive_seed(seed, call + 1)
+        return [
+            dataclasses.replace(params, seed=derive_seed(call_seed, row + 1))
+            for row in range(count)
+        ]
+
+
+def to_rollout_output(
+    prompt_ids: list[list[int]],
+    outputs: list[RequestOutput],
+    *,
+    config: RolloutConfig,
+    end_ids: Collection[int],
+    pad_id: int,
+    logprobs_mode: str,
+) -> VersionedRolloutOutput:
+    """The result of a call, as Tunix's learners take it."""
+    rows = [
+        (output, padding.num_before_end(output.output_ids, pad_id, end_ids)) for output in outputs
+    ]
+    logprobs = None
+    if config.return_logprobs:
+        logprobs = [
+            np.asarray(sampling.pick_logprobs(output, logprobs_mode)[:length], np.float32)
+            for output, length in rows
+        ]
+    return VersionedRolloutOutput(
+        text=[output.text for output in outputs],
+        logits=[],
+        tokens=[np.asarray(output.output_ids[:length], np.int32) for output, length in rows],
+        left_padded_prompt_tokens=padding.left_pad_prompts(
+            prompt_ids, config.max_prompt_length, pad_id
+        ),
+        logprobs=logprobs,
+        weight_versions=[
+            np.asarray(output.token_weight_versions[:length], np.int32) for output, length in rows
+        ],
+    )
+
+
+def scored_sequences(
+    prompt_tokens: jax.Array, completion_tokens: jax.Array, pad_id: int
+) -> tuple[list[list[int]], list[int], np.ndarray]:
+    """Token ids without padding, the prompt lengths, and which completion tokens count.
+
+    Raises:
+        InvalidRequestError: for a prompt of padding alone.
+    """
+    prompts = padding.unpad_prompts(np.asarray(prompt_tokens), pad_id)
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise InvalidRequestError("prompt_tokens has a row of padding alone; each needs a token")
+    completions_BC = np.asarray(completion_tokens)
+    mask_BC = padding.completion_mask(completions_BC, pad_id)
+    sequences = [
+        np.concatenate((prompt, completion[mask])).tolist()
+        for prompt, completion, mask in zip(prompts, completions_BC, mask_BC, strict=True)
+    ]
+    return sequences, [len(prompt) for prompt in prompts], mask_BC
