@@ -33,7 +33,9 @@ def names_of(lines, beginning):
     """Names that lines with this beginning are about, in order."""
     chosen = [line.removeprefix(beginning) for line in lines if line.startswith(f"{beginning}`")]
     plain = [re.sub(r" \(.*?\)", "", line) for line in chosen]
-    return [name for line in plain for name in re.match(NAMES, line)[0].split("`")[1::2]]
+    found = [match[0] for match in map(re.compile(NAMES).match, plain) if match is not None]
+    assert len(found) == len(plain)
+    return [name for names in found for name in names.split("`")[1::2]]
 
 
 def test_is_up_to_date(text):
