@@ -35,9 +35,9 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.kernels import CpuKernels, Weight
 from sgljax_engine.models.spec import ModelContext
-from sgljax_engine.runner import attend, programs
-from sgljax_engine.runner.compiled import ProgramCall, ProgramState
-from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.compile.compiled import ProgramCall, ProgramState
+from sgljax_engine.runner.programs import attend, forward
+from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.sampling.sampler import Sampled
 from sgljax_engine.xla_options import compiler_options
@@ -138,13 +138,13 @@ def decode_run(
     """
     runner = dispatch.runner
     run = jax.jit(
-        functools.partial(programs.decode, static=static),
+        functools.partial(forward.decode, static=static),
         donate_argnums=(1, 2),
         compiler_options=compiler_options(is_own_cpu(jax.devices()[0])),
     )
     with contextlib.ExitStack() as patches:
         for name, part in parts.items():
-            module = attend if hasattr(attend, name) else programs
+            module = attend if hasattr(attend, name) else forward
             patches.enter_context(mock.patch.object(module, name, part))
         compiled = run.lower(runner.weights, *state, *dispatch.args).compile()
 

@@ -9,7 +9,7 @@ import pytest
 from sgljax_engine.aot import CHIPS
 from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
-from sgljax_engine.runner.drafts import verify_widths
+from sgljax_engine.runner.programs.drafts import verify_widths
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.topologies import needs_cuda_plugin, needs_libtpu, run_compiler

@@ -283,7 +283,7 @@ def sizes() -> None:
 
 def auto() -> None:
     """ "auto" takes the smallest size that fits the devices' memory."""
-    plan = importlib.import_module("sgljax_engine.runner.parallel_fit")
+    plan = importlib.import_module("sgljax_engine.runner.kv.parallel_fit")
     mesh = mesh_of((4, 1), ("fsdp", "tp"))
     config = EngineConfig.from_options(FEW | {"tp_size": "auto"})
     cut = functools.partial(plan.fit_parallel, ONE, mesh=mesh, dtype="float32")

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from sgljax_engine import Engine, EngineState, RequestOutput, SamplingParams
-from sgljax_engine.runner import saved_pages
+from sgljax_engine.runner.kv import saved_pages
 from tests.engine.models import TINY, spread_weights
 from tests.threads import LIMIT_S, gate_steps, held, running, start, take_steps, wait_for
 

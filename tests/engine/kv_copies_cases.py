@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, ModelConfig, SamplingParams
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.preview import preview_engine
-from sgljax_engine.runner import saved_pages
+from sgljax_engine.runner.kv import saved_pages
 from tests.engine.interrupts import LONG, results, start_all, tokens_of, update_in_flight
 from tests.engine.models import TINY, random_prompts, spread_weights
 

@@ -24,7 +24,7 @@ from sgljax_engine import (
 )
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.core.snapshot import RequestMark
-from sgljax_engine.runner.kv_memory import KVMemory
+from sgljax_engine.runner.kv.memory import KVMemory
 from sgljax_engine.runner.scorer import Scorer
 from tests.engine.interrupts import (
     NUM_TOKENS,

@@ -10,7 +10,7 @@ from sgljax_engine import CheckpointManager
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.runner.kv_memory import KVMemory
+from sgljax_engine.runner.kv.memory import KVMemory
 from sgljax_engine.runner.runner import ModelRunner
 from tests.engine.interrupts import (
     LONG,

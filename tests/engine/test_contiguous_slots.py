@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sgljax_engine import SamplingParams
-from sgljax_engine.runner.batch import build_decode_batch
-from sgljax_engine.runner.contiguous_slots import ContiguousSlots
+from sgljax_engine.runner.batches.batch import build_decode_batch
+from sgljax_engine.runner.kv.contiguous_slots import ContiguousSlots
 from tests.engine.interrupts import make_engine, results, start_all, tokens_of, wait_until
 from tests.engine.models import make_requests, random_prompts, spread_weights
 

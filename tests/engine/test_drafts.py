@@ -9,8 +9,8 @@ import pytest
 
 from sgljax_engine.kernels.cpu.longest_match import longest_match
 from sgljax_engine.layers import target
-from sgljax_engine.runner.draft_batch import TextSizes, build_draft_batch
-from sgljax_engine.runner.drafts import (
+from sgljax_engine.runner.batches.drafts import TextSizes, build_draft_batch
+from sgljax_engine.runner.programs.drafts import (
     NO_TOKEN,
     TEXT_CHUNK,
     DraftBatch,

@@ -20,7 +20,7 @@ import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from sgljax_engine import WeightsLostError, WeightSyncError
-from sgljax_engine.runner import saved_pages
+from sgljax_engine.runner.kv import saved_pages
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.interrupts import LONG as long, results, start_all, update_in_flight
 

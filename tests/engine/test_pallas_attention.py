@@ -26,10 +26,10 @@ from sgljax_engine.layers.target import Target
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.placement.submeshes import place
-from sgljax_engine.runner import programs
-from sgljax_engine.runner.batch import build_decode_batch, empty_prefill_batch
-from sgljax_engine.runner.program_context import ProgramContext
-from sgljax_engine.runner.sampling_batch import build_sampling_batch
+from sgljax_engine.runner.batches.batch import build_decode_batch, empty_prefill_batch
+from sgljax_engine.runner.batches.sampling import build_sampling_batch
+from sgljax_engine.runner.programs import forward
+from sgljax_engine.runner.programs.context import ProgramContext
 from tests.engine.models import TINY
 from tests.engine.paged_cases import OPTIONS, case_of, greedy_tokens, spread
 
@@ -149,11 +149,11 @@ def test_decode_and_prefill_lower_for_cuda():
     rows = build_decode_batch([], [], buckets=[8], table_width=16)
     sampling = build_sampling_batch([], 8)
     no_rows: Any = ()
-    decode = (no_rows, rows, sampling, programs.RowOptions(), np.int32(1), np.int32(1))
-    assert num_kernels(programs.decode, *decode) == TINY.num_layers
+    decode = (no_rows, rows, sampling, forward.RowOptions(), np.int32(1), np.int32(1))
+    assert num_kernels(forward.decode, *decode) == TINY.num_layers
     prefill = empty_prefill_batch(64, block=16, table_width=16)
     # Nobody reads what the last layer attends to in a prefill; JAX finds that from 0.12 on.
-    assert TINY.num_layers - num_kernels(programs.prefill, prefill) in (0, 1)
+    assert TINY.num_layers - num_kernels(forward.prefill, prefill) in (0, 1)
 
 
 def target_of(platform: str) -> Target:

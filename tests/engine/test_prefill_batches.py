@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgljax_engine.runner.batch import (
+from sgljax_engine.runner.batches.batch import (
     NO_SLOT,
     build_prefill_batches,
     pick_bucket,

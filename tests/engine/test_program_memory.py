@@ -10,8 +10,8 @@ import pytest
 from sgljax_engine import EngineConfig, InvalidConfigError
 from sgljax_engine.builder import program_memory
 from sgljax_engine.builder.group import build_shapes
-from sgljax_engine.runner.compiled import ProgramCache
-from sgljax_engine.runner.compiled_memory import ProgramMemory
+from sgljax_engine.runner.compile.compiled import ProgramCache
+from sgljax_engine.runner.compile.memory import ProgramMemory
 from sgljax_engine.runner.runner import ModelRunner
 from tests.engine.models import TINY
 

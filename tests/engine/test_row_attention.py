@@ -22,7 +22,7 @@ from sgljax_engine.cache.contiguous_kv import (
     gather_rows,
     write_rows,
 )
-from sgljax_engine.runner import memory_plan as memory
+from sgljax_engine.runner.kv import plan as memory
 from tests.engine.models import TINY, random_prompts, spread_weights
 from tests.engine.paged_cases import ragged_case, reference, spread
 

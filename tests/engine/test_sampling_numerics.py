@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 
 from sgljax_engine import SamplingParams
-from sgljax_engine.runner.sampling_batch import build_sampling_batch, build_table, table_buckets
+from sgljax_engine.runner.batches.sampling import build_sampling_batch, build_table, table_buckets
 from sgljax_engine.sampling import race
 from sgljax_engine.sampling.sampler import sample
 from sgljax_engine.sampling.table import adjust_logits, record

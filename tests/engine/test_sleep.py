@@ -12,7 +12,7 @@ import pytest
 
 from sgljax_engine import EngineStateError, InvalidRequestError, SamplingParams
 from sgljax_engine.cache import kv_pages
-from sgljax_engine.runner import kv_memory
+from sgljax_engine.runner.kv import memory as kv_memory
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import (
     LONG,

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from sgljax_engine import OffloadError
-from sgljax_engine.runner import kv_memory, runner
+from sgljax_engine.runner import runner
+from sgljax_engine.runner.kv import memory as kv_memory
 from tests.engine.interrupts import (
     LONG,
     assert_idle,

@@ -13,7 +13,7 @@ import pytest
 
 from sgljax_engine import Engine
 from sgljax_engine.builder import parts
-from sgljax_engine.runner.batch import (
+from sgljax_engine.runner.batches.batch import (
     default_batch_buckets,
     default_token_buckets,
     prefill_sizes,

@@ -25,8 +25,8 @@ from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.placement.submeshes import place
-from sgljax_engine.runner import widths
-from sgljax_engine.runner.widths import CANDIDATES, agreeing_widths
+from sgljax_engine.runner.compile import widths
+from sgljax_engine.runner.compile.widths import CANDIDATES, agreeing_widths
 from sgljax_engine.weights import sync
 from sgljax_engine.xla_options import compiler_options
 from tests.engine.models import (

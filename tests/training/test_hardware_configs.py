@@ -85,8 +85,8 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.preview import preview_engine
 from sgljax_engine.placement import shardings, submeshes
-from sgljax_engine.runner.compiled import ProgramCall
-from sgljax_engine.runner.page_ids import PageIds
+from sgljax_engine.runner.compile.compiled import ProgramCall
+from sgljax_engine.runner.batches.page_ids import PageIds
 from sgljax_engine.runner.warmup import warm_calls
 from sgljax_engine.weights import sync
 from tunix_sgljax.mappings import WeightMapper, find_mapping

@@ -18,8 +18,8 @@ from sgljax_engine.builder.group import build_shapes
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.preview import EnginePreview, preview_engine
-from sgljax_engine.runner.compiled import ProgramCall
-from sgljax_engine.runner.compiled_memory import ProgramDoesNotFit
+from sgljax_engine.runner.compile.compiled import ProgramCall
+from sgljax_engine.runner.compile.memory import ProgramDoesNotFit
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import call_size, largest, warm_calls
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sgljax_engine.aot.hlo import Array, Instruction, Module, Visit
 from sgljax_engine.aot.traffic import count_traffic
-from sgljax_engine.runner.compiled_memory import ProgramMemory
+from sgljax_engine.runner.compile.memory import ProgramMemory
 
 _COLLECTIVES = (
     "all-reduce",

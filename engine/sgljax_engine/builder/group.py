@@ -32,10 +32,10 @@ from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import describe, place
 from sgljax_engine.processing.input_processor import Limits
 from sgljax_engine.processing.tokenizer import Tokenizer
-from sgljax_engine.runner.batch import (
+from sgljax_engine.runner.batches.batch import (
     prefill_sizes,
 )
-from sgljax_engine.runner.parallel_fit import fit_parallel
+from sgljax_engine.runner.kv.parallel_fit import fit_parallel
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler

@@ -24,20 +24,20 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner.batch import (
+from sgljax_engine.runner.batches.batch import (
     default_batch_buckets,
     default_token_buckets,
     max_step_tokens,
     prefill_pass,
 )
-from sgljax_engine.runner.compiled import Lowerings
-from sgljax_engine.runner.draft_batch import TextSizes
-from sgljax_engine.runner.drafts import search_text
-from sgljax_engine.runner.memory_plan import MemoryPlan, plan_memory
-from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.batches.drafts import TextSizes
+from sgljax_engine.runner.compile.compiled import Lowerings
+from sgljax_engine.runner.compile.shapes import BatchShapes
+from sgljax_engine.runner.compile.widths import agreeing_widths
+from sgljax_engine.runner.kv.plan import MemoryPlan, plan_memory
+from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.drafts import search_text
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.shapes import BatchShapes
-from sgljax_engine.runner.widths import agreeing_widths
 from sgljax_engine.sampling.native import NATIVE
 from sgljax_engine.sampling.sampler import XLA
 from sgljax_engine.speculation.costs import CostTable

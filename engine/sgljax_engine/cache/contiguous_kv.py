@@ -5,7 +5,7 @@ decode dispatch copies them once, before its first step, into arrays that hold t
 order, and its steps read slices of those in place. New tokens are written to both.
 
 The arrays are allocated once, donated to every decode dispatch and returned by it. A dispatch of
-the same requests reuses what the last one left (`runner.contiguous_slots`); others copy everything.
+the same requests reuses what the last one left (`runner.kv.contiguous_slots`); others copy all.
 
 Shape legend: B rows of a dispatch, K kv heads, h head dim, P pages of a row, L lanes.
 """

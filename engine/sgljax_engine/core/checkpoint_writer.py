@@ -29,7 +29,7 @@ from sgljax_engine.errors import CheckpointError, InvalidRequestError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.processing.futures import Answer, reject
 from sgljax_engine.processing.input_processor import RequestFactory
-from sgljax_engine.runner.saved_pages import SavedPages
+from sgljax_engine.runner.kv.saved_pages import SavedPages
 from sgljax_engine.types import RequestStatus
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from sgljax_engine.observability.trace import Recorder
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
-from sgljax_engine.runner.batch import pick_bucket
+from sgljax_engine.runner.batches.batch import pick_bucket
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.step_costs import measure_costs
 from sgljax_engine.runner.warmup import Warmup

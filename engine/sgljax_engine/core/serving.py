@@ -12,7 +12,7 @@ import jax
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.sleep import SleepManager
 from sgljax_engine.errors import EngineStateError
-from sgljax_engine.runner.host_arrays import to_device
+from sgljax_engine.runner.kv.host_arrays import to_device
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.weights.adapters import slots_of
 from sgljax_engine.weights.digest import WeightsDigest

@@ -20,9 +20,9 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.errors import OffloadError, forget_locals
 from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
 from sgljax_engine.observability.metrics import EngineCounters
-from sgljax_engine.runner.host_arrays import HostArray, num_bytes, to_device
+from sgljax_engine.runner.kv.host_arrays import HostArray, num_bytes, to_device
+from sgljax_engine.runner.kv.saved_pages import SavedPages
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.saved_pages import SavedPages
 
 
 class HostCopies(NamedTuple):

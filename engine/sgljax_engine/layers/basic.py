@@ -133,7 +133,7 @@ def small_batch_linear(x: jax.Array, weight: jax.Array, layout: Layout) -> jax.A
     """`linear` for a small batch, which on CPUs sums in the order of large batches.
 
     Features first, products of fewer than 64 tokens run in kernels that sum in another order.
-    Tokens first they do not, but take more time: see `runner.widths`.
+    Tokens first they do not, but take more time: see `runner.compile.widths`.
     """
     if layout is Layout.TOKENS_FIRST:
         return linear(x, weight, layout)

@@ -98,8 +98,8 @@ class ModelContext(NamedTuple):
 
     Attributes:
         tile_widths: Widths of tiles that all give a token the same bits, ascending
-            (`runner.widths`); empty to process a whole batch together, which gives them only with
-            kernels that are batch-invariant.
+            (`runner.compile.widths`); empty to process a whole batch together, which gives them
+            only with kernels that are batch-invariant.
         kernels: The computations of the backend.
         lora_rank: Rank of each adapter slot; 0 without adapters.
         returns_routed: Whether `forward` returns the experts of each token.

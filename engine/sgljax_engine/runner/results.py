@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from sgljax_engine.errors import EngineError
-from sgljax_engine.runner.programs import DecodeOutput
-from sgljax_engine.runner.verify import Verified
+from sgljax_engine.runner.programs.forward import DecodeOutput
+from sgljax_engine.runner.programs.verify import Verified
 from sgljax_engine.sampling.logprobs import ExtraLogprobs
 from sgljax_engine.sampling_params import LogprobOptions
 from sgljax_engine.speculation.plan import RowVerified

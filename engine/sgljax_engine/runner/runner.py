@@ -16,29 +16,35 @@ from sgljax_engine.cache.kv_pages import MakeZeros, zeros
 from sgljax_engine.errors import EngineError, EngineStepError, forget_locals
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner import programs
-from sgljax_engine.runner.batch import (
+from sgljax_engine.runner.batches.batch import (
     build_decode_batch,
     build_prefill_batches,
     decode_order,
     rows_above_smaller_bucket,
 )
-from sgljax_engine.runner.compiled import Lowerings, ProgramCache, ProgramCall
-from sgljax_engine.runner.draft_batch import build_draft_batch
-from sgljax_engine.runner.drafts import DraftBatch
-from sgljax_engine.runner.host_arrays import HostArray, HostMemory, host_memory, to_device, to_host
-from sgljax_engine.runner.kv_memory import KVMemory
-from sgljax_engine.runner.page_ids import build_copies
-from sgljax_engine.runner.program_context import ProgramContext
-from sgljax_engine.runner.results import PendingDecode, PendingStep
-from sgljax_engine.runner.routed_reader import RoutedReader
-from sgljax_engine.runner.sampling_batch import (
+from sgljax_engine.runner.batches.drafts import build_draft_batch
+from sgljax_engine.runner.batches.page_ids import build_copies
+from sgljax_engine.runner.batches.sampling import (
     build_logprob_batch,
     build_sampling_batch,
     build_table,
 )
+from sgljax_engine.runner.compile.compiled import Lowerings, ProgramCache, ProgramCall
+from sgljax_engine.runner.compile.shapes import BatchShapes
+from sgljax_engine.runner.kv.host_arrays import (
+    HostArray,
+    HostMemory,
+    host_memory,
+    to_device,
+    to_host,
+)
+from sgljax_engine.runner.kv.memory import KVMemory
+from sgljax_engine.runner.kv.routed_reader import RoutedReader
+from sgljax_engine.runner.programs import forward
+from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.drafts import DraftBatch
+from sgljax_engine.runner.results import PendingDecode, PendingStep
 from sgljax_engine.runner.scorer import Scorer
-from sgljax_engine.runner.shapes import BatchShapes
 from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.speculation.plan import RowDrafts
 from sgljax_engine.types import PageCopy, PrefillChunk, PromptLogprobs, Request, SchedulerOutput
@@ -272,7 +278,7 @@ class ModelRunner:
         if output.drafts is not None:  # rejected drafts are recorded too
             num_tokens = min(max(output.step_limits), self._static.max_row_tokens)
             num_tokens += self._static.num_drafts
-        options = programs.RowOptions(
+        options = forward.RowOptions(
             build_table(rows, size, vocab_size, num_tokens),
             build_logprob_batch(rows, size, vocab_size),
         )

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from sgljax_engine.runner.batch import grow_buckets
-from sgljax_engine.runner.compiled import ProgramCall
-from sgljax_engine.runner.packing import PackedScores, pack_scores
+from sgljax_engine.runner.batches.batch import grow_buckets
+from sgljax_engine.runner.batches.packing import PackedScores, pack_scores
+from sgljax_engine.runner.batches.sampling import build_logprob_batch
+from sgljax_engine.runner.compile.compiled import ProgramCall
+from sgljax_engine.runner.programs.score import ScoreOutput
 from sgljax_engine.runner.results import extras_at
-from sgljax_engine.runner.sampling_batch import build_logprob_batch
-from sgljax_engine.runner.scoring import ScoreOutput
 from sgljax_engine.types import NO_ADAPTER, PromptLogprobs, Request
 
 

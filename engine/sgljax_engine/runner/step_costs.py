@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from sgljax_engine.runner import programs
-from sgljax_engine.runner.batch import build_decode_batch
-from sgljax_engine.runner.compiled import ProgramCall
-from sgljax_engine.runner.draft_batch import build_draft_batch
+from sgljax_engine.runner.batches.batch import build_decode_batch
+from sgljax_engine.runner.batches.drafts import build_draft_batch
+from sgljax_engine.runner.batches.sampling import build_sampling_batch
+from sgljax_engine.runner.compile.compiled import ProgramCall
+from sgljax_engine.runner.programs import forward
+from sgljax_engine.runner.programs.verify import Verified
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.sampling_batch import build_sampling_batch
-from sgljax_engine.runner.verify import Verified
 from sgljax_engine.sampling.table import SamplingTable
 from sgljax_engine.speculation.costs import StepCosts
 from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, RowDrafts
@@ -74,7 +74,7 @@ def decode_call(
         table: Of rows whose settings change logits.
     """
     rows, sampling, limits = _rows(runner, size, num_steps)
-    return ProgramCall("decode", (rows, sampling, programs.RowOptions(table), *limits))
+    return ProgramCall("decode", (rows, sampling, forward.RowOptions(table), *limits))
 
 
 def verify_call(
@@ -93,7 +93,7 @@ def verify_call(
     row = RowDrafts((), (), repeated, True, (1.0,) * ACCEPTANCE_KINDS, 1.0)
     assert runner.shapes.text_sizes is not None
     drafts = build_draft_batch([row] * size, size, runner.shapes.text_sizes, costs.tolist())
-    options = programs.RowOptions(table)
+    options = forward.RowOptions(table)
     return ProgramCall("verify", (rows, sampling, options, drafts, *limits))
 
 

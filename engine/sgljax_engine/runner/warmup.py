@@ -9,11 +9,11 @@ import numpy as np
 
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
-from sgljax_engine.runner.batch import empty_prefill_batch
-from sgljax_engine.runner.compiled import ProgramCall
-from sgljax_engine.runner.page_ids import build_copies, no_windows
+from sgljax_engine.runner.batches.batch import empty_prefill_batch
+from sgljax_engine.runner.batches.page_ids import build_copies, no_windows
+from sgljax_engine.runner.batches.sampling import empty_table, table_buckets
+from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.runner.sampling_batch import empty_table, table_buckets
 from sgljax_engine.runner.step_costs import decode_call, measure_costs, verify_call
 from sgljax_engine.types import Request
 

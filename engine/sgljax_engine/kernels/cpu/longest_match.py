@@ -26,7 +26,7 @@ from sgljax_engine.kernels.cpu.primitive import run_one
 def longest_match(
     text: jax.Array, num_text: jax.Array, stops: jax.Array, ends: jax.Array, max_length: int
 ) -> jax.Array:
-    """As `runner.drafts.search_text`, inside a program.
+    """As `runner.programs.drafts.search_text`, inside a program.
 
     Behind the first `max_length` entries of a text come a multiple of 16.
     """

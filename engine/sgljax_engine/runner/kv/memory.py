@@ -20,12 +20,12 @@ from sgljax_engine.cache.kv_pages import (
     routed_width,
 )
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
-from sgljax_engine.runner.contiguous_slots import ContiguousSlots
-from sgljax_engine.runner.host_arrays import HostMemory, host_memory, to_device, to_host
-from sgljax_engine.runner.page_ids import page_ids
-from sgljax_engine.runner.program_context import ProgramContext
-from sgljax_engine.runner.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
+from sgljax_engine.runner.batches.page_ids import page_ids
+from sgljax_engine.runner.compile.compiled import ProgramCache, ProgramCall, ProgramState, takes_kv
+from sgljax_engine.runner.kv.contiguous_slots import ContiguousSlots
+from sgljax_engine.runner.kv.host_arrays import HostMemory, host_memory, to_device, to_host
+from sgljax_engine.runner.kv.saved_pages import SavedPages, chunk_ids, chunk_size, page_chunks
+from sgljax_engine.runner.programs.context import ProgramContext
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import CHUNK
-from sgljax_engine.runner.batch import DecodeBatch
+from sgljax_engine.runner.batches.batch import DecodeBatch
 from sgljax_engine.types import Request
 
 

@@ -17,8 +17,8 @@ from sgljax_engine.attention.contiguous import row_attention
 from sgljax_engine.cache.contiguous_kv import PagedRows, write_rows
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from sgljax_engine.models.spec import Attend, LayerCache, NewKV
-from sgljax_engine.runner.page_ids import NO_SLOT
-from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.batches.page_ids import NO_SLOT
+from sgljax_engine.runner.programs.context import ProgramContext
 
 
 class Pages(NamedTuple):

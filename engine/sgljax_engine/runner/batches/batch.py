@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.contiguous_kv import CHUNK, SHARING_UNIT
-from sgljax_engine.runner.page_ids import NO_SLOT, window_slots, window_table
+from sgljax_engine.runner.batches.page_ids import NO_SLOT, window_slots, window_table
 from sgljax_engine.types import NO_ADAPTER, PrefillChunk, Request
 
 

@@ -17,7 +17,7 @@ from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.observability.metrics import MemoryReport
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner.window_plan import FITS, bytes_per_token, split_windows
+from sgljax_engine.runner.kv.window_plan import FITS, bytes_per_token, split_windows
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,16 @@ from sgljax_engine.models.spec import (
     LayerCache,
     Params,
 )
-from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, rows_attend, slots_at
-from sgljax_engine.runner.batch import DecodeBatch, ForwardBatch
-from sgljax_engine.runner.page_ids import NO_SLOT
-from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.batches.batch import DecodeBatch, ForwardBatch
+from sgljax_engine.runner.batches.page_ids import NO_SLOT
+from sgljax_engine.runner.programs.attend import (
+    Pages,
+    of_blocks,
+    paged_attend,
+    rows_attend,
+    slots_at,
+)
+from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record

@@ -27,9 +27,11 @@ from sgljax_engine.cache.kv_pages import KVPages, LayerKV
 from sgljax_engine.config import TOKEN_BLOCK
 from sgljax_engine.layers.tiles import Tokens, tokens_in_tiles
 from sgljax_engine.models.spec import Attend, LayerCache, NewKV, Params
-from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, slots_at
-from sgljax_engine.runner.batch import DecodeBatch
-from sgljax_engine.runner.drafts import (
+from sgljax_engine.runner.batches.batch import DecodeBatch
+from sgljax_engine.runner.batches.page_ids import NO_SLOT
+from sgljax_engine.runner.programs.attend import Pages, of_blocks, paged_attend, slots_at
+from sgljax_engine.runner.programs.context import ProgramContext
+from sgljax_engine.runner.programs.drafts import (
     NUM_SOURCES,
     DraftBatch,
     Drafts,
@@ -42,9 +44,7 @@ from sgljax_engine.runner.drafts import (
     read_drafts,
     row_drafts,
 )
-from sgljax_engine.runner.page_ids import NO_SLOT
-from sgljax_engine.runner.program_context import ProgramContext
-from sgljax_engine.runner.programs import (
+from sgljax_engine.runner.programs.forward import (
     DecodeOutput,
     RowOptions,
     empty_extras,

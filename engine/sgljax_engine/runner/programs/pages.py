@@ -1,4 +1,4 @@
-"""The device programs that move the contents of pages; see `runner.programs`."""
+"""The device programs that move the contents of pages; see `runner.programs.forward`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV
-from sgljax_engine.runner.page_ids import PageIds
-from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.batches.page_ids import PageIds
+from sgljax_engine.runner.programs.context import ProgramContext
 
 BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 """Unsigned integer dtypes by size in bytes."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sgljax_engine.runner.batch import pick_bucket
+from sgljax_engine.runner.batches.batch import pick_bucket
 
 
 class ScoreBatch(NamedTuple):

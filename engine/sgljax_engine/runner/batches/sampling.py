@@ -1,4 +1,4 @@
-"""Host arrays of the rows' sampling settings; the rules of `runner.batch` apply."""
+"""Host arrays of the rows' sampling settings; the rules of `runner.batches.batch` apply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sgljax_engine.runner.batch import grow_buckets, pick_bucket
+from sgljax_engine.runner.batches.batch import grow_buckets, pick_bucket
 from sgljax_engine.sampling.filters import KEEP_ALL, make_filters
 from sgljax_engine.sampling.logprobs import LogprobBatch
 from sgljax_engine.sampling.sampler import SamplingBatch

@@ -1,4 +1,4 @@
-"""Host arrays of what rows may draft from; the rules of `runner.batch` apply."""
+"""Host arrays of what rows may draft from; the rules of `runner.batches.batch` apply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgljax_engine.runner.drafts import NO_TOKEN, TEXT_CHUNK, DraftBatch
+from sgljax_engine.runner.programs.drafts import NO_TOKEN, TEXT_CHUNK, DraftBatch
 from sgljax_engine.speculation.plan import ACCEPTANCE_KINDS, RowDrafts
 from sgljax_engine.speculation.texts import MATCHED_TOKENS
 

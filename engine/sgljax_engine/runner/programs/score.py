@@ -1,4 +1,4 @@
-"""The device program that scores given tokens; see `runner.programs` for the others."""
+"""The device program that scores given tokens; see `runner.programs.forward` for the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.tiles import tokens_in_tiles
 from sgljax_engine.models.spec import LayerCache, NewKV, Params
-from sgljax_engine.runner.packing import ScoreBatch
-from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.batches.packing import ScoreBatch
+from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.sampling.logprobs import ExtraLogprobs, LogprobBatch
 from sgljax_engine.sampling.sampler import map_logprobs
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, PageLayout
-from sgljax_engine.runner.host_arrays import from_numpy, num_bytes, to_numpy
+from sgljax_engine.runner.kv.host_arrays import from_numpy, num_bytes, to_numpy
 
 _CHUNK_BYTES = 64 << 20
 """Pages move in chunks of about this size, which the device needs in addition to the pages."""

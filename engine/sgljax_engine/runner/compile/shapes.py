@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sgljax_engine.runner.draft_batch import TextSizes
+from sgljax_engine.runner.batches.drafts import TextSizes
 
 
 class BatchShapes(NamedTuple):

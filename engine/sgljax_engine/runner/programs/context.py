@@ -13,7 +13,7 @@ from sgljax_engine.attention.base import (
 )
 from sgljax_engine.cache.kv_pages import write_kv
 from sgljax_engine.models.spec import ModelContext, ModelDefinition
-from sgljax_engine.runner.drafts import Search, search_text, verify_widths
+from sgljax_engine.runner.programs.drafts import Search, search_text, verify_widths
 from sgljax_engine.sampling.sampler import XLA, Sampler
 from sgljax_engine.speculation.plan import TOKENS_PER_STEP
 

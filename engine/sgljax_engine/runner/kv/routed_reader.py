@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from sgljax_engine.cache.kv_pages import routed_width
-from sgljax_engine.runner.compiled import ProgramCall
-from sgljax_engine.runner.program_context import ProgramContext
-from sgljax_engine.runner.saved_pages import chunk_ids, chunk_size
+from sgljax_engine.runner.compile.compiled import ProgramCall
+from sgljax_engine.runner.kv.saved_pages import chunk_ids, chunk_size
+from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.types import Request, SchedulerOutput, StepOutput
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ import numpy as np
 from sgljax_engine.errors import CompileForbiddenError
 from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.placement.shardings import Placement
-from sgljax_engine.runner import page_programs, programs, scoring, verify
-from sgljax_engine.runner.compiled_memory import checked_fit
-from sgljax_engine.runner.program_context import ProgramContext
+from sgljax_engine.runner.compile.memory import checked_fit
+from sgljax_engine.runner.programs import forward, pages, score, verify
+from sgljax_engine.runner.programs.context import ProgramContext
 from sgljax_engine.xla_options import Options, compiler_options
 
 logger = logging.getLogger(__name__)
@@ -76,16 +76,16 @@ class _Program(NamedTuple):
 
 
 _PROGRAMS = {
-    "prefill": _Program(programs.prefill, ("weights", "kv"), ("kv",)),
-    "copy_pages": _Program(page_programs.copy_pages, ("kv",), ("kv",)),
+    "prefill": _Program(forward.prefill, ("weights", "kv"), ("kv",)),
+    "copy_pages": _Program(pages.copy_pages, ("kv",), ("kv",)),
     "decode": _Program(
-        programs.decode, ("weights", "kv", "contiguous_kv"), ("kv", "contiguous_kv", "result")
+        forward.decode, ("weights", "kv", "contiguous_kv"), ("kv", "contiguous_kv", "result")
     ),
     "verify": _Program(verify.verify, ("weights", "kv"), ("kv", "result")),
-    "read_pages": _Program(page_programs.read_pages, ("kv",), ("moved",)),
-    "write_pages": _Program(page_programs.write_pages, ("kv", "moved"), ("kv",)),
-    "read_routed": _Program(page_programs.read_routed, ("kv",), ("result",)),
-    "score": _Program(scoring.score, ("weights",), ("result",)),
+    "read_pages": _Program(pages.read_pages, ("kv",), ("moved",)),
+    "write_pages": _Program(pages.write_pages, ("kv", "moved"), ("kv",)),
+    "read_routed": _Program(pages.read_routed, ("kv",), ("result",)),
+    "score": _Program(score.score, ("weights",), ("result",)),
 }
 
 

@@ -1,0 +1,1 @@
+"""Host arrays for one dispatch, padded to bucket sizes."""

@@ -1,0 +1,1 @@
+"""Compiles the device programs ahead of time, and counts them."""

@@ -1,0 +1,1 @@
+"""The device's memory for keys and values: planned, taken, copied."""

@@ -1,0 +1,1 @@
+"""The device programs: pure functions over pytrees, compiled once per bucket."""
