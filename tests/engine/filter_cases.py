@@ -113,7 +113,7 @@ class Kept(NamedTuple):
 
 
 def kept_in_float64(case: Case, row: int) -> Kept:
-    """By sorting; ties with the last token that is kept are kept."""
+    """The kept tokens, by sorting; ties with the last one that is kept are kept."""
     logits = case.logits[row].astype(np.float64)
     scaled = (logits - logits.max()) / case.temperature[row]
     weights = np.exp(scaled)

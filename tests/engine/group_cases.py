@@ -164,7 +164,7 @@ class KernelCase(NamedTuple):
 
     @classmethod
     def make(cls, head_dim: int = 128) -> KernelCase:
-        """Of four devices, of which two each have the same kv head."""
+        """A case on four devices, each kv head on two of them."""
         model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=head_dim)
         case = cls.of_layer(model, 0, 4)
         assert case.placement.kv_copies(case.kv) == 2
@@ -172,7 +172,7 @@ class KernelCase(NamedTuple):
 
     @classmethod
     def of_layer(cls, model: ModelConfig, layer: int, tp_size: int) -> KernelCase:
-        """Of one layer of a model."""
+        """The case of one layer of a model."""
         (placement,) = place(model, mesh_of((1, tp_size), ("fsdp", "tp")), "float32").engines
         kv = model.kv_shape(layer)
         rng, heads = np.random.default_rng(0), (model.num_heads, kv.num_heads, kv.num_heads)
@@ -237,7 +237,7 @@ def gpu_kernel() -> None:
 
 
 def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:
-    """Of a decode step of 64 rows in all, on each device, as XLA counts them."""
+    """Operations of a decode step of 64 rows in all, on each device, as XLA counts them."""
     plain = {"attention_backend": "xla", "linear_backend": "xla", "num_kv_tokens": 64 * 128}
     options = {"max_running_requests": 64, "max_model_len": 128, **plain, **options}
     runner, memory = build_shapes(model, EngineConfig.from_options(options), "float32", mesh)

@@ -174,7 +174,7 @@ def check_updates(engine: Engine, given: Any, others: Any, whole: list[list[int]
 
 
 def shardings(runner: Any) -> Any:
-    """Of all arrays of a runner."""
+    """Shardings of all arrays of a runner."""
     kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
     return jax.tree.map(lambda x: x.sharding, (runner.weights, kv))
 

@@ -43,7 +43,7 @@ OPTIONS = {
     "window-20": AttentionOptions(scale=0.2, sliding_window=20),
     "all": AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
 }
-"""Of a layer, for the tests of the Pallas kernels."""
+"""Options of a layer, for the tests of the Pallas kernels."""
 
 LENGTHS = (16, 17, 33, 290)
 

@@ -163,7 +163,7 @@ class TestStart:
 
 
 def settled_bytes(engine):
-    """Of live arrays, once the engine's threads are done with all updates."""
+    """Bytes of live arrays, once the engine's threads are done with all updates."""
     with pytest.raises(WeightSyncError, match="is missing"):
         engine.update_weights({})
     engine.check_integrity()

@@ -286,7 +286,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("text", ["\u00e9", "\u4e2d", "\U0001f600", "\u00e9\U0001f600"])
     def test_characters_of_several_bytes(self, bytes_engine, text):
-        """Of tokens that make some whole characters and some broken ones."""
+        """Tokens make some whole characters and some broken ones."""
         ids = sorted(set(byte_ids(text)))
         assert len(ids) > 1
         params = {

@@ -51,7 +51,7 @@ def count_traffic(module: Module) -> int:
 
 
 def _traffic_of(module: Module, name: str) -> int:
-    """Of a computation that the program runs."""
+    """Bytes that a computation of the program moves."""
     known = module.by_name(name)
     total = 0
     for instruction in module.computations[name]:

@@ -123,11 +123,11 @@ class _Tile(NamedTuple):
         return self.rows.v.shape[3], LANES
 
     def keys(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The keys of a chunk, float32, by channel."""
         return lambda channel: self._slice(self.rows.k, chunk, channel)
 
     def values(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The values of a chunk, float32, by key."""
         return lambda key: self._slice(self.rows.v, chunk, key)
 
     def _slice(self, x: jax.Array, chunk: jax.Array, index: int) -> jax.Array:
@@ -151,12 +151,12 @@ class _Leaders(NamedTuple):
         return self.tile.value_shape
 
     def keys(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The keys of a chunk, float32, by channel."""
         parts = self.tile.keys(chunk)
         return lambda channel: _in_units(parts(channel))[:, :1]
 
     def values(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The values of a chunk, float32, by key."""
         parts = self.tile.values(chunk)
         return lambda key: _in_units(parts(key))[:, :1]
 

@@ -19,7 +19,7 @@ from sgljax_engine.kernels.tpu.paged_sizes import Scores
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
 LANES = 128
-"""Of a vector register. A row of a page is a multiple: smaller heads share one."""
+"""Lanes of a vector register. A row of a page is a multiple: smaller heads share one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class TpuAttention:
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """See `base.PagedAttention`; pages have one head a row."""
+        """Implements `base.PagedAttention`; pages have one head a row."""
         return self._call(q_NQDh, None, layer, tables, options)[0]
 
     def write_and_attend(
@@ -50,7 +50,7 @@ class TpuAttention:
         tables: BlockTables,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """See `base.PrefillAttention`; pages have `heads_per_row` heads a row."""
+        """Implements `base.PrefillAttention`; pages have `heads_per_row` heads a row."""
         new = k_NQKh.astype(layer.k.dtype), v_NQKh.astype(layer.v.dtype)
         return self._call(q_NQDh, new, layer, tables, options)
 
@@ -63,7 +63,7 @@ class TpuAttention:
         tables: BlockTables,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """See `base.DecodeAttention`; pages have `heads_per_row` heads a row."""
+        """Implements `base.DecodeAttention`; pages have `heads_per_row` heads a row."""
         q, k, v = (x[:, None] for x in (q_BDh, k_BKh, v_BKh))
         out, layer = self.write_and_attend(q, k, v, layer, tables, options)
         return out[:, 0], layer

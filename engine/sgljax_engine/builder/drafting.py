@@ -25,7 +25,7 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
 def make_speculator(
     config: SpeculationConfig, drafters: Mapping[str, Drafter], parts: EngineParts
 ) -> Speculator | None:
-    """Of one engine; None without speculation, and if no batch is small enough for it."""
+    """The speculator of one engine; None without speculation or a batch small enough for it."""
     static = parts.static
     sizes = static.sizes_with_drafts(parts.shapes.batch_buckets)
     if not sizes:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _LANES = 128
-"""Of a TPU's registers."""
+"""Lanes of a TPU's vector register."""
 
 
 class LayerKV(NamedTuple):

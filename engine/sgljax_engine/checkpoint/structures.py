@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 CHECKPOINT_VERSION = 1
-"""Of the structures and of the files. Older versions are read, newer ones are refused."""
+"""Version of the structures and files. Older ones are read, newer ones are refused."""
 
 
 def _read_requests(fields: Fields, name: str) -> dict[str, RequestCheckpoint]:

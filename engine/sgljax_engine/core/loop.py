@@ -87,12 +87,12 @@ class EngineLoop:
 
     @property
     def recorder(self) -> Recorder:
-        """Of the engine's threads."""
+        """Recorder of the engine's threads."""
         return self._core.recorder
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that serve."""
+        """Version of the serving weights."""
         return self._core.serving.version
 
     @property
@@ -183,7 +183,7 @@ class EngineLoop:
         return core.scheduler.waiting.num_new
 
     def hand_over(self, count: int) -> tuple[list[Request], list[Answer]]:
-        """See `EngineCore.hand_over`."""
+        """Lets go of the last requests that have not started, for another engine to take in."""
         return self._core.hand_over(count)
 
     def _run(self) -> None:

@@ -127,7 +127,7 @@ class ServingWeights:
 
     @property
     def digest(self) -> WeightsDigest:
-        """Of the weights that serve: one object for each version that is known."""
+        """Digest of the serving weights: one object for each version that is known."""
         if self._digest is None or self._digest[0] != self.version:
             if not self.are_held:
                 return WeightsDigest(None)

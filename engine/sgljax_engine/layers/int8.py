@@ -26,7 +26,7 @@ class Int8Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """Shape of the values."""
         return self.values.shape
 
     def astype(self, dtype: jnp.dtype) -> Int8Weight:

@@ -336,7 +336,7 @@ def _output(news: _News, span: slice, text: str, finish: FinishReason | None) ->
 
 
 def _routed_experts(news: _News, num_tokens: int) -> np.ndarray | None:
-    """Of the prompt and so many output tokens but the last, if all of them are there."""
+    """The experts of the prompt and of all output tokens but the last, if all of them are there."""
     num_rows = len(news.record.request.prompt_ids) + num_tokens - 1
     if news.routed is None or len(news.routed) < num_rows:
         return None

@@ -129,13 +129,13 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
     """
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
-        """See `TokenStream`. Needs a running event loop, the one to iterate in."""
+        """Iterates in the event loop that runs now; arguments are those of `TokenStream`."""
         super().__init__(requests, abandon)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
     def make_answers(self) -> list[Answer]:
-        """See `TokenStream.make_answers`."""
+        """Answers for the requests, which hand their events to the event loop."""
         loop, events, ref = self._loop, self._events, weakref.ref(self)
 
         def put(event: _Event) -> None:

@@ -311,7 +311,7 @@ def learn(
     learnt = jnp.where(was_tried, tried, jnp.where(drafts.is_searched, missed, hoped))
 
     def of_others(count: jax.Array) -> jax.Array:
-        """By kind, [B, ACCEPTANCE_KINDS]."""
+        """Sums over the other rows, by kind: [B, ACCEPTANCE_KINDS]."""
         by_kind = jnp.where(was_tried, count[:, None], 0).astype(jnp.float32)
         return jnp.sum(by_kind, axis=0) - by_kind
 

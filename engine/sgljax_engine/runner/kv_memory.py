@@ -103,7 +103,7 @@ class KVMemory:
 
     @property
     def _shardings(self) -> list[jax.sharding.NamedSharding]:
-        """Of the pages of each cached layer."""
+        """Shardings of the pages of each cached layer."""
         return list(map(self._placement.kv_sharding, self._static.context.config.cached_kv))
 
     @property

@@ -41,7 +41,7 @@ class PendingDecode(NamedTuple):
         return outputs
 
     def passes(self) -> tuple[int, ...] | None:
-        """See `StepOutput.passes`; waits too."""
+        """Forward passes for each width of a step, as in `StepOutput.passes`; waits too."""
         if not isinstance(self.result, Verified):
             return None
         return tuple(jax.device_get(self.result.num_steps).tolist())

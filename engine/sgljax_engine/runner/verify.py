@@ -55,7 +55,7 @@ from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
 NO_SOURCE = 0
-"""Of tokens that no draft foretold; others have 1 + one of `NUM_SOURCES`."""
+"""Source of tokens that no draft foretold; others have 1 + one of `NUM_SOURCES`."""
 
 
 class Verified(NamedTuple):
@@ -99,7 +99,7 @@ class _Packed(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """Of a step that has done its forward pass, or will.
+    """The state of a step that has done its forward pass, or will.
 
     Shape: sampled: Of each place of the widest step. is_done: Scalar bool.
     """

@@ -42,7 +42,7 @@ _MAX_MESSAGE_CHARS = 2000
 _MAX_PARAM_CHARS = 200
 
 _SHORT = reprlib.Repr()
-"""Of a value, whatever its size."""
+"""Shortens the repr of a value of any size."""
 _SHORT.maxlevel = 4
 _SHORT.maxlist = _SHORT.maxdict = 16
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 160

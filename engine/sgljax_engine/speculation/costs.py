@@ -89,13 +89,13 @@ class CostTable:
         self._costs[size] = costs
 
     def get(self, size: int) -> StepCosts | None:
-        """Of a batch size; None if they were not measured."""
+        """Costs of a batch size; None if they were not measured."""
         return self._costs.get(size)
 
     def learn(
         self, size: int, passes: Sequence[int] | None, num_steps: int, seconds: float
     ) -> None:
-        """See `StepCosts.learnt`."""
+        """Corrects the costs of a batch size, as `StepCosts.learnt` does."""
         costs = self._costs.get(size)
         if costs is not None and num_steps:
             self._costs[size] = costs.learnt(passes, num_steps, seconds)
