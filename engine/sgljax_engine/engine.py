@@ -121,7 +121,7 @@ class Engine:
             adapters: Adapters to start with, by name: a pytree with the LoRA pairs, and its rules;
                 see `load_adapter`. They take the first slots. At most `max_loras`.
             mesh: Devices to run on. Its tensor axis ("tp", "model" or "tensor") shards the weights;
-                along all other axes there is an engine for each place. `tp_size` and
+                along all other axes there is an engine for each index. `tp_size` and
                 `data_parallel_size` share out the devices otherwise. None, or an empty mesh, takes
                 JAX's first device, or as many as those two say.
             config: All options as one object.

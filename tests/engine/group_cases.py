@@ -392,9 +392,9 @@ def ids() -> None:
 # ------------------------------------------------------------------ all or nothing
 
 
-def _fault(engine: Engine, place: int, owner: Callable[[EngineCore], Any], name: str) -> None:
+def _fault(engine: Engine, index: int, owner: Callable[[EngineCore], Any], name: str) -> None:
     """Lets a method of one engine fail once."""
-    target = owner(cores(engine)[place])
+    target = owner(cores(engine)[index])
     real = getattr(target, name)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -434,29 +434,29 @@ def faults() -> None:
             assert outputs(engine) == want
             check_idle(engine)
 
-        for place in (0, 3):
-            with _refused_swap(engine, place), pytest.raises(RuntimeError, match="planted"):
+        for index in (0, 3):
+            with _refused_swap(engine, index), pytest.raises(RuntimeError, match="planted"):
                 engine.update_weights(new)
             serves_old()
-            _fault(engine, place, serving, "with_adapters")
+            _fault(engine, index, serving, "with_adapters")
             with pytest.raises(RuntimeError, match="planted"):
                 engine.update_weights(new)
             serves_old()
             staged = engine.stage_weights(new)
-            with _refused_swap(engine, place), pytest.raises(RuntimeError, match="planted"):
+            with _refused_swap(engine, index), pytest.raises(RuntimeError, match="planted"):
                 engine.publish_weights(staged)
             assert staged.state == "staged"
             serves_old()
             assert engine.discard_weights(staged)
             for owner, name in ((runner, "weights_to_host"), (kv, "save_pages")):
                 outputs(engine)
-                _fault(engine, place, owner, name)
+                _fault(engine, index, owner, name)
                 with pytest.raises(OffloadError):
                     engine.sleep(1, preserve_state=True)
                 serves_old()
             for owner, name in ((runner, "weights_from_host"), (kv, "take")):
                 engine.sleep(1)
-                _fault(engine, place, owner, name)
+                _fault(engine, index, owner, name)
                 with pytest.raises(OffloadError):
                     engine.wake_up()
                 assert all(core.sleep_manager.asleep for core in cores(engine))

@@ -189,7 +189,7 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
         freed = engine.sleep(2, preserve_state=True)
         assert freed == report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
         # Copies on several devices are kept once.
-        weights = engine._group.loops[0]._core.sleep_manager._kept.weights
+        weights = engine._group.loops[0]._core.sleep_manager._copies.weights
         assert weights is not None
         assert sum(w.nbytes for w in weights.values()) == 4 * sum(
             int(np.prod(w.shape)) for w in weights.values()

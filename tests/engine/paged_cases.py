@@ -18,7 +18,7 @@ from tests.engine.models import TINY, random_prompts, spread_weights
 
 
 def spread(*columns: Sequence[Any]) -> list[Any]:
-    """Combinations that have each value; the slow tier has it once more, with other company.
+    """Combinations that have each value; the slow tier has it once more, in other combinations.
 
     Both step through all columns together, the slow one with each column shifted by its index.
     """

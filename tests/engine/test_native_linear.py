@@ -1,4 +1,4 @@
-"""Operations by machine code against numpy in float64, and their bits in any batch."""
+"""JIT-compiled CPU kernels against numpy in float64, and their bits in any batch."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_draw_depends_on_seed_and_step_only():
     assert (first != later).any()
     shifted = rows._replace(step=np.full(4, 5, np.int32))
     np.testing.assert_array_equal(later, draw(logits, shifted, jnp.int32(0)).token)
-    # The same row in other company.
+    # The same row with other batch mates.
     alone = jax.tree.map(lambda field: field[2:3], rows)
     assert draw(logits[2:3], alone, jnp.int32(0)).token[0] == first[2]
 

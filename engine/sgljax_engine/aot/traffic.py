@@ -96,10 +96,10 @@ def _moved_by_fusion(
     if root.opcode in _UPDATES:
         part = parts[operands(root)[_UPDATES[root.opcode]]]
         total = min(total, sum(array.num_bytes for array in part.arrays))
-    for place, each in enumerate(given):
+    for index, each in enumerate(given):
         if each is None:
             continue
-        used = _used_of_parameter(module, inner, place)
+        used = _used_of_parameter(module, inner, index)
         size = _in_memory(each.arrays)
         total += size if used is None else min(size, used)
     return total

@@ -117,7 +117,7 @@ class _Packing(NamedTuple):
     A row of n kv heads is one kv head of n times the head_dim. The queries of each lie in its part
     of the row and are zero elsewhere, so their products with the others' keys are zero; of the
     output only that part counts. The matrix unit is as wide as a row, so this costs it nothing that
-    narrow heads would not.
+    small heads would not.
 
     Attributes:
         per_row: Kv heads in a row.

@@ -69,11 +69,11 @@ ContiguousKV = tuple[LayerContiguousKV, ...]
 """All layers; empty for attention backends that read pages."""
 
 
-class PagedRows(NamedTuple):
+class DecodeCache(NamedTuple):
     """Both forms of one layer's cache, for a decode dispatch."""
 
     pages: LayerKV
-    rows: LayerContiguousKV
+    contiguous: LayerContiguousKV
 
 
 class ContiguousShapes(NamedTuple):
@@ -124,7 +124,7 @@ class RowTable(NamedTuple):
     has_gaps: bool = False
 
 
-def gather_rows(
+def gather_contiguous_kv(
     contiguous_kv: ContiguousKV,
     kv: Sequence[LayerKV],
     tables: Sequence[RowTable],
@@ -145,8 +145,8 @@ def gather_rows(
 
     def body(chunk: jax.Array, contiguous_kv: ContiguousKV) -> ContiguousKV:
         return tuple(
-            _gather_chunk(rows, layer, table, kv_lens_B, chunk)
-            for rows, layer, table in zip(contiguous_kv, kv, tables, strict=True)
+            _gather_chunk(contiguous, layer, table, kv_lens_B, chunk)
+            for contiguous, layer, table in zip(contiguous_kv, kv, tables, strict=True)
         )
 
     return lax.fori_loop(num_ready, (end + CHUNK - 1) // CHUNK, body, contiguous_kv)
@@ -188,7 +188,7 @@ def load_chunk(
 
 
 def _gather_chunk(
-    rows: LayerContiguousKV,
+    contiguous: LayerContiguousKV,
     layer: LayerKV,
     table: RowTable,
     kv_lens_B: jax.Array,
@@ -202,25 +202,25 @@ def _gather_chunk(
     # All of one type, also where Python's integers become 64-bit ones.
     place = (chunk, *[np.int32(0)] * 5)
     return LayerContiguousKV(
-        lax.dynamic_update_slice(rows.k, k[None], place),
-        lax.dynamic_update_slice(rows.v, v[None], place),
+        lax.dynamic_update_slice(contiguous.k, k[None], place),
+        lax.dynamic_update_slice(contiguous.v, v[None], place),
     )
 
 
-def write_rows(
-    rows: LayerContiguousKV,
+def write_contiguous_kv(
+    contiguous: LayerContiguousKV,
     k: jax.Array,
     v: jax.Array,
     positions_B: jax.Array,
     is_used_B: jax.Array,
 ) -> LayerContiguousKV:
     """Writes one token's K and V [B, K, h] to each used row, at its position [B]."""
-    num_chunks = rows.k.shape[0]
+    num_chunks = contiguous.k.shape[0]
     chunk = jnp.where(is_used_B, positions_B // CHUNK, num_chunks)
     row = jnp.arange(positions_B.shape[0], dtype=jnp.int32)
     key = positions_B % CHUNK
     lanes = v.reshape(*v.shape[:2], -1, LANES)
     return LayerContiguousKV(
-        rows.k.at[chunk, row, :, key // LANES, :, key % LANES].set(k, mode="drop"),
-        rows.v.at[chunk, row, :, :, key].set(lanes, mode="drop"),
+        contiguous.k.at[chunk, row, :, key // LANES, :, key % LANES].set(k, mode="drop"),
+        contiguous.v.at[chunk, row, :, :, key].set(lanes, mode="drop"),
     )

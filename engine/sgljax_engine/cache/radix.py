@@ -295,7 +295,7 @@ class RadixCache:
         held: dict[int, _Node] = {-1: root}
         pages: dict[int, int] = {}
         try:
-            for place, (parent, key) in enumerate(nodes):
+            for index, (parent, key) in enumerate(nodes):
                 above = held.get(parent)
                 if above is None:
                     continue
@@ -303,15 +303,15 @@ class RadixCache:
                 if child is not None:
                     self._hold(child)
                 elif self._allocator.num_free:
-                    (pages[place],) = self._allocator.allocate(1)
-                    child = self._add(above, key, pages[place])
+                    (pages[index],) = self._allocator.allocate(1)
+                    child = self._add(above, key, pages[index])
                 else:
                     continue
-                held[place] = child
+                held[index] = child
         finally:
-            for place in reversed(held):
-                if place >= 0:
-                    self._let_go(held[place], root)
+            for index in reversed(held):
+                if index >= 0:
+                    self._let_go(held[index], root)
         return pages
 
     # ------------------------------------------------------------------ nodes

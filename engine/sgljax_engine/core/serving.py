@@ -1,4 +1,4 @@
-"""The weights that serve: their version, their checksums, adapters, and why there are none.
+"""The serving weights: their version, their checksums, adapters, and why there are none.
 
 Engine thread only, but for what says otherwise.
 """
@@ -87,11 +87,11 @@ class ServingWeights:
         return self._sleep_manager.keeps_weights
 
     def with_adapters(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """New weights with the adapters that serve, wherever those are."""
+        """New weights with the serving adapters, wherever those are."""
         return dict(weights) | (self.slots or self._runner.empty_slots())
 
     def with_slots(self, slots: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The weights that serve, on the devices, with other adapters.
+        """The serving weights, on the devices, with other adapters.
 
         Raises:
             OffloadError: when the devices have no memory for weights that sleep.
@@ -137,7 +137,7 @@ class ServingWeights:
         return self._digest[1]
 
     def raise_version(self, version: int) -> None:
-        """Calls the weights that serve by a higher version, if it is higher."""
+        """Gives the serving weights this version, if it is higher than theirs."""
         if version > self.version:
             if self._digest is not None and self._digest[0] == self.version:
                 self._digest = (version, self._digest[1])

@@ -52,14 +52,14 @@ class SleepManager:
         self._runner = runner
         self._kv_memory = runner.kv_memory
         self._pool = pool
-        self._kept = HostCopies(None, None)
+        self._copies = HostCopies(None, None)
         self.asleep: tuple[SleepTag, ...] = ()
         self.refuses_requests = False
 
     @property
     def kept_weights(self) -> Mapping[str, HostArray]:
         """The weights that are on the host."""
-        return self._kept.weights or {}
+        return self._copies.weights or {}
 
     @property
     def keeps_weights(self) -> bool:
@@ -69,7 +69,7 @@ class SleepManager:
     @property
     def host_bytes(self) -> int:
         """Bytes of all copies."""
-        weights, pages = self._kept
+        weights, pages = self._copies
         in_pages = 0 if pages is None else pages.nbytes
         return in_pages + (0 if weights is None else num_bytes(dict(weights)))
 
@@ -81,7 +81,7 @@ class SleepManager:
         Raises:
             OffloadError: when that fails.
         """
-        kept_weights, kept_pages = self._kept
+        kept_weights, kept_pages = self._copies
         with _copying():
             if weights and "weights" not in self.asleep:
                 kept_weights = self._runner.weights_to_host()
@@ -96,22 +96,22 @@ class SleepManager:
             OffloadError: when that fails.
         """
         if "kv_cache" in self.asleep:
-            return self._kept.pages
+            return self._copies.pages
         if not self._kv_memory.is_allocated:  # the cache was released, and is empty
             return None
         with _copying():
             return self._kv_memory.save_pages(pages, self._window_pages)
 
-    def sleep(self, kept: HostCopies, *, refuses_requests: bool) -> int:
+    def sleep(self, copies: HostCopies, *, refuses_requests: bool) -> int:
         """Gives back the memory of what is awake; returns its bytes. Cannot fail.
 
         Args:
-            kept: What `keep` returned.
+            copies: What `keep` returned.
             refuses_requests: See the attribute.
         """
         freed = self._runner.weights_bytes + self._kv_memory.release()
         self._runner.swap_weights({})
-        self._kept = kept
+        self._copies = copies
         self.asleep = SLEEP_TAGS
         self.refuses_requests = refuses_requests
         return freed
@@ -144,17 +144,17 @@ class SleepManager:
             OffloadError: when that fails. Everything sleeps on and can be woken later.
         """
         started_s = time.perf_counter()
-        runner, kept = self._runner, self._kept
+        runner, copies = self._runner, self._copies
         taken = 0
         try:
-            if "weights" in tags and kept.weights is not None:
-                runner.weights_from_host(kept.weights)
+            if "weights" in tags and copies.weights is not None:
+                runner.weights_from_host(copies.weights)
                 taken += runner.weights_bytes
             if "kv_cache" in tags:
                 taken += self._kv_memory.take()
-                if kept.pages is not None:
+                if copies.pages is not None:
                     self._kv_memory.load_pages(
-                        kept.pages, self._pool.used_pages, self._window_pages
+                        copies.pages, self._pool.used_pages, self._window_pages
                     )
         except Exception as error:
             self.undo_wake_up(tags)
@@ -183,9 +183,9 @@ class SleepManager:
         self._woke(SLEEP_TAGS)
 
     def _woke(self, tags: Sequence[SleepTag]) -> None:
-        self._kept = HostCopies(
-            None if "weights" in tags else self._kept.weights,
-            None if "kv_cache" in tags else self._kept.pages,
+        self._copies = HostCopies(
+            None if "weights" in tags else self._copies.weights,
+            None if "kv_cache" in tags else self._copies.pages,
         )
         self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
         self.refuses_requests &= bool(self.asleep)

@@ -101,7 +101,7 @@ class Snapshot(NamedTuple):
     Attributes:
         marks: Running requests, then waiting ones, both in order, then finished ones.
         new_token_ratio: Of the admission policy.
-        weight_version: Of the weights that serve.
+        weight_version: Version of the serving weights.
         weights: Their digest; any thread may make it.
         prefix: None if there is none, or none was asked for.
     """
@@ -142,7 +142,7 @@ class Restoration(NamedTuple):
     Attributes:
         requests: In the order in which they shall go on.
         new_token_ratio: See `SchedulerCheckpoint`.
-        weight_version, weights_digest: Of the weights that served.
+        weight_version, weights_digest: Those of the weights that served.
         prefix_cache: Keys and values that those weights computed.
     """
 

@@ -83,7 +83,7 @@ class StageJob(NamedTuple):
     future: Future[StagedWeights]
 
     def do(self, worker: WeightsWorker) -> StagedWeights:
-        """Makes weights beside those that serve."""
+        """Makes weights beside the serving ones."""
         return worker.stage(self)
 
 
@@ -168,7 +168,7 @@ class _NewWeights:
         self.made: dict[str, jax.Array] | None = None
 
     def make(self) -> dict[str, jax.Array]:
-        """Makes them beside those that serve."""
+        """Makes them beside the serving ones."""
         return sync.apply(self.plan, self.arrays, verify=self.verify)
 
     def take(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
@@ -204,7 +204,7 @@ class WeightsWorker:
 
         Args:
             maker: Plans; from now on used by this object alone.
-            served: What the weights that serve were made of.
+            served: What the serving weights were made of.
             slots: The room for adapters that each engine has; None without.
             split: Gives each engine its part.
             ask: Asks the engines that serve the weights.
@@ -260,7 +260,7 @@ class WeightsWorker:
         return version
 
     def stage(self, job: StageJob) -> StagedWeights:
-        """Makes weights beside those that serve."""
+        """Makes weights beside the serving ones."""
         new = self._plan(job.load, check_finite=job.check_finite, verify=job.verify)
         if new.plan.is_on_one_device:
             made = new.make()
@@ -398,7 +398,7 @@ class WeightsWorker:
         return None if placement is None else (new.plan, placement)
 
     def _whole(self, planned: _NewWeights, new: _NewWeights, *, donate: bool) -> BuildWeights:
-        """What is changed, with the weights that serve on, for each engine."""
+        """What is changed, and the serving weights that are not, for each engine."""
         kept = planned.plan.names - new.plan.names
 
         def build(olds: Sequence[Weights]) -> list[dict[str, jax.Array]]:

@@ -173,8 +173,8 @@ class XlaKernels:
             return int8_linear(x, weight, options.layout)
         assert isinstance(weight, jax.Array)
         layout, is_small = options.layout, x.shape[options.layout.token_axis] < SMALL_BATCH
-        is_narrow = options.is_batch_invariant and is_small
-        return (small_batch_linear if is_narrow else linear)(x, weight, layout)
+        multiply = small_batch_linear if options.is_batch_invariant and is_small else linear
+        return multiply(x, weight, layout)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
         """Logits [T, V] float32."""

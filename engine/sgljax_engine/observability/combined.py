@@ -105,8 +105,8 @@ def combine_recordings(recordings: Sequence[Recording]) -> Recording:
     if len(recordings) == 1:
         return recordings[0]
     events = [
-        _of_engine(event, place)
-        for place, recording in enumerate(recordings)
+        _of_engine(event, index)
+        for index, recording in enumerate(recordings)
         for event in recording.events
     ]
     return Recording(
@@ -118,20 +118,20 @@ def combine_recordings(recordings: Sequence[Recording]) -> Recording:
     )
 
 
-def _of_engine(event: RecordedEvent, place: int) -> RecordedEvent:
-    return event if place == 0 else event._replace(track=f"{event.track} {place}")
+def _of_engine(event: RecordedEvent, index: int) -> RecordedEvent:
+    return event if index == 0 else event._replace(track=f"{event.track} {index}")
 
 
 def _sum_samples(samples: Sequence[Sequence[RecordedSample]]) -> list[RecordedSample]:
     """Samples of the whole group: the latest of each engine, whenever one has a new one."""
     merged = sorted(
-        ((sample, place) for place, each in enumerate(samples) for sample in each),
+        ((sample, index) for index, each in enumerate(samples) for sample in each),
         key=lambda pair: pair[0].time_s,
     )
     latest: dict[int, RecordedSample] = {}
     sums: list[RecordedSample] = []
-    for sample, place in merged:
-        latest[place] = sample
+    for sample, index in merged:
+        latest[index] = sample
         known = list(latest.values())
         sums.append(
             sample._replace(

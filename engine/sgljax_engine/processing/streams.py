@@ -21,7 +21,7 @@ class _Event(NamedTuple):
     The piece with a finish reason is the last.
     """
 
-    place: int
+    output_index: int
     output: RequestOutput | None
     error: BaseException | None = None
 
@@ -86,7 +86,7 @@ class _Pieces:
 class TokenStream(_Pieces, Iterator[dict[str, Any]]):
     """Result of `Engine.generate(stream=True)`. For one thread at a time.
 
-    Each item is a dict like `generate`'s with `index`, the place of the output among those of the
+    Each item is a dict like `generate`'s with `index`, the index of the output among those of the
     call. Its `text`, `output_ids` and log-probs are those since the output's last item. Text never
     ends inside a UTF-8 character, and adds up to the text of the whole output.
     `meta_info["finish_reason"]` is None except in an output's last item.

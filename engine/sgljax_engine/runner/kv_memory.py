@@ -142,21 +142,21 @@ class KVMemory:
         return bool(self.kv.layers)
 
     def take(self) -> int:
-        """Takes the memory of pages and rows, unless they have it; returns its bytes."""
+        """Takes the memory of pages and contiguous KV, unless they have it; returns its bytes."""
         if self.is_allocated:
             return 0
         self._allocate()
         return self._num_bytes
 
     def release(self) -> int:
-        """Gives the memory of pages and rows back; returns its bytes. Their contents are lost."""
+        """Frees pages and contiguous KV, contents included; returns the bytes."""
         num_bytes = self._num_bytes
         self.wait()  # memory that a program still writes is not free
         self.drop()
         return num_bytes
 
     def drop(self) -> None:
-        """Lets go of pages and rows, whatever has become of them."""
+        """Lets go of pages and contiguous KV, whatever has become of them."""
         self.kv, self.contiguous_kv = KVPages(), ()
 
     def recover(self) -> bool:
@@ -195,16 +195,16 @@ class KVMemory:
             make_zeros=self._make_zeros,
         )
         routed = self._allocate_routed()
-        rows: ContiguousKV = ()
+        contiguous: ContiguousKV = ()
         if self._contiguous_shapes is not None:
-            rows = allocate_contiguous_kv(
+            contiguous = allocate_contiguous_kv(
                 self._contiguous_shapes,
                 list(map(placement.contiguous_kv_sharding, layers)),
                 dtype=placement.dtype,
                 make_zeros=self._make_zeros,
             )
         # Both or, if memory is short, none.
-        self.kv, self.contiguous_kv = KVPages(pages, routed), rows
+        self.kv, self.contiguous_kv = KVPages(pages, routed), contiguous
 
     def _allocate_routed(self) -> jax.Array | None:
         if not self._static.context.returns_routed:

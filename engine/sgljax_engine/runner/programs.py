@@ -18,9 +18,9 @@ from sgljax_engine.attention.base import (
 from sgljax_engine.attention.contiguous import shared_keys
 from sgljax_engine.cache.contiguous_kv import (
     ContiguousKV,
-    PagedRows,
+    DecodeCache,
     RowTable,
-    gather_rows,
+    gather_contiguous_kv,
 )
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_routed
 from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
@@ -29,7 +29,7 @@ from sgljax_engine.models.spec import (
     LayerCache,
     Params,
 )
-from sgljax_engine.runner.attend import Pages, of_blocks, paged_attend, rows_attend, slots_at
+from sgljax_engine.runner.attend import Pages, contiguous_attend, of_blocks, paged_attend, slots_at
 from sgljax_engine.runner.batch import DecodeBatch, ForwardBatch
 from sgljax_engine.runner.page_ids import NO_SLOT
 from sgljax_engine.runner.program_context import ProgramContext
@@ -161,8 +161,10 @@ def decode(
         lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
         end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
         tables = _tables_of_layers(rows, static)
-        contiguous_kv = gather_rows(contiguous_kv, kv.layers, tables, lens, end, rows.num_ready)
-        caches = tuple(PagedRows(*both) for both in zip(kv.layers, contiguous_kv, strict=True))
+        contiguous_kv = gather_contiguous_kv(
+            contiguous_kv, kv.layers, tables, lens, end, rows.num_ready
+        )
+        caches = tuple(DecodeCache(*both) for both in zip(kv.layers, contiguous_kv, strict=True))
         shared = shared_keys(rows.page_table, lens, static.page_size)
 
     def is_active(carry: _Carry) -> jax.Array:
@@ -235,8 +237,8 @@ def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTabl
 def _split_caches(
     caches: tuple[LayerCache, ...],
 ) -> tuple[tuple[LayerKV, ...], ContiguousKV]:
-    pages = tuple(c.pages if isinstance(c, PagedRows) else c for c in caches)
-    return pages, tuple(c.rows for c in caches if isinstance(c, PagedRows))
+    pages = tuple(c.pages if isinstance(c, DecodeCache) else c for c in caches)
+    return pages, tuple(c.contiguous for c in caches if isinstance(c, DecodeCache))
 
 
 def _next_logits(
@@ -267,7 +269,7 @@ def _next_logits(
     of_windows = None if rows.window_table is None else slots_in(rows.window_table)
     pages = Pages.make(tables, slots_in(rows.page_table), rows.window_table, of_windows)
     if shared is not None:
-        attend = rows_attend(pages, active, shared)
+        attend = contiguous_attend(pages, active, shared)
     else:
         own = static.decode_attention
         attend = paged_attend(static, pages, None if own is None else of_blocks(own))

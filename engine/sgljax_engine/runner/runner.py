@@ -253,10 +253,10 @@ class ModelRunner:
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         """Dispatches the decode rows; does not wait for the device."""
         order = decode_order(output.decode, self._static.page_size)
-        rows = [output.decode[place] for place in order]
+        rows = [output.decode[index] for index in order]
         batch = build_decode_batch(
             rows,
-            [output.step_limits[place] for place in order],
+            [output.step_limits[index] for index in order],
             buckets=self.shapes.batch_buckets,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
@@ -285,7 +285,7 @@ class ModelRunner:
         else:
             # Its tokens are in pages only.
             self.kv_memory.contiguous_slots.forget()
-            drafts = self._draft_batch([output.drafts[place] for place in order], size)
+            drafts = self._draft_batch([output.drafts[index] for index in order], size)
             call = ProgramCall("verify", (batch, sampling, options, drafts, *limits))
         result = self.run(call)
         for leaf in jax.tree.leaves(result):

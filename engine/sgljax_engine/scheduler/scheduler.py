@@ -155,11 +155,11 @@ class Scheduler:
         for request in failed:
             _take_pages(request)
             request.status, request.finish = RequestStatus.FINISHED, reason
-        for place, request in enumerate(left):
+        for index, request in enumerate(left):
             _take_pages(request)
-            request.num_retractions += place < num_running
+            request.num_retractions += index < num_running
             request.status = RequestStatus.WAITING
-            if place < num_started:
+            if index < num_started:
                 self.waiting.put_back(request)
             else:
                 self.waiting.append(request)

@@ -110,7 +110,7 @@ class RuleTable:
         for rule in rules:
             self._by_source.setdefault(rule.source, []).append(rule)
         # Sources in the order of their first rules.
-        self._places = {source: place for place, source in enumerate(self._by_source)}
+        self._places = {source: index for index, source in enumerate(self._by_source)}
         self._patterns = [(s, re.compile(_pattern(s))) for s in self._by_source if "*" in s]
 
     def match(self, source: str, shape: Sequence[int] = ()) -> list[Match]:

@@ -37,7 +37,7 @@ class ReasoningSplitter:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the thoughts have begun and not ended."""
+        """Whether the thoughts have started and not ended."""
         return self._is_inside and not self._is_done
 
     def feed(self, text: str) -> Split:
