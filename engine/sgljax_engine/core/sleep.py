@@ -1,9 +1,8 @@
-"""Lending the device's memory to others, and taking it back. Engine thread only.
+"""Frees the device memory of an engine for others, and takes it back. Engine thread only.
 
-An engine has two things on its device, as in vLLM's and SGLang's tags: its weights and its KV
-cache. While it sleeps it has neither. Each can be woken by itself. Copies are complete on the host
-before device memory is given back, and complete on the device before they leave the host. So a
-failure half-way changes nothing.
+Two things of an engine can sleep, named by vLLM's and SGLang's tags: weights and KV cache. Each can
+be woken by itself. Copies are complete on the host before device memory is given back, and complete
+on the device before they leave the host. So a failure half-way changes nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class SleepManager:
 
     @property
     def kept_weights(self) -> Mapping[str, HostArray]:
-        """The weights that are on the host."""
+        """The copies of weights on the host; empty without any."""
         return self._copies.weights or {}
 
     @property
@@ -74,7 +73,7 @@ class SleepManager:
         return in_pages + (0 if weights is None else num_bytes(dict(weights)))
 
     def keep(self, *, weights: bool, pages: bool) -> HostCopies:
-        """Copies to the host what is to be kept; changes nothing else.
+        """Makes the copies to keep during a sleep; changes nothing else.
 
         What sleeps already stays as it is, kept or not.
 
@@ -90,7 +89,7 @@ class SleepManager:
         return HostCopies(kept_weights, kept_pages)
 
     def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
-        """Copies used pages, and perhaps others, to the host; None if they have no contents.
+        """Copies used pages, and perhaps others, to the host; None without contents.
 
         Raises:
             OffloadError: when that fails.
@@ -103,7 +102,7 @@ class SleepManager:
             return self._kv_memory.save_pages(pages, self._window_pages)
 
     def sleep(self, copies: HostCopies, *, refuses_requests: bool) -> int:
-        """Gives back the memory of what is awake; returns its bytes. Cannot fail.
+        """Frees the memory of what is awake; returns the bytes. Cannot fail.
 
         Args:
             copies: What `keep` returned.
@@ -117,7 +116,7 @@ class SleepManager:
         return freed
 
     def load_weights(self) -> dict[str, jax.Array]:
-        """The kept weights on the devices; the copies stay.
+        """Copies the kept weights to the devices; the host's copies stay.
 
         Raises:
             OffloadError: when that fails.
@@ -136,12 +135,12 @@ class SleepManager:
         return None if self._pool.windows is None else self._pool.windows.of
 
     def prepare_wake_up(self, tags: Sequence[SleepTag]) -> int:
-        """Takes the memory of all these tags again, or of none; returns its bytes.
+        """Allocates the memory of all these tags, or of none; returns the bytes.
 
         `wake_up` or `undo_wake_up` must follow.
 
         Raises:
-            OffloadError: when that fails. Everything sleeps on and can be woken later.
+            OffloadError: when that fails. Everything stays asleep and can be woken later.
         """
         started_s = time.perf_counter()
         runner, copies = self._runner, self._copies
@@ -164,22 +163,22 @@ class SleepManager:
         return taken
 
     def undo_wake_up(self, tags: Sequence[SleepTag]) -> None:
-        """Gives back what `prepare_wake_up` took."""
+        """Frees what `prepare_wake_up` allocated."""
         if "weights" in tags:
             self._runner.swap_weights({})
         if "kv_cache" in tags:
             self._kv_memory.release()
 
     def wake_up(self, tags: Sequence[SleepTag]) -> None:
-        """Drops the copies of what `prepare_wake_up` took back."""
+        """Drops the copies of what `prepare_wake_up` restored."""
         self._woke(tags)
 
     def weights_came(self) -> None:
-        """Other weights were put on the device, so kept ones are dropped."""
+        """Drops kept weights, after other weights were put on the device."""
         self._woke(("weights",))
 
     def release(self) -> None:
-        """Lets go of all copies; for an engine that ends."""
+        """Drops all copies; for an engine that ends."""
         self._woke(SLEEP_TAGS)
 
     def _woke(self, tags: Sequence[SleepTag]) -> None:
