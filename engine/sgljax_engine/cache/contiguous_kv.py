@@ -1,8 +1,8 @@
-"""Contiguous KV: keys and values by row, which decode attention on CPUs reads instead of pages.
+"""Contiguous KV: keys and values by row. Decode attention on CPUs reads them instead of pages.
 
 XLA on CPU cannot read scattered pages in place: each step would copy all pages that it needs. So a
-decode dispatch copies them once, before its first step, into arrays that hold the keys of a row in
-order, and its steps read slices of those in place. New tokens are written to both.
+decode dispatch copies them once, before its first step, into arrays with the keys of a row in
+order. Its steps read slices of these in place. New tokens are written to both.
 
 The arrays are allocated once, donated to every decode dispatch and returned by it. A dispatch of
 the same requests reuses what the last one left (`runner.contiguous_slots`); others copy everything.
@@ -29,8 +29,7 @@ CHUNK = 64
 def lanes_for(simd: Mapping[str, Any]) -> int:
     """Number of float32 in a CPU's vector, from the SIMD extensions that numpy reports.
 
-    16 with AVX-512, under any of numpy's names for it; else 8, also where vectors are shorter or
-    numpy does not say.
+    16 with AVX-512, under any of numpy's names; else 8, even if vectors are shorter or unknown.
     """
     known = {*simd.get("baseline", ()), *simd.get("found", ())}
     return 16 if known & {"X86_V4", "AVX512F", "AVX512_SKX"} else 8
@@ -47,7 +46,7 @@ ROW_TILE = 16
 """Rows that attention processes together."""
 
 SHARING_UNIT = 4
-"""Neighbouring rows that read keys of their common pages from the first of these rows.
+"""Neighbouring rows that read the keys of their common pages from their first row.
 
 With more, groups would fill fewer units, since they lose rows as samples finish.
 """
@@ -117,7 +116,7 @@ class RowTable(NamedTuple):
 
     Attributes:
         page_table: [B, P] int32.
-        has_gaps: Whether entries may be negative: those pages are not there. Static.
+        has_gaps: Whether entries may be negative, for missing pages. Static.
     """
 
     page_table: jax.Array
@@ -162,8 +161,8 @@ def load_chunk(
 ) -> jax.Array:
     """Loads a chunk of each row's keys or values from their pages, [B, K, CHUNK, h].
 
-    Positions without a token become 0: memory there may hold anything, NaN included. With
-    `has_gaps`, neither are the pages of negative entries there.
+    Positions without a token become 0, since memory there may hold anything, NaN included. With
+    `has_gaps`, so do the pages of negative entries.
     """
     batch, size = page_table_BP.shape[0], pages.shape[2]
     gaps_BP = page_table_BP < 0
