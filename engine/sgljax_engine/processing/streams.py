@@ -45,7 +45,7 @@ def _make_answers(count: int, put: Callable[[_Event], None]) -> list[Answer]:
 
 
 class _Pieces:
-    """State of both iterators: which requests are unfinished, and how to end them."""
+    """State of both iterators: the unfinished requests, and how to end them."""
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
         self._open = dict(enumerate(requests))
@@ -86,9 +86,9 @@ class _Pieces:
 class TokenStream(_Pieces, Iterator[dict[str, Any]]):
     """Result of `Engine.generate(stream=True)`. For one thread at a time.
 
-    Each item is a dict like `generate`'s with `index`, the index of the output among those of the
-    call. Its `text`, `output_ids` and log-probs are those since the output's last item. Text never
-    ends inside a UTF-8 character, and adds up to the text of the whole output.
+    Each item is a dict like `generate`'s with `index`, the output's index among those of the call.
+    Its `text`, `output_ids` and log-probs are those since the output's last item. Text never ends
+    inside a UTF-8 character, and adds up to the text of the whole output.
     `meta_info["finish_reason"]` is None except in an output's last item.
 
     `close`, or dropping the iterator, aborts unfinished requests.
