@@ -49,7 +49,7 @@ those called "per_layer" are Gemma 4's."""
 SPECULATION = ("off", "auto", "always")
 
 DRAFTERS = ("history", "siblings", "ngram")
-"""Where draft tokens come from, in the order of preference for matches of one length."""
+"""Sources of draft tokens, in the order of preference for matches of one length."""
 
 MAX_DRAFT_TOKENS = 63
 

@@ -29,7 +29,7 @@ from sgljax_engine.runner.parallel_fit import NoSizeFits, fit_parallel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnginePreview:
-    """What an engine would use.
+    """The backends, sizes and memory that an engine would use.
 
     Attributes:
         platform: JAX's name for the kind of device.

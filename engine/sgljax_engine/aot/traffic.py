@@ -42,7 +42,7 @@ end of what was counted when it began."""
 _KERNEL_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""What changes a part of its first operand in place, and which operand is the part."""
+"""Instructions that change a part of their first operand in place; index of the part's operand."""
 
 
 def count_traffic(module: Module) -> int:

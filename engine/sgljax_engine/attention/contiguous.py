@@ -147,7 +147,7 @@ class _Leaders(NamedTuple):
 
     @property
     def value_shape(self) -> tuple[int, ...]:
-        """Same as the tile's."""
+        """Shape of a value's channels, that of the tile."""
         return self.tile.value_shape
 
     def keys(self, chunk: jax.Array) -> Parts:

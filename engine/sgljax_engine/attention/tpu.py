@@ -135,7 +135,7 @@ class _Packing(NamedTuple):
 
     @classmethod
     def of(cls, q: Any, k: Any, new: Any) -> _Packing | None:
-        """For queries, pages and new keys of one device; None if a head fills a row."""
+        """The packing of one device's queries, pages and new keys; None if a head fills a row."""
         *_, num_heads, head_dim = q.shape
         per_row = heads_per_row(head_dim)
         if per_row == 1:
@@ -145,7 +145,7 @@ class _Packing(NamedTuple):
         return cls(per_row, num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
     def pack(self, q: Any, new: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
-        """What the kernel takes. Pages that it writes are packed already."""
+        """Arguments of the kernel. Pages that it writes are packed already."""
         if new is None:
             k, v = (pack_heads(x, self.per_row, jnp) for x in (k, v))
         else:
@@ -211,7 +211,7 @@ def attention_for(target: Target, interpret: Any = False) -> TpuAttention:
 
 
 def backend_of(attention: TpuAttention, head_dims: Sequence[int]) -> AttentionBackend:
-    """What the attention implies for a model."""
+    """The attention's functions and facts for a model."""
     return AttentionBackend(
         "tpu",
         attention.attend,

@@ -12,7 +12,7 @@ from sgljax_engine.speculation.drafters import Drafter, HistoryDrafter, SiblingD
 
 
 def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
-    """Those that have references, for all engines of a group."""
+    """Drafters that keep references, shared by all engines of a group."""
     drafters: dict[str, Drafter] = {}
     if config.speculation != "off":
         if "history" in config.speculative_drafters:

@@ -94,7 +94,7 @@ def notes(owner: type, kind: type[_T]) -> dict[str, _T]:
 
 @functools.cache
 def codecs(owner: type) -> dict[str, Codec]:
-    """Those of the fields of a dataclass. Raises TypeError for a field without."""
+    """Codecs of a dataclass, by field. Raises TypeError for a field without one."""
     found = notes(owner, Codec)
     for field in dataclasses.fields(owner):
         if field.name not in found:

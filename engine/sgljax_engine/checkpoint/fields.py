@@ -36,7 +36,7 @@ class Fields:
         self._given = given
 
     def value(self, name: str) -> Any:
-        """As it is."""
+        """The value as given."""
         return self._given[name]
 
     def error(self, name: str, limit: str) -> CheckpointError:

@@ -40,7 +40,7 @@ _DTYPES = {name: dtypes for name, dtypes in entries(RequestCheckpoint).items() i
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What a manifest knows of the files of one save.
+    """The entry in a manifest for the files of one save.
 
     Attributes:
         number: Of the save; in the files' names.

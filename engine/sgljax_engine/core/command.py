@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Task:
-    """What an engine thread does between two dispatches."""
+    """Work that an engine thread does between two dispatches."""
 
     __slots__ = ()
 
@@ -109,7 +109,7 @@ class PerEngineCommand(Command):
             group.give(index, Part(part, gathered.future(index)))
 
     def parts(self, num_engines: int) -> Sequence[Self]:
-        """What each engine does; the same, unless a command says otherwise."""
+        """The part of each engine; the same for all, unless a command says otherwise."""
         return [self] * num_engines
 
     def run(self, core: EngineCore) -> Any:

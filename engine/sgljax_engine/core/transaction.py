@@ -35,10 +35,10 @@ class GroupCommand(Command):
             group.give(index, TakePart(transaction, index))
 
     def prepare(self, core: EngineCore) -> Any:
-        """What the other methods get. On each engine's thread; changes nothing that serves."""
+        """Prepares for the other methods, on each engine's thread; changes nothing that serves."""
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[Any]) -> Sequence[Any]:
-        """What each engine commits. Called once, on any of the threads, while all wait."""
+        """The values that the engines commit. Called once, on any thread, while all wait."""
         del cores
         return prepared
 

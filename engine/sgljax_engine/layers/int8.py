@@ -30,7 +30,7 @@ class Int8Weight:
         return self.values.shape
 
     def astype(self, dtype: jnp.dtype) -> Int8Weight:
-        """Itself: products choose their dtype."""
+        """The weight itself: products choose their dtype."""
         del dtype
         return self
 

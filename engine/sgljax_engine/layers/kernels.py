@@ -1,4 +1,4 @@
-"""What each token goes through besides attention: one class per backend, and the choice among them.
+"""Computations on each token besides attention: one class per backend, and the choice of one.
 
 A backend multiplies with weights, normalises, rotates and looks embeddings up. Models reach it
 through `ModelContext`.

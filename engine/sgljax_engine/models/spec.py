@@ -135,7 +135,7 @@ class ModelContext(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward pass returns.
+    """Results of a forward pass.
 
     Attributes:
         hidden: [T, D].

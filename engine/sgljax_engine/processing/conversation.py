@@ -129,7 +129,7 @@ class _Template:
         return self._tokenizer.encode_conversation(text + self._content(last))
 
     def open_tail(self, index: int, last: int) -> list[int]:
-        """As `tail`, up to the end of the last message's content."""
+        """The ids of `tail`, up to the end of the last message's content."""
         text = self._marked({index: self._mark, last: self._last_mark}, last + 1, False)
         text = text.partition(self._mark)[2].partition(self._last_mark)[0]
         return self._tokenizer.encode_rendered(text + self._content(last))

@@ -38,7 +38,7 @@ OnEnd = Callable[[Request, FinishReason], None]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Sent:
-    """What was sent of a watched request so far. The detokenizer thread's alone.
+    """The sent part of a watched request. Only for the detokenizer thread.
 
     Attributes:
         text: Its text; None if it wants none.
@@ -99,7 +99,7 @@ class OutputProcessor:
         recorder: Recorder,
         on_finished: Callable[[Request, EngineError | None, float], None],
     ) -> None:
-        """Nobody waits.
+        """Starts without requests.
 
         Args:
             tokenizer: None leaves all text empty.
@@ -135,7 +135,7 @@ class OutputProcessor:
         self._records[request.rid] = _Record(request, answer)
 
     def hand_over(self, request: Request) -> Answer:
-        """Lets go of a request that has not started; another engine answers it."""
+        """Gives up a request that has not started; another engine answers it."""
         return self._records.pop(request.rid).answer
 
     def find(self, rid: str) -> Request | None:

@@ -22,7 +22,7 @@ from sgljax_engine.runner.program_context import ProgramContext
 
 
 class Pages(NamedTuple):
-    """Where a pass finds keys, and the slots of its new ones; for sliding layers, in window pages.
+    """Page tables of a pass and slots of its new keys; for sliding layers, in window pages.
 
     `windows` is for these; None where they have the pages of the other layers.
     """
@@ -32,7 +32,7 @@ class Pages(NamedTuple):
     windows: Pages | None = None
 
     def of(self, options: AttentionOptions) -> Pages:
-        """What a layer with these options reads and writes."""
+        """Tables and slots of a layer with these options."""
         if self.windows is None or options.sliding_window is None:
             return self
         return self.windows

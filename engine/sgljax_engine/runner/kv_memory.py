@@ -94,7 +94,7 @@ class KVMemory:
 
     @property
     def geometry(self) -> dict[str, Any]:
-        """What the contents of a page depend on, beside weights and tokens."""
+        """Facts that a page's contents depend on, beside weights and tokens."""
         return {
             "page_size": self._static.page_size,
             "dtype": self._placement.dtype.name,
@@ -122,7 +122,7 @@ class KVMemory:
         return result
 
     def state(self, weights: Mapping[str, jax.Array]) -> ProgramState:
-        """What programs take: the memory of now, and weights."""
+        """Arguments of programs: the current memory, and weights."""
         return ProgramState(weights, self.kv, self.contiguous_kv)
 
     def check(self) -> None:
@@ -156,7 +156,7 @@ class KVMemory:
         return num_bytes
 
     def drop(self) -> None:
-        """Lets go of pages and contiguous KV, whatever has become of them."""
+        """Drops pages and contiguous KV, valid or not."""
         self.kv, self.contiguous_kv = KVPages(), ()
 
     def recover(self) -> bool:

@@ -39,7 +39,7 @@ from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
 
 class DecodeOutput(NamedTuple):
-    """What a decode dispatch generated. Row b's tokens are the first `num_tokens[b]` of column b.
+    """Results of a decode dispatch. Row b's tokens are the first `num_tokens[b]` of column b.
 
     Shape: token_ids: [max_steps, B] int32. logprobs, scaled_logprobs, processed_logprobs:
         [max_steps, B] float32; see `sampler.Sampled`. num_tokens: [B] int32. stopped: [B] bool,
@@ -226,7 +226,7 @@ def decode(
 
 
 def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTable]:
-    """Where each cached layer's keys are."""
+    """Page table of each cached layer."""
     everything = RowTable(rows.page_table)
     if rows.window_table is None:
         return [everything] * len(static.in_windows)

@@ -117,7 +117,7 @@ def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput
 
 
 def _verified_rows(result: Verified, rows: Sequence[Request]) -> list[RowOutput]:
-    """As `row_outputs`, with what became of the drafts."""
+    """The result of `row_outputs`, with the results of drafts."""
     outputs = row_outputs(result.output, rows)
     columns = (x.T.tolist() for x in (result.sources, result.num_drafted, result.num_right))
     places = zip(outputs, *columns, result.acceptance.tolist(), strict=False)  # padding rows behind
@@ -138,7 +138,7 @@ def _row_extras(
 def extras_at(
     extras: ExtraLogprobs, index: tuple[int, ...], options: LogprobOptions
 ) -> TopLogprobs:
-    """What a request asked for, at one index of arrays on the host."""
+    """Log-probs that a request asked for, at one index of arrays on the host."""
     return TopLogprobs(
         values=extras.values[index][: options.top_num].tolist(),
         token_ids=extras.token_ids[index][: options.top_num].tolist(),

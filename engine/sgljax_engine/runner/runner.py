@@ -167,7 +167,7 @@ class ModelRunner:
     def dispatch(
         self, plan: SchedulerOutput, meanwhile: Callable[[], None], *, is_timed: bool = False
     ) -> PendingStep:
-        """Has the device do what the scheduler planned; `PendingStep.wait` waits for it.
+        """Dispatches what the scheduler planned; `PendingStep.wait` waits for it.
 
         Prompt log-probs alone are waited for here. A failure to score is its request's alone; all
         other failures are raised, here or by `wait`.
@@ -366,7 +366,7 @@ class ModelRunner:
         self.weights = to_device(dict(copy))
 
     def release(self) -> None:
-        """Lets go of weights, pages and programs."""
+        """Drops weights, pages and programs."""
         self.weights = {}
         self.kv_memory.drop()
         self.programs.clear()

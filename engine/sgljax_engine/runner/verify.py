@@ -59,7 +59,7 @@ NO_SOURCE = 0
 
 
 class Verified(NamedTuple):
-    """What a dispatch generated, and how.
+    """Results of a dispatch with drafts.
 
     Shape: sources: [tokens, B] int32, see `NO_SOURCE`. num_drafted, num_right: [NUM_SOURCES, B]
         int32. acceptance: See `DraftBatch`. num_steps: [number of widths] int32.
@@ -168,7 +168,7 @@ def verify(
 
 
 class _Run(NamedTuple):
-    """What does not change during a dispatch."""
+    """Values that do not change during a dispatch."""
 
     params: Params
     rows: DecodeBatch
@@ -416,7 +416,7 @@ class _Run(NamedTuple):
 
 
 class _Accepted(NamedTuple):
-    """What a step adds to each row.
+    """Tokens that a step adds to each row.
 
     Shape: tokens: [B, W] int32. num_tokens, num_right: [B] int32, tokens to keep, and those of them
         that were drafts. stopped: [B] bool.

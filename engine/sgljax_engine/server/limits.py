@@ -1,4 +1,4 @@
-"""What a request may hold, so that refusing one takes no work: docs/server.md has the table."""
+"""Limits of a request, so that refusing one takes no work: docs/server.md has the table."""
 
 from __future__ import annotations
 

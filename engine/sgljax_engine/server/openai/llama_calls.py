@@ -21,7 +21,7 @@ class LlamaParser:
     """
 
     def __init__(self) -> None:
-        """Before the first text."""
+        """Starts before the first text."""
         self.calls: list[Call] = []
         self._held = ""
         self._place = 0  # of what is not decided in `_held`

@@ -121,7 +121,7 @@ def _template_call(call: ToolCall, *, is_rendered: bool) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall, *, is_rendered: bool) -> Any:
-    """What the template gets: the object, or what it is if it is none.
+    """The value that the template gets: the parsed object, or the text if it is none.
 
     One bad call must not end a conversation. With the message's ids it is not even read.
     """

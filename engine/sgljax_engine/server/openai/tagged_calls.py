@@ -42,7 +42,7 @@ class JsonBlock:
     ends_all: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        """Before the first text."""
+        """Starts before the first text."""
         self._start = 0
         self._scanner: JsonScanner | None = None
 
@@ -83,7 +83,7 @@ class XmlBlock:
     )
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Before the first text.
+        """Starts before the first text.
 
         Args:
             schemas: Of the parameters of each tool.
@@ -131,7 +131,7 @@ class TaggedParser:
     """Finds blocks between the tags; all else is content. See `ToolParser`."""
 
     def __init__(self, make_reader: Callable[[], BlockReader]) -> None:
-        """Before the first text.
+        """Starts before the first text.
 
         Args:
             make_reader: Makes a reader of one block.
