@@ -57,7 +57,7 @@ class DecodeOutput(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Options that only some batches need; a part that is None costs nothing.
+    """Options that only some batches need; None costs nothing.
 
     Attributes:
         table: Table of rows whose settings change logits.
@@ -71,8 +71,8 @@ class RowOptions(NamedTuple):
 def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext) -> KVPages:
     """Writes the batch's keys and values into its pages. `kv` is donated.
 
-    With several passes, its time follows the tokens in the batch and not the bucket. Each pass sees
-    the keys of earlier passes, so a request may share pages of any earlier request.
+    With several passes, its time grows with the tokens in the batch, not with the bucket. Each pass
+    sees the keys of earlier passes, so a request may share pages of any earlier request.
     """
     size, per_pass = batch.input_ids.shape[0], static.prefill_pass
     if per_pass is None or size <= per_pass or size % per_pass:
@@ -123,7 +123,7 @@ def _prefill_pass(
 
 
 def with_routed(routed: jax.Array | None, out: Forward, slots: jax.Array) -> jax.Array | None:
-    """The kept experts with those of a pass whose tokens have these slots."""
+    """The kept experts, with those of a pass added at its tokens' slots."""
     if routed is None or out.routed is None:
         return routed
     return write_routed(routed, out.routed, slots)
@@ -252,7 +252,7 @@ def _next_logits(
 ) -> tuple[jax.Array, tuple[LayerCache, ...], jax.Array | None]:
     """One forward pass over each row's newest token.
 
-    Returns logits [B, V], the caches with its keys, and the kept experts with its own.
+    Returns logits [B, V], the caches with the pass's keys, and the kept experts with the pass's.
     """
     if static.context.has_experts:
         tokens = tokens._replace(is_used=active)
@@ -288,7 +288,7 @@ def _next_logits(
 
 
 def empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:
-    """Room for that many tokens of each row."""
+    """Empty output for that many tokens of each row."""
     per_step = (max_steps, batch_size)
     return DecodeOutput(
         token_ids=jnp.zeros(per_step, jnp.int32),
@@ -302,7 +302,7 @@ def empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None)
 
 
 def empty_extras(shape: tuple[int, ...], logprobs: LogprobBatch | None) -> ExtraLogprobs | None:
-    """Room for the further log-probs of places of that shape; None if no row asks for any."""
+    """Empty further log-probs of that shape; None if no row asks for any."""
     if logprobs is None:
         return None
     num_top, num_ids = logprobs.ranks.shape[0], logprobs.token_ids.shape[1]
