@@ -136,7 +136,7 @@ class CountingRollout(SglJaxRollout):
     def generate(
         self, prompts: list[str] | str, rollout_config: RolloutConfig, **kwargs: Any
     ) -> VersionedRolloutOutput:
-        """See `SglJaxRollout`. The agentic learner asks for one prompt at a time."""
+        """Counts the turn, too. The agentic learner asks for one prompt at a time."""
         output = super().generate(prompts, rollout_config, **kwargs)
         (prompt,) = [prompts] if isinstance(prompts, str) else prompts  # Tunix 0.1.7 passes it bare
         num_begin_tokens = 1
@@ -150,7 +150,7 @@ class ShowingCluster(RLCluster):
     shown = ""
 
     def update_actor(self, train_ds: Any, eval_ds: Any, skip_jit: bool = False) -> Any:
-        """See `RLCluster`."""
+        """Keeps the text of the longest episode, then trains."""
         for example in train_ds:
             # The longest one has the most turns.
             row = int(np.argmax((np.asarray(example.completion_ids) != 0).sum(axis=1)))

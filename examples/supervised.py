@@ -77,7 +77,7 @@ class Task(NamedTuple):
 
 
 class Defaults(NamedTuple):
-    """Of the options that differ from task to task."""
+    """Defaults of the options that differ from task to task."""
 
     steps: int
     batch_size: int

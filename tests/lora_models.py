@@ -80,7 +80,7 @@ def leaves(model: nnx.Module) -> nnx.State:
 def regrets(
     model: nnx.Module, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """By how much the model's best logit beats that of each token, without any cache.
+    """How much the model's best logit beats that of each token, without any cache.
 
     Greedy tokens have 0, but for rounding where two logits are nearly equal. All prompts, and all
     completions, must have one length. float32 [B, C].

@@ -27,12 +27,12 @@ class Call(Future[_T]):
     """What `start` returns. Gated engines run while the main thread waits for it."""
 
     def result(self, timeout: float | None = None) -> _T:
-        """As of `Future`."""
+        """The result, as `Future` gives it."""
         with running():
             return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As of `Future`."""
+        """The exception, as `Future` gives it."""
         with running():
             return super().exception(timeout)
 

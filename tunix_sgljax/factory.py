@@ -165,7 +165,7 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
         metric_fns: Sequence[Callable[..., Any]] | None = None,
         data_shuffle_seed: int | None = None,
     ) -> None:
-        """See `tunix.rl.grpo.grpo_learner.GRPOLearner`.
+        """Takes the arguments of `tunix.rl.grpo.grpo_learner.GRPOLearner`.
 
         Args:
             rl_cluster: The cluster that samples and trains.

@@ -157,7 +157,7 @@ def _provider(actor: nnx.Module) -> qwix.LoraProvider | None:
 
 
 def _factor(pair: _Pair) -> float:
-    """By what the module multiplies its weight, but not the pair, before it uses them (Gemma 4)."""
+    """The factor on the module's weight, but not on its pair, before it uses them (Gemma 4)."""
     return getattr(pair.module, "w_scale", None) or 1.0
 
 

@@ -176,7 +176,7 @@ def lora_in_axes(name: str) -> tuple[int, ...]:
 
 
 def lora_factor(name: str, num_in: int) -> float:
-    """By what a layer of Tunix's own models multiplies a weight, but not its LoRA pair.
+    """The factor of a layer of Tunix's own models on a weight, but not on its LoRA pair.
 
     Args:
         name: The weight's dotted name.

@@ -57,7 +57,7 @@ class PolicyWeights:
         return self._lora is not None
 
     def lora_report(self) -> LoraReport | None:
-        """See `SglJaxRollout.lora_report`."""
+        """The report of the actor's LoRA pairs; None without any."""
         return None if self._lora is None else self._lora.report(self._mode)
 
     def adapter_config(

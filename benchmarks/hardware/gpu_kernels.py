@@ -89,7 +89,7 @@ class KernelResult(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Of the limit that was reached."""
+        """The share of the limit that was reached."""
         return self.limit_s / self.time_s
 
 

@@ -25,7 +25,7 @@ from sgljax_engine import ModelConfig
 from tunix_sgljax.bench.workloads import Workload
 
 ITEM_BYTES = 4
-"""Of weights, keys and values: float32."""
+"""Bytes of a weight, key or value: float32."""
 
 _LOGIT_BYTES = 4
 

@@ -134,7 +134,7 @@ def decode_run(
 ) -> Callable[[], object]:
     """The dispatch compiled for `static`, with other functions for `parts`, ready to be run.
 
-    `state` has the pages and rows, which each run takes and leaves there.
+    `state` has the pages and contiguous KV, which each run takes and leaves there.
     """
     runner = dispatch.runner
     run = jax.jit(
@@ -215,7 +215,7 @@ def measure_parts(
     no_logits = static._replace(model=static.model._replace(logits=_no_logits))
     runs = {
         "step": decode_run(dispatch, static, state),
-        "attention": decode_run(dispatch, no_attention, state, row_attention=_no_attention),
+        "attention": decode_run(dispatch, no_attention, state, contiguous_attention=_no_attention),
         "logits": decode_run(dispatch, no_logits, state),
         "sampling": decode_run(dispatch, static, state, sample=_no_sampling),
         "projections": projections_run(dispatch, static.context, num_rows),

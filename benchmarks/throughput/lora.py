@@ -59,7 +59,7 @@ def make_adapter(model: BenchModel, shapes: Mapping[str, tuple[int, ...]], seed:
 
 
 def logical_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Of all weights."""
+    """The shapes of all weights, by name."""
     specs = get_model(engine.model_config.architecture).param_specs(engine.model_config)
     return {name: spec.shape for name, spec in specs.items()}
 

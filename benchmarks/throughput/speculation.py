@@ -160,7 +160,7 @@ def make_engines(model: ModelConfig, num_rows: int, num_tokens: int) -> dict[str
 
 
 def speculator_of(engine: Engine) -> Speculator:
-    """Of an engine with drafts."""
+    """The speculator of an engine with drafts."""
     speculator = engine._group.loops[0]._core._speculator
     assert speculator is not None, "no batch is small enough for drafts"
     return speculator

@@ -24,7 +24,7 @@ ATTENTION_BACKENDS = ("auto", "native", "xla", "xla_tiles", "xla_rows", "pallas"
 without JAX; a test compares them."""
 
 DETERMINISTIC_BACKENDS = ("auto", "native", "xla_rows")
-"""Those that may be asked for with `enable_deterministic_sampling`."""
+"""Attention backends that `enable_deterministic_sampling` accepts."""
 
 LINEAR_BACKENDS = ("auto", "native", "xla")
 """Names that `layers.kernels.pick_kernels` knows."""
@@ -49,7 +49,7 @@ those called "per_layer" are Gemma 4's."""
 SPECULATION = ("off", "auto", "always")
 
 DRAFTERS = ("history", "siblings", "ngram")
-"""Where draft tokens come from, in the order of preference for matches of one length."""
+"""Sources of draft tokens, in the order of preference for matches of one length."""
 
 MAX_DRAFT_TOKENS = 63
 
@@ -65,14 +65,14 @@ class CacheConfig:
         page_size: Tokens in a page.
         num_kv_tokens: Tokens that the pool holds, rounded down to whole pages. None takes what
             `max_running_requests` sequences of `max_model_len` need, but at most
-            `mem_fraction_static` of the memory that is free once the weights are loaded (device
-            memory; host memory on CPU). On accelerators it also leaves what the largest programs
-            need, which their compiler says.
+            `mem_fraction_static` of the memory left free by the weights (device memory; host memory
+            on CPU). On accelerators it also leaves what the largest programs need, as their
+            compiler reports it.
         mem_fraction_static: See `num_kv_tokens`; on CPUs it also bounds pages plus contiguous KV
             together. In (0, 1).
         disable_radix_cache: Do not share pages between requests or keep pages after a request ends.
-        disable_hybrid_swa_memory: Keep keys of sliding layers that have left their window, in the
-            same pages as those of the other layers.
+        disable_hybrid_swa_memory: Use the same pages for all layers: keys of sliding layers stay
+            after they leave the window.
         enable_return_routed_experts: Return the experts that each token went through, see
             `RequestOutput.routed_experts`. They are kept beside the keys of each token. For models
             with experts.
@@ -116,10 +116,10 @@ class SchedulerConfig:
             multiple of `TOKEN_BLOCK`; longer prompts are prefilled in chunks.
         decode_steps: Maximum number of decode steps in one dispatch.
         max_dispatch_s: Target for the longest dispatch in seconds; bounds how long a command waits.
-            From the times of earlier dispatches the engine estimates how many tokens fit beside one
-            decode step, up to `chunked_prefill_size`, and how many decode steps fit the rest, up to
-            `decode_steps`. A dispatch takes at least the smallest prefill program and one decode
-            step. Above 0; infinity leaves only the other two limits.
+            From earlier dispatches the engine estimates how many prefill tokens fit beside one
+            decode step, up to `chunked_prefill_size`, and how many decode steps fit the remaining
+            time, up to `decode_steps`. A dispatch takes at least the smallest prefill program and
+            one decode step. Above 0; infinity leaves only the other two limits.
         stream_interval: Maximum number of decode steps in one dispatch while any running request
             streams or has stop strings; all requests share the shorter dispatch. With drafts a step
             may give several tokens. A stream gets its first token by itself, and then the tokens of
@@ -127,7 +127,7 @@ class SchedulerConfig:
             it are discarded.
         init_new_token_ratio: Expected fraction of their remaining max_new_tokens that running
             requests will use; admission keeps that many KV tokens free. In [0, 1].
-        min_new_token_ratio: Where the ratio decays to. In [0, init_new_token_ratio].
+        min_new_token_ratio: The value that the ratio decays to. In [0, init_new_token_ratio].
         new_token_ratio_decay: Subtracted from the ratio at each decode dispatch.
     """
 
@@ -185,7 +185,7 @@ class RuntimeConfig:
         batch_buckets: Decode batch sizes to compile for; None takes powers of four, and more on
             CPUs.
         token_buckets: Prefill sizes in tokens to compile for; None takes powers of two; on CPUs, 64
-            and a program whose time follows the number of tokens.
+            and one program whose time grows with the number of tokens.
         forbid_compile: Raise CompileForbiddenError when a step after `warmup` needs a new program.
         compilation_cache_dir: JAX's persistent compilation cache: "auto" uses a folder in the
             user's cache directory unless the process configured one, None leaves JAX alone, any
@@ -196,17 +196,17 @@ class RuntimeConfig:
             portable one elsewhere. See docs/performance.md.
         linear_backend: Backend of projections: one of `LINEAR_BACKENDS`, with
             "auto" as above.
-        quantization: "int8" stores projections and output tables as 8-bit numbers with a factor
-            for each output, made at each weight sync: a quarter of float32's memory and time where
-            memory decides. The log-probs are those of the rounded model, see docs/weights.md. None
-            stores them in `dtype`.
+        quantization: "int8" stores projections and output tables as 8-bit numbers with one scale
+            per output, computed at each weight sync. They take a quarter of float32's memory, and
+            of its time where memory is the limit. The log-probs are those of the rounded model, see
+            docs/weights.md. None stores them in `dtype`.
         enable_deterministic_sampling: Make tokens and log-probs of a greedy or seeded request
             batch-invariant: the same bits whatever else is in the batch, and however the request is
             batched, chunked, cached, paused or put to sleep. None, the default, does so where it is
-            free: with the backends "native" of attention and projections. True does so everywhere,
-            at a price; `attention_backend` must then be "auto", "native" or "xla_rows". See
+            free: with "native" attention and projections. True does so everywhere, at a price;
+            `attention_backend` must then be "auto", "native" or "xla_rows". See
             docs/determinism.md.
-        random_seed: Seed of random weights, and of the fresh seeds of requests without one. None
+        random_seed: Seed of random weights, and of the seeds drawn for requests without one. None
             takes the operating system's entropy for requests and 0 for weights.
         check_finite: Refuse weights that hold NaN or infinity, at the start and in each update that
             does not override it.
@@ -307,7 +307,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Draft tokens, which a step verifies several at a time; see docs/speculation.md.
+    """Draft tokens: a step verifies several at once; see docs/speculation.md.
 
     Attributes:
         speculation: "off" decodes token by token. "auto" verifies drafts where measured costs and
@@ -391,7 +391,7 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All options of an engine; its model, weights, tokenizer and mesh are given apart.
+    """All options of an engine. Model, weights, tokenizer and mesh are arguments of `Engine`.
 
     `max_running_requests`, `num_kv_tokens` and `batch_buckets` count the requests and tokens of all
     engines together, if there are several.

@@ -119,11 +119,11 @@ class Engine:
                 decode, bos_id, eos_id and pad_id; None loads the folder's.
             load_format: "auto" or "safetensors" reads the folder, "dummy" creates random weights.
             adapters: Adapters to start with, by name: a pytree with the LoRA pairs, and its rules;
-                see `load_adapter`. They take the first slots. At most `max_loras`.
+                see `load_adapter`. At most `max_loras`; they take the first slots.
             mesh: Devices to run on. Its tensor axis ("tp", "model" or "tensor") shards the weights;
-                along all other axes there is an engine for each place. `tp_size` and
-                `data_parallel_size` share out the devices otherwise. None, or an empty mesh, takes
-                JAX's first device, or as many as those two say.
+                each index of the other axes has an engine of its own. `tp_size` and
+                `data_parallel_size` divide the devices differently. None, or an empty mesh, takes
+                JAX's first device, or as many as these two options ask for.
             config: All options as one object.
             progress: Called with the progress of loading and warm-up, on the threads that do the
                 work.
@@ -301,7 +301,7 @@ class Engine:
                 in use by an unanswered call. With several samples, sample i is `<rid>-<i>`.
             lora: Name of the adapter for all prompts, or a list with one per prompt; None is the
                 base model alone.
-            **unknown: None; a sampling field here is refused with where it goes.
+            **unknown: Must be empty. The error for a sampling field says where it goes.
 
         Returns:
             One dict (see `RequestOutput.to_dict`) for one prompt and n = 1; else a list of them,
@@ -371,7 +371,7 @@ class Engine:
     ) -> Any:
         """`generate` for conversations, rendered with the tokenizer's chat template.
 
-        The text of an answer is the content of a message, and decoded without the prompt before it.
+        An answer's text is the content of a message, so it is decoded without the prompt.
 
         Args:
             messages: One conversation, a list of `{"role": ..., "content": ...}`, or several.
@@ -421,15 +421,15 @@ class Engine:
         """Token ids of one conversation; see `chat`.
 
         Args:
-            messages: A list of `{"role": ..., "content": ...}`. An assistant message with
-                `token_ids`, the `output_ids` that it is the text of, keeps these ids and those of
-                its prompt; `prompt_token_ids`, the ids of that prompt, are checked.
+            messages: A list of `{"role": ..., "content": ...}`. An assistant message may have
+                `token_ids`, the `output_ids` of its text: these ids and those of its prompt are
+                then kept. `prompt_token_ids`, the ids of that prompt, are checked.
             add_generation_prompt: End the prompt with the start of the assistant's answer.
-            continue_final_message: End it behind the content of the last message, an assistant's
-                that the model is to continue; needs add_generation_prompt=False.
+            continue_final_message: End the prompt with the content of the last message, so that the
+                model continues it. It must be an assistant's; needs add_generation_prompt=False.
             template_options: More variables for the template.
-            max_tokens: A text that is sure to have more is refused before all of it is tokenized;
-                None takes any.
+            max_tokens: Refuse a text that certainly has more tokens, without tokenizing all of it;
+                None accepts any.
 
         Raises:
             InvalidRequestError: when the engine has no tokenizer, the tokenizer has no chat
@@ -452,7 +452,7 @@ class Engine:
 
     @property
     def can_show_special_tokens(self) -> bool:
-        """Whether texts may have special tokens in them, as `skip_special_tokens=False` asks."""
+        """Whether the tokenizer supports `skip_special_tokens=False`."""
         if self._tokenizer is None:
             return False
         try:
@@ -469,8 +469,8 @@ class Engine:
         Args:
             text: Any text.
             add_special_tokens: Add what the tokenizer adds to a prompt, such as BOS.
-            max_tokens: A text that is sure to have more is refused before all of it is tokenized;
-                None takes any.
+            max_tokens: Refuse a text that certainly has more tokens, without tokenizing all of it;
+                None accepts any.
 
         Raises:
             InvalidRequestError: when the engine has no tokenizer, and for a text that is too long.
@@ -640,10 +640,10 @@ class Engine:
             message: Put into their finish reason; None says that the caller aborted them.
 
         Returns:
-            The number of requests that it ended.
+            The number of ended requests.
 
         Raises:
-            InvalidRequestError: unless exactly one of the two arguments is given.
+            InvalidRequestError: unless exactly one of `rid` and `abort_all` is given.
         """
         request = AbortReq(rid=rid, abort_all=abort_all, aborted_message=message)
         return self._calls.ask(functools.partial(cmd.Abort, request))
@@ -658,8 +658,8 @@ class Engine:
     def flush_cache(self) -> FlushCacheReqOutput:
         """Empties the prefix cache and resets `new_token_ratio` and `forward_ct_decode`.
 
-        The engine refuses, and says why in the answer, while running requests or requests paused in
-        place hold KV pages. Retracted requests hold none.
+        The engine refuses while requests that run, or are paused in place, hold KV pages; the
+        answer says why. Retracted requests hold none.
 
         Returns:
             Whether the cache was flushed, and how many KV tokens it held.
@@ -690,8 +690,8 @@ class Engine:
 
         No request is lost: started requests keep their tokens and continue after `wake_up`, and new
         requests wait for it. So a thread that put the engine to sleep must not wait for an output
-        before it wakes the engine. A pause stays in force. If one of weights and KV cache sleeps
-        already, it stays as it was put to sleep; if both do, the call only logs a warning.
+        before it wakes the engine. A pause stays in force. If weights or KV cache sleep already,
+        they stay as they were put to sleep; if both do, the call only logs a warning.
 
         Args:
             level: 1 keeps the weights on the host. 2 drops them: after `wake_up`, generation waits
@@ -762,8 +762,8 @@ class Engine:
         """Replaces all weights between two dispatches, while other callers generate.
 
         If the weights live on one device, the engine keeps decoding while the new weights are made.
-        Updates run in the order of their calls. An update also runs during a pause, which then goes
-        on. It wakes sleeping weights. The prefix cache never serves keys and values that other
+        Updates run in the order of their calls. An update also runs during a pause, and does not
+        end it. It wakes sleeping weights. The prefix cache never serves keys and values that other
         weights computed.
 
         Args:
@@ -776,8 +776,9 @@ class Engine:
             mode: What happens to started requests; see `io_struct.PauseMode`. With "in_place" they
                 keep the keys and values of the old weights, which no other request ever uses. With
                 "retract" they are prefilled again under the new weights.
-            flush_cache: True refuses to reuse keys and values of the old weights, so it allows
-                "in_place" only while nothing runs. None means True for all other modes.
+            flush_cache: True forbids reuse of the old weights' keys and values, so "in_place" is
+                refused while requests run. None means False for "in_place" and True for the other
+                modes.
             donate: Free each old weight before its replacement is made, which takes the memory of
                 one model, not two. Generation stops during the update. A failure before the first
                 weight is freed changes nothing. A later failure leaves no weights: all requests
@@ -796,8 +797,8 @@ class Engine:
                 not finite. As after all other errors, the old weights keep serving.
             WeightsLostError: the one exception; see `donate`.
             WeightLoadError: for a folder that is missing, broken or of another model.
-            EngineStateError: for mode "wait" in a pause that keeps requests from finishing, and as
-                `flush_cache` asks.
+            EngineStateError: for mode "wait" in a pause that keeps requests from finishing, and
+                where `flush_cache` forbids it.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
         return self._calls.ask(job)

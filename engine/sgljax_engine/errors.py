@@ -14,7 +14,7 @@ from collections.abc import Iterable
 class EngineError(Exception):
     """Base class of all errors that the engine raises on purpose.
 
-    Raised itself only by `Engine.check_integrity`, for a bug.
+    Only `Engine.check_integrity` raises this class itself, for a bug.
     """
 
 
@@ -95,20 +95,20 @@ class EngineShutdownError(EngineError, RuntimeError):
 class EngineStepError(EngineError, RuntimeError):
     """A step failed, on the device or on the host; the engine keeps serving.
 
-    Its requests fail with this error. Where the host failed before it had chosen them, those that
-    run do. The original error is the `__cause__`.
+    The step's requests fail with this error. If the host failed before it chose them, the running
+    requests fail. The original error is the `__cause__`.
     """
 
 
 class CompileForbiddenError(EngineError, RuntimeError):
     """`forbid_compile` is set and a step needed a program that warm-up did not build.
 
-    Most requests that would need one are refused by the call; the message says what to warm up.
+    The call refuses most requests that would need one; the message says what to warm up.
     """
 
 
 def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
-    """Says that `name` is no known `kind`, with the nearest known one or the list of all."""
+    """A message that `name` is no known `kind`, with the nearest known name or all of them."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

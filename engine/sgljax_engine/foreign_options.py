@@ -1,4 +1,4 @@
-"""Names of other engines' options and sampling fields, and what each is called here.
+"""Names of other engines' options and sampling fields, and their counterparts here.
 
 Covers vLLM's EngineArgs, the server arguments of SGLang and SGLang-JAX, and Tunix's options, and
 the sampling fields of vLLM, SGLang, OpenAI and transformers, except those that have the same name
@@ -23,8 +23,8 @@ class ForeignOption:
         name: Its name there.
         engine: The other engine's name, if given.
         option: The matching option here; None if there is none.
-        note: Why there is none, or how the two differ.
-        is_opposite: Whether True there is False here.
+        note: Why there is no matching option, or how the two differ.
+        is_opposite: Whether True there means False here.
     """
 
     name: str
@@ -77,7 +77,7 @@ _RENAMED = (
     ("tensor_parallel_size", "vLLM", "tp_size", ""),
     ("tp", "SGLang", "tp_size", ""),
 )
-"""Name, engine, the option here and how it differs."""
+"""Rows of: name, engine, matching option here, difference."""
 
 _WITHOUT_COUNTERPART = (
     (
@@ -194,7 +194,7 @@ _WITHOUT_COUNTERPART = (
     ("'chunked_prefill_size' bounds all prompts of a batch together", "max_prefill_tokens"),
     ("pages are compared by their tokens, not by a hash", "prefix_caching_hash_algo"),
 )
-"""Why there is no such option, and the names."""
+"""Rows of: reason why there is no such option, names."""
 
 
 def _all_options() -> dict[str, ForeignOption]:
@@ -227,12 +227,12 @@ class ForeignField:
     """A field of another engine's requests that this engine lacks.
 
     Clients send such fields with values that ask for nothing, since their library has a default for
-    each. These are accepted, and all others are refused.
+    each. These values are accepted, and all others are refused.
 
     Attributes:
         name: Its name there.
         instead: What to do instead.
-        neutral: Values that ask for nothing, beside None, False and what is empty.
+        neutral: Values that ask for nothing, besides None, False and empty ones.
         takes_false: Whether False asks for nothing.
     """
 
@@ -266,7 +266,7 @@ def foreign_fields(
     """Foreign fields by name.
 
     Args:
-        rows: What to do instead, and the names that it is true of.
+        rows: Pairs of what to do instead, and the names that it applies to.
         neutral: `ForeignField.neutral` of some of them.
         false_asks: Names for which False asks for something.
     """

@@ -61,8 +61,8 @@ class AbortReq:
     Attributes:
         rid: Id of the request, or the id given for a prompt with several samples.
         abort_all: End all requests instead.
-        finished_reason: Their finish reason, {"type": "abort", "message": ...}.
-        aborted_message: The message alone.
+        finished_reason: Finish reason of the ended requests, {"type": "abort", "message": ...}.
+        aborted_message: Only the message of that reason.
     """
 
     rid: str | None = None

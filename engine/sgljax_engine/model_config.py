@@ -9,7 +9,7 @@ from sgljax_engine.checks import check_count, check_positive, require
 
 
 class KVShape(NamedTuple):
-    """Keys, or values, of one token in one layer."""
+    """Shape of the keys, or values, of one token in one layer."""
 
     num_heads: int
     head_dim: int
@@ -20,10 +20,10 @@ class Llama3Scaling:
     """Rope type "llama3": slow channels are slowed down further (Llama 3.1, 2024).
 
     Attributes:
-        factor: How much the slowest channels are slowed down.
-        low_freq_factor: Channels that turn less often than this in the original context are slow.
-        high_freq_factor: Channels that turn more often than this are left alone.
-        original_context_length: Tokens of the context before it was stretched.
+        factor: Factor by which the slowest channels are slowed down.
+        low_freq_factor: Channels with fewer rotations than this in the original context are slow.
+        high_freq_factor: Channels with more rotations than this stay as they are.
+        original_context_length: Tokens of the context before it was extended.
     """
 
     factor: float
@@ -52,8 +52,8 @@ class RopeConfig:
         theta: Base of the timescales.
         linear_factor: Positions are divided by it (rope type "linear").
         llama3: Set for rope type "llama3".
-        rotary_fraction: Part of a head's channels that turn, the fastest ones; the others stay
-            (rope type "proportional", Gemma 4).
+        rotary_fraction: Part of a head's channels that are rotated: the fastest ones (rope type
+            "proportional", Gemma 4).
     """
 
     theta: float
@@ -76,16 +76,17 @@ class AttentionConfig:
     Attributes:
         scale: Multiplies products of queries and keys; None is head_dim ** -0.5.
         logit_softcap: Scaled products s become cap * tanh(s / cap); None for no cap.
-        sliding_window: Number of newest keys, its own included, that a query of a sliding layer
-            sees.
+        sliding_window: Number of newest keys that a query of a sliding layer sees, including its
+            own.
         sliding_layers: Whether each layer slides; empty when none does.
-        sliding_rope: Rotary embedding of sliding layers; None is that of the other layers.
-        full_kv: Keys of layers with full attention, if sliding layers have others; None for the
-            model's `num_kv_heads` and `head_dim`. Their queries have its `head_dim` too.
+        sliding_rope: Rotary embedding of sliding layers; None for the other layers' one.
+        full_kv: Shape of keys in layers with full attention, if it differs from that in sliding
+            layers; None for the model's `num_kv_heads` and `head_dim`. Queries of these layers have
+            its `head_dim` too.
         full_values_are_keys: Layers with full attention take the projected keys as values, before
             both are normalised.
-        kv_layers: For each layer, the layer whose keys and values it reads; empty when each has its
-            own.
+        kv_layers: For each layer, the layer whose keys and values it reads; empty when each reads
+            its own.
     """
 
     scale: float | None = None
@@ -133,13 +134,13 @@ class MoEConfig:
 
     Attributes:
         num_experts: Experts of a layer.
-        num_experts_per_token: Experts that a token goes through.
+        num_experts_per_token: Number of experts that a token goes through.
         intermediate_size: Channels inside an expert.
-        norm_topk_prob: The probabilities of a token's experts are divided by their sum.
-        is_beside_mlp: A layer has an MLP too, of `ModelConfig.intermediate_size`, whose output is
-            added (Gemma 4); else experts take its place.
-        routes_experts_input: Beside an MLP, the router sees what the experts see, after their norm
-            (as Tunix 0.1.7 computes Gemma 4); else the hidden states.
+        norm_topk_prob: Whether the probabilities of a token's experts are divided by their sum.
+        is_beside_mlp: Whether a layer also has an MLP of `ModelConfig.intermediate_size`, and adds
+            its output (Gemma 4).
+        routes_experts_input: Beside an MLP: whether the router sees the experts' input, after their
+            norm (as Tunix 0.1.7 computes Gemma 4), or the hidden states.
     """
 
     num_experts: int
@@ -177,24 +178,24 @@ class ModelConfig:
         architecture: HF class name, a key of `models.registry.MODELS`.
         vocab_size: Rows of the embedding table.
         hidden_size: Channels between layers.
-        intermediate_size: Channels inside an MLP; of an expert if there is no other MLP.
+        intermediate_size: Channels inside an MLP; those of an expert if there is no other MLP.
         num_layers: Decoder layers.
         num_heads: Query heads; a multiple of `num_kv_heads`.
         num_kv_heads: Key and value heads.
         head_dim: Channels of a head; even.
         rope: Rotary position embedding.
         rms_norm_eps: Added to the mean square in every norm.
-        tie_word_embeddings: The output projection is the embedding table.
+        tie_word_embeddings: Whether the output projection is the embedding table.
         context_length: Maximum number of tokens in one sequence (HF's max_position_embeddings).
         eos_token_ids: End-of-sequence ids; generation stops after one unless `ignore_eos`.
         attention: Scales, sliding windows and soft caps.
         final_logit_softcap: Logits x become cap * tanh(x / cap); None for no cap.
-        per_layer_input_size: Channels of the further embeddings that each layer takes of a token
-            (Gemma 4 E2B and E4B); 0 without.
+        per_layer_input_size: Channels of the extra token embedding of each layer (Gemma 4 E2B and
+            E4B); 0 without one.
         shared_kv_intermediate_size: `intermediate_size` of layers that read another layer's keys;
             None for the same.
-        attention_bias: All four projections of attention add a bias.
-        mlp_bias: All three projections of the MLP add a bias.
+        attention_bias: Whether the four projections of attention add a bias.
+        mlp_bias: Whether the three projections of the MLP add a bias.
         moe: The experts of each layer; None for a dense model.
     """
 
@@ -254,7 +255,7 @@ class ModelConfig:
         require(kv.head_dim % 2 == 0, f"{where}head_dim", kv.head_dim, "even (rotary embedding)")
 
     def kv_shape(self, layer: int) -> KVShape:
-        """The keys that a layer reads, its own or another's; queries have their `head_dim`."""
+        """Shape of the keys that a layer reads; its queries have the same `head_dim`."""
         full = None if self.attention.slides(layer) else self.attention.full_kv
         return full or KVShape(self.num_kv_heads, self.head_dim)
 
@@ -273,7 +274,7 @@ class ModelConfig:
 
     @property
     def cached_kv(self) -> tuple[KVShape, ...]:
-        """Keys of each of the `cached_layers`."""
+        """Shape of the keys of each of the `cached_layers`."""
         return tuple(map(self.kv_shape, self.cached_layers))
 
     @property

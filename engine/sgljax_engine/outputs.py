@@ -32,7 +32,8 @@ class RequestOutput:
         scaled_logprobs: log softmax(logits / temperature)[token], equal to `logprobs` at
             temperature 1 and when greedy. It is what Tunix recomputes on the trainer's side.
         extra_logprobs: What `LogprobOptions` asked for at each output token, else empty.
-        prompt_logprobs: Log-probs of the prompt, if asked for; of a stream, in its first piece.
+        prompt_logprobs: Log-probs of the prompt, if asked for; a stream has them in its first
+            piece.
         logprob_options: Which log-probs were asked for.
         prompt_ids: The prompt.
         finish: Why it ended; None in a streamed piece that is not the last.
@@ -47,9 +48,9 @@ class RequestOutput:
             ascending.
         routed_experts: [tokens, num_layers, experts_per_token] uint8, or uint16 for more than 256
             experts: the experts that each token went through in each layer, by descending
-            probability. Of all tokens of prompt and output but the last, which the model has not
-            seen. None without `enable_return_routed_experts`, in a streamed piece that is not the
-            last, and for a request that was ended while some tokens had no keys.
+            probability. Covers all tokens of prompt and output but the last, which the model has
+            not seen. None without `enable_return_routed_experts`, in a streamed piece that is not
+            the last, and for a request that was ended while some tokens had no keys.
     """
 
     rid: str
@@ -80,12 +81,12 @@ class RequestOutput:
 
     @property
     def first_weight_version(self) -> int | None:
-        """The weights that sampled its first token; None without tokens."""
+        """Version of the weights that sampled the first token; None without tokens."""
         return self.token_weight_versions[0] if self.token_weight_versions else None
 
     @property
     def weight_version(self) -> int | None:
-        """The weights that sampled its last token; None without tokens."""
+        """Version of the weights that sampled the last token; None without tokens."""
         return self.token_weight_versions[-1] if self.token_weight_versions else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,8 +97,8 @@ class RequestOutput:
         `input_token_logprobs` of the prompt from `logprob_start_len` on, and
         `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` with a list of triples
         for each position. `output_processed_logprobs` is this engine's own. `routed_experts` is
-        there unless it is None. With speculation there are `draft_sources`, and in
-        `spec_accept_token_num`, as in SGLang, how many output tokens were drafts.
+        there unless it is None. With speculation there are also `draft_sources` and SGLang's
+        `spec_accept_token_num`, the number of output tokens that were drafts.
         """
         finish = self.finish
         meta: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What an engine would use, without loading a weight or compiling a program."""
+"""Finds out what an engine would use, without loading weights or compiling programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sgljax_engine.runner.kv.plan import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnginePreview:
-    """What an engine would use.
+    """The backends, sizes and memory that an engine would use.
 
     Attributes:
         platform: JAX's name for the kind of device.
@@ -42,11 +42,11 @@ class EnginePreview:
         why_not_native: Why a CPU does not use JIT-compiled CPU kernels; None if it does.
         max_model_len: Maximum number of prompt plus output tokens of one request.
         num_parameters: Number of parameters in the weights.
-        num_engines: Engines that would share out the devices: the data-parallel size.
-        tp_size: Devices of each engine; of "auto" that fits nowhere, the largest that was tried.
-        weights_bytes: Bytes of the weights of one engine, in that dtype.
-        free_bytes: Free bytes of memory for one engine, before the weights; None when the devices
-            do not say.
+        num_engines: Number of engines on the devices: the data-parallel size.
+        tp_size: Devices of each engine; the largest number tried if "auto" fits nowhere.
+        weights_bytes: Bytes of the weights of one engine, in `dtype`.
+        free_bytes: Free bytes of memory for one engine, before the weights; None if the devices do
+            not report them.
         memory: Memory that one engine's KV cache would take; None if it would not fit.
         problem: Why it would not fit; None if it would.
         compilation_cache: Folder of compiled programs; None if they are not kept.
@@ -86,8 +86,8 @@ def preview_engine(
         folder: The model's Hugging Face folder, whose config.json may name the dtype.
         mesh: As for `Engine`.
         config: As for `Engine`.
-        device_bytes: Memory of one device with nothing in it, for devices that nobody has. None
-            asks the devices.
+        device_bytes: Memory of one empty device, for devices that are not there. None asks the
+            devices.
 
     Raises:
         InvalidConfigError: names an option that the engine would refuse.

@@ -12,7 +12,7 @@ from sgljax_engine.errors import InvalidRequestError, unknown_name_message
 from sgljax_engine.foreign_options import FOREIGN_FIELDS
 
 MAX_STOP_TOKEN_IDS = 16
-"""Maximum number of stop token ids of one request, with end-of-sequence ids (an array's width)."""
+"""Most stop token ids of one request, end-of-sequence ids included (an array's width)."""
 
 MIN_SEED = -(2**63)
 MAX_SEED = 2**63 - 1
@@ -20,13 +20,13 @@ DEFAULT_MAX_NEW_TOKENS = 128
 MAX_TEMPERATURE = 1e6
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
-"""A logit divided by much less overflows float32."""
+"""Dividing a logit by much less would overflow float32."""
 
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
-"""Characters. One thread looks for the stop strings of all requests."""
+"""Maximum number of characters: one thread searches for the stop strings of all requests."""
 
 MAX_TOP_LOGPROBS = 128
 """Maximum of `top_logprobs_num`, the most likely tokens to report at a position."""
@@ -40,8 +40,8 @@ class SamplingParams:
 
     Logits go through, in this order: allowed_token_ids, bad_token_ids, min_new_tokens, logit_bias,
     repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p. Each
-    of top_k, top_p and min_p sees what the one before it kept. The order is vLLM's but for min_p,
-    which vLLM applies before top_k and SGLang, as here, after top_p.
+    of top_k, top_p and min_p sees what the one before it kept. The order is vLLM's except for
+    min_p: vLLM applies it before top_k; SGLang and this engine apply it after top_p.
 
     Attributes:
         n: Number of samples to draw from the prompt; each is a separate output. >= 1.
@@ -60,25 +60,25 @@ class SamplingParams:
             fresh seed. Sample i of n uses a seed derived from (seed, i). In [-2**63, 2**63 - 1].
         max_new_tokens: Maximum number of tokens to generate; 0 only prefills the prompt, for its
             log-probs. None generates 128, or fewer where no more fit. >= 0.
-        min_new_tokens: Before there are this many tokens, no stop token is generated and no stop
-            string is looked for. In [0, max_new_tokens].
+        min_new_tokens: Until the output has this many tokens, no stop token is generated and no
+            stop string is searched for. In [0, max_new_tokens].
         stop: Generation stops when the text contains one of these; the text is cut before it.
-            A string, at most 64 of them, or None; each of at most 1024 characters. One that is a
-            special token, which the text leaves out, stops at that token.
+            A string, at most 64 of them, or None; each of at most 1024 characters. A stop string
+            that is a special token stops at that token, though the text leaves it out.
         stop_token_ids: Generation stops after any of these; the token is kept in `output_ids`. At
             most 16, the model's end-of-sequence tokens included unless they are ignored.
         ignore_eos: Do not stop at the model's end-of-sequence tokens (`stop_token_ids` still stop).
         include_stop_str_in_output: Cut the text after the stop string, not before it.
         detokenize: False leaves the text empty and does not use the tokenizer.
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: Put spaces around special tokens in the text (only slow
-            Hugging Face tokenizers make a difference).
+        spaces_between_special_tokens: Put spaces around special tokens in the text (matters only
+            for slow Hugging Face tokenizers).
         decode_behind_prompt: Decode the output as it stands behind the prompt, so that the two
             texts add up. False decodes it alone, as Tunix's samplers do: then some tokenizers leave
             out a space before the first word.
-        reasoning_tags: Marks before and behind the thoughts. Where the text begins with the first,
-            strings of `stop` count behind the second alone. An empty first mark says that the
-            prompt has it. None lets them count everywhere.
+        reasoning_tags: Marks before and after the reasoning. If the text begins with the first,
+            strings of `stop` count only after the second. An empty first mark means that the prompt
+            has it. With None they count everywhere.
     """
 
     n: int = 1
@@ -237,11 +237,11 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Builds from a dict, such as one of JSON.
+        """Builds from a dict, for example from JSON.
 
         Args:
-            fields: By name. None is the field's default. `FOREIGN_FIELDS` may be there if they ask
-                for nothing.
+            fields: Values by name. None means the field's default. `FOREIGN_FIELDS` are accepted if
+                they ask for nothing.
 
         Raises:
             InvalidRequestError: for an unknown key, with the nearest known one; for one of

@@ -1,7 +1,7 @@
 """Host-side data types of the request path. This module imports no JAX.
 
-The words are those of vLLM and SGLang: a `Request` waits, runs, may be *retracted* (its KV pages
-taken away, to be prefilled again later) and finishes with a `FinishReason`.
+The words are those of vLLM and SGLang: a `Request` waits, runs, and finishes with a `FinishReason`.
+It may be *retracted*: it loses its KV pages and is prefilled again later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 NO_ADAPTER = -1
-"""The adapter slot of requests that use the base model alone."""
+"""Adapter slot of requests that use only the base model."""
 
 
 class RequestStatus(enum.Enum):
@@ -40,7 +40,7 @@ class FinishReason:
     """Why a request ended.
 
     Attributes:
-        type: `stop` (a stop token or string), `length` (max_new_tokens), `abort` (asked for) or
+        type: `stop` (a stop token or string), `length` (max_new_tokens), `abort` (by a caller) or
             `error`.
         matched: The stop token id or stop string, for `stop`.
         message: What happened, for `abort` and `error`.
@@ -60,7 +60,7 @@ class FinishReason:
 
 
 class LogitEdits(NamedTuple):
-    """What logit_bias, allowed_token_ids and bad_token_ids do to a row's logits.
+    """Effect of logit_bias, allowed_token_ids and bad_token_ids on a row's logits.
 
     Attributes:
         token_ids: int32 [M], without duplicates.
@@ -74,10 +74,10 @@ class LogitEdits(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """Log-probs of further tokens at a position; raw, of softmax(logits).
+    """Raw log-probs of further tokens at a position: of softmax(logits).
 
     Attributes:
-        values, token_ids: The most likely tokens, likeliest first; top_num entries.
+        values, token_ids: Log-probs and ids of the top_num most likely tokens, likeliest first.
         chosen: Log-probs of `LogprobOptions.token_ids`, in their order.
     """
 
@@ -87,7 +87,7 @@ class TopLogprobs(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probs of the prompt's tokens from `LogprobOptions.start_len` on; raw.
+    """Raw log-probs of the prompt's tokens, from `LogprobOptions.start_len` on.
 
     Attributes:
         logprobs: One entry per token; None for the first token of the prompt, which has none.
@@ -99,7 +99,7 @@ class PromptLogprobs(NamedTuple):
 
 
 def prompt_key(prompt_ids: Sequence[int], lora: str | None) -> int:
-    """A hash: equal for prompts with the same keys and values, else nearly always different."""
+    """A hash: equal for prompts with the same keys and values, nearly always unequal for others."""
     return hash((lora, *prompt_ids))
 
 
@@ -180,14 +180,14 @@ class Request:
     def max_new_tokens(self) -> int:
         """Number of tokens that the request may generate in all.
 
-        One that only prefills generates a token too, and reports none: a prefill has no other end.
-        Params without a maximum get one when their request is made.
+        A request that only prefills also generates one token, and does not report it. Params
+        without a maximum get one when the request is made.
         """
         return max(1, self.params.max_new_tokens or 0)
 
     @property
     def only_prefills(self) -> bool:
-        """Whether no output is reported."""
+        """Whether the request reports no output."""
         return self.params.max_new_tokens == 0
 
     @property
@@ -223,8 +223,8 @@ class Request:
 class PrefillChunk:
     """Tokens [start, start + num_tokens) of a request, to be prefilled into `pages`.
 
-    These are the pages that the request had when the chunk was planned; it may decode in a copy of
-    the last page.
+    These are the pages that the request had when the chunk was planned; it may decode into a copy
+    of the last page.
     """
 
     request: Request
@@ -241,7 +241,7 @@ class PageCopy(NamedTuple):
 
 
 class PageStamp(NamedTuple):
-    """Tells whether a full page still has the same contents; see `PagePool.stamp`."""
+    """State of a full page, which tells whether its contents changed; see `PagePool.stamp`."""
 
     page: int
     num_uses: int
@@ -250,24 +250,24 @@ class PageStamp(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What the device does next: prefill chunks, page copies, then up to `num_steps` of decode.
+    """The plan of a dispatch: prefill chunks, page copies, then up to `num_steps` decode steps.
 
     Attributes:
         prefill: Chunks that fit the token budget; each request at most once.
-        copies: Pages to copy, all sources read before any target is written.
+        copies: Pages to copy; all sources are read before any target is written.
         decode: Requests to decode; their prefill is complete or completes in `prefill`.
         step_limits: For each decode row, the tokens that its pages and max_new_tokens allow.
         num_steps: Decode steps in this dispatch.
-        retracted: Requests that lost their pages while this was decided.
+        retracted: Requests that lost their pages while this was planned.
         started: Requests that got pages, for the first time or again.
         prefill_tokens: Tokens of `prefill`, in whole blocks.
         max_finished: End the dispatch once this many rows have finished, since other requests wait
-            for room. None if none waits; then it ends once the remaining rows fit a smaller
-            program.
+            for room. None if no request waits: then the dispatch ends once the remaining rows fit a
+            smaller program.
         window_pages: int32, the window page of each page or -1, see `cache.window`; changes after
             the dispatch. None without such pages.
-        drafts: What each decode row may draft from; then `num_steps` are forward passes, of which
-            each may give several tokens. None decodes token by token.
+        drafts: Draft sources of each decode row; then each of the `num_steps` forward passes may
+            give several tokens. None decodes token by token.
     """
 
     prefill: list[PrefillChunk]
@@ -295,9 +295,9 @@ class SchedulerOutput:
 
 
 class RowOutput(NamedTuple):
-    """What one decode row produced in one dispatch; lists of equal length, one entry per token.
+    """Results of one decode row in one dispatch: lists with one entry per token.
 
-    `extra_logprobs` is empty for rows that asked for none. `drafts` says what became of its drafts;
+    `extra_logprobs` is empty for rows that asked for none. `drafts` has the results of its drafts;
     None if the dispatch had none.
     """
 
@@ -321,14 +321,14 @@ class StepTimes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a dispatch produced.
+    """Results of a dispatch.
 
     Attributes:
         rows: A `RowOutput` for each of `SchedulerOutput.decode`, in order.
-        weight_version: The weights that it ran with.
-        num_cache_misses: Programs that it compiled.
+        weight_version: Version of the weights that it used.
+        num_cache_misses: Number of programs that it compiled.
         failures: Errors of requests whose prompt could not be scored, by id.
-        times: When its parts ended. Every dispatch sets it; a scheduler alone needs none.
+        times: When its parts ended; every dispatch sets it. A scheduler alone needs no times.
         passes: Forward passes of a dispatch with drafts, for each width of a step; None without.
     """
 
@@ -348,7 +348,7 @@ class StepOutput:
 
     @property
     def dispatch_s(self) -> float | None:
-        """Seconds from the first program to the end of the last, if they predict another dispatch.
+        """Seconds from the first program to the end of the last, if they can predict a dispatch.
 
         None if the dispatch compiled, or was not timed.
         """
@@ -358,12 +358,12 @@ class StepOutput:
 
 
 class StepChanges(NamedTuple):
-    """What a dispatch changed for waiting callers.
+    """Changes by a dispatch that callers wait for.
 
     Attributes:
-        finished: Requests that it finished.
+        finished: Requests that the dispatch finished.
         progressed: Requests that decoded in it, finished ones among them.
-        failures: As of `StepOutput`; their requests are finished.
+        failures: As in `StepOutput`; their requests are finished.
     """
 
     finished: list[Request]

@@ -37,12 +37,12 @@ def greedy(rollout):
 
 
 @pytest.fixture(scope="module")
-def twins(model):
+def both(model):
     """Two rollouts of the same weights; whoever calls one with a seed calls the other as well."""
     rollouts = [new_rollout(model) for _ in range(2)]
     yield rollouts
-    for twin in rollouts:
-        twin.close()
+    for each in rollouts:
+        each.close()
 
 
 # ------------------------------------------------------------------ shapes and types
@@ -213,9 +213,9 @@ def test_a_group_of_identical_prompts_gets_different_samples(rollout):
         assert len({tuple(row) for row in samples}) == len(GROUP)
 
 
-def test_without_a_seed_every_call_is_fresh(rollout, twins):
+def test_without_a_seed_every_call_is_fresh(rollout, both):
     """Also across rollouts, as across the runs of a program."""
-    calls = [tokens_of(each, GROUP[:1], temperature=1.0) for each in (*twins, rollout, rollout)]
+    calls = [tokens_of(each, GROUP[:1], temperature=1.0) for each in (*both, rollout, rollout)]
     assert len({tuple(row) for call in calls for row in call}) == 4
 
 
@@ -228,9 +228,9 @@ SEEDS = {
 
 
 @pytest.mark.parametrize("kind", SEEDS)
-def test_a_seed_makes_a_run_reproducible(twins, kind):
+def test_a_seed_makes_a_run_reproducible(both, kind):
     seed = SEEDS[kind]()
-    runs = [[tokens_of(twin, GROUP, temperature=1.0, seed=seed) for _ in "12"] for twin in twins]
+    runs = [[tokens_of(each, GROUP, temperature=1.0, seed=seed) for _ in "12"] for each in both]
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]
     if isinstance(seed, jax.Array):
@@ -238,11 +238,11 @@ def test_a_seed_makes_a_run_reproducible(twins, kind):
         assert 0 <= float(jax.random.uniform(seed)) < 1
 
 
-def test_a_typed_key_and_its_raw_form_are_the_same_seed(twins):
+def test_a_typed_key_and_its_raw_form_are_the_same_seed(both):
     seeds = jax.random.key(3), jax.random.PRNGKey(3)
     typed, raw = (
-        tokens_of(twin, GROUP, temperature=1.0, seed=seed)
-        for twin, seed in zip(twins, seeds, strict=True)
+        tokens_of(each, GROUP, temperature=1.0, seed=seed)
+        for each, seed in zip(both, seeds, strict=True)
     )
     assert typed == raw
 
@@ -290,10 +290,10 @@ def test_greedy_in_many_words(rollout, greedy, greedy_sampling):
     [{"top_p": None}, {"top_k": None}, {"top_k": -1}, {"top_k": 0}, {"top_k": VOCAB_SIZE}],
     ids=str,
 )
-def test_many_words_for_no_filter(twins, words):
+def test_many_words_for_no_filter(both, words):
     plain, worded = (
-        tokens_of(twin, GROUP, temperature=1.0, seed=2, **fields)
-        for twin, fields in zip(twins, ({"top_p": 1.0, "top_k": None}, words), strict=True)
+        tokens_of(each, GROUP, temperature=1.0, seed=2, **fields)
+        for each, fields in zip(both, ({"top_p": 1.0, "top_k": None}, words), strict=True)
     )
     assert plain == worded
 

@@ -86,7 +86,7 @@ def check_follows(rollout, model):
 
 
 def ref_logps(model, tokens):
-    """Of tokens that may hold the pad id; what stands behind one is not to be used."""
+    """The trainer's log-probs of tokens that may hold the pad id; not to be used behind one."""
     shown = [np.where(row == ref.PAD_ID, 1, row) for row in tokens]
     return ref.trainer_logps(model, PROMPTS, shown, temperature=0.0)
 

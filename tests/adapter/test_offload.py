@@ -41,7 +41,7 @@ EMPTY: Any = nnx.state(None)  # as Tunix makes it of `rollout.model()`
 
 
 def device_bytes() -> int:
-    """Of all arrays in the devices' own memory."""
+    """Bytes of all arrays in the devices' own memory."""
     kind = jax.devices()[0].default_memory().kind
     return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == kind)
 
@@ -348,7 +348,7 @@ def test_a_wake_that_fails_can_be_tried_again(make_rollout, expected, monkeypatc
 
 
 def test_a_sleep_that_fails_is_told(make_rollout, expected, monkeypatch, caplog):
-    """By the sign's call, since the trainer counts on the memory; never in a call's own place."""
+    """The sign raises, since the trainer counts on the memory; a call shows its own error."""
     rollout = make_rollout()
     with monkeypatch.context() as patch:
         patch.setattr(rollout.engine, "sleep", fail)

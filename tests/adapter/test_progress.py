@@ -58,7 +58,7 @@ def test_rollouts_and_loading_are_drawn(make_rollout, capsys):
 
 
 def test_no_bars_where_nobody_looks(make_rollout, capsys, monkeypatch):
-    """By option, or where stderr is no terminal."""
+    """No bars by option, or where stderr is no terminal."""
     assert not Progress(False).is_enabled
     assert not is_interactive()  # pytest's stderr is none
     assert not Progress().is_enabled

@@ -198,14 +198,14 @@ def test_the_trainers_arrays_are_held_by_reference(matching, model, other_model)
 
 
 def test_a_train_step_does_not_change_what_is_held(make_rollout, other_model):
-    trained, twin = ref.make_tunix_qwen3(MODEL), ref.make_tunix_qwen3(MODEL)
+    trained, copy = ref.make_tunix_qwen3(MODEL), ref.make_tunix_qwen3(MODEL)
     rollout = make_rollout(trained, logprobs_mode="trainer_match")
     for _ in range(2):
         rollout.update_params(params_of(trained), (nnx.Param,))
         nnx.update(trained, params_of(other_model))
         output = generate(rollout)
-        assert_equal(output.logprobs, trainers(twin, PROMPTS, output.tokens, 0.9))
-        nnx.update(trained, params_of(twin))
+        assert_equal(output.logprobs, trainers(copy, PROMPTS, output.tokens, 0.9))
+        nnx.update(trained, params_of(copy))
 
 
 def test_weights_of_any_pytree(matching, other_model):

@@ -16,7 +16,7 @@ from tests import tunix_reference as ref
 from tests.cli.test_convert import load_into_tunix
 
 ALPHA = 6.0
-"""Of all pairs."""
+"""Alpha of all pairs."""
 
 RULES: dict[str, tuple[dict[str, Any], ...]] = {
     "all": ({"module_path": ".*(attn|mlp|lm_head).*", "rank": 4, "alpha": ALPHA},),

@@ -101,7 +101,7 @@ def test_the_axes_and_the_scale_of_each_pair_are_known(name):
 
 
 def test_keys_that_no_layer_reads_get_no_pair():
-    """Of Gemma 4: qwix gives pairs to what it sees used. A pair that came would be refused."""
+    """Gemma 4 has keys without a pair: qwix gives pairs to what is used. One would be refused."""
     model = nnx.eval_shape(lambda: lora_models.make("gemma4_shared_keys"))
     found = find_lora(model, None)
     assert found is not None

@@ -38,7 +38,7 @@ class Parts:
 
     @property
     def rollout(self) -> SglJaxRollout:
-        """Of the Tunix model, with its engine built."""
+        """A rollout of the Tunix model, with its engine built."""
         if self._rollout is None:
             self._rollout = new_rollout(self.model, **OPTIONS)
             self._stack.callback(self._rollout.close)

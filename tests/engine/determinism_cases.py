@@ -93,7 +93,7 @@ def _settings(
 
 
 def bits_of(out: RequestOutput) -> Bits:
-    """Of a finished request."""
+    """The bits of a finished request."""
     named = out.logprobs, out.scaled_logprobs, out.processed_logprobs
     raw, scaled, processed = (np.asarray(each, np.float32).tobytes() for each in named)
     top = repr(out.extra_logprobs)

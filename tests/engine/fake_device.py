@@ -18,7 +18,7 @@ GARBAGE = object()
 
 
 def times_of(dispatch_s: float) -> StepTimes:
-    """Of a dispatch that takes so many seconds."""
+    """Times of a dispatch that takes so many seconds."""
     return StepTimes(0.0, 0.0, 0.0, dispatch_s)
 
 
@@ -118,7 +118,7 @@ class FakeDevice:
     def _read(
         self, request: Request, pages: Sequence[int], end: int, first_query: int | None = None
     ) -> None:
-        """By a query behind `end`, or from `first_query` on."""
+        """Reads as a query behind `end` does, or as queries from `first_query` on."""
         tokens = request.tokens(0, end)
         if self._map is not None:
             first = (end if first_query is None else first_query) - self._map.sizes.num_tokens + 1

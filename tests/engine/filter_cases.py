@@ -100,7 +100,7 @@ def random_cases(seed: int, count: int, vocabularies: tuple[int, ...]) -> Iterat
         yield Case(logits, temperature, top_k.astype(np.int64), top_p, min_p)
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """What float64 keeps of a row.
 
     Attributes:
@@ -112,8 +112,8 @@ class Kept(NamedTuple):
     logprobs: np.ndarray
 
 
-def kept_in_float64(case: Case, row: int) -> Kept:
-    """By sorting; ties with the last token that is kept are kept."""
+def kept_in_float64(case: Case, row: int) -> KeptTokens:
+    """The kept tokens, by sorting; ties with the last one that is kept are kept."""
     logits = case.logits[row].astype(np.float64)
     scaled = (logits - logits.max()) / case.temperature[row]
     weights = np.exp(scaled)
@@ -128,7 +128,7 @@ def kept_in_float64(case: Case, row: int) -> Kept:
         mask = mask & (logits >= logits[order[num_kept - 1]])
     mask = mask & (weights >= case.min_p[row])
     with np.errstate(divide="ignore"):
-        return Kept(mask, scaled - np.log(weights[mask].sum()))
+        return KeptTokens(mask, scaled - np.log(weights[mask].sum()))
 
 
 @functools.partial(jax.jit, static_argnames="num_shards")

@@ -164,7 +164,7 @@ class KernelCase(NamedTuple):
 
     @classmethod
     def make(cls, head_dim: int = 128) -> KernelCase:
-        """Of four devices, of which two each have the same kv head."""
+        """A case on four devices, each kv head on two of them."""
         model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=2, head_dim=head_dim)
         case = cls.of_layer(model, 0, 4)
         assert case.placement.kv_copies(case.kv) == 2
@@ -172,7 +172,7 @@ class KernelCase(NamedTuple):
 
     @classmethod
     def of_layer(cls, model: ModelConfig, layer: int, tp_size: int) -> KernelCase:
-        """Of one layer of a model."""
+        """The case of one layer of a model."""
         (placement,) = place(model, mesh_of((1, tp_size), ("fsdp", "tp")), "float32").engines
         kv = model.kv_shape(layer)
         rng, heads = np.random.default_rng(0), (model.num_heads, kv.num_heads, kv.num_heads)
@@ -237,7 +237,7 @@ def gpu_kernel() -> None:
 
 
 def decode_flops(model: ModelConfig, mesh: Mesh | None, **options: Any) -> float:
-    """Of a decode step of 64 rows in all, on each device, as XLA counts them."""
+    """Operations of a decode step of 64 rows in all, on each device, as XLA counts them."""
     plain = {"attention_backend": "xla", "linear_backend": "xla", "num_kv_tokens": 64 * 128}
     options = {"max_running_requests": 64, "max_model_len": 128, **plain, **options}
     runner, memory = build_shapes(model, EngineConfig.from_options(options), "float32", mesh)
@@ -392,9 +392,9 @@ def ids() -> None:
 # ------------------------------------------------------------------ all or nothing
 
 
-def _fault(engine: Engine, place: int, owner: Callable[[EngineCore], Any], name: str) -> None:
+def _fault(engine: Engine, index: int, owner: Callable[[EngineCore], Any], name: str) -> None:
     """Lets a method of one engine fail once."""
-    target = owner(cores(engine)[place])
+    target = owner(cores(engine)[index])
     real = getattr(target, name)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -434,29 +434,29 @@ def faults() -> None:
             assert outputs(engine) == want
             check_idle(engine)
 
-        for place in (0, 3):
-            with _refused_swap(engine, place), pytest.raises(RuntimeError, match="planted"):
+        for index in (0, 3):
+            with _refused_swap(engine, index), pytest.raises(RuntimeError, match="planted"):
                 engine.update_weights(new)
             serves_old()
-            _fault(engine, place, serving, "with_adapters")
+            _fault(engine, index, serving, "with_adapters")
             with pytest.raises(RuntimeError, match="planted"):
                 engine.update_weights(new)
             serves_old()
             staged = engine.stage_weights(new)
-            with _refused_swap(engine, place), pytest.raises(RuntimeError, match="planted"):
+            with _refused_swap(engine, index), pytest.raises(RuntimeError, match="planted"):
                 engine.publish_weights(staged)
             assert staged.state == "staged"
             serves_old()
             assert engine.discard_weights(staged)
             for owner, name in ((runner, "weights_to_host"), (kv, "save_pages")):
                 outputs(engine)
-                _fault(engine, place, owner, name)
+                _fault(engine, index, owner, name)
                 with pytest.raises(OffloadError):
                     engine.sleep(1, preserve_state=True)
                 serves_old()
             for owner, name in ((runner, "weights_from_host"), (kv, "take")):
                 engine.sleep(1)
-                _fault(engine, place, owner, name)
+                _fault(engine, index, owner, name)
                 with pytest.raises(OffloadError):
                     engine.wake_up()
                 assert all(core.sleep_manager.asleep for core in cores(engine))

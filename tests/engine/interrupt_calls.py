@@ -40,7 +40,7 @@ class Result(NamedTuple):
 
 
 def to_result(out: dict[str, Any]) -> Result:
-    """Of a whole output."""
+    """The result of a whole output."""
     meta = out["meta_info"]
     assert meta["completion_tokens"] == len(out["output_ids"])
     return Result(out["output_ids"], meta["token_weight_versions"], meta["finish_reason"]["type"])

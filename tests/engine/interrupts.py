@@ -88,7 +88,7 @@ def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
 
 
 def device_bytes() -> int:
-    """Of all arrays of this process."""
+    """Bytes of all arrays of this process."""
     return sum(array.nbytes for array in jax.live_arrays())
 
 

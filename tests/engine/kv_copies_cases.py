@@ -174,7 +174,7 @@ def check_updates(engine: Engine, given: Any, others: Any, whole: list[list[int]
 
 
 def shardings(runner: Any) -> Any:
-    """Of all arrays of a runner."""
+    """Shardings of all arrays of a runner."""
     kv = runner.kv_memory.kv, runner.kv_memory.contiguous_kv
     return jax.tree.map(lambda x: x.sharding, (runner.weights, kv))
 
@@ -189,7 +189,7 @@ def check_sleep(engine: Engine, whole: list[list[int]]) -> None:
         freed = engine.sleep(2, preserve_state=True)
         assert freed == report.weights_bytes + report.kv_bytes + report.contiguous_kv_bytes
         # Copies on several devices are kept once.
-        weights = engine._group.loops[0]._core.sleep_manager._kept.weights
+        weights = engine._group.loops[0]._core.sleep_manager._copies.weights
         assert weights is not None
         assert sum(w.nbytes for w in weights.values()) == 4 * sum(
             int(np.prod(w.shape)) for w in weights.values()

@@ -1,4 +1,4 @@
-"""What tests of machine code share."""
+"""What tests of the JIT-compiled CPU kernels share."""
 
 from __future__ import annotations
 

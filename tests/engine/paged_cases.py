@@ -18,7 +18,7 @@ from tests.engine.models import TINY, random_prompts, spread_weights
 
 
 def spread(*columns: Sequence[Any]) -> list[Any]:
-    """Combinations that have each value; the slow tier has it once more, with other company.
+    """Combinations that have each value; the slow tier has it once more, in other combinations.
 
     Both step through all columns together, the slow one with each column shifted by its index.
     """
@@ -43,7 +43,7 @@ OPTIONS = {
     "window-20": AttentionOptions(scale=0.2, sliding_window=20),
     "all": AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
 }
-"""Of a layer, for the tests of the Pallas kernels."""
+"""Options of a layer, for the tests of the Pallas kernels."""
 
 LENGTHS = (16, 17, 33, 290)
 

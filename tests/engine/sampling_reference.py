@@ -72,11 +72,11 @@ def forward(
 
     num, dim, half = len(tokens), model.head_dim, model.head_dim // 2
     angles = np.arange(num)[:, None] / model.rope.theta ** (np.arange(half) * 2 / dim)
-    turn = np.exp(1j * angles)[:, None, :]
+    rotation = np.exp(1j * angles)[:, None, :]
 
     def rotate(x: np.ndarray) -> np.ndarray:
-        turned = (x[..., :half] + 1j * x[..., half:]) * turn
-        return np.concatenate([turned.real, turned.imag], -1)
+        rotated = (x[..., :half] + 1j * x[..., half:]) * rotation
+        return np.concatenate([rotated.real, rotated.imag], -1)
 
     x = get("model.embed_tokens")[list(tokens)]
     future = np.triu(np.full((num, num), -np.inf), 1)

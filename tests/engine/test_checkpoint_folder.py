@@ -26,7 +26,7 @@ from tests.engine.checkpoint_cases import (
 
 ROOT = Path(__file__).parents[2]
 
-SAVER = """
+SAVING = """
 import sys
 from sgljax_engine import CheckpointError, CheckpointManager
 from tests.engine.checkpoint_cases import make_checkpoint, make_request
@@ -47,7 +47,7 @@ print(saved, refused)
 
 def test_two_processes_that_save_into_one_folder(tmp_path):
     """Each save is whole or refused: nothing of one is removed by the other."""
-    command = [sys.executable, "-c", SAVER, str(tmp_path / "saved")]
+    command = [sys.executable, "-c", SAVING, str(tmp_path / "saved")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "engine")])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
     both = [subprocess.Popen([*command, seed], **pipes) for seed in ("0", "1000")]

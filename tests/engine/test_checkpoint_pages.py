@@ -118,9 +118,9 @@ def test_requests_decode_between_copies(engine, expected, tmp_path, monkeypatch)
         engine.save_checkpoint(tmp_path, include_kv=True)
     seen = list(events)
     assert_finishes(call, expected)
-    copies = [place for place, (name, _) in enumerate(seen) if name == "save_pages"]
+    copies = [index for index, (name, _) in enumerate(seen) if name == "save_pages"]
     assert len(copies) > 3
-    assert all(seen[place][1] <= PAGES_PER_COPY for place in copies)
+    assert all(seen[index][1] <= PAGES_PER_COPY for index in copies)
     for first, second in itertools.pairwise(copies):
         assert ("decode", 0) in seen[first:second]
     assert num_saved_pages(tmp_path) > PAGES_PER_COPY * (len(copies) - 1)

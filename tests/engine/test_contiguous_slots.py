@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = random_prompts(7, 3, 70)
 
 
-class TestBooks:
+class TestSlots:
     """Rows of 64 keys a chunk."""
 
     def place(self, kept, requests, limits=None, *, size=4, num_steps=8):
@@ -99,7 +99,7 @@ def test_an_engine_copies_rows_once(engine, expected):
 
 
 @pytest.mark.parametrize("interrupt", ["retract", "in_place", "update", "sleep", "release"])
-def test_what_disturbs_the_pages_changes_no_token(engine, expected, interrupt):
+def test_what_interrupts_the_pages_changes_no_token(engine, expected, interrupt):
     engine.flush_cache()
     calls = start_all(engine, PROMPTS, PARAMS)
     before = engine.get_internal_state().counters.num_output_tokens

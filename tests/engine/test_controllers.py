@@ -76,7 +76,7 @@ def test_a_mesh_of_one_process_is_itself():
 
 @pytest.mark.parametrize("processes", [[[0, 0, 1, 1]], [[0, 1], [0, 1]], [[0, 0], [0, 1]]])
 def test_a_tensor_axis_across_processes_is_refused(processes):
-    """By all processes alike, or the others would wait for this one."""
+    """All processes refuse alike, or the others would wait for this one."""
     mesh = make_mesh(processes)
     for process in (0, 1):
         with pytest.raises(InvalidConfigError) as caught:

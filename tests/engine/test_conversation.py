@@ -141,7 +141,7 @@ class TestContinued:
         assert found == plain
 
     def test_with_the_ids_that_were_sampled(self):
-        """Of the last message, and of one before it."""
+        """Tests ids in the last message, and in one before it."""
         options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
         prompt = conversation_ids(TOKENIZER, ASK)
         output = letters(WORD)

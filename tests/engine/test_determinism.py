@@ -72,7 +72,7 @@ GEOMETRIES = (
     Geometry(1, 300, (5,), (64,), 4),
     Geometry(48, 9600, (70,), (272,), 3),
 )
-"""Of one the rows of decode attention take more memory than the pages, so it reads pages."""
+"""In one, the rows of decode attention would take more memory than the pages: it reads pages."""
 
 
 def draw_way(index: int) -> Way:
@@ -143,7 +143,7 @@ def alone(backend, tmp_path_factory):
     indirect=["backend"],
 )
 def test_no_bit_differs(backend, alone, index):
-    """Of requests, however they are batched, chunked, cached, retracted and interrupted."""
+    """Requests have their bits however they are batched, chunked, cached and interrupted."""
     way, asked = WAYS[index], asked_of(backend)
     assert way.order is not None
     way = way._replace(order=[i for i in way.order if i < len(asked)])

@@ -35,17 +35,17 @@ def search_slowly(text, num_text, stops, ends, max_length):
     found = np.zeros(len(text), np.int64)
     for row, tokens in enumerate(text.tolist()):
         last = tokens[: num_text[row]]
-        for place in range(max_length, stops[row]):
+        for index in range(max_length, stops[row]):
             length = 0
             while (
                 length < max_length
                 and last[-1 - length] >= 0
-                and tokens[place - 1 - length] == last[-1 - length]
+                and tokens[index - 1 - length] == last[-1 - length]
             ):
                 length += 1
-            if length and tokens[place] >= 0:
-                level = length * (num_ends + 2) + num_ends - sum(ends[row] <= place)
-                found[row] = max(found[row], level * (size + 1) + place)
+            if length and tokens[index] >= 0:
+                level = length * (num_ends + 2) + num_ends - sum(ends[row] <= index)
+                found[row] = max(found[row], level * (size + 1) + index)
     return found
 
 

@@ -79,7 +79,7 @@ class TestUpdate:
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_device_arrays_in_the_engines_orientation(self, engine, dtype, name, donate):
-        """That of trainers: machine code transposes what is float32, XLA the rest."""
+        """That of trainers: CPU kernels transpose what is float32, XLA the rest."""
         source = jax.tree.map(lambda x: jnp.asarray(x, dtype), broken(logical_weights(), name))
         for _ in range(2):  # made beside the decode loop, then between two dispatches
             with refused(name):
@@ -163,7 +163,7 @@ class TestStart:
 
 
 def settled_bytes(engine):
-    """Of live arrays, once the engine's threads are done with all updates."""
+    """Bytes of live arrays, once the engine's threads are done with all updates."""
     with pytest.raises(WeightSyncError, match="is missing"):
         engine.update_weights({})
     engine.check_integrity()

@@ -168,7 +168,7 @@ class TestBadSources:
 
 
 def test_an_update_by_these_names_copies_once():
-    """Of two transposes, the rules' and the engine's own, XLA does none."""
+    """XLA removes both transposes, the rules' and the engine's own."""
     targets = place(TINY, None, "float32").whole.weight_targets(
         get_model(TINY.architecture).param_specs(TINY)
     )

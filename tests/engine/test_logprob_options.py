@@ -381,5 +381,5 @@ class TestScoring:
             updates[0].join(timeout=LIMIT_S)
         expected = log_softmax(forward(other, TINY, prompt))
         got = [entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]]
-        wanted = [expected[place, token] for place, token in enumerate(prompt[1:])]
+        wanted = [expected[index, token] for index, token in enumerate(prompt[1:])]
         assert got == pytest.approx(wanted, abs=1e-4)

@@ -50,7 +50,7 @@ def sleep_and_wake(engine, memory):
     before = shardings(engine)
     calls = start_all(engine, prompts[:4], long)
     freed = engine.sleep(2, preserve_state=True)
-    kept = engine._group.loops[0]._core.sleep_manager._kept
+    kept = engine._group.loops[0]._core.sleep_manager._copies
     assert len(kept.pages.chunks) > 1
     if memory == "numpy":  # a replicated array is kept once
         assert {len(c.parts) for c in kept.weights.values()} <= {1, 2}

@@ -1,4 +1,4 @@
-"""Attention by machine code against numpy in float64, with poison around the live tokens."""
+"""JIT-compiled attention against numpy in float64, with poison around the live tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations by machine code against numpy in float64, and their bits in any batch."""
+"""JIT-compiled CPU kernels against numpy in float64, and their bits in any batch."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_two_that_are_not_finite_do_not_hide_one_another(move):
 
 @pytest.mark.parametrize("count", [4, 8, 20, 64])
 def test_rope_tables(count):
-    """Of positions in the millions too, as if in float64; one alone as many."""
+    """Positions in the millions are exact too; a position has the same bits alone."""
     rng = np.random.default_rng(count)
     positions = np.append(rng.integers(0, 5_000_000, 40), [0, 1, 1_000_000]).astype(np.int32)
     timescales = (1e6 ** (np.arange(count) / count)).astype(np.float32)

@@ -106,7 +106,7 @@ def test_serves_updates_sleeps_and_pauses(expected):
         calls = start_all(engine, PROMPTS)
         freed = engine.sleep(1, preserve_state=True)
         assert not runner.weights
-        kept = engine._group.loops[0]._core.sleep_manager._kept
+        kept = engine._group.loops[0]._core.sleep_manager._copies
         assert kept.weights is not None
         assert kept.pages is not None
         chunks = [contents for _, contents in kept.pages.chunks]

@@ -151,7 +151,7 @@ class TestOutputs:
         np.testing.assert_array_equal(last, whole.routed_experts)
 
     def test_an_empty_pass(self, routed):
-        """Of a prompt of one token and one token of output, the model has seen the first."""
+        """The model has seen one token: the prompt, and not the one that it generated."""
         with make() as engine:
             params = SamplingParams(temperature=0, max_new_tokens=1)
             (output,) = engine.generate_requests([[7]], params)

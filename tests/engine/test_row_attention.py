@@ -11,16 +11,16 @@ import pytest
 
 from sgljax_engine import Engine, InvalidConfigError, SamplingParams
 from sgljax_engine.attention import batch_invariant as ordered_attention
-from sgljax_engine.attention import contiguous as row_attention_module
+from sgljax_engine.attention import contiguous as contiguous_module
 from sgljax_engine.attention.base import AttentionOptions
-from sgljax_engine.attention.contiguous import row_attention, shared_keys
+from sgljax_engine.attention.contiguous import contiguous_attention, shared_keys
 from sgljax_engine.cache import contiguous_kv as contiguous_kv
 from sgljax_engine.cache.contiguous_kv import (
     LayerContiguousKV,
     RowTable,
     contiguous_shapes,
-    gather_rows,
-    write_rows,
+    gather_contiguous_kv,
+    write_contiguous_kv,
 )
 from sgljax_engine.runner.kv import plan as memory
 from tests.engine.models import TINY, random_prompts, spread_weights
@@ -39,7 +39,7 @@ FREE_BYTES = 1 << 26
 @pytest.fixture
 def lanes(request, monkeypatch):
     """Vectors of every length that a CPU may have, whatever this one has."""
-    for module in (contiguous_kv, ordered_attention, row_attention_module):
+    for module in (contiguous_kv, ordered_attention, contiguous_module):
         monkeypatch.setattr(module, "LANES", request.param)
 
 
@@ -71,11 +71,11 @@ def over_rows(max_len):
         num_kv_heads, head_dim = layer.k.shape[1], layer.k.shape[3]
         rows = poisoned_rows(len(q), max_len, num_kv_heads, head_dim, layer.k.dtype)
         end = jnp.max(tables.kv_lens)
-        (rows,) = gather_rows(
+        (rows,) = gather_contiguous_kv(
             (rows,), (layer,), [RowTable(tables.page_table)], tables.kv_lens, end, jnp.int32(0)
         )
         shared = shared_keys(tables.page_table, tables.kv_lens, layer.k.shape[2])
-        return row_attention(q[:, 0], rows, tables.kv_lens, shared, options)[:, None]
+        return contiguous_attention(q[:, 0], rows, tables.kv_lens, shared, options)[:, None]
 
     return backend
 
@@ -146,7 +146,7 @@ def test_new_tokens_join_the_copied_ones():
     rng = np.random.default_rng(2)
     rows = poisoned_rows(4, 140, 2, 16)
     end = jnp.max(case.tables.kv_lens) + num_steps
-    (rows,) = gather_rows(
+    (rows,) = gather_contiguous_kv(
         (rows,),
         (case.layer,),
         [RowTable(case.tables.page_table)],
@@ -156,7 +156,7 @@ def test_new_tokens_join_the_copied_ones():
     )
     keys, values = list(case.keys), list(case.values)
     is_used = jnp.asarray([True, True, True, False])
-    write, attend = jax.jit(write_rows), jax.jit(row_attention, static_argnums=4)
+    write, attend = jax.jit(write_contiguous_kv), jax.jit(contiguous_attention, static_argnums=4)
     for step in range(num_steps):
         k, v = (rng.normal(size=(4, 2, 16)).astype(np.float32) for _ in range(2))
         positions = jnp.asarray([*(lengths + step), 0], jnp.int32)
@@ -237,7 +237,7 @@ class TestSharing:
         expected = [(128, 64, 0)[row // 4 % 3] for row in range(num_rows)]
         assert shared.tolist() == expected
         rows = poisoned_rows(num_rows, 200, 2, 16)
-        (rows,) = gather_rows(
+        (rows,) = gather_contiguous_kv(
             (rows,),
             (case.layer,),
             [RowTable(tables.page_table)],
@@ -246,7 +246,7 @@ class TestSharing:
             jnp.int32(0),
         )
         q = jnp.asarray(np.random.default_rng(4).normal(size=(num_rows, 4, 16)), jnp.float32)
-        attend = jax.jit(row_attention, static_argnums=4)
+        attend = jax.jit(contiguous_attention, static_argnums=4)
         found = attend(q, rows, tables.kv_lens, shared, options)
         alone = attend(q, rows, tables.kv_lens, jnp.zeros_like(shared), options)
         np.testing.assert_array_equal(found[:-1], alone[:-1])

@@ -111,7 +111,7 @@ def test_a_race_of_a_filtered_real_vocabulary():
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0], ids=["flat", "long-tailed", "peaked"])
 def test_rounding_errors_change_no_draw(spread):
-    """Of 1024 draws from 32,768 tokens; by inverting the distribution 1 to 3 in 1,000 change."""
+    """Among 1024 draws from 32,768 tokens, inverting the distribution changes 1 to 3."""
     vocab, count = 32_768, 256
     rng = np.random.default_rng(1)
     draw = jax.jit(sample)
@@ -210,7 +210,7 @@ def test_draw_depends_on_seed_and_step_only():
     assert (first != later).any()
     shifted = rows._replace(step=np.full(4, 5, np.int32))
     np.testing.assert_array_equal(later, draw(logits, shifted, jnp.int32(0)).token)
-    # The same row in other company.
+    # The same row with other batch mates.
     alone = jax.tree.map(lambda field: field[2:3], rows)
     assert draw(logits[2:3], alone, jnp.int32(0)).token[0] == first[2]
 
@@ -272,7 +272,7 @@ def test_a_token_has_one_logprob(vocab):
     [pytest.param(7, marks=pytest.mark.slow), pytest.param(130, marks=pytest.mark.slow), 5000],
 )
 def test_a_row_has_the_same_bits_in_any_batch(vocab, backend):
-    """Of the JIT-compiled kernels, with filters of every kind beside it."""
+    """Tests the JIT-compiled kernels, with filters of every kind beside each other."""
     assert backend == "native"
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, 2, (64, vocab)).astype(np.float32)

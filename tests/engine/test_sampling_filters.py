@@ -96,7 +96,7 @@ def test_random_rows(backend):
 
 @pytest.mark.slow
 def test_random_rows_of_all_vocabularies(backend):
-    """Of ten thousand: `python -m tests.engine.filter_cases`."""
+    """Tests some of ten thousand: `python -m tests.engine.filter_cases` does all."""
     for case in random_cases(2, 416, VOCABULARIES):
         backend.check_kept(case)
 

@@ -226,7 +226,7 @@ FREQUENCY_OPTIONS = {
 
 
 def small_logits():
-    """Of 64 tokens, with those that the options are about among the likely ones."""
+    """Logits of 64 tokens, with those that the options are about among the likely ones."""
     logits = np.random.default_rng(8).normal(0, 1.2, 64).astype(np.float32)
     logits[[3, 6, 9, 11, 30]] += 1.5
     return logits
@@ -269,7 +269,7 @@ def draw_tokens(draw, logits, params):
 
 
 def p_value(tokens, probs):
-    """Of Pearson's chi-square test; cells that expect fewer than five draws are one cell."""
+    """Pearson's chi-square test; cells that expect fewer than five draws are one cell."""
     counts = np.bincount(tokens, minlength=len(probs))
     expected = probs * len(tokens)
     if counts[probs == 0].any():
@@ -337,7 +337,7 @@ class TestFrequencies:
 class TestLogprobs:
     @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
     def test_raw_scaled_and_processed(self, temperature):
-        """Of adjusted and filtered rows: raw and scaled are of the model's own logits."""
+        """Adjusts and filters rows; raw and scaled log-probs are of the model's own logits."""
         params = dataclasses.replace(ALL_OPTIONS, temperature=temperature)
         logits = some_logits(16, VOCAB, seed=4)
         made = [request(params, seed=i) for i in range(16)]
@@ -367,7 +367,7 @@ class TestLogprobs:
 
 
 def test_random_numbers_are_those_of_jax():
-    """Of keys that fold the steps in; uniform ones are the middles of the intervals."""
+    """A key folds the steps in; uniform numbers are the middles of the intervals."""
 
     def key_of(seed: jax.Array, step: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), step)

@@ -468,7 +468,7 @@ class TestText:
 class TestRefused:
     @pytest.mark.parametrize("field", FOREIGN_FIELDS.values(), ids=lambda field: field.name)
     def test_field(self, engine, field):
-        """By name, with what to do instead, unless the value asks for nothing."""
+        """An error names the field and what to do instead, unless the value asks for nothing."""
         with pytest.raises(InvalidRequestError) as caught:
             engine.generate(input_ids=[1], sampling_params={field.name: 7})
         assert str(caught.value) == (

@@ -563,12 +563,12 @@ class TestPrefillTime:
 
     def test_requests_with_the_same_beginning_wait_for_a_prompt_in_such_chunks(self):
         scheduler = self.knowing(is_sharing=True)
-        twins = [self.add(scheduler, f"twin{i}", 13) for i in range(4)]
-        for twin in twins:
-            twin.prompt_key = 1
-            twin.prompt_ids = [9] * len(twin.prompt_ids)
+        samples = [self.add(scheduler, f"sample{i}", 13) for i in range(4)]
+        for sample in samples:
+            sample.prompt_key = 1
+            sample.prompt_ids = [9] * len(sample.prompt_ids)
         assert [self.run(scheduler)[0] for _ in range(4)] == [6 * BLOCK, 6 * BLOCK, BLOCK, 0]
-        assert [twin.num_cached > 0 for twin in twins] == [False, True, True, True]
+        assert [sample.num_cached > 0 for sample in samples] == [False, True, True, True]
 
     def test_all_requests_prefilled_again_keep_to_the_time(self):
         """As after a pause that retracts: 4 rows of up to 2000 tokens."""

@@ -167,7 +167,7 @@ class TestPreservedState:
             calls = start_all(engine, PROMPTS)
             for cycle in range(3):
                 engine.sleep(preserve_state=preserve_state)
-                kept = engine._group.loops[0]._core.sleep_manager._kept
+                kept = engine._group.loops[0]._core.sleep_manager._copies
                 assert kept.weights is not None
                 for name in kept.weights:
                     pinned = kept.weights[name].beside

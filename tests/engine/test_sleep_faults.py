@@ -92,7 +92,7 @@ def assert_untouched(calls, expected, engine, prefilled):
 
 
 def buffer_bytes():
-    """Of an idle process; `device_bytes` counts shards that were looked at twice."""
+    """Bytes of an idle process; `device_bytes` counts shards that were looked at twice."""
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
 
 

@@ -382,7 +382,7 @@ class TestOtherCommands:
 
 def host_arrays(engine):
     """Weak references to all memory that an engine sleeps with."""
-    kept = engine._group.loops[0]._core.sleep_manager._kept
+    kept = engine._group.loops[0]._core.sleep_manager._copies
     assert kept.weights
     assert kept.pages.chunks
     copies = [

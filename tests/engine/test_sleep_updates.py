@@ -220,7 +220,7 @@ class TestUpdateAsleep:
     @pytest.mark.parametrize(
         ("level", "preserve_state"), [depth for depth in DEPTHS if depth != (2, False)]
     )
-    def test_wait_is_refused_when_requests_have_begun(
+    def test_wait_is_refused_when_requests_have_started(
         self, engine, expected, level, preserve_state
     ):
         calls = start_all(engine, PROMPTS)

@@ -61,7 +61,7 @@ def _expected(backend: str) -> list[Bits]:
 
 @pytest.fixture
 def expected(backend):
-    """Of requests, without drafts."""
+    """The bits of requests, without drafts."""
 
     def bits(asked: Sequence[Asked]) -> list[Bits]:
         places = [REQUESTS.index(each) for each in asked]
@@ -80,7 +80,7 @@ def run_twice(expected: Any, asked: Sequence[Asked], **options: Any) -> EngineCo
 
 @BOTH
 def test_some_requests(backend):
-    """Of settings that need no further programs, so that this is fast."""
+    """Takes settings that need no further programs, so that it is fast."""
     del backend
     few, options = PLAIN[:12], {"speculative_num_draft_tokens": 3}
     with make_engine(OPTIONS | {"speculation": "off"}) as engine:

@@ -286,7 +286,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("text", ["\u00e9", "\u4e2d", "\U0001f600", "\u00e9\U0001f600"])
     def test_characters_of_several_bytes(self, bytes_engine, text):
-        """Of tokens that make some whole characters and some broken ones."""
+        """Tokens make some whole characters and some broken ones."""
         ids = sorted(set(byte_ids(text)))
         assert len(ids) > 1
         params = {
@@ -342,9 +342,9 @@ class TestStopStrings:
     def unique(self, ids, first, length):
         """A piece of text that is not found earlier, from about token `first` on."""
         text = text_of(ids)
-        for place in range(first, len(ids) - length):
-            if text.find(text[place : place + length]) == place:
-                return place, text[place : place + length]
+        for index in range(first, len(ids) - length):
+            if text.find(text[index : index + length]) == index:
+                return index, text[index : index + length]
         raise AssertionError("the model repeats itself")
 
     @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ class TestStopStrings:
 
 
 @contextlib.contextmanager
-def company(engine):
+def other_request(engine):
     """Another request runs meanwhile, and is none the worse for it."""
     alone = engine.generate(None, LONG, [9, 8])
     stream = engine.generate(None, LONG, [9, 8], stream=True)
@@ -484,12 +484,12 @@ def company(engine):
 @contextlib.contextmanager
 def aborts(engine):
     """What is streamed inside ends before its 3 x 240 tokens."""
-    with company(engine):
+    with other_request(engine):
         before = engine.get_internal_state().counters
         yield
         state = engine.get_internal_state()
         unfinished = state.running_batch_size + state.waiting_queue_size
-        assert unfinished <= 1, "only the company goes on"
+        assert unfinished <= 1, "only the other request goes on"
         assert state.counters.num_output_tokens - before.num_output_tokens < 3 * 240
     assert engine.get_internal_state().counters.num_finished == before.num_finished + 4
     assert_idle(engine)

@@ -44,7 +44,7 @@ class TestTiles:
 
     @pytest.mark.parametrize("num_tokens", [1, 8, 29])
     def test_map_is_the_function(self, num_tokens):
-        """Of trees, in and out; integers stay integers."""
+        """Trees go in and out; integers stay integers."""
         x, ids = draw(num_tokens, 3), np.arange(num_tokens, dtype=np.int32)
         tiles = Tiles(8, num_tokens, jnp.int32(num_tokens))
 
@@ -159,7 +159,7 @@ def test_narrow_linear_is_linear(layout, num_tokens):
     ("num_out", "num_in"), [(1, 1), (3, 2), (97, 2048), (384, 512), (4096, 512)]
 )
 def test_a_matrix_vector_product_in_parts_is_the_product(num_out, num_in):
-    """Of one part, of as many as divide the outputs, of the most there are."""
+    """One part, as many as divide the outputs, and the most there are."""
     x, weight = draw(num_in, 1), draw(num_out, num_in, seed=1)
     out = jax.jit(linear, static_argnames="layout")(x, weight, layout=Layout.FEATURES_FIRST)
     np.testing.assert_allclose(out, weight.astype(np.float64) @ x, rtol=1e-5, atol=1e-4)

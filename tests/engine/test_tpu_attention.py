@@ -220,7 +220,7 @@ def test_blocks_of_a_step(num_blocks, heads, dtype, count):
 
 
 def test_costs_count_what_a_window_shows():
-    """Of 64 rows of 4,096 keys, with a window of 512 and without."""
+    """Compares 64 rows of 4,096 keys, with a window of 512 and without."""
 
     def cost(window: int | None) -> Any:
         rows, pages = (64, 1, 8, 256), (16, 1, 16, 256)

@@ -371,7 +371,7 @@ class TestFailure:
 
 
 def live_bytes():
-    """Of all arrays. Threads that are done with some may take a moment to let them go."""
+    """Bytes of all arrays. Threads that are done with some may take a moment to let them go."""
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
@@ -606,7 +606,7 @@ class TestWhereNewWeightsAreMade:
 
     @pytest.fixture
     def made(self, monkeypatch):
-        """Of each update: whether the updates' thread made it, and what was computed by then."""
+        """Whether the updates' thread made each update, and what was computed by then."""
         found: list[tuple[bool, bool]] = []
         apply = sync.apply
 

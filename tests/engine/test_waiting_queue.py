@@ -50,11 +50,11 @@ def test_any_order_of_changes(changes):
         assert list(queue) == expected
         assert len(queue) == len(expected)
         for key in range(3):
-            twins = [r for r in expected if r.prompt_key == key and not r.output_ids]
-            assert queue.has_same_prompt(make_request(-1, key)) == bool(twins)
+            others = [r for r in expected if r.prompt_key == key and not r.output_ids]
+            assert queue.has_same_prompt(make_request(-1, key)) == bool(others)
 
 
-def test_only_those_without_output_have_twins():
+def test_only_requests_without_output_have_the_same_prompt():
     queue = WaitingQueue()
     queue.append(make_request(0, key=5))
     assert queue.has_same_prompt(make_request(1, key=5))

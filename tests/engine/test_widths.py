@@ -66,7 +66,7 @@ def make_model(config: ModelConfig = TINY, dtype: str = "float32") -> Model:
 
 
 def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
-    """Of tokens that see themselves alone, after all layers, in tiles of one width."""
+    """Hidden states of tokens that see themselves alone, in tiles of one width."""
     context = model.context._replace(tile_widths=(width,))
 
     def attend(q, new, cache, options):

@@ -379,5 +379,5 @@ def test_layers_of_two_shapes_in_two_pools():
     [pytest.param(20, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
 )
 def test_interrupt_machine(num_examples):
-    """As of an engine whose layers all have the same pages."""
+    """Runs the machine that full layers have, on pages of windows."""
     run_python("-W", "ignore", "-m", "tests.engine.window_machine", num_examples, num_devices=1)

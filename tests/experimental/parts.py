@@ -103,5 +103,5 @@ def greedy_tokens(model: Any, num_tokens: int = 8) -> list[list[int]]:
 
 
 def tokens_of(responses: Any) -> list[list[int]]:
-    """Of a list of responses."""
+    """Tokens of a list of responses."""
     return [np.asarray(response.token_ids).tolist() for response in responses]

@@ -284,8 +284,8 @@ def main(numbers: list[int]) -> int:
     """Runs the recipes with these numbers."""
     by_number = {recipe.number: recipe for recipe in RECIPES}
     with tempfile.TemporaryDirectory() as folder:
-        for place, number in enumerate(numbers):
-            if place:
+        for index, number in enumerate(numbers):
+            if index:
                 jax.clear_caches()  # programs of one recipe are of no use to most others
                 gc.collect()
             outcome = run_recipe(by_number[number], Path(folder))

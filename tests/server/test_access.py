@@ -41,7 +41,7 @@ def engine():
 
 
 def status_of(served, method, target, headers):
-    """Of a target that a client would refuse to send."""
+    """Status of a target that a client would refuse to send."""
     connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=LIMIT_S)
     try:
         connection.putrequest(method, target)
@@ -54,7 +54,7 @@ def status_of(served, method, target, headers):
 
 
 def statuses(served, routes, headers):
-    """Of every spelling of every route."""
+    """Statuses of every spelling of every route."""
     for (method, path), start, end in itertools.product(routes, STARTS, ENDS):
         target = f"{start}{path}{end}"
         yield f"{method} {target}", status_of(served, method, target, headers)

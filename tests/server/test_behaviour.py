@@ -504,7 +504,7 @@ class TestHostileClients:
         options = {"max_running_requests": 32, "batch_buckets": (32,)}
         with make_engine(**options) as engine, serving(engine) as served:
             body = {
-                "input_ids": [[5, place] for place in range(32)],
+                "input_ids": [[5, index] for index in range(32)],
                 "sampling_params": {**GREEDY, "max_new_tokens": 200},
                 "return_logprob": True,
                 "top_logprobs_num": 100,

@@ -28,10 +28,10 @@ def test_500_streams_with_an_update_each_second():
     bodies: list[Any] = [
         {
             "input_ids": ids,
-            "sampling_params": {"max_new_tokens": int(count), "seed": place, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": int(count), "seed": index, "ignore_eos": True},
             "return_logprob": True,
         }
-        for place, (ids, count) in enumerate(
+        for index, (ids, count) in enumerate(
             zip(random_prompts(NUM_STREAMS, 4, 60), rng.integers(20, 160, NUM_STREAMS), strict=True)
         )
     ]
@@ -83,7 +83,7 @@ def test_500_streams_with_an_update_each_second():
         for each in weights:
             engine.update_weights(each, rules)
             scores.append(engine.score(sequences, start_lens=starts))
-    for place, reply in enumerate(replies):
+    for index, reply in enumerate(replies):
         parity = np.array(reply["versions"]) % 2
-        expected = np.where(parity, scores[1][place], scores[0][place])
+        expected = np.where(parity, scores[1][index], scores[0][index])
         np.testing.assert_allclose(reply["logprobs"], expected, atol=2e-4)

@@ -53,19 +53,19 @@ class EnginePeer:
         """Outputs of the last `generate`."""
 
     def start(self, workload: Workload) -> None:
-        """See `Peer`."""
+        """Compiles all programs, and produces a first token of each request."""
         self.engine.warmup()
         self.first_token_s(workload)
 
     def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
-        """See `Peer`. Empties the prefix cache first, so that no run helps the next one."""
+        """Answers all requests, from an empty prefix cache, so that no run helps the next one."""
         self.engine.flush_cache()
         params = _sampling_params(workload, temperature=0.0 if is_greedy else 1.0)
         self.outputs = self.engine.generate_requests(workload.requests, params)
         return [output.output_ids for output in self.outputs]
 
     def first_token_s(self, workload: Workload) -> list[float]:
-        """See `Peer`. Measured on streams: a token counts when the caller has it."""
+        """Seconds to the first token, measured on streams: it counts when the caller has it."""
         self.engine.flush_cache()
         seconds: dict[int, float] = {}
         start = time.perf_counter()
@@ -82,7 +82,7 @@ class EnginePeer:
         return [seconds[index] for index in range(len(seconds))]
 
     def close(self) -> None:
-        """See `Peer`."""
+        """Shuts the engine down."""
         self.engine.shutdown()
 
 
@@ -123,7 +123,7 @@ class SglJaxPeer(EnginePeer):
         super().__init__(self.rollout.engine, workload.num_rows)
 
     def close(self) -> None:
-        """See `Peer`."""
+        """Closes the rollout."""
         self.rollout.close()
 
 

@@ -32,11 +32,11 @@ class BatchPeer:
         raise NotImplementedError
 
     def start(self, workload: Workload) -> None:
-        """See `Peer`. By default nothing is compiled."""
+        """Answers one token of each request. By default nothing is compiled."""
         self.first_token_s(workload)
 
     def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
-        """See `Peer`."""
+        """Answers all requests, batch by batch."""
         outputs: list[list[int]] = []
         for prompts, lengths in batches(workload, self.batch_size):
             rows = self.run_batch(prompts, max(lengths), is_greedy)
@@ -46,7 +46,7 @@ class BatchPeer:
         return outputs
 
     def first_token_s(self, workload: Workload) -> list[float]:
-        """See `Peer`. The time of a run with one step, which favours micro-batches."""
+        """Seconds of a run with one step, which favours micro-batches."""
         seconds: list[float] = []
         start = time.perf_counter()
         for prompts, _ in batches(workload, self.batch_size):
@@ -55,7 +55,7 @@ class BatchPeer:
         return seconds
 
     def close(self) -> None:
-        """See `Peer`."""
+        """Does nothing."""
 
 
 class VanillaPeer(BatchPeer):
@@ -88,7 +88,7 @@ class VanillaPeer(BatchPeer):
         return Sampler(self._model, IdTokenizer(), self._cache_config)
 
     def start(self, workload: Workload) -> None:
-        """See `Peer`. Every token ends a row here, so the compiled loop stops at once.
+        """Compiles the loop. Every token ends a row here, so that it stops at once.
 
         It uses a separate sampler, since compiled programs hold the end tokens.
         """
@@ -98,7 +98,7 @@ class VanillaPeer(BatchPeer):
             self._call(sampler, prompts, max(lengths), False, end_tokens)
 
     def run_batch(self, prompts: list[list[int]], num_steps: int, is_greedy: bool) -> list[Any]:
-        """See `BatchPeer`."""
+        """Runs the compiled sampler."""
         return self._call(self._sampler, prompts, num_steps, is_greedy, None)
 
     def _call(

@@ -66,7 +66,7 @@ class TextWriter:
         self._order = _InOrder()
 
     def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """See `Writer`."""
+        """Writes all samples of a prompt as text."""
         lines: list[str] = []
         for sample, output in enumerate(outputs):
             of = f", sample {sample + 1}/{len(outputs)}" if len(outputs) > 1 else ""
@@ -76,7 +76,7 @@ class TextWriter:
         self._emit(index, lines)
 
     def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """See `Writer`. To stderr."""
+        """Writes the error of a refused prompt to stderr."""
         say(f"error: {prompt.label}: {error}")
         self._emit(index, [])
 
@@ -106,7 +106,7 @@ class JsonlWriter:
         self._order = _InOrder() if keep_order else None
 
     def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """See `Writer`."""
+        """Writes all samples of a prompt, each as a line of JSON."""
         self._put(
             index,
             [
@@ -116,7 +116,7 @@ class JsonlWriter:
         )
 
     def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """See `Writer`."""
+        """Writes the error of a refused prompt to stderr and to the file."""
         say(f"error: {prompt.label}: {error}")
         self._put(index, [{**_head(index, prompt), "error": str(error)}])
 

@@ -37,7 +37,7 @@ class InProcessTransport(WeightSyncHandler):
         self._arrived: dict[WorkUnitId, tuple[str | None, Any]] = {}
 
     def register_work_unit(self, metadata: WorkUnitMetadata) -> None:
-        """See `WeightSyncHandler`."""
+        """Registers a work unit, of a source or of a sampler."""
         with self._lock:
             self._units.add(metadata.unit)
 

@@ -70,26 +70,26 @@ class SglJaxRolloutWorker(RolloutWorker):
         self._policy_version = sampler.policy_version
 
     async def pre_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any:
-        """See `SglJaxSampler.pre_weight_sync`; episodes are drained first."""
+        """Drains episodes, then calls `SglJaxSampler.pre_weight_sync`."""
         self._sampler.check_round(sync_request)
         return await super().pre_weight_sync(sync_request, **kwargs)
 
     async def weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any:
-        """See `SglJaxSampler.weight_sync`."""
+        """Calls `SglJaxSampler.weight_sync`."""
         self._sampler.check_round(sync_request)
         result = await super().weight_sync(sync_request, **kwargs)
         self._policy_version = self._sampler.policy_version
         return result
 
     async def post_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any:
-        """See `SglJaxSampler.post_weight_sync`."""
+        """Calls `SglJaxSampler.post_weight_sync`."""
         self._sampler.check_round(sync_request)
         result = await super().post_weight_sync(sync_request, **kwargs)
         self._policy_version = self._sampler.policy_version
         return result
 
     async def abort_weight_sync(self, sync_request: Any = None, **kwargs: Any) -> Any:
-        """See `SglJaxSampler.abort_weight_sync`; episodes continue."""
+        """Calls `SglJaxSampler.abort_weight_sync`; episodes continue."""
         await self._sampler.abort_weight_sync(sync_request, **kwargs)
         self._policy_version = self._sampler.policy_version
         if self.state == WorkerState.SYNCING:
@@ -97,6 +97,6 @@ class SglJaxRolloutWorker(RolloutWorker):
         return None
 
     async def get_weight_sync_status(self, **kwargs: Any) -> Mapping[str, Any]:
-        """See `SglJaxSampler.get_weight_sync_status`."""
+        """Calls `SglJaxSampler.get_weight_sync_status`."""
         del kwargs  # a coordinator gives none
         return self._sampler.get_weight_sync_status()

@@ -97,18 +97,18 @@ class AnnouncedSyncLock:
         self._announce = announce
 
     def acquire_rollout(self) -> None:
-        """See the inner lock."""
+        """Calls the inner lock."""
         self._inner.acquire_rollout()
 
     def release_rollout(self) -> None:
-        """See the inner lock."""
+        """Calls the inner lock."""
         self._inner.release_rollout()
 
     def acquire_weight_sync(self) -> None:
-        """See the inner lock; then announces the sync."""
+        """Calls the inner lock, then announces the sync."""
         self._inner.acquire_weight_sync()
         self._announce()
 
     def release_weight_sync(self) -> None:
-        """See the inner lock."""
+        """Calls the inner lock."""
         self._inner.release_weight_sync()

@@ -23,7 +23,7 @@ class VersionedCollectEngine(TrajectoryCollectEngine):
     """
 
     async def collect(self, mode: str = "Conversation") -> Any:
-        """See `TrajectoryCollectEngine.collect`."""
+        """Collects an episode, as `TrajectoryCollectEngine.collect` does."""
         outputs: dict[int, VersionedRolloutOutput] = {}
         model_call = self.model_call
 

@@ -27,7 +27,7 @@ class RolloutWrapper(BaseRollout):
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """See `BaseRollout`, as for the methods below."""
+        """Implements `BaseRollout`, as do the methods below."""
         return self.inner.generate(prompts, rollout_config, **kwargs)
 
     def get_per_token_logps(  # noqa: D102

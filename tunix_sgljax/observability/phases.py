@@ -40,7 +40,7 @@ class PhaseLines:
     # ------------------------------------------------------------------ a ProgressListener
 
     def started(self, task: str, total: int, unit: str) -> None:
-        """See `sgljax_engine.ProgressListener`."""
+        """Notes the number of programs, if the task compiles some."""
         del unit
         if not task.startswith("compile ") or not total:
             return
@@ -55,7 +55,7 @@ class PhaseLines:
         _write(line)
 
     def advanced(self, task: str, count: int) -> None:
-        """See `sgljax_engine.ProgressListener`."""
+        """Counts units of a task that is noted."""
         with self._lock:
             if task not in self._totals:
                 return
@@ -64,7 +64,7 @@ class PhaseLines:
         _write(f"rollout compiled {done + count} of {total}")
 
     def finished(self, task: str) -> None:
-        """See `sgljax_engine.ProgressListener`."""
+        """Forgets the task."""
         with self._lock:
             self._totals.pop(task, None)
 

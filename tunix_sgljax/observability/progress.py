@@ -54,7 +54,7 @@ class Progress:
     # ------------------------------------------------------------------ loading and warm-up
 
     def started(self, task: str, total: int, unit: str) -> None:
-        """See `sgljax_engine.ProgressListener`."""
+        """Opens the task's bar."""
         if not self._is_enabled:
             return
         is_bytes = unit == "B"
@@ -69,7 +69,7 @@ class Progress:
             )
 
     def advanced(self, task: str, count: int) -> None:
-        """See `sgljax_engine.ProgressListener`."""
+        """Moves the task's bar on."""
         with self._lock:
             bar = self._bars.get(task)
             if bar is not None:
@@ -83,7 +83,7 @@ class Progress:
                 bar.update(count - bar.n)
 
     def finished(self, task: str) -> None:
-        """See `sgljax_engine.ProgressListener`."""
+        """Closes the task's bar."""
         with self._lock:
             bar = self._bars.pop(task, None)
             if bar is not None:

@@ -40,7 +40,7 @@ class HooksChain(TrainingHooks):
         self._hooks = tuple(hooks)
 
     def on_train_start(self, train_ctx: Any) -> None:
-        """See `TrainingHooks`, also for the methods below."""
+        """Calls each hook, as do the methods below."""
         for each in self._hooks:
             each.on_train_start(train_ctx)
 

@@ -1,4 +1,4 @@
-"""What a compiled program costs, as read off the program itself."""
+"""Costs of a compiled program, read off the program itself."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def count_copies(module: Module, large: Collection[int]) -> tuple[OpCount, ...]:
 
 
 def _copy_kind(module: Module, instruction: Instruction) -> str | None:
-    """What copies: "copy" or "transpose"; None if it is something else."""
+    """Kind of a copying instruction, "copy" or "transpose"; None for others."""
     if instruction.opcode in _COPIES:
         return instruction.opcode
     if instruction.opcode == "copy-start":
@@ -168,7 +168,7 @@ def _copy_kind(module: Module, instruction: Instruction) -> str | None:
 
 
 def _exchanged(instruction: Instruction) -> Collection[Array]:
-    """What an exchange leaves on a device."""
+    """Arrays that an exchange leaves on a device."""
     if instruction.opcode in _BOTH_IN_RESULT:
         return (max(instruction.arrays, key=lambda array: array.num_bytes),)
     return instruction.arrays

@@ -42,7 +42,7 @@ end of what was counted when it began."""
 _KERNEL_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""What changes a part of its first operand in place, and which operand is the part."""
+"""Instructions that change a part of their first operand in place; index of the part's operand."""
 
 
 def count_traffic(module: Module) -> int:
@@ -51,7 +51,7 @@ def count_traffic(module: Module) -> int:
 
 
 def _traffic_of(module: Module, name: str) -> int:
-    """Of a computation that the program runs."""
+    """Bytes that a computation of the program moves."""
     known = module.by_name(name)
     total = 0
     for instruction in module.computations[name]:
@@ -96,10 +96,10 @@ def _moved_by_fusion(
     if root.opcode in _UPDATES:
         part = parts[operands(root)[_UPDATES[root.opcode]]]
         total = min(total, sum(array.num_bytes for array in part.arrays))
-    for place, each in enumerate(given):
+    for index, each in enumerate(given):
         if each is None:
             continue
-        used = _used_of_parameter(module, inner, place)
+        used = _used_of_parameter(module, inner, index)
         size = _in_memory(each.arrays)
         total += size if used is None else min(size, used)
     return total

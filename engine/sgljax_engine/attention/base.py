@@ -40,7 +40,7 @@ class AttentionOptions(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """Where the keys of each query block are.
+    """Pages of the keys of each query block.
 
     Shape: page_table: [N, P] int32, ids of the request's pages in order; unused entries are 0.
         positions: [N, Q] int32, position of each query in its request; no used query of a block
@@ -155,7 +155,7 @@ ContiguousKV = Literal["never", "if_it_fits", "always"]
 
 
 class AttentionBackend(NamedTuple):
-    """What a choice of attention implies.
+    """Functions and facts of a choice of attention.
 
     Attributes:
         name: Name of `attend`, for reports.
@@ -187,7 +187,7 @@ class AttentionBackend(NamedTuple):
     why_not_native: str | None = None
 
     def for_engine(self, *, is_deterministic: bool) -> AttentionBackend:
-        """What an engine uses: the same, or with deterministic sampling what sums in one order."""
+        """The engine's choice: with deterministic sampling, kernels that sum in one order."""
         if not is_deterministic or self.batch_invariant is self.attend:
             return self
         return self._replace(

@@ -202,14 +202,14 @@ class _PagedKeys(NamedTuple):
         return self.layer.v.shape[-1:]
 
     def keys(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The keys of a chunk, float32, by channel."""
         # Transposed, so that a channel's keys are adjacent. Computed once, not at each use.
         loaded = lax.optimization_barrier(self._load(self.layer.k, chunk).swapaxes(-2, -1))
         shaped = loaded.reshape(*loaded.shape[:-1], CHUNK // LANES, LANES)
         return lambda channel: shaped[:, None, :, None, channel].astype(jnp.float32)
 
     def values(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The values of a chunk, float32, by key."""
         loaded = lax.optimization_barrier(self._load(self.layer.v, chunk))
         return lambda key: loaded[:, None, :, None, key].astype(jnp.float32)
 

@@ -62,9 +62,9 @@ def shared_keys(page_table_BP: jax.Array, kv_lens_B: jax.Array, page_size: int) 
     return jnp.repeat(keys, SHARING_UNIT)[:num_rows]
 
 
-def row_attention(
+def contiguous_attention(
     q_BDh: jax.Array,
-    rows: LayerContiguousKV,
+    contiguous: LayerContiguousKV,
     kv_lens_B: jax.Array,
     shared_B: jax.Array,
     options: AttentionOptions,
@@ -75,7 +75,7 @@ def row_attention(
 
     Args:
         q_BDh: [B, num_heads, head_dim].
-        rows: The cache, which already holds these tokens' keys and values.
+        contiguous: The cache, which already holds these tokens' keys and values.
         kv_lens_B: [B] int32; 0 for unused rows.
         shared_B: [B] int32; see `shared_keys`.
         options: Options of the layer's attention.
@@ -84,7 +84,7 @@ def row_attention(
         [B, num_heads, head_dim] in the queries' dtype; unspecified where `kv_lens` is 0.
     """
     batch, num_heads, head_dim = q_BDh.shape
-    num_kv_heads = rows.k.shape[2]
+    num_kv_heads = contiguous.k.shape[2]
     tile = min(batch, ROW_TILE)
     q = q_BDh.astype(jnp.float32) * options.scale
     q = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -92,7 +92,7 @@ def row_attention(
 
     def one_tile(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q_tKRh, ends_t, shared_t, row_t = args
-        source = _Tile(rows, row_t[0], tile)
+        source = _Tile(contiguous, row_t[0], tile)
         firsts_t = first_keys(ends_t, options)
         state = Softmax.start(q_tKRh.shape[:-1], source.value_shape)
         if tile % SHARING_UNIT == 0:
@@ -113,22 +113,22 @@ def row_attention(
 class _Tile(NamedTuple):
     """`size` rows of the cache from `start` on."""
 
-    rows: LayerContiguousKV
+    contiguous: LayerContiguousKV
     start: jax.Array
     size: int
 
     @property
     def value_shape(self) -> tuple[int, ...]:
         """Channels, split into lanes."""
-        return self.rows.v.shape[3], LANES
+        return self.contiguous.v.shape[3], LANES
 
     def keys(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
-        return lambda channel: self._slice(self.rows.k, chunk, channel)
+        """The keys of a chunk, float32, by channel."""
+        return lambda channel: self._slice(self.contiguous.k, chunk, channel)
 
     def values(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
-        return lambda key: self._slice(self.rows.v, chunk, key)
+        """The values of a chunk, float32, by key."""
+        return lambda key: self._slice(self.contiguous.v, chunk, key)
 
     def _slice(self, x: jax.Array, chunk: jax.Array, index: int) -> jax.Array:
         _, _, num_kv_heads, groups, _, width = x.shape
@@ -147,16 +147,16 @@ class _Leaders(NamedTuple):
 
     @property
     def value_shape(self) -> tuple[int, ...]:
-        """Same as the tile's."""
+        """Shape of a value's channels, that of the tile."""
         return self.tile.value_shape
 
     def keys(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The keys of a chunk, float32, by channel."""
         parts = self.tile.keys(chunk)
         return lambda channel: _in_units(parts(channel))[:, :1]
 
     def values(self, chunk: jax.Array) -> Parts:
-        """See `KeySource`."""
+        """The values of a chunk, float32, by key."""
         parts = self.tile.values(chunk)
         return lambda key: _in_units(parts(key))[:, :1]
 

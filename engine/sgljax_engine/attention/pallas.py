@@ -33,7 +33,7 @@ class PallasAttention:
     def __call__(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """See `PagedAttention`; `head_dim` is one of `HEAD_DIMS`. 0 where `kv_lens` is 0."""
+        """Attends; `head_dim` is one of `HEAD_DIMS`. The output is 0 where `kv_lens` is 0."""
 
         def call(q: jax.Array, layer: LayerKV, tables: BlockTables) -> jax.Array:
             scores = Scores(*options)

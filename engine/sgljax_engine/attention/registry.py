@@ -102,7 +102,7 @@ def pick_attention(name: str, target: Target, head_dims: Sequence[int]) -> Atten
 def engine_attention(
     runtime: RuntimeConfig, target: Target, head_dims: Sequence[int]
 ) -> AttentionBackend:
-    """What an engine uses, with deterministic sampling too.
+    """The attention of an engine, with deterministic sampling too.
 
     Args:
         runtime: Names the backend.

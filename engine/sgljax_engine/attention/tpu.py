@@ -19,7 +19,7 @@ from sgljax_engine.kernels.tpu.paged_sizes import Scores
 from sgljax_engine.layers.target import Target, kv_axes, require_backend
 
 LANES = 128
-"""Of a vector register. A row of a page is a multiple: smaller heads share one."""
+"""Lanes of a vector register. A row of a page is a multiple: smaller heads share one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class TpuAttention:
     def attend(
         self, q_NQDh: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
     ) -> jax.Array:
-        """See `base.PagedAttention`; pages have one head a row."""
+        """Implements `base.PagedAttention`; pages have one head a row."""
         return self._call(q_NQDh, None, layer, tables, options)[0]
 
     def write_and_attend(
@@ -50,7 +50,7 @@ class TpuAttention:
         tables: BlockTables,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """See `base.PrefillAttention`; pages have `heads_per_row` heads a row."""
+        """Implements `base.PrefillAttention`; pages have `heads_per_row` heads a row."""
         new = k_NQKh.astype(layer.k.dtype), v_NQKh.astype(layer.v.dtype)
         return self._call(q_NQDh, new, layer, tables, options)
 
@@ -63,7 +63,7 @@ class TpuAttention:
         tables: BlockTables,
         options: AttentionOptions,
     ) -> tuple[jax.Array, LayerKV]:
-        """See `base.DecodeAttention`; pages have `heads_per_row` heads a row."""
+        """Implements `base.DecodeAttention`; pages have `heads_per_row` heads a row."""
         q, k, v = (x[:, None] for x in (q_BDh, k_BKh, v_BKh))
         out, layer = self.write_and_attend(q, k, v, layer, tables, options)
         return out[:, 0], layer
@@ -117,7 +117,7 @@ class _Packing(NamedTuple):
     A row of n kv heads is one kv head of n times the head_dim. The queries of each lie in its part
     of the row and are zero elsewhere, so their products with the others' keys are zero; of the
     output only that part counts. The matrix unit is as wide as a row, so this costs it nothing that
-    narrow heads would not.
+    small heads would not.
 
     Attributes:
         per_row: Kv heads in a row.
@@ -135,7 +135,7 @@ class _Packing(NamedTuple):
 
     @classmethod
     def of(cls, q: Any, k: Any, new: Any) -> _Packing | None:
-        """For queries, pages and new keys of one device; None if a head fills a row."""
+        """The packing of one device's queries, pages and new keys; None if a head fills a row."""
         *_, num_heads, head_dim = q.shape
         per_row = heads_per_row(head_dim)
         if per_row == 1:
@@ -145,7 +145,7 @@ class _Packing(NamedTuple):
         return cls(per_row, num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
     def pack(self, q: Any, new: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
-        """What the kernel takes. Pages that it writes are packed already."""
+        """Arguments of the kernel. Pages that it writes are packed already."""
         if new is None:
             k, v = (pack_heads(x, self.per_row, jnp) for x in (k, v))
         else:
@@ -211,7 +211,7 @@ def attention_for(target: Target, interpret: Any = False) -> TpuAttention:
 
 
 def backend_of(attention: TpuAttention, head_dims: Sequence[int]) -> AttentionBackend:
-    """What the attention implies for a model."""
+    """The attention's functions and facts for a model."""
     return AttentionBackend(
         "tpu",
         attention.attend,

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept."""
+"""The folder of compiled programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Most of an engine's programs compile in less than JAX's."""
 
 
 def compilation_cache_path(folder: str | None) -> Path | None:
-    """Where `enable_compilation_cache` has programs kept; None for nowhere."""
+    """Folder in which `enable_compilation_cache` keeps programs; None for none."""
     configured = getattr(jax.config, "jax_compilation_cache_dir", None)
     if folder is None or folder == "auto":
         if configured is not None:

@@ -12,7 +12,7 @@ from sgljax_engine.speculation.drafters import Drafter, HistoryDrafter, SiblingD
 
 
 def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
-    """Those that have references, for all engines of a group."""
+    """Drafters that keep references, shared by all engines of a group."""
     drafters: dict[str, Drafter] = {}
     if config.speculation != "off":
         if "history" in config.speculative_drafters:
@@ -25,7 +25,7 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
 def make_speculator(
     config: SpeculationConfig, drafters: Mapping[str, Drafter], parts: EngineParts
 ) -> Speculator | None:
-    """Of one engine; None without speculation, and if no batch is small enough for it."""
+    """The speculator of one engine; None without speculation or a batch small enough for it."""
     static = parts.static
     sizes = static.sizes_with_drafts(parts.shapes.batch_buckets)
     if not sizes:

@@ -1,4 +1,4 @@
-"""What the engines of a group have in common: what their programs are compiled for, and sizes."""
+"""Parts that the engines of a group share: sizes, and contexts of their programs."""
 
 from __future__ import annotations
 

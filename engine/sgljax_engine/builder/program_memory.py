@@ -1,4 +1,4 @@
-"""What programs take of a device's memory beside their arguments, as their compiler says."""
+"""Device memory of programs beside their arguments, as their compiler reports it."""
 
 from __future__ import annotations
 

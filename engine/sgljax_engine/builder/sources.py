@@ -1,4 +1,4 @@
-"""Where an engine's first weights come from, and what arguments may name."""
+"""Sources of an engine's first weights, and the checks of arguments that name them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILLS = {
     ParamKind.BIAS: 0.0,
     ParamKind.SCALE: 1.0,
 }
-"""What vectors are in a model of random weights."""
+"""Values of vectors in a model of random weights."""
 
 
 def check_sources(

@@ -1,1 +1,1 @@
-"""Paged KV cache: the host's page book-keeping and the device's arrays."""
+"""Paged KV cache: page tables on the host, arrays on the device."""

@@ -21,7 +21,7 @@ class PageAllocator:
 
         Args:
             num_pages: Number of pages.
-            on_free: Told of pages that are freed.
+            on_free: Called with freed pages.
         """
         self.num_pages = num_pages
         self._on_free = on_free
@@ -29,7 +29,7 @@ class PageAllocator:
         self.start_over()
 
     def start_over(self) -> None:
-        """Frees every page, whatever was in use; tells nobody."""
+        """Frees every page, without calling `on_free`."""
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._is_used = bytearray(self.num_pages)
 

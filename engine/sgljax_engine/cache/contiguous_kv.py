@@ -1,8 +1,8 @@
-"""Contiguous KV: keys and values by row, which decode attention on CPUs reads instead of pages.
+"""Contiguous KV: keys and values by row. Decode attention on CPUs reads them instead of pages.
 
 XLA on CPU cannot read scattered pages in place: each step would copy all pages that it needs. So a
-decode dispatch copies them once, before its first step, into arrays that hold the keys of a row in
-order, and its steps read slices of those in place. New tokens are written to both.
+decode dispatch copies them once, before its first step, into arrays with the keys of a row in
+order. Its steps read slices of these in place. New tokens are written to both.
 
 The arrays are allocated once, donated to every decode dispatch and returned by it. A dispatch of
 the same requests reuses what the last one left (`runner.kv.contiguous_slots`); others copy all.
@@ -29,8 +29,7 @@ CHUNK = 64
 def lanes_for(simd: Mapping[str, Any]) -> int:
     """Number of float32 in a CPU's vector, from the SIMD extensions that numpy reports.
 
-    16 with AVX-512, under any of numpy's names for it; else 8, also where vectors are shorter or
-    numpy does not say.
+    16 with AVX-512, under any of numpy's names; else 8, even if vectors are shorter or unknown.
     """
     known = {*simd.get("baseline", ()), *simd.get("found", ())}
     return 16 if known & {"X86_V4", "AVX512F", "AVX512_SKX"} else 8
@@ -47,7 +46,7 @@ ROW_TILE = 16
 """Rows that attention processes together."""
 
 SHARING_UNIT = 4
-"""Neighbouring rows that read keys of their common pages from the first of these rows.
+"""Neighbouring rows that read the keys of their common pages from their first row.
 
 With more, groups would fill fewer units, since they lose rows as samples finish.
 """
@@ -69,11 +68,11 @@ ContiguousKV = tuple[LayerContiguousKV, ...]
 """All layers; empty for attention backends that read pages."""
 
 
-class PagedRows(NamedTuple):
+class DecodeCache(NamedTuple):
     """Both forms of one layer's cache, for a decode dispatch."""
 
     pages: LayerKV
-    rows: LayerContiguousKV
+    contiguous: LayerContiguousKV
 
 
 class ContiguousShapes(NamedTuple):
@@ -117,14 +116,14 @@ class RowTable(NamedTuple):
 
     Attributes:
         page_table: [B, P] int32.
-        has_gaps: Whether entries may be negative: those pages are not there. Static.
+        has_gaps: Whether entries may be negative, for missing pages. Static.
     """
 
     page_table: jax.Array
     has_gaps: bool = False
 
 
-def gather_rows(
+def gather_contiguous_kv(
     contiguous_kv: ContiguousKV,
     kv: Sequence[LayerKV],
     tables: Sequence[RowTable],
@@ -145,8 +144,8 @@ def gather_rows(
 
     def body(chunk: jax.Array, contiguous_kv: ContiguousKV) -> ContiguousKV:
         return tuple(
-            _gather_chunk(rows, layer, table, kv_lens_B, chunk)
-            for rows, layer, table in zip(contiguous_kv, kv, tables, strict=True)
+            _gather_chunk(contiguous, layer, table, kv_lens_B, chunk)
+            for contiguous, layer, table in zip(contiguous_kv, kv, tables, strict=True)
         )
 
     return lax.fori_loop(num_ready, (end + CHUNK - 1) // CHUNK, body, contiguous_kv)
@@ -162,8 +161,8 @@ def load_chunk(
 ) -> jax.Array:
     """Loads a chunk of each row's keys or values from their pages, [B, K, CHUNK, h].
 
-    Positions without a token become 0: memory there may hold anything, NaN included. With
-    `has_gaps`, neither are the pages of negative entries there.
+    Positions without a token become 0, since memory there may hold anything, NaN included. With
+    `has_gaps`, so do the pages of negative entries.
     """
     batch, size = page_table_BP.shape[0], pages.shape[2]
     gaps_BP = page_table_BP < 0
@@ -188,7 +187,7 @@ def load_chunk(
 
 
 def _gather_chunk(
-    rows: LayerContiguousKV,
+    contiguous: LayerContiguousKV,
     layer: LayerKV,
     table: RowTable,
     kv_lens_B: jax.Array,
@@ -202,25 +201,25 @@ def _gather_chunk(
     # All of one type, also where Python's integers become 64-bit ones.
     place = (chunk, *[np.int32(0)] * 5)
     return LayerContiguousKV(
-        lax.dynamic_update_slice(rows.k, k[None], place),
-        lax.dynamic_update_slice(rows.v, v[None], place),
+        lax.dynamic_update_slice(contiguous.k, k[None], place),
+        lax.dynamic_update_slice(contiguous.v, v[None], place),
     )
 
 
-def write_rows(
-    rows: LayerContiguousKV,
+def write_contiguous_kv(
+    contiguous: LayerContiguousKV,
     k: jax.Array,
     v: jax.Array,
     positions_B: jax.Array,
     is_used_B: jax.Array,
 ) -> LayerContiguousKV:
     """Writes one token's K and V [B, K, h] to each used row, at its position [B]."""
-    num_chunks = rows.k.shape[0]
+    num_chunks = contiguous.k.shape[0]
     chunk = jnp.where(is_used_B, positions_B // CHUNK, num_chunks)
     row = jnp.arange(positions_B.shape[0], dtype=jnp.int32)
     key = positions_B % CHUNK
     lanes = v.reshape(*v.shape[:2], -1, LANES)
     return LayerContiguousKV(
-        rows.k.at[chunk, row, :, key // LANES, :, key % LANES].set(k, mode="drop"),
-        rows.v.at[chunk, row, :, :, key].set(lanes, mode="drop"),
+        contiguous.k.at[chunk, row, :, key // LANES, :, key % LANES].set(k, mode="drop"),
+        contiguous.v.at[chunk, row, :, :, key].set(lanes, mode="drop"),
     )

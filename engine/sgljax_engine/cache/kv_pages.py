@@ -2,10 +2,10 @@
 
 Each layer with its own keys has one K and one V array of shape [num_pages, num_kv_heads, page_size,
 head_dim], whose heads may differ from layer to layer; slot `page * page_size + offset` holds one
-token. Heads come before tokens, so that attention contracts a
-page without transposing it. An attention backend may ask for several heads in one row, see
-`PageLayout`; only it reads and writes such pages. Every program that writes the arrays takes them
-donated and returns them, so the pool exists once.
+token. Heads come before tokens, so that attention contracts a page without transposing it. An
+attention backend may ask for several heads in one row (`PageLayout`); then only it reads and writes
+the pages. Every program that writes the arrays takes them donated and returns them, so the pool
+exists once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _LANES = 128
-"""Of a TPU's registers."""
+"""Lanes of a TPU's vector register."""
 
 
 class LayerKV(NamedTuple):
@@ -42,12 +42,12 @@ class PageLayout(NamedTuple):
     """Where the heads of a token are in a page. Static and hashable.
 
     Pages are [num_pages, num_rows, page_size, row_size]. With one head a row, these are the heads.
-    A row of several holds heads that are neighbours and on the same device, one after another; what
-    is left of a device's last row is zero.
+    With several, a row holds neighbouring heads of one device, one after another; the rest of a
+    device's last row is zero.
 
     Attributes:
-        num_kv_heads: Of the model.
-        head_dim: Of the model.
+        num_kv_heads: Kv heads of the model.
+        head_dim: Head dim of the model.
         heads_per_row: Heads that share a row.
         num_shards: Number of devices that share the heads, each with the same number.
     """
@@ -105,8 +105,8 @@ class KVPages(NamedTuple):
 
     Attributes:
         layers: One for each of `ModelConfig.cached_layers`; none while nothing is allocated.
-        routed: [num_pages, page_size, W] unsigned, the experts of the same tokens: k of each layer,
-            by descending probability, then zeros up to `routed_width`. None if they are not kept.
+        routed: [num_pages, page_size, W] unsigned, the experts of each token: k for each layer, by
+            descending probability, then zeros up to `routed_width`. None if they are not kept.
     """
 
     layers: tuple[LayerKV, ...] = ()
@@ -114,7 +114,7 @@ class KVPages(NamedTuple):
 
 
 MakeZeros = Callable[[tuple[int, ...], jnp.dtype, jax.sharding.Sharding], Any]
-"""Makes an array of zeros, or its shape where programs are only compiled."""
+"""Makes an array of zeros, or only its shape to compile programs."""
 
 
 def allocate_kv_pages(
@@ -126,7 +126,7 @@ def allocate_kv_pages(
     dtype: jnp.dtype,
     make_zeros: MakeZeros,
 ) -> tuple[LayerKV, ...]:
-    """Makes zeroed pages, of one layer for each layout and sharding. Engine thread only."""
+    """Makes zeroed pages: one layer for each layout and sharding. Engine thread only."""
 
     def layer(layout: PageLayout, sharding: jax.sharding.Sharding, count: int) -> LayerKV:
         shape = (count, layout.num_rows, page_size, layout.row_size)
@@ -136,14 +136,14 @@ def allocate_kv_pages(
 
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array of zeros; takes its memory."""
+    """An array of zeros, allocated on its devices."""
     return _zeros_program(shape, dtype, sharding)()
 
 
 def shape_of_zeros(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
 ) -> jax.ShapeDtypeStruct:
-    """What a program needs to know of `zeros` to be compiled."""
+    """The shape of `zeros`, to compile a program for."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -179,7 +179,7 @@ def write_kv(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> La
 def routed_width(num_ids: int) -> int:
     """Columns that a token's experts take: whole vectors of a TPU.
 
-    With others its compiler copies the array at both ends of each program.
+    With other widths its compiler copies the array at both ends of each program.
     """
     return -(-num_ids // _LANES) * _LANES
 

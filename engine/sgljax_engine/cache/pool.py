@@ -2,7 +2,8 @@
 
 Host-only; no JAX. A running request's `pages` begin with shared pages, which the cache owns and no
 one writes to; the rest are its own. With a pool of window pages (`cache.window`), a running request
-holds those of a span of its pages: from the first that its next query sees to the last written.
+holds the window pages of a span of its pages: from the first page that its next query sees to the
+last written one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PagePool:
             allocator: The pages; this pool is its only user.
             page_size: Tokens in a page.
             is_sharing: False keeps the prefix cache empty.
-            windows: The window pages, which the allocator tells of freed pages; None without.
+            windows: The window pages, told by the allocator of freed pages; None without.
         """
         self.page_size = page_size
         self.is_sharing = is_sharing
@@ -58,7 +59,7 @@ class PagePool:
         self._touched: Request | None = None
 
     def start_over(self) -> None:
-        """Frees every page, whoever had it, after a failure that left their owners in doubt."""
+        """Frees every page, after a failure that left their owners in doubt."""
         self._num_resets += 1
         self._allocator.start_over()
         if self.windows is not None:
@@ -94,8 +95,8 @@ class PagePool:
     def find_prefix(self, request: Request) -> PrefixHandle:
         """The cached prefix of a waiting request; valid until the pool changes. See `start`.
 
-        The queue's head may be looked at in each dispatch. After the first time that takes no
-        longer for a long prompt than for a short one.
+        Each dispatch may look at the queue's head. After the first time a long prompt takes no
+        longer than a short one.
         """
         num_tokens = request.kv_len if self.is_sharing else 0
         space = request.adapter - NO_ADAPTER
@@ -112,26 +113,26 @@ class PagePool:
         return handle.shortened(self.windows.usable(pages))
 
     def forget_prefix(self, request: Request) -> None:
-        """Lets go of what was found for a request; it runs, or is over."""
+        """Forgets the prefix found for a request that now runs, or is over."""
         if self._sought is not None and self._sought[0] is request:
             self._sought = self._touched = None
 
     def available_beside(self, handle: PrefixHandle) -> int:
-        """Pages that can be allocated once a request holds what was found."""
+        """Pages that can be allocated once a request holds the prefix found for it."""
         return self.num_available - self._cache.num_unused(handle)
 
     def touch_prefix(self, request: Request, handle: PrefixHandle) -> None:
-        """Makes what was found the last to be evicted, once for a request that has to wait."""
+        """Makes the prefix found for a waiting request the last to be evicted; once a request."""
         if self._touched is not request:
             self._touched = request
             self._cache.hold(handle)
             self._cache.release(handle)
 
     def start(self, request: Request, handle: PrefixHandle, count: int) -> list[PageCopy]:
-        """Gives a request the prefix that was found for it, and `count` pages of its own.
+        """Gives a request the prefix found for it, and `count` pages of its own.
 
-        Returns the copies that the device must make before the request decodes: a page of its own
-        from a cached tail, which the request extends.
+        Returns the copies that the device must make before the request decodes: if the prefix ends
+        in a cached tail, the request extends a copy of that page.
         """
         self.forget_prefix(request)
         self._cache.hold(handle)
@@ -190,7 +191,7 @@ class PagePool:
     def release(self, request: Request) -> None:
         """Takes all pages from a request; its full pages stay in the prefix cache.
 
-        They do not stay if the cache was reset since the request got them.
+        They are freed if the cache was reset since the request got them.
         """
         handle = self._handles.pop(request.rid)
         size = self.page_size
@@ -231,11 +232,11 @@ class PagePool:
         return self._cache.full_pages()
 
     def stamp(self, page: int) -> PageStamp:
-        """What `is_unchanged` needs to know about a full page, which no one writes to."""
+        """The state of a full page, for `is_unchanged`; no one writes to a full page."""
         return PageStamp(page, self._allocator.num_uses(page), self._num_resets)
 
     def is_unchanged(self, stamp: PageStamp) -> bool:
-        """Whether the page was in use all the time, and the cache was not reset."""
+        """Whether the page was in use ever since its stamp, and the cache was not reset."""
         return stamp == self.stamp(stamp.page) and self._allocator.is_used(stamp.page)
 
     def adopt_prefixes(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
@@ -243,7 +244,7 @@ class PagePool:
         return self._cache.adopt(nodes) if self.is_sharing else {}
 
     def settle(self) -> None:
-        """Releases the sources of the requested copies, once these are dispatched."""
+        """Releases the sources of requested copies, once the copies are dispatched."""
         for handle in self._copied:
             if self.windows is not None and handle.tail is not None:
                 self.windows.let_go([handle.tail.page], keep=True)
@@ -260,14 +261,14 @@ class PagePool:
         return min(longest, self.windows.sizes.per_request)
 
     def window_room(self, running: Iterable[Request]) -> int:
-        """Window pages that running requests leave, whatever they come to need."""
+        """Window pages that are left even if running requests take the most they may need."""
         if self.windows is None:
             return 0
         sizes = self.windows.sizes
         return sizes.num_pages - sizes.for_prefill - sum(map(self.window_need, running))
 
     def open_window(self, request: Request, num_tokens: int) -> None:
-        """Gives a running request the window pages of its first `num_tokens` tokens, from its span.
+        """Gives a running request its span's window pages, up to its first `num_tokens` tokens.
 
         Call it before the tokens are written.
         """
@@ -280,7 +281,7 @@ class PagePool:
         self._spans[request.rid] = first, max(end, count)
 
     def close_window(self, request: Request) -> None:
-        """Lets go of the window pages that a running request's next query does not see."""
+        """Releases the window pages that a running request's next query does not see."""
         if self.windows is None:
             return
         first, end = self._spans[request.rid]

@@ -1,12 +1,11 @@
 """The prefix cache: a radix tree over pages of tokens. Host-only; no JAX.
 
-An edge of the tree is one page of tokens, which follow the tokens of all pages above it. So a path
-from the root spells a prefix, and its pages hold the keys and values of that prefix. The idea is
-RadixAttention's (Zheng et al., SGLang, 2024); edges of one page, as in vLLM's block chains, need no
-splitting.
+Each edge of the tree is one page of tokens. So a path from the root spells a prefix, and its pages
+hold the keys and values of that prefix. The idea is RadixAttention's (Zheng et al., SGLang, 2024);
+edges of one page, as in vLLM's block chains, need no splitting.
 
-Pages in the tree never change. A *tail* is a leaf with less than a page of tokens; no one appends
-to it, and a request that continues from there copies its page.
+Pages in the tree never change. A *tail* is a leaf with less than a page of tokens. No one appends
+to it: a request that continues from there copies its page.
 
 Nodes count the handles that pass through them. Nodes without a handle are kept in the order of
 their last use, deepest first, and evicted from the front when pages run out. A node is always
@@ -24,7 +23,7 @@ from sgljax_engine.errors import EngineError
 
 
 class _Node:
-    """One page. `refs` handles pass through it; a descendant never has more."""
+    """One page. `refs` counts the handles that pass through it; a descendant never has more."""
 
     __slots__ = ("children", "key", "page", "parent", "refs")
 
@@ -37,19 +36,19 @@ class _Node:
 
 
 _GONE = -2
-"""The page of a node that is no part of the cache any more."""
+"""The page number of a node that has left the cache."""
 
 
 class PrefixHandle(NamedTuple):
     """A cached prefix in use: none of its pages is evicted before the handle is released.
 
-    One that `RadixCache.find` returned is in use once it is held.
+    The result of `RadixCache.find` is in use once it is held.
 
     Attributes:
         root: Root of its tree.
-        node: The last of its full pages; the root for an empty prefix.
+        node: Node of its last full page; the root for an empty prefix.
         num_pages: Number of its full pages.
-        tail: The next page, if it holds the rest of the tokens asked for; else None.
+        tail: Node of the next page, if it holds all remaining tokens; else None.
     """
 
     root: _Node
@@ -118,8 +117,8 @@ class RadixCache:
 
         Args:
             tokens: Tokens of the prefix.
-            space: Namespace of the prefix. Spaces share nothing: equal tokens have other keys and
-                values there.
+            space: Namespace of the prefix. Spaces share nothing: equal tokens have different keys
+                and values in them.
         """
         handle = self.find(lambda start, end: tokens[start:end], len(tokens), space)
         self.hold(handle)
@@ -134,14 +133,14 @@ class RadixCache:
     ) -> PrefixHandle:
         """The longest cached prefix in whole pages, with a tail if the cache has all tokens.
 
-        It is not held: it may be gone after any other call. Holding is `hold`.
+        The result is not held: until `hold`, any other call may evict it.
 
         Args:
-            tokens: (start, end) -> tokens of the prefix.
+            tokens: Function (start, end) -> tokens of the prefix.
             num_tokens: Number of these tokens.
             space: As for `acquire`.
-            known: What was found for the first of these tokens before, at any time. Only what the
-                cache has gained or lost since then takes time.
+            known: An earlier result for the first of these tokens. Only what the cache has gained
+                or lost since then takes time.
         """
         size = self._page_size
         root = self._root(space)
@@ -168,14 +167,14 @@ class RadixCache:
         return PrefixHandle(root, node, num_pages, tail)
 
     def hold(self, handle: PrefixHandle) -> None:
-        """Takes what was just found into use."""
+        """Holds a prefix that was just found."""
         for node in _path(handle):
             self._hold(node)
         if handle.tail is not None:
             self._hold(handle.tail)
 
     def num_unused(self, handle: PrefixHandle) -> int:
-        """Pages of what was just found that nobody holds: holding it makes them unavailable."""
+        """Pages of a just found prefix that nobody holds, and that `hold` makes unavailable."""
         count = int(handle.tail is not None and handle.tail.refs == 0)
         for node in _path(handle):
             if node.refs:  # and so have all above it
@@ -196,8 +195,8 @@ class RadixCache:
             handle: A current handle without a tail; this call consumes it.
             tokens: A full page of tokens for each of `pages`, following the handle's tokens.
             pages: The pages; the cache owns them from now on.
-            merge: What to do at a page that the cache has already. True frees the given page and
-                uses the cache's; False stops there.
+            merge: If the cache has a page already, True frees the given page and uses the cache's;
+                False stops there.
         """
         size, node, num_pages = self._page_size, handle.node, handle.num_pages
         for i, page in enumerate(pages):
@@ -221,14 +220,14 @@ class RadixCache:
     def add_tail(self, handle: PrefixHandle, tokens: Sequence[int], page: int) -> PrefixHandle:
         """Adds a partial page with the tokens that follow a handle's full pages.
 
-        Returns a second handle, for the same prefix with its tail.
+        Returns a second handle, for the prefix with its tail.
         """
         assert 0 < len(tokens) < self._page_size
         tail = self._add(handle.node, tuple(tokens), page)
         return self.hold_again(handle)._replace(tail=tail)
 
     def hold_again(self, handle: PrefixHandle) -> PrefixHandle:
-        """A second handle for the full pages of a first one."""
+        """A second handle for the full pages of a handle."""
         for node in _path(handle):
             self._hold(node)
         return handle._replace(tail=None)
@@ -243,8 +242,8 @@ class RadixCache:
     def reset(self) -> int:
         """Empties the cache: nothing cached so far is ever matched again.
 
-        Unused pages are freed at once, the others when their handles are released. Returns how many
-        were freed.
+        Unused pages are freed at once, the others when their handles are released. Returns the
+        number of pages freed now.
         """
         num_freed = len(self._unused)
         for node in self._unused:
@@ -254,7 +253,7 @@ class RadixCache:
         return num_freed
 
     def reset_space(self, space: int) -> int:
-        """`reset` for one space alone."""
+        """`reset` for only one space."""
         root = self._roots.pop(space, None)
         stack = [] if root is None else list(root.children.values())
         num_freed = 0
@@ -285,17 +284,17 @@ class RadixCache:
         return found
 
     def adopt(self, nodes: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, int]:
-        """Adds the result of another cache's `full_pages` to space 0, as far as pages are free.
+        """Adds another cache's `full_pages` to space 0, as far as pages are free.
 
         Returns:
-            The page for each index in `nodes` that was not cached before. The caller must fill
+            The new page for each index in `nodes` that was not cached before. The caller must fill
             these pages before any lookup of a prefix.
         """
         root = self._root(0)
         held: dict[int, _Node] = {-1: root}
         pages: dict[int, int] = {}
         try:
-            for place, (parent, key) in enumerate(nodes):
+            for index, (parent, key) in enumerate(nodes):
                 above = held.get(parent)
                 if above is None:
                     continue
@@ -303,15 +302,15 @@ class RadixCache:
                 if child is not None:
                     self._hold(child)
                 elif self._allocator.num_free:
-                    (pages[place],) = self._allocator.allocate(1)
-                    child = self._add(above, key, pages[place])
+                    (pages[index],) = self._allocator.allocate(1)
+                    child = self._add(above, key, pages[index])
                 else:
                     continue
-                held[place] = child
+                held[index] = child
         finally:
-            for place in reversed(held):
-                if place >= 0:
-                    self._let_go(held[place], root)
+            for index in reversed(held):
+                if index >= 0:
+                    self._let_go(held[index], root)
         return pages
 
     # ------------------------------------------------------------------ nodes

@@ -1,20 +1,18 @@
-"""Pages of sliding layers: only those whose keys a window may still need. Host-only; no JAX.
+"""Pages of sliding layers, kept only while a window may need their keys. Host-only; no JAX.
 
 A model with sliding windows has two pools. A page of the first holds keys of the layers with full
-attention; requests and the prefix cache count in these pages. To each of them belongs a *window
-page* of the second pool, with the same tokens' keys of the sliding layers, for as long as some
-query may look at them. The idea is that of vLLM's hybrid KV cache manager and SGLang's
-SWARadixCache; here tree and requests know pages of the first pool alone, and one array has the
-pairs.
+attention; requests and the prefix cache count in these pages. Each of them has a *window page* in
+the second pool while some query may see it: the same tokens' keys of the sliding layers. vLLM's
+hybrid KV cache manager and SGLang's SWARadixCache have the same idea. Here tree and requests know
+only pages of the first pool, and one array holds the pairs.
 
-A window page is *held* by the running requests that see some of it. One that nobody holds is freed
-if its page is a request's own. Else it stays *idle* with the cached page, for requests that
-continue from there, until its room is needed: the longest idle goes first. A cached prefix without
-the window pages at its end cannot be continued: see `usable`.
+A window page is *held* by the running requests that see some of it. When nobody holds it, it is
+freed if its page is a request's own. Else it stays *idle* with the cached page, for requests that
+continue from there. When room is needed, the longest idle goes first. A cached prefix without the
+window pages at its end cannot be continued: see `usable`.
 
-Window page 0 belongs to nobody and stays zero. Attention finds it in the place of pages that have
-left the window: it gives their keys no weight, but no weight times what another request left there
-may still be NaN.
+Window page 0 belongs to nobody and stays zero. Attention reads it for pages that have left the
+window. It gives their keys weight 0, but 0 times another request's leftovers may be NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.errors import EngineError
 
 NONE = -1
-"""The window page of a page without one."""
+"""Stands for the window page of a page that has none."""
 
 NUM_NULL = 1
 """Window pages that belong to nobody: the first one. vLLM calls it the null block."""
@@ -39,10 +37,10 @@ class WindowSizes(NamedTuple):
     """Sizes of the second pool, in pages unless said.
 
     Attributes:
-        num_pages: In the pool, but for the null page; at least `per_request + for_prefill`.
-        num_tokens: Tokens that a query sees, its own included.
-        per_request: The most that a running request needs beside the chunk that it prefills.
-        for_prefill: The most that the chunks of a dispatch need.
+        num_pages: Pages of the pool, without the null page; at least `per_request + for_prefill`.
+        num_tokens: Tokens that a query sees, including its own.
+        per_request: Most pages that a running request needs beside the chunk that it prefills.
+        for_prefill: Most pages that the chunks of a dispatch need.
     """
 
     num_pages: int
@@ -52,11 +50,11 @@ class WindowSizes(NamedTuple):
 
 
 class WindowPages:
-    """The second pool, and which page has which of its pages. Engine thread only.
+    """The second pool, and the window page of each page. Engine thread only.
 
     Attributes:
         of: int32 [num_pages], the window page of each page, or `NONE`. Batches read it.
-        sizes: Of the pool.
+        sizes: Sizes of the pool.
     """
 
     def __init__(self, num_pages: int, sizes: WindowSizes, page_size: int) -> None:
@@ -64,7 +62,7 @@ class WindowPages:
 
         Args:
             num_pages: Pages of the first pool.
-            sizes: Of the second.
+            sizes: Sizes of the second pool.
             page_size: Tokens in a page of either.
         """
         self.of = np.empty(num_pages, np.int32)
@@ -76,7 +74,7 @@ class WindowPages:
         self.start_over()
 
     def start_over(self) -> None:
-        """Frees every window page, whoever held it."""
+        """Frees every window page, held or not."""
         self.of[:] = NONE
         self._num_holders[:] = 0
         self._idle.clear()
@@ -89,7 +87,7 @@ class WindowPages:
 
     @property
     def num_idle(self) -> int:
-        """Window pages of cached pages that nobody needs now."""
+        """Window pages of cached pages that no running request needs."""
         return len(self._idle)
 
     def first_needed(self, num_tokens: int) -> int:
@@ -97,7 +95,7 @@ class WindowPages:
         return max(num_tokens - self.sizes.num_tokens + 1, 0) // self._page_size
 
     def usable(self, pages: Sequence[int]) -> int:
-        """The most of these first pages of a prefix that a request can continue after."""
+        """The largest number of a prefix's first pages after which a request can continue."""
         counts = np.arange(1, len(pages) + 1)
         has_none = self.of[np.asarray(pages, np.int64)] == NONE
         runs = counts - np.maximum.accumulate(np.where(has_none, counts, 0))
@@ -106,12 +104,12 @@ class WindowPages:
         return int(counts[is_enough].max(initial=0))
 
     def is_usable(self, pages: Sequence[int], num_tokens: int) -> bool:
-        """Whether a request can continue after the tokens that end in the last of these pages."""
+        """Whether a request can continue after tokens that end in the last of these pages."""
         needed = pages[self.first_needed(num_tokens) :]
         return all(self.of[page] != NONE for page in needed)
 
     def attach(self, page: int) -> None:
-        """Holds the window page of a page, which gets one if it has none.
+        """Holds the window page of a page; allocates one if it has none.
 
         Raises EngineError if all are held, which admission rules out: see `PagePool.window_room`.
         """
@@ -123,13 +121,13 @@ class WindowPages:
         self.hold(page)
 
     def hold(self, page: int) -> None:
-        """Holds the window page that a page has."""
+        """Holds the window page of a page that has one."""
         assert self.of[page] != NONE, page
         self._idle.pop(page, None)
         self._num_holders[page] += 1
 
     def let_go(self, pages: Iterable[int], *, keep: bool) -> None:
-        """Ends the holding of window pages; of those that nobody holds, keeps or frees them."""
+        """Ends one holding of window pages. Those that nobody holds then become idle or free."""
         for page in pages:
             self._num_holders[page] -= 1
             assert self._num_holders[page] >= 0, page
@@ -139,7 +137,7 @@ class WindowPages:
                     self._detach(page)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Frees the window pages of pages that are freed themselves."""
+        """Frees the window pages of freed pages."""
         for page in pages:
             if self.of[page] != NONE:
                 if self._num_holders[page]:
@@ -156,7 +154,7 @@ class WindowPages:
         """Raises EngineError unless pages and holders add up.
 
         Args:
-            spans: The pages whose window pages each request holds, once for each holder.
+            spans: For each holder, the pages whose window pages it holds.
         """
         self._allocator.check_integrity()
         holders = np.zeros_like(self._num_holders)

@@ -55,15 +55,15 @@ class Plain(Codec):
     dtypes: tuple[str, ...] = ()
 
     def entries(self, name: str) -> dict[str, tuple[str, ...]]:
-        """See `Codec`."""
+        """The field's own name, with the dtypes that its array may have."""
         return {name: self.dtypes}
 
     def write(self, name: str, value: Any, where: str) -> dict[str, Any]:
-        """See `Codec`."""
+        """The one entry of a field; `where` is what errors call its owner."""
         return {name: self.put(value, f"{where}: {name}")}
 
     def read(self, name: str, fields: Fields, known: Mapping[str, Any]) -> Any:
-        """See `Codec`."""
+        """The field's value, from its entry."""
         return self.get(fields, name)
 
 
@@ -82,7 +82,7 @@ FLOATS = Plain(lambda fields, name: fields.floats(name).tolist(), float_array, F
 
 @functools.cache
 def notes(owner: type, kind: type[_T]) -> dict[str, _T]:
-    """By field of a dataclass, the object of a kind that it is annotated with; without others."""
+    """The annotations of type `kind` of a dataclass, by field; without fields that have none."""
     hints = get_type_hints(owner, include_extras=True)
     return {
         field.name: note
@@ -94,7 +94,7 @@ def notes(owner: type, kind: type[_T]) -> dict[str, _T]:
 
 @functools.cache
 def codecs(owner: type) -> dict[str, Codec]:
-    """Those of the fields of a dataclass. Raises TypeError for a field without."""
+    """Codecs of a dataclass, by field. Raises TypeError for a field without one."""
     found = notes(owner, Codec)
     for field in dataclasses.fields(owner):
         if field.name not in found:

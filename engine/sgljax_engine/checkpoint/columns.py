@@ -129,9 +129,9 @@ def check_prompt_logprobs(
             f"for {start=}, got {len(scored.logprobs)} and {len(scored.extras)}"
         )
     for entries in scored:
-        for place, entry in enumerate(entries):
-            if (entry is None) != (start == place == 0):
+        for index, entry in enumerate(entries):
+            if (entry is None) != (start == index == 0):
                 raise CheckpointError(
                     f"{where}: prompt_logprobs must be None for the prompt's first token alone, "
-                    f"got {entry!r} at {start + place}"
+                    f"got {entry!r} at {start + index}"
                 )

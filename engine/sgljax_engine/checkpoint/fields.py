@@ -36,7 +36,7 @@ class Fields:
         self._given = given
 
     def value(self, name: str) -> Any:
-        """As it is."""
+        """The value as given."""
         return self._given[name]
 
     def error(self, name: str, limit: str) -> CheckpointError:
@@ -128,9 +128,9 @@ def float_array(values: Any, where: str, *, num_dims: int = 1) -> np.ndarray:
     if array.dtype == np.float32:
         return array
     with np.errstate(over="ignore"):  # found by the comparison
-        narrow = array.astype(np.float32)
-    same = np.array_equal(narrow, array, equal_nan=True)
-    return narrow if same else array.astype(np.float64, copy=False)
+        float32 = array.astype(np.float32)
+    same = np.array_equal(float32, array, equal_nan=True)
+    return float32 if same else array.astype(np.float64, copy=False)
 
 
 def _array(values: Any, where: str, kinds: str, what: str, num_dims: int) -> np.ndarray:

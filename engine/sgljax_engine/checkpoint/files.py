@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 class FileEntry(NamedTuple):
-    """What a manifest knows of a file.
+    """A file's entry in a manifest.
 
     Attributes:
         name: Without a folder.

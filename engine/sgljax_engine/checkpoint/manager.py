@@ -48,15 +48,15 @@ _OWN_FILE = re.compile(r"(?:requests|prefix)-(\d{6,})\.(?:json|safetensors)(?:\.
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a save did.
+    """Facts about a save.
 
     Attributes:
-        num_requests: In the checkpoint.
-        num_written: Those that had changed; all of them if `is_compacted`.
-        num_segments: That the checkpoint consists of now.
-        num_bytes: Written, compressed or not.
-        is_compacted: All requests were written anew, to be rid of old ones.
-        seconds: It took.
+        num_requests: Requests in the checkpoint.
+        num_written: Written requests: the changed ones, or all if `is_compacted`.
+        num_segments: Segments of the checkpoint.
+        num_bytes: Bytes written, after compression.
+        is_compacted: Whether all requests were written anew, to remove garbage.
+        seconds: Seconds that it took.
     """
 
     num_requests: int
@@ -68,16 +68,16 @@ class SaveReport:
 
 
 class CheckpointManager:
-    """Saves and loads checkpoints in a folder; the last one saved is the one there.
+    """Saves and loads the checkpoint of a folder, which holds only the last one saved.
 
-    A save writes the requests that changed since the last one: those whose contents, all of them,
-    have another digest. So a folder that another process left behind, a request id that is used
-    again, or a restored engine that went another way, are never mistaken for what is there.
+    A save writes the requests whose digest has changed since the last one; a digest covers all
+    contents. So requests of another process, a reused id, or a restored engine with other outputs
+    are never mistaken for what is in the folder.
 
     Whenever the process or the machine dies, the folder holds the checkpoint before or the one
     after. Checksums find accidents, not an attacker who can write to the folder; but nothing in
-    it is ever executed, and no name in it leads elsewhere. Not thread-safe. Two that save into one
-    folder at a time are told so: a lock is held while saving.
+    it is ever executed, and no name in it leads elsewhere. Not thread-safe. A lock is held while
+    saving: of two savers into one folder, one gets an error.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CheckpointManager:
 
         Args:
             path: The folder; made by the first save.
-            compression: Of what is written from now on; whatever is there is read.
+            compression: Compression of new files; existing files are read either way.
 
         Raises:
             InvalidConfigError: the compression is unknown or its package is not installed.
@@ -103,7 +103,7 @@ class CheckpointManager:
         return self._path
 
     def has_checkpoint(self) -> bool:
-        """Whether there is one, sound or not."""
+        """Whether the folder has a checkpoint, valid or not."""
         return (self._path / MANIFEST_NAME).is_file()
 
     # ------------------------------------------------------------------ save
@@ -114,10 +114,10 @@ class CheckpointManager:
         Raises:
             CheckpointError: the disk is full, the folder not writable, it holds a checkpoint of a
                 newer version or other files, another process is saving there, or a value does not
-                fit the format. The previous
-                checkpoint is still there, but for one case: if only the last step failed, forcing
-                the new manifest's name to the disk, then it is the new one until the machine
-                crashes, and either one after. The manager can go on saving.
+                fit the format. The previous checkpoint is still there, with one exception: if only
+                the last step failed, forcing the new manifest's name to the disk, the new
+                checkpoint is there; after a crash of the machine it may be either. The manager can
+                go on saving.
         """
         started = time.perf_counter()
         try:
@@ -141,7 +141,7 @@ class CheckpointManager:
         return report
 
     def _stamp(self) -> tuple[int, ...]:
-        """Another one once somebody else has saved here."""
+        """A value that changes when somebody else saves here."""
         try:
             found = os.stat(self._path / MANIFEST_NAME)
         except FileNotFoundError:
@@ -165,7 +165,7 @@ class CheckpointManager:
             return None
 
     def _sound_requests(self, previous: Manifest, *, is_known: bool) -> dict[str, StoredRequest]:
-        """What a new checkpoint may refer to: nothing that is missing or damaged on the disk."""
+        """Stored requests that a new checkpoint may refer to: neither missing nor damaged."""
         sound = set()
         for segment in previous.segments.values():
             try:
@@ -233,7 +233,7 @@ class CheckpointManager:
         )
 
     def _next_number(self, previous: Manifest | None) -> int:
-        """Higher than that of any file there, so that none is overwritten."""
+        """A number higher than that of any file, so that none is overwritten."""
         numbers = [int(match[1]) for match in map(_OWN_FILE.match, os.listdir(self._path)) if match]
         return 1 + max([*numbers, 0 if previous is None else previous.number], default=0)
 
@@ -253,11 +253,11 @@ class CheckpointManager:
     # ------------------------------------------------------------------ load
 
     def load(self) -> EngineCheckpoint:
-        """The checkpoint in the folder, after all of it was checked.
+        """Reads and checks the checkpoint in the folder.
 
         Raises:
-            CheckpointError: there is none, a file is missing, truncated, damaged, of a newer
-                version or inconsistent, or zstandard is needed and not installed.
+            CheckpointError: there is no checkpoint, a file is missing, truncated, damaged, of a
+                newer version or inconsistent, or zstandard is needed and not installed.
         """
         if not self._path.exists():
             raise CheckpointError(f"no such folder of a checkpoint: {str(self._path)!r}")

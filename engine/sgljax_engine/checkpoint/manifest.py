@@ -28,7 +28,7 @@ class ForeignManifestError(CheckpointError):
 
 
 class StoredRequest(NamedTuple):
-    """Where a request is stored.
+    """The position of a stored request.
 
     Attributes:
         rid: Its id.
@@ -46,7 +46,7 @@ class StoredRequest(NamedTuple):
 
 
 class StoredPrefix(NamedTuple):
-    """Where the prefix cache is stored.
+    """The files of a stored prefix cache.
 
     Attributes:
         number: Of the save that wrote it.

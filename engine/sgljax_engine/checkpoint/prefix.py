@@ -17,7 +17,7 @@ BITS = {
     "float16": np.dtype(np.uint16),
     "float32": np.dtype(np.uint32),
 }
-"""By the name of a KV cache's dtype, the one its bits are kept in: numpy has no bfloat16."""
+"""The dtype that keeps the bits of a KV cache, by its dtype's name: numpy has no bfloat16."""
 
 _MAX_LAYERS = 1 << 16
 

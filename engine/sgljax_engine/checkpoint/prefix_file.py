@@ -37,7 +37,7 @@ _ALIGNMENT = 8
 
 
 class _Tensor(NamedTuple):
-    """Where a tensor is behind the header; `dtype` is little-endian."""
+    """Position of a tensor behind the header; `dtype` is little-endian."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ def _json_names() -> list[str]:
 
 
 def _fields(sizes: object) -> Fields:
-    """What the manifest says of a file, checked as far as its layout needs."""
+    """A file's facts in the manifest, checked as far as its layout needs."""
     fields = Fields(sizes, "the manifest's prefix_cache", _json_names())
     if fields.text("dtype") not in BITS:
         raise fields.error("dtype", f"one of {', '.join(BITS)}")
@@ -109,7 +109,7 @@ def _fields(sizes: object) -> Fields:
 
 
 def _layout(fields: Fields) -> tuple[bytes, dict[str, _Tensor]]:
-    """What a file with these sizes starts with, and its tensors in their order."""
+    """Header of a file with these sizes, and its tensors in order."""
     tensors: dict[str, _Tensor] = {}
     end = 0
     for name, dtype, shape in _shapes(fields):

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of one request."""
+"""A request in a checkpoint."""
 
 from __future__ import annotations
 
@@ -57,24 +57,24 @@ FRESH = frozenset(
         "draft_sources",
     }
 )
-"""Fields of `Request` that one that goes on has anew; a checkpoint keeps all others."""
+"""Fields of `Request` that are made anew when it continues; a checkpoint keeps all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheckpoint:
-    """One request at the moment of a checkpoint. What follows from `params` is not kept.
+    """A request at the moment of a checkpoint, without fields that follow from `params`.
 
     Attributes:
-        rid, group, prompt_ids, params, seed, logprob_options, is_streaming, lora: As of `Request`.
-        call: Requests that were submitted together share it.
+        rid, group, prompt_ids, params, seed, logprob_options, is_streaming, lora: As in `Request`.
+        call: Number of the call; requests that were submitted together share it.
         status: FINISHED if and only if there is a `finish` or an `error`.
         finish: Why it ended.
-        error: What it failed with, if its caller gets an exception.
+        error: The error that it failed with, if its caller gets an exception.
         output_ids, logprobs, scaled_logprobs, processed_logprobs, token_versions: One entry a
             token.
         extra_logprobs: One entry a token if `logprob_options` asks for them, else empty.
         prompt_logprobs: None before the prompt was scored.
-        num_cached, num_retractions, num_cache_misses: As of `Request`.
+        num_cached, num_retractions, num_cache_misses: As in `Request`.
         age_s: Seconds since it was submitted.
         first_token_s: Seconds from submission to its first token; None before.
     """
@@ -155,19 +155,19 @@ class RequestCheckpoint:
         finish: FinishReason | None = None,
         error: str | None = None,
     ) -> RequestCheckpoint:
-        """What a request was when it had `num_tokens` output tokens.
+        """The request at the time when it had `num_tokens` output tokens.
 
-        Lists of a request only grow, so it may be changed meanwhile by the engine thread; the
-        three counters are those of now.
+        Lists of a request only grow, so the engine thread may go on with it; the three counters are
+        the current ones.
 
         Args:
-            request: Anyone's.
-            call: Which call submitted it.
+            request: A request of any engine.
+            call: Number of the call that submitted it.
             num_tokens: Output tokens to keep; the request has at least as many.
             now_s: By `time.perf_counter`, as `request.arrival_s` is.
-            status: As of then.
-            prompt_logprobs: As of then.
-            finish: As of then.
+            status: Its status then.
+            prompt_logprobs: Its prompt's log-probs then.
+            finish: Its finish reason then.
             error: What it failed with.
         """
         first = request.time_to_first_token_s if num_tokens else None
@@ -188,7 +188,7 @@ class RequestCheckpoint:
     def to_request(
         self, stop_ids: tuple[int, ...], edits: LogitEdits | None, now_s: float
     ) -> Request:
-        """A new request that goes on from here: it waits, without pages, or is finished.
+        """A new request that continues this one: waiting, without pages; or finished.
 
         Args:
             stop_ids: Follow from `params` and the model.
@@ -217,7 +217,7 @@ class RequestCheckpoint:
     # ------------------------------------------------------------------ from and to dicts
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON, but for the entries with dtypes (see `codecs.entries`): arrays or None."""
+        """A dict of JSON, except for the entries with dtypes (`codecs.entries`): arrays or None."""
         return to_dict(self, f"request {self.rid!r}")
 
     @classmethod

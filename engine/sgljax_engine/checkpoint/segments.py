@@ -24,23 +24,23 @@ from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.errors import CheckpointError
 
 _MAX_GARBAGE = 0.5
-"""Of the stored requests; with more, all requests are written anew."""
+"""Share of the stored requests; with more garbage, all requests are written anew."""
 
 _MAX_SEGMENTS = 32
 
 _MAX_RECORD_BYTES = 16 << 20
-"""Of a request's JSON: a bias for each of a million tokens."""
+"""Limit of a request's JSON: a bias for each of a million tokens."""
 
 _MAX_HEADER_BYTES = 1 << 16
-"""Of safetensors with these few arrays."""
+"""Limit of the header of safetensors with these few arrays."""
 
 _DTYPES = {name: dtypes for name, dtypes in entries(RequestCheckpoint).items() if dtypes}
-"""Of the arrays of a request, by name."""
+"""Dtypes of the arrays of a request, by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What a manifest knows of the files of one save.
+    """The entry in a manifest for the files of one save.
 
     Attributes:
         number: Of the save; in the files' names.
@@ -56,7 +56,7 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its files."""
+        """Bytes of all its files."""
         return sum(file.num_bytes for file in self.files)
 
 

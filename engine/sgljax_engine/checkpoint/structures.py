@@ -1,4 +1,4 @@
-"""What a checkpoint of an engine consists of."""
+"""The parts of an engine's checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 CHECKPOINT_VERSION = 1
-"""Of the structures and of the files. Older versions are read, newer ones are refused."""
+"""Version of the structures and files. Older ones are read, newer ones are refused."""
 
 
 def _read_requests(fields: Fields, name: str) -> dict[str, RequestCheckpoint]:
@@ -58,14 +58,14 @@ _PREFIX = Plain(_read_prefix, lambda prefix, where: None if prefix is None else 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCheckpoint:
-    """All requests, and where each of them is.
+    """All requests, and the queue of each.
 
     Attributes:
-        requests: By request id.
+        requests: Requests by id.
         waiting_queue: Ids of the requests with status WAITING, in order.
-        running_queue: Those RUNNING, in order.
-        finished_req_ids: Those FINISHED.
-        new_token_ratio: What the admission policy has learned.
+        running_queue: Ids of those RUNNING, in order.
+        finished_req_ids: Ids of those FINISHED.
+        new_token_ratio: Ratio of the admission policy.
         prefix_cache: Cached keys and values; None to compute them again.
     """
 
@@ -77,7 +77,7 @@ class SchedulerCheckpoint:
     prefix_cache: Annotated[PrefixCheckpoint | None, _PREFIX] = None
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError unless each request is in just the one list of its status."""
+        """Raises CheckpointError unless each request is in the list of its status alone."""
         for rid, request in self.requests.items():
             if request.rid != rid:
                 raise CheckpointError(f"requests[{rid!r}] is the request {request.rid!r}")
@@ -97,7 +97,7 @@ class SchedulerCheckpoint:
         check_numbers(self, "scheduler_state")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON but for the arrays of requests and prefix cache; `requests` becomes a list."""
+        """A dict of JSON and the arrays of requests and prefix cache; `requests` becomes a list."""
         return to_dict(self, "scheduler_state")
 
     @classmethod
@@ -118,7 +118,7 @@ class EngineCheckpoint:
 
     Attributes:
         scheduler_state: Its requests, queues and prefix cache.
-        metadata: What the engine wants to find again, plain JSON; tuples become lists.
+        metadata: Facts about the engine, in plain JSON; tuples become lists.
         timestamp: Seconds since 1970.
         version: `CHECKPOINT_VERSION`.
     """
@@ -137,7 +137,7 @@ class EngineCheckpoint:
         object.__setattr__(self, "metadata", plain_json(self.metadata, "metadata"))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON but for arrays; see `SchedulerCheckpoint.to_dict`."""
+        """A dict of JSON and arrays; see `SchedulerCheckpoint.to_dict`."""
         return to_dict(self, "checkpoint")
 
     @classmethod

@@ -10,18 +10,18 @@ class AdapterRegistry:
     """Names of loaded adapters, each with a slot of its own."""
 
     def __init__(self, max_loras: int, loaded: tuple[str, ...] = ()) -> None:
-        """Takes the names that the first slots hold.
+        """Starts with loaded adapters in the first slots.
 
         Args:
             max_loras: Slots; 0 for an engine without adapters.
-            loaded: At most as many.
+            loaded: Names of the loaded adapters; at most `max_loras`.
         """
         self._max_loras = max_loras
         self._slots: dict[str, int] = {name: slot for slot, name in enumerate(loaded)}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that requests may name, in the order in which they came."""
+        """Names of loaded adapters, in the order of loading."""
         return tuple(self._slots)
 
     def find(self, name: str | None) -> int:
@@ -38,7 +38,7 @@ class AdapterRegistry:
         return self._slots[name]
 
     def reserve(self, name: str) -> int:
-        """The slot that an adapter has, or would get: `add` makes it so.
+        """The slot that an adapter has, or that `add` would give it.
 
         Raises:
             EngineStateError: when all slots are taken.
@@ -54,7 +54,7 @@ class AdapterRegistry:
         return free[0]
 
     def add(self, name: str, slot: int) -> None:
-        """The slot holds the adapter."""
+        """Notes that a slot holds an adapter."""
         self._slots[name] = slot
 
     def remove(self, name: str) -> None:
@@ -62,5 +62,5 @@ class AdapterRegistry:
         del self._slots[name]
 
     def clear(self) -> None:
-        """For slots whose contents were lost."""
+        """Forgets all adapters, after the slots' contents were lost."""
         self._slots.clear()

@@ -1,7 +1,7 @@
 """The callers' side of the engine threads: hands over commands and requests, and waits.
 
-Any thread. No object here keeps an answer: an error refers to the frames that it passed, and one
-that a frame refers to would keep all of them, and what their callers hold, until a collection.
+Any thread. No object here keeps an answer. An error refers to the frames that it passed; if a frame
+referred to the error, all of them would live until a garbage collection.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ _T = TypeVar("_T")
 
 
 class Callers:
-    """Submits to a group of engines. Whoever stops waiting for requests aborts them.
+    """Submits to a group of engines. A caller who stops waiting for requests aborts them.
 
     A caller may be interrupted anywhere: then its requests are aborted, submitted or not.
 
-    Their threads end when its client is gone: when the engine is, and all streams that it opened.
+    The group's threads end when the engine and all its streams are gone.
     """
 
     def __init__(self, group: EngineGroup) -> None:
-        """Talks to a group that runs."""
+        """Submits to a running group."""
         self._group = group
         finalizer = weakref.finalize(self, group.request_stop)
         finalizer.atexit = False  # the group stops itself at exit
 
     def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
-        """Has the engine thread or a worker do something, and waits for its answer."""
+        """Has the engine threads or a worker do something; waits for the answer."""
         try:
             return self._group.ask(make)
         finally:
             del make
 
     async def async_ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
-        """`ask` for asyncio. Cancelling the task does not take back what was asked."""
+        """`ask` for asyncio. Cancelling the task does not undo the call."""
         future: Future[_T] = Future()
         answer = asyncio.wrap_future(future)
         try:
@@ -129,7 +129,7 @@ class Callers:
             raise
 
     def abandon(self, requests: list[Request]) -> None:
-        """Aborts requests that nobody waits for; does not wait for it."""
+        """Aborts requests that nobody waits for, without waiting."""
         with contextlib.suppress(EngineShutdownError):
             self._group.submit(cmd.AbandonRequests(requests, Future()))
 
@@ -147,7 +147,7 @@ def _answers(requests: list[Request]) -> tuple[list[Answer], list[Future[Request
 def _results(
     futures: Sequence[Future[RequestOutput]], done: queue.SimpleQueue[int]
 ) -> Iterator[RequestOutput]:
-    """Waits for one after another; the first in order that failed ends the call."""
+    """The results in order, each waited for; raises the error of the first that failed."""
     over: set[int] = set()
     for index in range(len(futures)):
         while index not in over:

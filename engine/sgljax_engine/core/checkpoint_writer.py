@@ -35,7 +35,7 @@ from sgljax_engine.types import RequestStatus
 logger = logging.getLogger(__name__)
 
 _MAX_VERSION = 2**30
-"""Versions of tokens are kept as C ints: from here on there is room for as many updates again."""
+"""Limit of a checkpoint's version: versions are C ints, so as many updates can follow."""
 
 _FREE_FIELDS = ("eos_token_ids", "context_length")
 """Fields of a model's config that may differ where a checkpoint is restored."""
@@ -57,7 +57,7 @@ class CheckpointWriter:
         """Writes nothing yet.
 
         Args:
-            model: The engines', which a checkpoint names.
+            model: The engines' model, which a checkpoint names.
             ask: Asks the engines whose requests are written.
         """
         self._model = model
@@ -65,7 +65,7 @@ class CheckpointWriter:
         self._manager: tuple[tuple[Path, str | None], CheckpointManager] | None = None
 
     def save(self, job: SaveJob) -> SaveReport:
-        """Has a snapshot taken, and writes what changed since the last one in the same folder."""
+        """Has a snapshot taken; writes what changed since the last one in the folder."""
         snapshots = self._ask(functools.partial(cmd.TakeSnapshot, job.include_kv))
         checkpoint = self._checkpoint(snapshots)
         del snapshots
@@ -149,15 +149,15 @@ def _check_metadata(metadata: Mapping[str, Any], model: ModelConfig, path: Path)
 
 
 def _plain(model: ModelConfig) -> dict[str, Any]:
-    """A model's config as it comes back from JSON."""
+    """A model's config as JSON would return it."""
     return json.loads(json.dumps(dataclasses.asdict(model)))
 
 
 def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
-    """The checkpoint in a folder, all of it checked. Any thread.
+    """Reads and checks the checkpoint in a folder. Any thread.
 
     Raises:
-        CheckpointError: there is none, it is damaged, of a newer version or of another model.
+        CheckpointError: the checkpoint is missing, damaged, of a newer version or of another model.
     """
     checkpoint = CheckpointManager(path).load()
     _check_metadata(checkpoint.metadata, model, path)
@@ -167,9 +167,9 @@ def load_checkpoint(path: Path, model: ModelConfig) -> EngineCheckpoint:
 def make_restoration(
     checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
 ) -> Restoration:
-    """What engines have to do to go on from a checkpoint. Any thread.
+    """Makes the requests of a checkpoint for the engines to continue. Any thread.
 
-    A request that these engines would refuse is answered with the refusal, and left out.
+    A request that the engines would refuse is left out; its answer is the refusal.
 
     Args:
         checkpoint: From `load_checkpoint`.

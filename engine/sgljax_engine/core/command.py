@@ -1,8 +1,8 @@
-"""What callers ask of the engines, and what an engine thread gets to do for it.
+"""Commands of callers to the engines, and the tasks that engine threads get for them.
 
-A command is one class in `core.commands`. It says how it goes to the engines, what each does for
-it, and how their answers become one. `PerEngineCommand` is for what each engine does by itself,
-`core.transaction.GroupCommand` for what all of them do, or none.
+A command is one class in `core.commands`. It says how it is handed out, what each engine does for
+it, and how the answers are combined. A `PerEngineCommand` is done by each engine by itself, a
+`core.transaction.GroupCommand` by all engines or by none.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sgljax_engine.processing.futures import reject, resolve
 from sgljax_engine.types import Request
 
 SHUT_DOWN = "the engine was shut down"
-"""What calls are told that come behind the end, or that it interrupts."""
+"""Message to calls that come after the end of the engine, or that the end interrupts."""
 
 _T = TypeVar("_T")
 
 
 class Task:
-    """What an engine thread does between two dispatches."""
+    """Work that an engine thread does between two dispatches."""
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """What it is called in recordings."""
+        """Name of the task in recordings."""
         return type(self).__name__
 
     @property
@@ -42,19 +42,19 @@ class Task:
         return False
 
     def run(self, core: EngineCore) -> None:
-        """Does it, on the engine's thread. What it raises is a bug, which ends the engine."""
+        """Does the task, on the engine's thread. An exception is a bug, and ends the engine."""
         raise NotImplementedError
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Tells those who wait, if anybody does, that nobody will do it."""
+        """Tells the waiting callers, if there are any, that the task will not be done."""
 
 
 class Recipients(Protocol):
-    """The engines of a group, as a command sees them that is handed out."""
+    """The engines of a group, as a command sees them when it is handed out."""
 
     @property
     def num_engines(self) -> int:
-        """How many there are; at least one."""
+        """Number of engines; at least one."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Recipients(Protocol):
 
 
 class Command:
-    """What callers ask of all engines.
+    """A request of a caller to all engines.
 
     Attributes:
         future: Gets the answer, or the error.
@@ -83,16 +83,16 @@ class Command:
     future: Future[Any]
 
     def hand_out(self, group: Recipients) -> None:
-        """Gives each engine that it concerns its task. Not interrupted; holds the group's lock."""
+        """Gives each engine that it concerns a task. Not interrupted; holds the group's lock."""
         raise NotImplementedError
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers it with an error, when nobody will do it."""
+        """Answers the command with an error, when no engine will do it."""
         reject(self.future, make_error())
 
 
 class PerEngineCommand(Command):
-    """A command that each engine does by itself, when it comes to it.
+    """A command that each engine does by itself, without waiting for the others.
 
     The caller gets the combined answer when all engines have answered, or the first error.
     """
@@ -109,15 +109,15 @@ class PerEngineCommand(Command):
             group.give(index, Part(part, gathered.future(index)))
 
     def parts(self, num_engines: int) -> Sequence[Self]:
-        """What each engine does; the same, unless a command says otherwise."""
+        """The part of each engine; the same for all, unless a command says otherwise."""
         return [self] * num_engines
 
     def run(self, core: EngineCore) -> Any:
-        """The engine's answer. What it raises is the caller's."""
+        """The engine's answer. Exceptions go to the caller."""
         raise NotImplementedError
 
     def start(self, core: EngineCore, future: Future[Any]) -> None:
-        """Answers a future, now or later."""
+        """Runs the command for a future, which gets the answer now or later."""
         try:
             answer(future, functools.partial(self.run, core))
         finally:
@@ -133,8 +133,8 @@ class Part(Task):
     """One engine's part of a command.
 
     Attributes:
-        command: What it does.
-        future: Gets its answer.
+        command: The command.
+        future: Gets the engine's answer.
     """
 
     command: PerEngineCommand
@@ -142,12 +142,12 @@ class Part(Task):
 
     @property
     def name(self) -> str:
-        """The command's."""
+        """Name of the command."""
         return type(self.command).__name__
 
     @property
     def is_part_of_long_job(self) -> bool:
-        """The command's."""
+        """Whether the command is part of a long job."""
         return self.command.is_part_of_long_job
 
     def run(self, core: EngineCore) -> None:
@@ -158,12 +158,12 @@ class Part(Task):
             del self  # see `answer`
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers it with an error."""
+        """Answers the part with an error."""
         reject(self.future, make_error())
 
 
 class Ask(Protocol):
-    """How threads beside the engines have these do something."""
+    """How other threads have the engines do a command."""
 
     def __call__(self, make: Callable[[Future[_T]], Command], index: int | None = None) -> _T:
         """Has all engines, or one, do a command, and waits for the answer."""
@@ -171,7 +171,7 @@ class Ask(Protocol):
 
 
 def answer(future: Future[Any], act: Callable[[], Any]) -> None:
-    """Hands a caller a result, or the error: they asked for it.
+    """Gives a caller the result of `act`, or its error.
 
     An error refers to this frame, and through it to those of its callers. None of them may refer to
     the command: its future refers to the error, and it may hold weights.
@@ -211,7 +211,7 @@ class Gathered:
         self._error: BaseException | None = None
 
     def future(self, index: int) -> Future[Any]:
-        """For the part of one engine."""
+        """The future for one engine's part."""
         future: Future[Any] = Future()
         future.add_done_callback(lambda done: self._answered(index, done))
         return future

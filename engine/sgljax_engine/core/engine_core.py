@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler, runner and output processor, and what joins them. For one thread.
+    """Scheduler, runner and output processor of an engine. For one thread.
 
     Attributes:
         scheduler, pool, runner, warmup, outputs, groups, stats, sleep_manager, serving, pauses: The
             parts. Any thread may read `sleep_manager.asleep` and `serving.version`.
         counters: Totals, kept by `stats`.
-        recorder: Notes what is done. Any thread may start and stop it.
+        recorder: Records what is done. Any thread may start and stop it.
         index: The engine's, in its group.
-        has_no_room: Whether the last step started none of the requests that wait.
+        has_no_room: Whether the last step started none of the waiting requests.
         steps_left: How many steps may still be taken; None for no limit. For tests.
     """
 
@@ -72,10 +72,10 @@ class EngineCore:
             scheduler: Fresh, over `pool`.
             pool: The pages.
             runner: Holds weights and pages.
-            warmup: Of the runner.
-            memory: What weights and pages take.
+            warmup: The runner's warm-up.
+            memory: Memory of weights and pages.
             tokenizer: For output text.
-            adapters: Those that the weights hold.
+            adapters: Adapters that the weights hold.
             groups: Calls of which the engine has requests; those of all engines of its group.
             index: The engine's, in its group.
             speculator: The scheduler's; None without speculation.
@@ -101,7 +101,7 @@ class EngineCore:
     # ------------------------------------------------------------------ one step
 
     def step(self) -> None:
-        """Has one dispatch scheduled, run and published; `can_step` must hold."""
+        """Schedules, runs and publishes one dispatch; `can_step` must hold."""
         if self.steps_left is not None:
             self.steps_left -= 1
         try:
@@ -170,10 +170,10 @@ class EngineCore:
             self.retract_all()
 
     def _start_over(self, what: str, error: Exception, plan: SchedulerOutput | None) -> None:
-        """Goes on after a failure of the host's own, when queues and pages cannot be trusted.
+        """Recovers from a failure on the host, after which queues and pages cannot be trusted.
 
-        Ends the requests of the step; where no plan says which, all that run, or else the first
-        that waits. Every other one is prefilled again.
+        Ends the requests of the step. Without a plan these are all running requests, or else the
+        oldest waiting one. All others are prefilled again.
         """
         logger.exception("%s failed", what)
         forget_locals(error)
@@ -202,22 +202,22 @@ class EngineCore:
 
     @property
     def can_run(self) -> bool:
-        """Whether weights and pages are there, or can be."""
+        """Whether the engine is awake and has weights."""
         return not self.sleep_manager.asleep and self.serving.problem is None
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing may run, whatever there is to do."""
+        """Whether a pause, sleep or lost weights keep all steps from running."""
         return not (self.pauses.allows_steps and self.can_run)
 
     @property
     def starts_requests(self) -> bool:
-        """Whether requests that come now start as soon as there is room."""
+        """Whether new requests start as soon as there is room."""
         return self.pauses.mode is None and self.can_run
 
     @property
     def can_step(self) -> bool:
-        """Whether there is something to do that may be done."""
+        """Whether there is work, and it may run."""
         return not self.is_held and self.scheduler.has_work and self.steps_left != 0
 
     # ------------------------------------------------------------------ requests come and go
@@ -233,7 +233,7 @@ class EngineCore:
         request.adapter = self.serving.adapters.find(request.lora)
 
     def take_in(self, request: Request, answer: Answer) -> None:
-        """Queues a request that was checked; its group is the caller's to add."""
+        """Queues a checked request; the caller adds its group."""
         self.outputs.add(request, answer)
         self.scheduler.add(request)
         if self._speculator is not None:
@@ -241,7 +241,7 @@ class EngineCore:
         self.counters.num_requests += 1
 
     def hand_over(self, count: int) -> tuple[list[Request], list[Answer]]:
-        """Lets go of the last requests that have not started, for another engine to take in."""
+        """Gives up the newest requests that have not started, for another engine to take."""
         requests = self.scheduler.waiting.take_newest(count)
         self.counters.num_requests -= len(requests)
         if self._speculator is not None:
@@ -250,14 +250,14 @@ class EngineCore:
         return requests, [self.outputs.hand_over(request) for request in requests]
 
     def find(self, name: str) -> list[Request]:
-        """The unfinished requests of an id: of one request, or of a prompt's samples."""
+        """The unfinished requests with an id: one request, or the samples of a prompt."""
         found = self.outputs.find(name)
         if found is not None:
             return [found]
         return [request for request in self.scheduler.requests() if request.group == name]
 
     def end(self, requests: Iterable[Request], reason: FinishReason) -> int:
-        """Ends those of these requests that are unfinished and answers them; returns how many."""
+        """Ends and answers the unfinished ones of these requests; returns their number."""
         ended = [request for request in requests if self.outputs.holds(request)]
         reader = self.runner.routed_reader
         if reason.type != "error" and reader is not None and self.runner.kv_memory.is_allocated:
@@ -280,13 +280,13 @@ class EngineCore:
             self.end([request], FinishReason("error", message=str(error)))
 
     def retract_all(self, adapter: int | None = None) -> None:
-        """Sends running requests, all or an adapter's, back to the queue, without their pages."""
+        """Retracts running requests: all, or those of an adapter."""
         for request in [r for r in self.scheduler.running if adapter in (None, r.adapter)]:
             self.scheduler.retract(request)
             self.stats.retracted([request])
 
     def lose_kv(self) -> None:
-        """Everybody's keys and values are gone."""
+        """Retracts all requests and resets the cache, after all keys and values were lost."""
         self.pool.reset_cache()
         self.retract_all()
 
@@ -303,7 +303,7 @@ class EngineCore:
     def check_takes_requests(self) -> None:
         """Raises EngineStateError when requests are refused.
 
-        Requests that come while the engine sleeps wait, unless `sleep` was told otherwise.
+        Requests to a sleeping engine wait, unless `sleep` was told to refuse them.
         """
         if self.sleep_manager.refuses_requests:
             self.check_awake()
@@ -311,7 +311,7 @@ class EngineCore:
             self.serving.check()
 
     def state(self) -> EngineState:
-        """One consistent look."""
+        """The engine's state at one moment."""
         size, scheduler, asleep = self.pool.page_size, self.scheduler, self.sleep_manager.asleep
         windows = self.pool.windows
         return EngineState(

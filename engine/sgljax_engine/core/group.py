@@ -1,4 +1,4 @@
-"""A group of engines behind one face: the only engine that there is, of one submesh or of many.
+"""A group of engines with one interface. A single engine is a group of one.
 
 Each engine has a thread, a scheduler, pages and a prefix cache of its own. The thread of a
 `HandOut` gives commands to all of them; a single engine's thread does so itself.
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 Asked = Command | WeightJob | SaveJob
-"""What `EngineGroup.submit` takes; its future gets the answer."""
+"""Arguments of `EngineGroup.submit`; their futures get the answers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class BuiltGroup:
         groups: The calls that all of them share.
         router: Chooses among them.
         weight_maker: Makes the weights of updates, for all engines at once.
-        split: Gives each engine its part of these.
-        served: What the first weights were made of.
+        split: Gives each engine its part of the weights.
+        served: The source of the first weights.
         slots: Room for adapters in each engine; None without.
     """
 
@@ -128,7 +128,7 @@ class EngineGroup:
 
     @property
     def num_engines(self) -> int:
-        """How many there are; at least one."""
+        """Number of engines; at least one."""
         return len(self.loops)
 
     @property
@@ -143,7 +143,7 @@ class EngineGroup:
 
     @property
     def is_running(self) -> bool:
-        """Whether `submit` takes anything."""
+        """Whether `submit` accepts commands and jobs."""
         return not self._is_stopping and all(loop.is_running for loop in self.loops)
 
     @property
@@ -165,10 +165,10 @@ class EngineGroup:
     def submit(self, asked: Asked) -> None:
         """Queues a command for the engines, or a job for one of the workers.
 
-        Jobs that concern weights are done in their order, and so are checkpoints.
+        Jobs about weights are done in order, and so are checkpoints.
 
         Raises:
-            EngineShutdownError: when nobody would answer it.
+            EngineShutdownError: when no thread would answer.
         """
         with self._lock:
             self.check_open()
@@ -187,7 +187,7 @@ class EngineGroup:
             raise EngineShutdownError(SHUT_DOWN)
 
     def check_may_wait(self, asked: Asked) -> None:
-        """Refuses a caller on the thread that would have to answer it.
+        """Refuses a caller on the thread that would have to answer the call.
 
         Callbacks of restored futures, listeners of progress, hooks of rules and tokenizers are user
         code on these threads.
@@ -209,7 +209,7 @@ class EngineGroup:
             )
 
     def ask(self, make: Callable[[Future[_T]], Asked], index: int | None = None) -> _T:
-        """Has all engines, one of them, or a worker do something, and waits for the answer.
+        """Has all engines, one engine or a worker do something; waits for the answer.
 
         Args:
             make: Makes the command or the job with the future that gets the answer.
@@ -259,22 +259,22 @@ class EngineGroup:
                 command.refuse(lambda: EngineShutdownError(reason))
 
     def _finished(self, request: Request) -> None:
-        """A request is over, or will not come; on the thread of its engine."""
+        """Notes that a request is over, or will not come; on its engine's thread."""
         with self._lock:
             self._router.finished(request.engine, request)
 
     def _answered(self, request: Request) -> None:
-        """A request was answered while it runs, and its engine has been told to end it.
+        """Notes that a running request was answered, after its engine was told to end it.
 
-        The caller may use its id again once the answer is out.
+        The caller may reuse the id after the answer.
         """
         self.groups.answered([request])
 
     def _share(self, loop: EngineLoop) -> None:
-        """Hands requests that found no room over to an engine with free rows; on that thread.
+        """Moves requests that found no room to an engine with free rows; on `loop`'s thread.
 
-        They move only while the engine has no commands left. So a command that went to all engines
-        has found them in this one, or will find them in the other.
+        Requests move only while their engine has no commands left. So a command to all engines
+        finds them in the one or in the other.
         """
         with self._lock:
             waiting = [each.num_waiting for each in self.loops]
@@ -292,7 +292,7 @@ class EngineGroup:
     # ------------------------------------------------------------------ the end
 
     def request_stop(self) -> None:
-        """Lets the threads fail what is unfinished and end, without waiting. Idempotent.
+        """Has the threads fail unfinished requests and end; does not wait. Idempotent.
 
         May be interrupted, and called by a finalizer in the middle of a hand-out.
         """
@@ -300,7 +300,7 @@ class EngineGroup:
         self._is_stopping = True
 
     def _failed(self, reason: str) -> None:
-        """An engine ends by a bug; on its thread. The others end too."""
+        """Ends all engines after a bug in one; on its thread."""
         self._stop_engines(reason)
         self._hand_out.stop()
 
@@ -320,7 +320,7 @@ class EngineGroup:
                 loop.join()
 
     def _closed(self) -> None:
-        """An engine answers nobody any more; on its thread. The last one ends the workers."""
+        """Counts an engine that has ended; on its thread. The last one ends the workers."""
         with self._lock:
             self._num_open -= 1
             is_last = not self._num_open

@@ -1,4 +1,4 @@
-"""The state of a pause, and what waits until no started request is left. Engine thread only.
+"""The state of a pause, and the callers that wait for started requests. Engine thread only.
 
 A pause of mode "wait", and an update of that mode, are answered once every started request is
 finished. They are refused when something keeps those requests from finishing. `core.commands.pause`
@@ -17,10 +17,10 @@ from sgljax_engine.processing.futures import reject
 
 
 class PendingDrain(NamedTuple):
-    """Somebody waits until no started request is left.
+    """A caller that waits until no started request is left.
 
     Attributes:
-        call: The caller's, for an error.
+        call: Name of the caller's method, for an error.
         future: Gets None.
         is_pause: Whether a pause waits, or an update.
     """
@@ -34,12 +34,12 @@ class PauseState:
     """Whether generation is paused, and who waits for requests to finish.
 
     Attributes:
-        mode: The pause's; None while generation goes on.
+        mode: The pause's mode; None while generation is not paused.
         is_drained: Whether an update's drain is over, and its swap has not come yet.
     """
 
     def __init__(self) -> None:
-        """Generation goes on."""
+        """Starts without a pause."""
         self.mode: PauseMode | None = None
         self.is_drained = False
         self._pending: list[PendingDrain] = []
@@ -51,7 +51,7 @@ class PauseState:
 
     @property
     def holds_new_requests(self) -> bool:
-        """Whether requests that have not started wait for a call."""
+        """Whether requests that have not started must wait for a later call."""
         is_draining = self.is_drained or any(not each.is_pause for each in self._pending)
         return self.mode is not None or is_draining
 
@@ -61,21 +61,21 @@ class PauseState:
         return any(each.is_pause for each in self._pending)
 
     def wait(self, drain: PendingDrain) -> None:
-        """It is answered when no started request is left."""
+        """Adds a caller, to be answered when no started request is left."""
         self._pending.append(drain)
 
     def take(self) -> list[PendingDrain]:
-        """Those that wait, which do not wait any more."""
+        """Removes and returns the waiting callers."""
         pending, self._pending = self._pending, []
         return pending
 
     def end_update(self) -> None:
-        """An update is over, and so is its drain."""
+        """Ends the drain of an update."""
         self._pending = [each for each in self._pending if each.is_pause]
         self.is_drained = False
 
     def refuse(self, num_started: int, why: str, *, pauses_only: bool = False) -> None:
-        """Answers those that wait for requests which will not finish under them."""
+        """Answers with an error all callers that wait for requests which cannot finish."""
         pending = self.take()
         self._pending = [each for each in pending if pauses_only and not each.is_pause]
         for each in pending:
@@ -84,6 +84,6 @@ class PauseState:
                 reject(each.future, EngineStateError(message))
 
     def close(self, make_error: Callable[[], BaseException]) -> None:
-        """Refuses all that waits."""
+        """Refuses all waiting callers."""
         for each in self.take():
             reject(each.future, make_error())

@@ -1,6 +1,6 @@
 """Which requests were submitted together. Any thread; no JAX.
 
-The engines of a group share one such object, since the requests of a call may go to several.
+The engines of a group share one object, since a call's requests may go to several engines.
 
 A caller who submits several requests gets no output before all of them are finished. So a
 checkpoint holds finished requests too, until the last request of their group is finished.
@@ -17,7 +17,7 @@ from sgljax_engine.types import Request, RequestStatus
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """One call: its requests by id, the ids of those without an answer, what others failed with."""
+    """One call: its requests by id, ids without an answer, and errors of the others."""
 
     requests: dict[str, Request]
     unanswered: set[str]
@@ -25,12 +25,13 @@ class _Group:
 
 
 class RequestGroups:
-    """Groups of requests that are not all answered.
+    """Requests by call, for calls that are not wholly answered.
 
     Attributes:
         on_finished: Called for each request that is finished, or withdrawn.
-        lock: Of the whole group of engines, reentrant: a garbage collection may end a stream, and
-            so submit on the same thread. With a second lock two threads could wait for each other.
+        lock: The one lock of the engines' group. It is reentrant: a garbage collection may end a
+            stream, and so submit on the same thread. With a second lock two threads could wait for
+            each other.
     """
 
     def __init__(self) -> None:
@@ -48,11 +49,11 @@ class RequestGroups:
 
         Args:
             calls: Some of their requests may be finished already.
-            errors: What finished requests failed with, by id.
+            errors: Errors of finished requests, by id.
 
         Returns:
-            Ids of these requests, and of their prompts, that others have, each once; nothing was
-            added if there are any.
+            Ids of these requests and their prompts that are in use, each once. If there are any,
+            nothing was added.
         """
         with self.lock:
             taken = self._taken_names(request for call in calls for request in call)
@@ -93,7 +94,7 @@ class RequestGroups:
     def finish(self, request: Request, error: Exception | None) -> None:
         """Notes that a request is finished, and the error that its caller gets, if any.
 
-        A request that the output processor failed has its error in the finish reason.
+        If the output processor failed a request, its finish reason has the error.
         """
         with self.lock:
             group = self._find(request)
@@ -106,9 +107,9 @@ class RequestGroups:
         self.on_finished(request)
 
     def answered(self, requests: Iterable[Request]) -> None:
-        """Requests are as good as finished: their engines have been told to end them.
+        """Frees the ids of requests whose engines have been told to end them.
 
-        So their ids may be used again. Nothing for those that are finished or were never added.
+        Does nothing for those that are finished or were never added.
         """
         with self.lock:
             for request in requests:
@@ -117,12 +118,12 @@ class RequestGroups:
                     self._answered(group, request)
 
     def _find(self, request: Request) -> _Group | None:
-        """The call of this very request; None once all of the call is answered."""
+        """The call of this request object; None once the whole call is answered."""
         group = self._groups.get(request.call)
         return group if group and group.requests.get(request.rid) is request else None
 
     def _answered(self, group: _Group, request: Request) -> None:
-        """Takes as long however many calls there are: it is done for each request."""
+        """Marks a request as answered; in constant time, since it is done for each request."""
         group.unanswered.discard(request.rid)
         if not group.unanswered and self._groups.pop(request.call, None):
             for each in group.requests.values():

@@ -21,7 +21,7 @@ from sgljax_engine.checks import check_count
 from sgljax_engine.types import Request
 
 MAX_LOAD_GAP = 16
-"""How many more requests than the idlest engine an engine may have and still get one by prefix.
+"""How many more requests than the idlest engine an engine may have and still win by prefix.
 
 It is a common group size of GRPO: the samples of one prompt then share one prefill, and larger
 groups are spread. A decode step of 16 rows reads the weights once, as one of a single row does.
@@ -36,13 +36,13 @@ class Router:
 
     Not thread-safe: every call is made under the group's lock.
 
-    What it remembers are hints. An engine may have evicted or flushed a prefix, and two prefixes
-    may have the same hash; then a prefix is computed again, and no sample changes.
+    Its memory is only a hint. An engine may have evicted or flushed a prefix, and two prefixes may
+    have the same hash. Then a prefix is computed again, and no sample changes.
 
-    A prompt is a chain of hashes: of each block of tokens with all before it, and of the tokens
-    that are left. So a prompt of less than a block is known by all its tokens. The adapter is part
-    of each hash. Blocks are forgotten in the order of their last use, the last of a chain first:
-    whoever holds a block also holds those before it.
+    A prompt is a chain of hashes: one for each block of tokens with all before it, and one for the
+    remaining tokens. So a prompt shorter than a block has one hash of all its tokens. The adapter
+    is part of each hash. Blocks are forgotten in the order of their last use, the end of a chain
+    first: an engine that holds a block also holds those before it.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Router:
         """Starts without load.
 
         Args:
-            num_engines: Engines in the group; they are called 0 to num_engines - 1.
-            block_size: Tokens that are hashed together: those of a page.
+            num_engines: Engines in the group, numbered from 0.
+            block_size: Tokens that are hashed together: a page.
             max_rows: Rows that one engine decodes together.
             max_blocks: Blocks to remember, of all engines together.
 
         Raises:
-            InvalidConfigError: if one of them is less than 1.
+            InvalidConfigError: if an argument is less than 1.
         """
         check_count("num_engines", num_engines)
         check_count("block_size", block_size)
@@ -103,7 +103,7 @@ class Router:
         return engines
 
     def finished(self, engine: int, request: Request) -> None:
-        """Notes that a request of an engine ended; its next turn should follow it there.
+        """Notes that a request of an engine ended: the next turn of a conversation should go there.
 
         The newest token has no keys and values, so no block with it is remembered.
         """
@@ -116,14 +116,14 @@ class Router:
     def moved(self, request: Request, source: int, target: int) -> None:
         """Notes that a waiting request without keys and values changed its engine.
 
-        Others with its prompt may have stayed: the source is still taken to hold the prompt.
+        Others with its prompt may have stayed, so the source still counts as its holder.
         """
         self._unload(source)
         self._loads[target] += 1
         self._remember(self._chain(request.lora, request.prompt_ids), target)
 
     def pick_move(self, waiting: Sequence[int]) -> Move | None:
-        """`pick_move` with the loads of now."""
+        """`pick_move` with the current loads."""
         return pick_move(self._loads, waiting, self._max_rows)
 
     def _unload(self, engine: int) -> None:
@@ -147,14 +147,14 @@ class Router:
         return engines
 
     def _cheapest(self, matched: Sequence[int], num_blocks: int) -> int:
-        """The engine with the lowest load, less what its prefix is worth.
+        """The engine with the lowest load minus the worth of its prefix.
 
-        A whole prompt is worth max_gap requests, and half a prompt half as many: then much is left
-        to compute wherever it goes, and prompts that share only their system prompt are spread.
-        Scaling by length in tokens instead would need the speed of the device.
+        A whole cached prompt is worth max_gap requests, half a prompt half as many. So prompts that
+        share only their system prompt, and leave much to compute anywhere, are spread. Scaling by
+        length in tokens instead would need the speed of the device.
 
-        So an engine gets a request only while it has less than max_gap requests more than the
-        idlest. Without a match the idlest gets it. Ties go to the lower load, then round-robin.
+        So an engine gets a request only while it has less than max_gap more than the idlest.
+        Without a match the idlest engine gets it. Ties go to the lower load, then round-robin.
         """
 
         def cost(engine: int) -> tuple[int, int, int]:
@@ -174,16 +174,16 @@ class Router:
         ]
 
     def _num_held(self, chain: Sequence[int], engine: int) -> int:
-        """How many blocks of the chain an engine holds: all up to one, and none after it."""
+        """Number of blocks of the chain that an engine holds; they are the first ones."""
         holders = self._holders
         return bisect.bisect_left(
             chain, True, key=lambda block: not holders.get(block, 0) >> engine & 1
         )
 
     def _remember(self, chain: Sequence[int], engine: int) -> None:
-        """Makes an engine a holder of the chain, whose first block is now the last to be forgotten.
+        """Makes an engine a holder of the chain; its first block becomes the last to be forgotten.
 
-        So at no time is a block known while one before it is not.
+        So a block is never known without those before it.
         """
         holders = self._holders
         for block in reversed(chain):
@@ -202,16 +202,16 @@ class Move(NamedTuple):
 
 
 def pick_move(loads: Sequence[int], waiting: Sequence[int], max_rows: int) -> Move | None:
-    """What the idlest engine with room should take of the others' waiting requests, if anything.
+    """Waiting requests that the idlest engine with room should take from another, if any.
 
-    It takes half of what the other has more, so that the other is not the idler one afterwards and
-    no request moves back; and no more than its free rows.
+    It takes half of the difference in load, and no more than its free rows. So the other engine
+    does not become the idler one, and no request moves back.
 
     Args:
         loads: Unfinished requests of each engine.
-        waiting: How many of them have no keys and values and found no room in their engine's last
-            dispatch. Requests that it has not tried to start yet do not count: to move those
-            would undo the routing.
+        waiting: How many of them have no keys and values, and found no room in their engine's last
+            dispatch. Requests that it has not tried to start do not count, since moving them would
+            undo the routing.
         max_rows: Rows that one engine decodes together.
     """
     sources = [engine for engine, num_waiting in enumerate(waiting) if num_waiting]

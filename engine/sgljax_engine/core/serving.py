@@ -1,6 +1,6 @@
-"""The weights that serve: their version, their checksums, adapters, and why there are none.
+"""The serving weights: their version, their checksums, adapters, and why there are none.
 
-Engine thread only, but for what says otherwise.
+Engine thread only, unless a method says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgljax_engine.weights.digest import WeightsDigest
 
 
 class ServingWeights:
-    """What a runner computes with, on the devices or asleep on the host.
+    """The weights of a runner, on the devices or asleep on the host.
 
     Attributes:
         adapters: Names and slots of the adapters that are among the weights.
@@ -29,12 +29,12 @@ class ServingWeights:
     def __init__(
         self, runner: ModelRunner, sleep_manager: SleepManager, adapters: AdapterRegistry
     ) -> None:
-        """Serves what the runner has.
+        """Serves the runner's weights.
 
         Args:
             runner: Has the weights on the devices, and their version.
-            sleep_manager: Has those that sleep.
-            adapters: Those that the weights hold.
+            sleep_manager: Has the weights while they sleep.
+            adapters: Adapters that the weights hold.
         """
         self._runner = runner
         self._sleep_manager = sleep_manager
@@ -44,7 +44,7 @@ class ServingWeights:
 
     @property
     def version(self) -> int:
-        """0 for the first weights. Any thread."""
+        """Version of the weights; 0 for the first. Any thread."""
         return self._runner.weight_version
 
     @property
@@ -70,7 +70,7 @@ class ServingWeights:
         self.problem = None
 
     def were_lost(self, problem: str) -> None:
-        """A donating update failed half-way."""
+        """Notes that a donating update failed half-way: there are no weights."""
         self.problem = problem
         self._runner.swap_weights({})
         self._digest = None
@@ -78,20 +78,20 @@ class ServingWeights:
 
     @property
     def on_device(self) -> dict[str, jax.Array]:
-        """The weights on the devices, none while they sleep."""
+        """The weights on the devices; empty while they sleep."""
         return self._runner.weights
 
     @property
     def sleep_on_host(self) -> bool:
-        """Whether the weights sleep, and are kept."""
+        """Whether the weights sleep and are kept on the host."""
         return self._sleep_manager.keeps_weights
 
     def with_adapters(self, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """New weights with the adapters that serve, wherever those are."""
+        """New weights with the serving adapters, wherever those are."""
         return dict(weights) | (self.slots or self._runner.empty_slots())
 
     def with_slots(self, slots: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The weights that serve, on the devices, with other adapters.
+        """The serving weights, on the devices, with other adapters.
 
         Raises:
             OffloadError: when the devices have no memory for weights that sleep.
@@ -100,12 +100,12 @@ class ServingWeights:
 
     @property
     def slots(self) -> dict[str, jax.Array]:
-        """The adapters' A and B on the devices, where weights that sleep have them on the host."""
+        """The adapters' A and B on the devices; copied there if the weights sleep."""
         asleep = self._sleep_manager.kept_weights
         return slots_of(self._runner.weights) or to_device(slots_of(asleep))
 
     def differing_adapter(self, made: Mapping[str, jax.Array]) -> list[str]:
-        """Names of projections whose A or B is not what was made for an adapter's slot."""
+        """Names of projections whose A or B differs from what was made for an adapter's slot."""
         serving = slots_of(self._runner.weights)
         differing = [each for each, x in made.items() if not bool((x == serving[each]).all())]
         return sorted({each.rsplit(".", 1)[0] for each in differing})
@@ -113,21 +113,21 @@ class ServingWeights:
     # ------------------------------------------------------------------ sleep and checkpoints
 
     def were_given_up(self) -> None:
-        """`sleep(level=2)` gave them up. An update that lost them before stays the reason."""
+        """Notes that `sleep(level=2)` gave the weights up; an earlier loss stays the reason."""
         self.problem = self.problem or "sleep(level=2) gave them up"
 
     def forget_unmade_digest(self) -> None:
-        """Lets go of checksums that nobody has asked for: they would keep the weights."""
+        """Drops checksums that nobody asked for: they would keep the weights alive."""
         if self._digest is not None and not self._digest[1].is_made:
             self._digest = None
 
     def release(self) -> None:
-        """Lets go of all checksums; for an engine that ends."""
+        """Drops all checksums; for an engine that ends."""
         self._digest = None
 
     @property
     def digest(self) -> WeightsDigest:
-        """Of the weights that serve: one object for each version that is known."""
+        """Digest of the serving weights: one object for each version that is known."""
         if self._digest is None or self._digest[0] != self.version:
             if not self.are_held:
                 return WeightsDigest(None)
@@ -137,7 +137,7 @@ class ServingWeights:
         return self._digest[1]
 
     def raise_version(self, version: int) -> None:
-        """Calls the weights that serve by a higher version, if it is higher."""
+        """Gives the serving weights this version, if it is higher than theirs."""
         if version > self.version:
             if self._digest is not None and self._digest[0] == self.version:
                 self._digest = (version, self._digest[1])

@@ -1,9 +1,8 @@
-"""Lending the device's memory to others, and taking it back. Engine thread only.
+"""Frees the device memory of an engine for others, and takes it back. Engine thread only.
 
-An engine has two things on its device, as in vLLM's and SGLang's tags: its weights and its KV
-cache. While it sleeps it has neither. Each can be woken by itself. Copies are complete on the host
-before device memory is given back, and complete on the device before they leave the host. So a
-failure half-way changes nothing.
+Two things of an engine can sleep, named by vLLM's and SGLang's tags: weights and KV cache. Each can
+be woken by itself. Copies are complete on the host before device memory is given back, and complete
+on the device before they leave the host. So a failure half-way changes nothing.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ class SleepManager:
         self._runner = runner
         self._kv_memory = runner.kv_memory
         self._pool = pool
-        self._kept = HostCopies(None, None)
+        self._copies = HostCopies(None, None)
         self.asleep: tuple[SleepTag, ...] = ()
         self.refuses_requests = False
 
     @property
     def kept_weights(self) -> Mapping[str, HostArray]:
-        """The weights that are on the host."""
-        return self._kept.weights or {}
+        """The copies of weights on the host; empty without any."""
+        return self._copies.weights or {}
 
     @property
     def keeps_weights(self) -> bool:
@@ -69,19 +68,19 @@ class SleepManager:
     @property
     def host_bytes(self) -> int:
         """Bytes of all copies."""
-        weights, pages = self._kept
+        weights, pages = self._copies
         in_pages = 0 if pages is None else pages.nbytes
         return in_pages + (0 if weights is None else num_bytes(dict(weights)))
 
     def keep(self, *, weights: bool, pages: bool) -> HostCopies:
-        """Copies to the host what is to be kept; changes nothing else.
+        """Makes the copies to keep during a sleep; changes nothing else.
 
         What sleeps already stays as it is, kept or not.
 
         Raises:
             OffloadError: when that fails.
         """
-        kept_weights, kept_pages = self._kept
+        kept_weights, kept_pages = self._copies
         with _copying():
             if weights and "weights" not in self.asleep:
                 kept_weights = self._runner.weights_to_host()
@@ -90,34 +89,34 @@ class SleepManager:
         return HostCopies(kept_weights, kept_pages)
 
     def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
-        """Copies used pages, and perhaps others, to the host; None if they have no contents.
+        """Copies used pages, and perhaps others, to the host; None without contents.
 
         Raises:
             OffloadError: when that fails.
         """
         if "kv_cache" in self.asleep:
-            return self._kept.pages
+            return self._copies.pages
         if not self._kv_memory.is_allocated:  # the cache was released, and is empty
             return None
         with _copying():
             return self._kv_memory.save_pages(pages, self._window_pages)
 
-    def sleep(self, kept: HostCopies, *, refuses_requests: bool) -> int:
-        """Gives back the memory of what is awake; returns its bytes. Cannot fail.
+    def sleep(self, copies: HostCopies, *, refuses_requests: bool) -> int:
+        """Frees the memory of what is awake; returns the bytes. Cannot fail.
 
         Args:
-            kept: What `keep` returned.
+            copies: What `keep` returned.
             refuses_requests: See the attribute.
         """
         freed = self._runner.weights_bytes + self._kv_memory.release()
         self._runner.swap_weights({})
-        self._kept = kept
+        self._copies = copies
         self.asleep = SLEEP_TAGS
         self.refuses_requests = refuses_requests
         return freed
 
     def load_weights(self) -> dict[str, jax.Array]:
-        """The kept weights on the devices; the copies stay.
+        """Copies the kept weights to the devices; the host's copies stay.
 
         Raises:
             OffloadError: when that fails.
@@ -136,25 +135,25 @@ class SleepManager:
         return None if self._pool.windows is None else self._pool.windows.of
 
     def prepare_wake_up(self, tags: Sequence[SleepTag]) -> int:
-        """Takes the memory of all these tags again, or of none; returns its bytes.
+        """Allocates the memory of all these tags, or of none; returns the bytes.
 
         `wake_up` or `undo_wake_up` must follow.
 
         Raises:
-            OffloadError: when that fails. Everything sleeps on and can be woken later.
+            OffloadError: when that fails. Everything stays asleep and can be woken later.
         """
         started_s = time.perf_counter()
-        runner, kept = self._runner, self._kept
+        runner, copies = self._runner, self._copies
         taken = 0
         try:
-            if "weights" in tags and kept.weights is not None:
-                runner.weights_from_host(kept.weights)
+            if "weights" in tags and copies.weights is not None:
+                runner.weights_from_host(copies.weights)
                 taken += runner.weights_bytes
             if "kv_cache" in tags:
                 taken += self._kv_memory.take()
-                if kept.pages is not None:
+                if copies.pages is not None:
                     self._kv_memory.load_pages(
-                        kept.pages, self._pool.used_pages, self._window_pages
+                        copies.pages, self._pool.used_pages, self._window_pages
                     )
         except Exception as error:
             self.undo_wake_up(tags)
@@ -164,28 +163,28 @@ class SleepManager:
         return taken
 
     def undo_wake_up(self, tags: Sequence[SleepTag]) -> None:
-        """Gives back what `prepare_wake_up` took."""
+        """Frees what `prepare_wake_up` allocated."""
         if "weights" in tags:
             self._runner.swap_weights({})
         if "kv_cache" in tags:
             self._kv_memory.release()
 
     def wake_up(self, tags: Sequence[SleepTag]) -> None:
-        """Drops the copies of what `prepare_wake_up` took back."""
+        """Drops the copies of what `prepare_wake_up` restored."""
         self._woke(tags)
 
     def weights_came(self) -> None:
-        """Other weights were put on the device, so kept ones are dropped."""
+        """Drops kept weights, after other weights were put on the device."""
         self._woke(("weights",))
 
     def release(self) -> None:
-        """Lets go of all copies; for an engine that ends."""
+        """Drops all copies; for an engine that ends."""
         self._woke(SLEEP_TAGS)
 
     def _woke(self, tags: Sequence[SleepTag]) -> None:
-        self._kept = HostCopies(
-            None if "weights" in tags else self._kept.weights,
-            None if "kv_cache" in tags else self._kept.pages,
+        self._copies = HostCopies(
+            None if "weights" in tags else self._copies.weights,
+            None if "kv_cache" in tags else self._copies.pages,
         )
         self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
         self.refuses_requests &= bool(self.asleep)

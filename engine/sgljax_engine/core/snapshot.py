@@ -1,7 +1,7 @@
-"""What the engine thread gives for a checkpoint, and what it gets from one.
+"""Snapshots that the engine thread takes for a checkpoint, and what it restores from one.
 
-A snapshot only names requests and counts their tokens: lists of a request only grow, so whoever
-writes the checkpoint may read them while the engine goes on.
+A snapshot only names requests and counts their tokens. Lists of a request only grow, so another
+thread may read them while the engine goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgljax_engine.weights.digest import WeightsDigest
 
 
 class RequestMark(NamedTuple):
-    """A request at one moment; what changes later but by growing is noted here."""
+    """A request at one moment: copies of the values that may change other than by growing."""
 
     request: Request
     num_tokens: int
@@ -29,7 +29,7 @@ class RequestMark(NamedTuple):
     error: str | None = None
 
     def checkpoint(self, now_s: float) -> RequestCheckpoint:
-        """What is kept of it; any thread."""
+        """The request for a checkpoint. Any thread."""
         return RequestCheckpoint.of(
             self.request,
             call=self.request.call,
@@ -47,7 +47,7 @@ class PrefixSnapshot(NamedTuple):
 
     Attributes:
         nodes: See `RadixCache.full_pages`.
-        stamps: Of the nodes' pages.
+        stamps: Stamps of the nodes' pages.
         geometry: See `KVMemory.geometry`.
         layouts: See `KVMemory.layouts`.
     """
@@ -58,11 +58,12 @@ class PrefixSnapshot(NamedTuple):
     layouts: tuple[PageLayout, ...]
 
     def checkpoint(self, copied: Collection[int], contents: SavedPages) -> PrefixCheckpoint | None:
-        """What is kept of it, None if that is nothing; any thread.
+        """The prefix cache for a checkpoint; None if nothing of it was copied. Any thread.
 
         Args:
-            copied: Pages that were copied before they changed. What lies behind others goes too.
-            contents: Those of the pages, others perhaps.
+            copied: Pages that were copied before they changed. Nodes behind other pages are left
+                out.
+            contents: Contents of these pages, and perhaps of others.
         """
         places: dict[int, int] = {-1: -1}
         kept: list[tuple[int, tuple[int, ...]]] = []
@@ -82,12 +83,12 @@ class PrefixSnapshot(NamedTuple):
 
 
 class CopiedPages(NamedTuple):
-    """What one `CopyPages` did.
+    """Result of one `CopyPages`.
 
     Attributes:
-        num_done: Stamps that are dealt with, the first ones.
-        pages: Those that had not changed.
-        contents: Theirs, others perhaps; None without any.
+        num_done: Number of stamps handled, from the first on.
+        pages: Pages that had not changed.
+        contents: Their contents, and perhaps others'; None without any.
     """
 
     num_done: int
@@ -100,10 +101,10 @@ class Snapshot(NamedTuple):
 
     Attributes:
         marks: Running requests, then waiting ones, both in order, then finished ones.
-        new_token_ratio: Of the admission policy.
-        weight_version: Of the weights that serve.
+        new_token_ratio: Ratio of the admission policy.
+        weight_version: Version of the serving weights.
         weights: Their digest; any thread may make it.
-        prefix: None if there is none, or none was asked for.
+        prefix: The prefix cache; None without one, or if it was not asked for.
     """
 
     marks: list[RequestMark]
@@ -117,11 +118,11 @@ class RestoredRequest(NamedTuple):
     """A request on its way back into an engine.
 
     Attributes:
-        request: Waits, or is finished.
+        request: A waiting request, or a finished one.
         answer: Gets its whole output.
-        call: Of the checkpoint; see `Request.call`.
-        had_pages: It was running.
-        error: What it failed with.
+        call: Its call in the checkpoint; see `Request.call`.
+        had_pages: Whether it was running.
+        error: The error that it failed with.
     """
 
     request: Request
@@ -132,17 +133,17 @@ class RestoredRequest(NamedTuple):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it goes on."""
+        """Whether the request has to continue."""
         return self.request.status is not RequestStatus.FINISHED
 
 
 class Restoration(NamedTuple):
-    """What is to be restored.
+    """A checkpoint's contents, to be restored.
 
     Attributes:
-        requests: In the order in which they shall go on.
+        requests: In the order in which they continue.
         new_token_ratio: See `SchedulerCheckpoint`.
-        weight_version, weights_digest: Of the weights that served.
+        weight_version, weights_digest: Those of the weights that served.
         prefix_cache: Keys and values that those weights computed.
     """
 
@@ -154,11 +155,11 @@ class Restoration(NamedTuple):
 
     @property
     def unfinished(self) -> list[Request]:
-        """The requests that go on, for which a group chooses engines."""
+        """The requests that continue, for which a group chooses engines."""
         return [each.request for each in self.requests if each.is_unfinished]
 
     def part(self, index: int, num_engines: int) -> Restoration:
-        """What one engine takes: its requests, and the pages that they begin with.
+        """One engine's part: its requests, and the pages that they begin with.
 
         A single engine takes all pages.
         """

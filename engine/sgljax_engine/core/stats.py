@@ -18,7 +18,7 @@ class Stats:
     """The totals and the recorder.
 
     Attributes:
-        counters: Totals, but for a pause that lasts; see `totals`.
+        counters: Totals, without a pause that still lasts; see `totals`.
         recorder: See `observability.trace.Recorder`.
         num_decodes: Decode dispatches since the cache was flushed.
     """
@@ -39,14 +39,14 @@ class Stats:
         self.num_decodes = 0
 
     def totals(self) -> EngineCounters:
-        """A copy of the counters, with the pause of now."""
+        """A copy of the counters, a pause that still lasts included."""
         totals = copy.copy(self.counters)
         if self._paused_s is not None:
             totals.pause_s += time.perf_counter() - self._paused_s
         return totals
 
     def stepped(self, output: SchedulerOutput, step: StepOutput) -> None:
-        """Notes a dispatch that succeeded, before the scheduler does."""
+        """Counts a successful dispatch; called before the scheduler's update."""
         counters, times = self.counters, step.times
         assert times is not None
         if step.num_cache_misses:
@@ -94,13 +94,13 @@ class Stats:
             counters.num_accepted_ngram += own
 
     def finished(self, request: Request, now_s: float) -> None:
-        """A request is finished at a time of `time.perf_counter`."""
+        """Counts a finished request; the time is one of `time.perf_counter`."""
         self.counters.num_finished += 1
         self.counters.e2e_latency_s += now_s - request.arrival_s
         self.counters.num_aborted += request.finish is not None and request.finish.type == "abort"
 
     def retracted(self, requests: Iterable[Request]) -> None:
-        """Requests lost their pages."""
+        """Counts requests that lost their pages."""
         for request in requests:
             self.counters.num_retractions += 1
             if self.recorder.is_on:
@@ -108,7 +108,7 @@ class Stats:
                 self.recorder.instant(ENGINE_TRACK, "retract", args)
 
     def swapped(self, started_s: float, weight_version: int, mode: PauseMode) -> None:
-        """Other weights serve now."""
+        """Counts a swap of weights."""
         ended_s = time.perf_counter()
         self.counters.num_weight_updates += 1
         self.counters.update_s += ended_s - started_s
@@ -117,14 +117,14 @@ class Stats:
             self.recorder.slice(ENGINE_TRACK, "swap weights", started_s, ended_s, args)
 
     def paused(self, mode: PauseMode) -> None:
-        """Generation is paused; another mode only changes the pause."""
+        """Notes a pause; another mode only changes it."""
         if self._paused_s is None:
             self.counters.num_pauses += 1
             self._paused_s = time.perf_counter()
             self.recorder.begin("pause", {"mode": mode})
 
     def continued(self) -> None:
-        """A pause is over, if there was one."""
+        """Notes the end of a pause, if there was one."""
         if self._paused_s is not None:
             self.counters.pause_s += time.perf_counter() - self._paused_s
             self._paused_s = None

@@ -1,9 +1,9 @@
 """How the engines of a group do one thing: all of them, or none.
 
 Each engine thread prepares, which may fail and changes nothing that serves. The threads wait for
-one another; the last to come does once what is done once for all. Then all commit, or every one
-rolls back, those that could not prepare included. A single engine is a group of one, whose thread
-waits for nobody.
+one another; the last to come does what is needed only once. Then all commit, or all roll back,
+those that could not prepare included. A single engine is a group of one, whose thread waits for
+nobody.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sgljax_engine.processing.futures import reject, resolve
 class GroupCommand(Command):
     """A command that all engines do, or none.
 
-    What `prepare` and `together` raise, of whatever type, is the caller's. What `commit` and
-    `rollback` raise ends a group of several engines, since these may differ afterwards.
+    All exceptions of `prepare` and `together` go to the caller. One of `commit` or `rollback` ends
+    a group of several engines, since these may differ afterwards.
     """
 
     __slots__ = ()
@@ -35,15 +35,15 @@ class GroupCommand(Command):
             group.give(index, TakePart(transaction, index))
 
     def prepare(self, core: EngineCore) -> Any:
-        """What the other parts get. On each engine's thread; changes nothing that serves."""
+        """Prepares for the other methods, on each engine's thread; changes nothing that serves."""
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[Any]) -> Sequence[Any]:
-        """The same for each engine. Done once, on any of the threads, while all wait."""
+        """The values that the engines commit. Called once, on any thread, while all wait."""
         del cores
         return prepared
 
     def commit(self, core: EngineCore, prepared: Any) -> Any:
-        """The engine's answer. On each engine's thread; must not fail."""
+        """Commits, on each engine's thread; returns the engine's answer. Must not fail."""
 
     def rollback(self, core: EngineCore, prepared: Any, error: BaseException) -> None:
         """Undoes `prepare`, on every engine's thread, in place of `commit`. Must not fail.
@@ -68,7 +68,7 @@ class Transaction:
 
         Args:
             command: What they do; its future gets the combined answer, or the first error.
-            num_engines: How many threads come.
+            num_engines: Number of threads that take part.
         """
         self.name = type(command).__name__
         self._command: GroupCommand | None = command
@@ -85,7 +85,7 @@ class Transaction:
     def take_part(self, index: int, core: EngineCore) -> None:
         """Does an engine's part, on its thread; waits for the others in between.
 
-        What ends the group is raised here too.
+        Also raises the error that ends the group.
         """
         command, error = self._command, None
         assert command is not None
@@ -111,7 +111,7 @@ class Transaction:
             self._leave()
 
     def refuse(self, index: int, make_error: Callable[[], BaseException]) -> None:
-        """An engine's thread will not come; waits for nobody. Nothing if it came."""
+        """Notes that an engine's thread will not come; does nothing if it came. Does not wait."""
         with self._condition:
             if index not in self._missing:
                 return
@@ -129,7 +129,7 @@ class Transaction:
             self._condition.wait_for(lambda: self._is_decided)
 
     def _came(self, index: int) -> None:
-        """Counts a thread; the last does what is done once."""
+        """Counts a thread; the last one does what is needed only once."""
         self._missing.remove(index)
         if self._missing:
             return

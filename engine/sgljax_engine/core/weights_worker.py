@@ -1,8 +1,8 @@
 """The thread that makes new weights and adapters, and has the engines swap them in.
 
-Jobs are done one after another, in the order of their calls. An update is a staging and a
-publishing without a pause in between: weights are made beside those that serve, which may take long
-and may fail, and are swapped in between two steps.
+Jobs are done one after another, in the order of their calls. An update is stage and publish in one:
+weights are made beside the serving ones, which may take long and may fail, and are swapped in
+between two steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sgljax_engine.weights.staged import StagedWeights
 from sgljax_engine.weights.sync import SyncPlan, WeightMaker
 
 Split = Callable[[Mapping[str, jax.Array]], list[dict[str, jax.Array]]]
-"""Gives each engine its part of weights that were made for all; copies nothing."""
+"""Splits weights that were made for all engines into each one's part; copies nothing."""
 
 
 class WeightJob(Protocol):
-    """What a caller asks of the worker."""
+    """A job that a caller gives the worker."""
 
     @property
     def future(self) -> Future[Any]:
@@ -44,7 +44,7 @@ class WeightJob(Protocol):
         ...
 
     def do(self, worker: WeightsWorker) -> Any:
-        """Its result; what it raises is the caller's. On the worker's thread."""
+        """Does the job, on the worker's thread. Result and exceptions go to the caller."""
         ...
 
 
@@ -83,7 +83,7 @@ class StageJob(NamedTuple):
     future: Future[StagedWeights]
 
     def do(self, worker: WeightsWorker) -> StagedWeights:
-        """Makes weights beside those that serve."""
+        """Makes weights beside the serving ones."""
         return worker.stage(self)
 
 
@@ -146,13 +146,13 @@ class CompareJob(NamedTuple):
     future: Future[list[str]]
 
     def do(self, worker: WeightsWorker) -> list[str]:
-        """Names of projections whose adapter is not what the source makes of it."""
+        """Names of projections whose adapter differs from the source's."""
         build = worker.plan_adapter(self.name, self.load, check_finite=False)
         return worker.ask(functools.partial(cmd.CompareAdapter, self.name, build))
 
 
 class _NewWeights:
-    """What an update, or a staging, has planned: weights that are made now, or at the swap."""
+    """Planned weights of an update or a staging, made now or at the swap."""
 
     def __init__(self, plan: SyncPlan, arrays: Mapping[str, Any], *, verify: bool) -> None:
         """Makes nothing yet.
@@ -168,11 +168,11 @@ class _NewWeights:
         self.made: dict[str, jax.Array] | None = None
 
     def make(self) -> dict[str, jax.Array]:
-        """Makes them beside those that serve."""
+        """Makes the weights beside the serving ones."""
         return sync.apply(self.plan, self.arrays, verify=self.verify)
 
     def take(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
-        """Those that were made, which nobody else holds then; else makes them now."""
+        """The weights: hands over those that were made, or makes them now."""
         made, self.made = self.made, None
         if made is not None:
             return made
@@ -204,12 +204,12 @@ class WeightsWorker:
 
         Args:
             maker: Plans; from now on used by this object alone.
-            served: What the weights that serve were made of.
+            served: The source of the serving weights.
             slots: The room for adapters that each engine has; None without.
             split: Gives each engine its part.
             ask: Asks the engines that serve the weights.
             check_open: Raises EngineShutdownError once they are shut down.
-            recorder: Notes what is done.
+            recorder: Records what is done.
             name: Name of the thread.
         """
         self._maker = maker
@@ -226,11 +226,11 @@ class WeightsWorker:
         self.thread = self._worker.thread
 
     def put(self, job: WeightJob) -> None:
-        """Queues a job. The caller serialises."""
+        """Queues a job. Callers must not call it concurrently."""
         self._worker.put(job)
 
     def stop(self) -> None:
-        """Ends the thread and frees what is staged; when no job can come any more."""
+        """Ends the thread and frees staged weights; call it when no job can come any more."""
         self._worker.stop()
         for staged in list(self._staged):
             staged.discard()
@@ -260,7 +260,7 @@ class WeightsWorker:
         return version
 
     def stage(self, job: StageJob) -> StagedWeights:
-        """Makes weights beside those that serve."""
+        """Makes weights beside the serving ones."""
         new = self._plan(job.load, check_finite=job.check_finite, verify=job.verify)
         if new.plan.is_on_one_device:
             made = new.make()
@@ -294,8 +294,8 @@ class WeightsWorker:
     ) -> int:
         """Has all engines swap weights or an adapter; returns the new version.
 
-        With mode "wait" started requests finish first, and no others start. Whatever fails, engines
-        that still stand are let go.
+        With mode "wait" started requests finish first, and no others start. After a failure,
+        engines that wait for the swap go on.
 
         Args:
             make: Makes the command.
@@ -357,7 +357,7 @@ class WeightsWorker:
         return _NewWeights(plan, arrays, verify=verify)
 
     def _serve(self, build: BuildWeights, mode: PauseMode, flush_cache: bool, name: str) -> int:
-        """Has weights swapped in. From the first step on they are of no source that is known."""
+        """Has weights swapped in; afterwards their source is unknown, whatever failed."""
         make = functools.partial(cmd.SwapWeights, mode, flush_cache, build)
         try:
             return self.swap(make, mode, name)
@@ -368,14 +368,14 @@ class WeightsWorker:
     def _is_made_here(self, new: _NewWeights, job: UpdateJob) -> bool:
         """Whether an update's weights are made on the worker's thread, or at the swap.
 
-        An engine thread must make them in two cases, while those of a group all wait. A donating
-        update takes old weights apart. And weights that are spread over devices need one order of
-        programs: two threads may queue theirs in different orders on different devices, and these
-        then wait for one another.
+        An engine thread must make them in two cases, while all threads of the group wait. A
+        donating update takes old weights apart. Weights spread over devices need one order of
+        programs: two threads may queue theirs in different orders on different devices, which then
+        wait for one another.
 
         The engine thread also does it when engine and source share a CPU, because two programs at
-        once hold each other up there. The first update of a kind is made by the worker even so,
-        since it compiles.
+        once hold each other up there. The worker still makes the first update of a kind, since that
+        compiles.
         """
         if job.donate:
             return False
@@ -388,7 +388,7 @@ class WeightsWorker:
     def _kind_on_shared_cores(
         self, new: _NewWeights, mode: PauseMode
     ) -> tuple[SyncPlan, Any] | None:
-        """What the update's one program is compiled for, if decoding and source share a CPU.
+        """What the update's program is compiled for, if decoding and source share a CPU; else None.
 
         Also None for an update that waits for requests to finish: its source is read at once.
         """
@@ -398,7 +398,7 @@ class WeightsWorker:
         return None if placement is None else (new.plan, placement)
 
     def _whole(self, planned: _NewWeights, new: _NewWeights, *, donate: bool) -> BuildWeights:
-        """What is changed, with the weights that serve on, for each engine."""
+        """All weights of each engine: the changed ones and the serving ones that stay."""
         kept = planned.plan.names - new.plan.names
 
         def build(olds: Sequence[Weights]) -> list[dict[str, jax.Array]]:

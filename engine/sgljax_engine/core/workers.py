@@ -15,15 +15,15 @@ from sgljax_engine.processing.futures import reject, resolve
 
 
 class HandOut:
-    """Commands in the order in which they came, each to all engines that it concerns.
+    """Hands out commands in order of arrival, each to all engines that it concerns.
 
     A caller may be interrupted between any two steps, and a garbage collection may run a finalizer
-    there that submits or shuts down. So callers take one step that cannot be divided, `put`, and
-    everything else is this thread's, which nobody interrupts. Otherwise one engine could wait for
-    another that was never told.
+    there that submits or shuts down. So a caller takes only one indivisible step, `put`; this
+    thread does the rest, and nobody interrupts it. Otherwise one engine could wait for another that
+    was never told.
 
     Attributes:
-        thread: Started at once.
+        thread: The thread, started at once.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class HandOut:
         self._commands.put(command)
 
     def stop(self) -> None:
-        """Ends the thread behind the commands that came before. Any thread; idempotent."""
+        """Ends the thread after the commands that came before. Any thread; idempotent."""
         self._commands.put(None)
 
     def _run(self) -> None:
@@ -58,7 +58,7 @@ class HandOut:
             self._take()
 
     def _take(self) -> bool:
-        """Hands out one command; False for the end. Keeps nothing of it when it returns."""
+        """Hands out one command; False at the end. Keeps no reference to it."""
         command = self._commands.get()
         if command is None:
             return False
@@ -70,7 +70,7 @@ class HandOut:
 
 
 class Job(Protocol):
-    """What a caller waits for."""
+    """A job that a caller waits for."""
 
     @property
     def future(self) -> Future[Any]:
@@ -85,15 +85,15 @@ class Worker(Generic[_J]):
     """Does jobs in the order in which they come. `put` and `stop` may be called from any thread.
 
     Attributes:
-        thread: Started by the first job, so a caller's thread-local JAX contexts (a transfer guard,
-            say, which Tunix sets while it syncs weights) do not apply.
+        thread: The thread, started by the first job. Thread-local JAX contexts of callers do not
+            apply to it, such as the transfer guard that Tunix sets while it syncs weights.
     """
 
     def __init__(self, do: Callable[[_J], Any], name: str) -> None:
         """Starts no thread yet.
 
         Args:
-            do: Does a job; its result, or what it raises, goes to the job's future.
+            do: Does a job; its result or exception goes to the job's future.
             name: Of the thread.
         """
         self._do = do
@@ -104,16 +104,16 @@ class Worker(Generic[_J]):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, job: _J) -> None:
-        """Queues a job. Not reentrant; the caller serialises."""
+        """Queues a job. Not reentrant; callers must not call it concurrently."""
         if self.thread.ident is None:
             self.thread.start()
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Ends the thread after the jobs that are queued; waits for it.
+        """Ends the thread after the queued jobs, and waits for it.
 
-        But not for a caller's source that is being read, which may block for ever. That job and
-        those behind it are refused, and the thread ends when the source comes back.
+        It does not wait while a caller's source is read, which may block for ever. Then that job
+        and those behind it are refused, and the thread ends after the read.
         """
         with self._condition:
             self._is_stopped = True
@@ -136,10 +136,10 @@ class Worker(Generic[_J]):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what a job does with a caller's source alone; `stop` does not wait for that.
+        """A context for reading a caller's source; `stop` does not wait for it.
 
         Raises:
-            EngineShutdownError: behind it, when the thread was to end meanwhile.
+            EngineShutdownError: at its end, if `stop` was called meanwhile.
         """
         with self._condition:
             self._is_reading = True
@@ -160,7 +160,7 @@ class Worker(Generic[_J]):
             self._condition.notify_all()
 
     def _take(self) -> bool:
-        """Does one job; False at the end. Keeps nothing of it when it returns."""
+        """Does one job; False at the end. Keeps no reference to it."""
         job = self._jobs.get()
         if job is None:
             return False

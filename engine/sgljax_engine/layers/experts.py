@@ -22,7 +22,7 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.kernels import Kernels, Options, Weight
 
 _LANES = 128
-"""Of a TPU's registers."""
+"""Lanes of a TPU's vector register."""
 
 
 class Routing(NamedTuple):

@@ -26,11 +26,11 @@ class Int8Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """Shape of the values."""
         return self.values.shape
 
     def astype(self, dtype: jnp.dtype) -> Int8Weight:
-        """Itself: products choose their dtype."""
+        """The weight itself: products choose their dtype."""
         del dtype
         return self
 

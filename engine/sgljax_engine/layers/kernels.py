@@ -1,4 +1,4 @@
-"""What each token goes through besides attention: one class per backend, and the choice among them.
+"""Computations on each token besides attention: one class per backend, and the choice of one.
 
 A backend multiplies with weights, normalises, rotates and looks embeddings up. Models reach it
 through `ModelContext`.
@@ -157,34 +157,34 @@ class XlaKernels:
     mesh: jax.sharding.AbstractMesh | None = None
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
-        """See `Kernels`."""
+        """The weights of a program; a weight with a scale as int8."""
         return {
             name: Int8Weight(x, params[name + SCALE_SUFFIX]) if name + SCALE_SUFFIX in params else x
             for name, x in params.items()
         }
 
     def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Kernels`."""
+        """The function itself: XLA fuses."""
         return function
 
     def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
-        """See `Kernels`."""
+        """`x @ W` over features."""
         if isinstance(weight, Int8Weight):
             return int8_linear(x, weight, options.layout)
         assert isinstance(weight, jax.Array)
         layout, is_small = options.layout, x.shape[options.layout.token_axis] < SMALL_BATCH
-        is_narrow = options.is_batch_invariant and is_small
-        return (small_batch_linear if is_narrow else linear)(x, weight, layout)
+        multiply = small_batch_linear if options.is_batch_invariant and is_small else linear
+        return multiply(x, weight, layout)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
-        """See `Kernels`."""
+        """Logits [T, V] float32."""
         if isinstance(table_VD, Int8Weight):
             return int8_unembed(hidden_TD, table_VD)
         assert isinstance(table_VD, jax.Array)
         return unembed(hidden_TD, table_VD)
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """See `Kernels`."""
+        """Rows of the embedding table."""
         if isinstance(table_VD, Int8Weight):
             return int8_embed(table_VD, ids_T, dtype)
         assert isinstance(table_VD, jax.Array)
@@ -193,7 +193,7 @@ class XlaKernels:
     def norm(
         self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
     ) -> jax.Array:
-        """See `Kernels`."""
+        """Root-mean-square norm over features."""
         weight = None if weight is None else options.layout.per_feature(weight)
         axis, is_ordered = options.layout.feature_axis, options.is_batch_invariant
         return rms_norm(x, weight, eps, offset, axis, is_ordered=is_ordered)
@@ -201,7 +201,7 @@ class XlaKernels:
     def rope_tables(
         self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
     ) -> tuple[jax.Array, jax.Array]:
-        """See `Kernels`."""
+        """Sines and cosines of rotary angles, in the layout."""
         layout = options.layout
 
         def make(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -213,13 +213,13 @@ class XlaKernels:
         return layout.compute_once(make, positions)
 
     def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
-        """See `Kernels`."""
+        """Rotary embedding of heads."""
         return apply_rope(x, sin, cos, layout.feature_axis)
 
     def ragged_linear(
         self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
     ) -> jax.Array:
-        """See `Kernels`.
+        """`x[t] @ W[e]` for each token t of each expert e.
 
         For TPUs XLA has a kernel that reads each used weight once. For CPUs it would multiply all
         tokens with all experts. Nothing promises the order of sums of either.
@@ -245,11 +245,11 @@ class CpuKernels:
 
     @property
     def mesh(self) -> None:
-        """See `Kernels`."""
+        """None: one CPU has no mesh."""
         return None
 
     def weights(self, params: Mapping[str, jax.Array]) -> Mapping[str, Weight]:
-        """See `Kernels`."""
+        """The weights of a program, matrices as panels."""
         outputs = dict(self.partial_outputs)
 
         def in_panels(name: str, x: jax.Array) -> Panels:
@@ -259,22 +259,22 @@ class CpuKernels:
         return {name: in_panels(name, x) if x.ndim > 2 else x for name, x in params.items()}
 
     def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Kernels`."""
+        """The function, its equations compiled into few kernels."""
         return fuse(function)
 
     def linear(self, weight: Weight, x: jax.Array, options: Options) -> jax.Array:
-        """See `Kernels`."""
+        """`x @ W` over features."""
         del options
         assert isinstance(weight, Panels)
         return cpu_linear(weight.array, x, weight.num_outputs, weight.scale)
 
     def unembed(self, table_VD: Weight, hidden_TD: jax.Array) -> jax.Array:
-        """See `Kernels`."""
+        """Logits [T, V] float32."""
         assert isinstance(table_VD, Panels)
         return cpu_linear(table_VD.array, hidden_TD, table_VD.num_outputs, table_VD.scale)
 
     def embed(self, table_VD: Weight, ids_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """See `Kernels`. Activations are float32."""
+        """Rows of the embedding table, float32."""
         del dtype
         if isinstance(table_VD, Panels):
             return cpu_embed(table_VD.array, ids_T, table_VD.scale)
@@ -284,7 +284,7 @@ class CpuKernels:
     def norm(
         self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float, options: Options
     ) -> jax.Array:
-        """See `Kernels`."""
+        """Root-mean-square norm over features."""
         del options
         weight = None if weight is None else weight.astype(jnp.float32)
         return cpu_rms_norm(x, weight, eps, offset)
@@ -292,21 +292,21 @@ class CpuKernels:
     def rope_tables(
         self, positions: jax.Array, timescales: Callable[[], jax.Array], options: Options
     ) -> tuple[jax.Array, jax.Array]:
-        """See `Kernels`."""
+        """Sines and cosines of rotary angles."""
         del options
         with jax.ensure_compile_time_eval():  # the same bits in each program
             constants = np.array(timescales())  # a copy: the program keeps no device array
         return cpu_rope_tables(positions, constants)
 
     def rotate(self, x: jax.Array, sin: jax.Array, cos: jax.Array, layout: Layout) -> jax.Array:
-        """See `Kernels`."""
+        """Rotary embedding of heads."""
         del layout
         return cpu_rotate(x, sin, cos)
 
     def ragged_linear(
         self, weights: Weight, x: jax.Array, group_sizes: jax.Array, options: Options
     ) -> jax.Array:
-        """See `Kernels`."""
+        """`x[t] @ W[e]` for each token t of each expert e."""
         del options
         assert isinstance(weights, Panels)
         return cpu_ragged_linear(weights.array, x, group_sizes, weights.num_outputs)

@@ -50,15 +50,15 @@ class Together(NamedTuple):
     is_used: jax.Array | None = None
 
     def split(self, x: jax.Array) -> jax.Array:
-        """See `Tokens`."""
+        """The array itself."""
         return x
 
     def join(self, x: jax.Array) -> jax.Array:
-        """See `Tokens`."""
+        """The array itself."""
         return x
 
     def map(self, function: Callable[[In], Out], xs: In) -> Out:
-        """See `Tokens`."""
+        """Applies `function` once, to all tokens."""
         return function(xs)
 
 

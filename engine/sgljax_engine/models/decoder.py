@@ -171,7 +171,7 @@ class _Layers(NamedTuple):
     def layer_inputs(
         self, args: tuple[jax.Array, jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, ...]:
-        """What each layer takes of the tokens besides hidden states (Gemma 4)."""
+        """Each layer's input from the tokens besides hidden states (Gemma 4)."""
         ids, x, adapters = args
         config, size = self.context.config, self.context.config.per_layer_input_size
         inner = self._replace(adapters=adapters)
@@ -243,7 +243,7 @@ class _Layers(NamedTuple):
         return x * self.params["layer_scalar"] if self.traits.has_layer_scale else x, experts
 
     def project_out(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """What follows attention, and the experts of each token as in `mlp`."""
+        """The part of a layer after attention; also the experts of each token, as in `mlp`."""
         out = self.layout.materialize(self.layout.place(out))
         out = self.linear("self_attn.o_proj", out)
         if not self.traits.has_post_norms:

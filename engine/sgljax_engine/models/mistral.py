@@ -8,7 +8,7 @@ from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
 
 _DEFAULT_WINDOW = 4096
-"""Of a config.json without `sliding_window`; null is no window, as v0.2 and v0.3 have it."""
+"""Window of a config.json without `sliding_window`; null is no window, as in v0.2 and v0.3."""
 
 
 def _config_from_hf(config: hf.HfConfig) -> ModelConfig:

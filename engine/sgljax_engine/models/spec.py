@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.attention.base import AttentionOptions
-from sgljax_engine.cache.contiguous_kv import PagedRows
+from sgljax_engine.cache.contiguous_kv import DecodeCache
 from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.kernels import Kernels, Options, Weight, XlaKernels
@@ -23,7 +23,7 @@ Params = Mapping[str, jax.Array]
 NewKV = tuple[jax.Array, jax.Array]
 """Keys and values of the tokens of a pass, each [T, K, H]."""
 
-LayerCache = LayerKV | PagedRows
+LayerCache = LayerKV | DecodeCache
 """One layer's cache. Models only pass it on."""
 
 Attend = Callable[
@@ -135,7 +135,7 @@ class ModelContext(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward pass returns.
+    """Results of a forward pass.
 
     Attributes:
         hidden: [T, D].

@@ -14,7 +14,7 @@ from sgljax_engine.models.spec import ParamKind
 from sgljax_engine.weights.rules import Rule
 
 _INSIDE_MULTIMODAL = ("language_model.model.", "model.language_model.")
-"""What a multimodal checkpoint has for the "model." of its language model: in files, and in modules
+"""Prefixes in a multimodal checkpoint for its language model's "model.": in files, and in modules
 of transformers 5."""
 
 _BESIDE_TEXT = (
@@ -34,9 +34,8 @@ def hf_rules(model_config: ModelConfig) -> tuple[Rule, ...]:
     biases vectors. Experts are tensors of their own, as on the hub, or stacked and fused as in the
     memory of transformers 5: `experts.gate_up_proj` and `experts.down_proj`. The rules ignore extra
     tensors of a checkpoint: the frequencies of old rotary embeddings, a copy of tied embeddings as
-    `lm_head.weight`, and keys of layers that read those of another layer. For a language model that
-    is also part of a multimodal one, they take its weights out of that, and ignore all that is
-    beside it.
+    `lm_head.weight`, and keys of layers that read those of another layer. For the language model of
+    a multimodal checkpoint they take its weights, and ignore all others.
 
     Args:
         model_config: Config of the model.
@@ -73,7 +72,7 @@ def _multimodal(architecture: str) -> str:
 
 
 def _multimodal_rules(rules: list[Rule]) -> list[Rule]:
-    """`rules` for the names in a multimodal checkpoint, and rules that ignore its other modules."""
+    """`rules` for names in a multimodal checkpoint, and rules that ignore its other modules."""
     inside = [
         rule._replace(source=prefix + rule.source.removeprefix("model."))
         for prefix in _INSIDE_MULTIMODAL

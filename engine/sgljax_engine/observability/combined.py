@@ -20,7 +20,7 @@ _LARGEST = {
     "sleep_s",
     "wake_s",
 }
-"""Counters of what the engines do together, or that are no sums; all others are added up."""
+"""Counters that are no sums, or count what the engines do together; all others are added up."""
 
 
 _SUMS_OF_STATES = (
@@ -36,7 +36,7 @@ _SUMS_OF_STATES = (
     "num_compiles",
     "compile_s",
 )
-"""Fields of a state that are added up; what is neither here nor combined is the same everywhere."""
+"""Fields of a state that are added up. Others are combined by hand, or equal in all engines."""
 
 
 def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
@@ -50,7 +50,7 @@ def combine_counters(counters: Sequence[EngineCounters]) -> EngineCounters:
 
 
 def combine_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
-    """What all engines take."""
+    """The memory of all engines."""
     names = (
         "weights_bytes",
         "kv_bytes",
@@ -101,12 +101,12 @@ def _sums(objects: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def combine_recordings(recordings: Sequence[Recording]) -> Recording:
-    """One recording: the tracks of all engines but the first get its index into their names."""
+    """One recording. Names of tracks end in the engine's index, except for the first engine."""
     if len(recordings) == 1:
         return recordings[0]
     events = [
-        _of_engine(event, place)
-        for place, recording in enumerate(recordings)
+        _of_engine(event, index)
+        for index, recording in enumerate(recordings)
         for event in recording.events
     ]
     return Recording(
@@ -118,20 +118,20 @@ def combine_recordings(recordings: Sequence[Recording]) -> Recording:
     )
 
 
-def _of_engine(event: RecordedEvent, place: int) -> RecordedEvent:
-    return event if place == 0 else event._replace(track=f"{event.track} {place}")
+def _of_engine(event: RecordedEvent, index: int) -> RecordedEvent:
+    return event if index == 0 else event._replace(track=f"{event.track} {index}")
 
 
 def _sum_samples(samples: Sequence[Sequence[RecordedSample]]) -> list[RecordedSample]:
-    """Samples of the whole group: the latest of each engine, whenever one has a new one."""
+    """Samples of the group: whenever an engine has a new sample, the sum of the latest of each."""
     merged = sorted(
-        ((sample, place) for place, each in enumerate(samples) for sample in each),
+        ((sample, index) for index, each in enumerate(samples) for sample in each),
         key=lambda pair: pair[0].time_s,
     )
     latest: dict[int, RecordedSample] = {}
     sums: list[RecordedSample] = []
-    for sample, place in merged:
-        latest[place] = sample
+    for sample, index in merged:
+        latest[index] = sample
         known = list(latest.values())
         sums.append(
             sample._replace(

@@ -13,28 +13,29 @@ class EngineCounters:
 
     Attributes:
         num_requests: Requests added.
-        num_finished: Requests that ended, whatever the reason.
+        num_finished: Requests that ended, for any reason.
         num_prefill_tokens: Tokens prefilled, including repeats after retractions.
         num_cached_tokens: Tokens that requests took from the prefix cache instead.
         num_page_copies: Shared pages that were copied so that a request could extend them.
         num_output_tokens: Tokens generated.
-        num_dispatches: Scheduler steps that ran something on the device.
-        used_kv_tokens: Tokens of the pages in use, summed over dispatches, times the number of
-            engines: divided by `num_dispatches` and `EngineState.total_kv_tokens` it is the mean
-            use of the KV cache.
+        num_dispatches: Scheduler steps that ran a program on the device.
+        used_kv_tokens: Tokens of the pages in use, summed over dispatches and multiplied by the
+            number of engines. Divided by `num_dispatches` and `EngineState.total_kv_tokens` it is
+            the mean use of the KV cache.
         num_decode_rows: Rows of all decode dispatches together.
         max_decode_batch: Rows of the largest decode dispatch.
         num_retractions: Times a running request lost its pages.
         num_aborted: Requests that ended with finish reason `abort`.
         num_pauses: Times that generation was paused.
-        pause_s: Seconds of pauses, from the call on; in an `EngineState` with the current pause.
+        pause_s: Seconds of pauses, from the call on; an `EngineState` includes the current pause.
         num_weight_updates: Weight swaps.
         num_sleeps: Times that the engine went to sleep.
         num_failed_steps: Steps that raised.
         num_first_tokens: Requests that got their first token.
         time_to_first_token_s: Seconds from the call to the first token, summed over those requests.
         e2e_latency_s: Seconds from the call to the end, summed over all `num_finished`.
-        prefill_s, decode_s: Seconds the engine thread spent dispatching prefill and in decode.
+        prefill_s, decode_s: Seconds that the engine thread spent on dispatching prefill, and on
+            decode.
         update_s: Seconds that the engine thread spent on new weights; it decodes while another
             thread makes them.
         sleep_s, wake_s: Seconds spent going to sleep and waking up.
@@ -43,9 +44,10 @@ class EngineCounters:
         num_verified_tokens: Tokens that these dispatches generated; they are output tokens too.
         num_drafted_history, num_drafted_siblings, num_drafted_ngram: Draft tokens that were
             verified, by drafter.
-        num_accepted_history, num_accepted_siblings, num_accepted_ngram: Those that were right.
-        speculation_saved_s: Seconds that dispatches with drafts would have taken longer without, by
-            the measured cost of a step; 0 where costs are not measured.
+        num_accepted_history, num_accepted_siblings, num_accepted_ngram: Draft tokens that were
+            right, by drafter.
+        speculation_saved_s: Seconds that drafts saved, by the measured cost of a step; 0 where
+            costs are not measured.
     """
 
     num_requests: int = 0
@@ -85,7 +87,7 @@ class EngineCounters:
     speculation_saved_s: float = 0.0
 
     def since(self, before: EngineCounters) -> EngineCounters:
-        """What each counter grew by since an earlier copy."""
+        """The growth of each counter since an earlier copy."""
         names = [field.name for field in dataclasses.fields(self)]
         return EngineCounters(**{n: getattr(self, n) - getattr(before, n) for n in names})
 
@@ -101,7 +103,7 @@ class EngineCounters:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a row got from a step of a dispatch with drafts, mean; 0 without such."""
+        """Mean tokens of a row in a step of dispatches with drafts; 0 without such dispatches."""
         rows = self.num_verify_rows
         return self.num_verified_tokens / rows if rows else 0.0
 
@@ -110,8 +112,8 @@ class EngineCounters:
 class MemoryReport:
     """Memory that an engine took when it started, and why.
 
-    Bytes are totals over all devices, copies included: norms are on each device, kv heads on
-    several if there are more devices than heads, and each engine of a group has all weights.
+    Bytes are totals over all devices, copies included: each device has the norms, several have the
+    same kv heads if there are more devices than heads, and each engine of a group has all weights.
 
     Attributes:
         weights_bytes: Bytes of the weights; doubled while an update makes new ones.
@@ -122,14 +124,13 @@ class MemoryReport:
         page_size: Tokens in a page.
         window_kv_tokens: Tokens that the window pages of sliding layers hold; 0 if these layers
             have the same pages as the others.
-        saved_window_bytes: Bytes that the pages of as many tokens would take in addition without
-            window pages.
+        saved_window_bytes: Additional bytes for as many tokens without window pages.
         rule: The rule that set `kv_tokens`: "num_kv_tokens", "mem_fraction_static", or
             "max_running_requests x max_model_len" if that fits.
-        free_bytes: Memory that was free once the weights were loaded, on all devices, or on the
-            host for CPUs; None when the devices do not say.
-        program_bytes: Bytes that programs need beside all this; 0 if the compiler was not asked,
-            since pages leave half of the free memory, or on CPUs.
+        free_bytes: Free memory after the weights were loaded, on all devices, or on the host for
+            CPUs; None if the devices do not report it.
+        program_bytes: Bytes that programs need beside all this. 0 on CPUs, and if pages leave half
+            of the free memory, since the compiler is not asked then.
         num_engines: Engines that share the devices: the data-parallel size.
         tp_size: Devices of each engine.
     """
@@ -152,36 +153,35 @@ class MemoryReport:
 class EngineState:
     """A consistent snapshot of the engine, taken between two dispatches.
 
-    Each engine of a group is looked at between two dispatches of its own, so not at one moment. All
-    of them have done the same commands by then, and each request is counted once.
+    Each engine of a group is read between two dispatches of its own, so not all at one moment. By
+    then all of them have done the same commands, and each request is counted once.
 
-    Its properties are facts under the names that SGLang has for them.
+    The properties have SGLang's names.
 
     Attributes:
         running_batch_size: Requests that hold KV pages.
         waiting_queue_size: Requests that wait for room, or for generation to continue.
         num_prefilling: Running requests whose prompt is not fully prefilled.
-        running_rids, waiting_rids: Their ids, oldest first.
+        running_rids, waiting_rids: Ids of running and waiting requests, oldest first.
         pause_mode: Mode of the current pause; None while generation is not paused.
-        asleep: Parts that sleep, so are not on the devices; empty while the engine is awake.
+        asleep: Parts that sleep, and are not on the devices; empty while the engine is awake.
         host_bytes: Bytes of the host copies that a sleeping engine keeps.
         has_weights: Whether weights are available. False while they sleep, and after
             `sleep(level=2)` or a failed update with donate=True dropped them, until an update
             succeeds.
         available_kv_tokens: Tokens that free pages and evictable cached pages hold.
-        cached_kv_tokens: Tokens that the prefix cache's pages hold, in use or not: the size of
-            its tree.
+        cached_kv_tokens: Tokens in the prefix cache's pages, in use or not: the size of its tree.
         total_kv_tokens: Tokens that all pages hold.
-        held_window_tokens: Tokens of the window pages that running requests need; 0 where sliding
-            layers have the same pages as the others.
-        is_kv_allocated: Whether the pages take memory; False between `release_kv_cache` and the
+        held_window_tokens: Tokens of the window pages that running requests need; 0 without window
+            pages.
+        is_kv_allocated: Whether the pages are allocated; False between `release_kv_cache` and the
             next dispatch, and while they sleep.
         weight_version: Version of the serving weights: 0 at first, incremented by every update.
         adapters: Names of the adapters that are loaded.
         new_token_ratio: See `SchedulerConfig.init_new_token_ratio`.
         init_new_token_ratio: Its value after a flush.
         forward_ct_decode: Decode dispatches since the start or the last flush.
-        num_compiles: Device programs prepared so far: compiled, or found from an equal engine of
+        num_compiles: Device programs prepared so far: compiled, or taken from an equal engine of
             the process.
         compile_s: Seconds spent compiling them.
         memory: Memory that the engine took at its start.
@@ -222,12 +222,12 @@ class EngineState:
 
     @property
     def req_to_token_pool_used(self) -> int:
-        """Requests that have a place in the page table."""
+        """Requests that have a row in the page table."""
         return self.running_batch_size
 
     @property
     def cur_batch_is_none(self) -> bool:
-        """Whether the next dispatch has no request to go on with."""
+        """Whether no started request is left for the next dispatch."""
         return self.running_batch_size == 0
 
     @property
@@ -237,7 +237,7 @@ class EngineState:
 
     @property
     def chunked_req_is_none(self) -> bool:
-        """Whether no prompt is prefilled in part."""
+        """Whether no prompt is partly prefilled."""
         return self.num_prefilling == 0
 
     @property

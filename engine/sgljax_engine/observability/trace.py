@@ -21,7 +21,7 @@ ENGINE_TRACK = "engine"
 DETOKENIZER_TRACK = "detokenizer"
 UPDATES_TRACK = "updates"
 STATE_TRACK = "state"
-"""Track of pauses and sleep, on which no thread spends time."""
+"""Track of pauses and sleep, which take no thread's time."""
 
 Args = Mapping[str, int | float | str]
 
@@ -33,7 +33,7 @@ class RecordedEvent(NamedTuple):
         track: The thread that did it, or "state".
         name: Name of the event.
         begin_s, end_s: Start and end; equal for an instant.
-        args: More about it.
+        args: Further facts.
     """
 
     track: str
@@ -141,7 +141,7 @@ class Recorder:
         self._samples.append(sample)
 
     def begin(self, name: str, args: Args) -> None:
-        """Begins a state, even while recording is off; a state of that name in progress goes on."""
+        """Begins a state, even while recording is off. A state of that name that lasts goes on."""
         now = time.perf_counter()
         self._open.setdefault(name, RecordedEvent(STATE_TRACK, name, now, now, args))
 

@@ -68,7 +68,7 @@ class Placement(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def page_layouts(self, model: ModelConfig, heads_per_row: int) -> tuple[PageLayout, ...]:
-        """Where the heads of a token are in a page, for each of the model's cached layers."""
+        """Layout of a token's heads in a page, for each of the model's cached layers."""
         return tuple(
             PageLayout(*shape, heads_per_row, self.num_tensor_shards // self.kv_copies(shape))
             for shape in model.cached_kv

@@ -65,27 +65,27 @@ def conversation_ids(
         check_text(message.get("content") or "")
     plain = [_without_ids(each) for each in messages]
     template = _Template(tokenizer, plain, template_options, max_tokens)
-    places = [i for i, message in enumerate(messages) if _carries_ids(i, message)]
-    if len(places) > MAX_TURNS:
+    indices = [i for i, message in enumerate(messages) if _carries_ids(i, message)]
+    if len(indices) > MAX_TURNS:
         raise InvalidRequestError(
-            f"messages must have at most {MAX_TURNS} with token_ids, got {len(places)}"
+            f"messages must have at most {MAX_TURNS} with token_ids, got {len(indices)}"
         )
     last = len(messages) - 1
-    if not places:
+    if not indices:
         if continue_final_message:
             return template.open_ids(last)
         return template.ids(len(messages), add_generation_prompt)
-    ids = template.ids(places[0], True)
-    for place, end in itertools.pairwise([*places, len(messages)]):
-        message = messages[place]
-        _check_prompt(place, message, ids)
-        ids = ids + _ids_of(place, message, "token_ids")
-        if continue_final_message and place == last:
+    ids = template.ids(indices[0], True)
+    for index, end in itertools.pairwise([*indices, len(messages)]):
+        message = messages[index]
+        _check_prompt(index, message, ids)
+        ids = ids + _ids_of(index, message, "token_ids")
+        if continue_final_message and index == last:
             return ids
         if continue_final_message and end == len(messages):
-            tail = template.open_tail(place, last)
+            tail = template.open_tail(index, last)
         else:
-            tail = template.tail(place, end, add_generation_prompt or end < len(messages))
+            tail = template.tail(index, end, add_generation_prompt or end < len(messages))
         # The end-of-turn token is written by the template, and sampled unless the output was cut.
         ids += tail[1:] if ids[-1:] == tail[:1] else tail
     return ids
@@ -118,9 +118,9 @@ class _Template:
             template_options=self._options,
         )
 
-    def tail(self, place: int, end: int, add_generation_prompt: bool) -> list[int]:
+    def tail(self, index: int, end: int, add_generation_prompt: bool) -> list[int]:
         """Token ids of what follows the content of a message, up to another one."""
-        text = self._marked({place: self._mark}, end, add_generation_prompt)
+        text = self._marked({index: self._mark}, end, add_generation_prompt)
         return self._tokenizer.encode_rendered(text.partition(self._mark)[2])
 
     def open_ids(self, last: int) -> list[int]:
@@ -128,9 +128,9 @@ class _Template:
         text = self._marked({last: self._last_mark}, last + 1, False).partition(self._last_mark)[0]
         return self._tokenizer.encode_conversation(text + self._content(last))
 
-    def open_tail(self, place: int, last: int) -> list[int]:
-        """As `tail`, up to the end of the last message's content."""
-        text = self._marked({place: self._mark, last: self._last_mark}, last + 1, False)
+    def open_tail(self, index: int, last: int) -> list[int]:
+        """The ids of `tail`, up to the end of the last message's content."""
+        text = self._marked({index: self._mark, last: self._last_mark}, last + 1, False)
         text = text.partition(self._mark)[2].partition(self._last_mark)[0]
         return self._tokenizer.encode_rendered(text + self._content(last))
 
@@ -143,14 +143,14 @@ class _Template:
     def _marked(self, marks: Mapping[int, str], end: int, add_generation_prompt: bool) -> str:
         """The first messages as text, with marks instead of the contents of some."""
         messages = list(self._messages[:end])
-        for place, mark in marks.items():
-            messages[place] = {"role": messages[place]["role"], "content": mark}
+        for index, mark in marks.items():
+            messages[index] = {"role": messages[index]["role"], "content": mark}
         text = self._rendered(messages, add_generation_prompt)
-        for place, mark in marks.items():
+        for index, mark in marks.items():
             if text.count(mark) != 1:
                 why = "has token_ids" if mark == self._mark else "is to be continued"
                 raise InvalidRequestError(
-                    f"messages[{place}] {why}, but the chat template writes the content of that "
+                    f"messages[{index}] {why}, but the chat template writes the content of that "
                     f"message {text.count(mark)} times; it must be once"
                 )
         return text
@@ -183,39 +183,39 @@ def _without_ids(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in ID_FIELDS}
 
 
-def _carries_ids(place: int, message: Message) -> bool:
+def _carries_ids(index: int, message: Message) -> bool:
     given = [name for name in ID_FIELDS if message.get(name) is not None]
     if not given:
         return False
     if message["role"] != "assistant":
         raise InvalidRequestError(
-            f"messages[{place}] must be an assistant's to have {given[0]}, "
+            f"messages[{index}] must be an assistant's to have {given[0]}, "
             f"got role {message['role']!r}"
         )
     if "token_ids" not in given:
-        raise InvalidRequestError(f"messages[{place}] has prompt_token_ids but no token_ids")
+        raise InvalidRequestError(f"messages[{index}] has prompt_token_ids but no token_ids")
     return True
 
 
-def _ids_of(place: int, message: Message, name: str) -> list[int]:
+def _ids_of(index: int, message: Message, name: str) -> list[int]:
     array = np.asarray(message[name])
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise InvalidRequestError(
-            f"messages[{place}][{name!r}] must be a list of integers, got {message[name]!r}"
+            f"messages[{index}][{name!r}] must be a list of integers, got {message[name]!r}"
         )
     return array.astype(np.int64).tolist()
 
 
-def _check_prompt(place: int, message: Message, found: list[int]) -> None:
+def _check_prompt(index: int, message: Message, found: list[int]) -> None:
     if message.get("prompt_token_ids") is None:
         return
-    given = _ids_of(place, message, "prompt_token_ids")
+    given = _ids_of(index, message, "prompt_token_ids")
     if given == found:
         return
     pairs = enumerate(itertools.zip_longest(given, found))
-    at = next(index for index, (one, other) in pairs if one != other)
+    at = next(i for i, (one, other) in pairs if one != other)
     raise InvalidRequestError(
-        f"messages[{place}]['prompt_token_ids'] are not the ids of the messages before it: they "
+        f"messages[{index}]['prompt_token_ids'] are not the ids of the messages before it: they "
         f"differ at position {at} of {len(given)}. Send those messages, the template's options and "
         "the token_ids of earlier assistant messages as they were"
     )

@@ -9,7 +9,7 @@ from sgljax_engine.processing.tokenizer import DecodeOptions, Tokenizer, decode_
 from sgljax_engine.types import FinishReason, Request
 
 _CONTEXT_TOKENS = 8
-"""Prompt tokens that an output is decoded behind, if they have text."""
+"""Prompt tokens that are decoded before an output, if they have text."""
 
 
 class Detokenizer:
@@ -24,7 +24,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
 
     def text(self, request: Request, finish: FinishReason) -> str:
-        """The text of a finished request; empty if it wants none."""
+        """The text of a finished request; empty for one without text."""
         tokenizer, options = self._tokenizer, decode_options(request.params)
         if tokenizer is None or not request.params.detokenize:
             return ""
@@ -40,7 +40,7 @@ class Detokenizer:
         return stream.finish()
 
     def stream(self, request: Request) -> TextStream | None:
-        """The text of a request while it runs; None if it wants none."""
+        """The text stream of a running request; None for one without text."""
         params = request.params
         if self._tokenizer is None or not params.detokenize:
             return None
@@ -71,7 +71,7 @@ def _context(tokenizer: Tokenizer, request: Request, options: DecodeOptions) -> 
 
 
 def num_text_tokens(request: Request, finish: FinishReason) -> int:
-    """The output tokens that are text: without the stop token, unless it is to be included."""
+    """Number of output tokens in the text: all but the stop token, unless it is to be included."""
     if request.only_prefills:
         return 0
     has_stop_token = finish.type == "stop" and not isinstance(finish.matched, str)

@@ -13,11 +13,11 @@ from sgljax_engine.outputs import RequestOutput
 _T = TypeVar("_T")
 
 Piece = Callable[[RequestOutput], None]
-"""Takes the pieces of a streamed request but the last; on the detokenizer thread."""
+"""Takes all pieces of a streamed request except the last; on the detokenizer thread."""
 
 
 class Answer(NamedTuple):
-    """Where a request's output goes.
+    """The receivers of a request's output.
 
     Attributes:
         future: Gets the whole output of a request, or the last piece of a streamed one.
@@ -43,9 +43,9 @@ def reject(future: Future[Any], error: BaseException) -> None:
 def done_queue(futures: Sequence[Future[Any]]) -> queue.SimpleQueue[int]:
     """A queue that gets the index of each future once it is done.
 
-    Made before anybody else has the futures. Whoever waits for it instead of a future may be
-    interrupted at any moment. A future's own lock would stay taken if the interrupt came just
-    behind its acquisition, and whoever answers it would hang.
+    Make it before anybody else has the futures. A caller that waits for it, and not for a future,
+    may be interrupted at any moment. A future's own lock would stay taken if the interrupt came
+    right after its acquisition, and the thread that answers would hang.
     """
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index, future in enumerate(futures):

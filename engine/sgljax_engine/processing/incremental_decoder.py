@@ -82,7 +82,7 @@ class IncrementalDecoder:
         return self._decode(self._window)[self._num_final :]
 
     def open_text(self) -> str:
-        """What the tokens so far decode to behind the final text."""
+        """Text of the tokens so far behind the final text."""
         run = [] if self._run is None or self._run.is_broken else self._run.ids
         return self._decode(self._window + run)[self._num_final :]
 

@@ -127,7 +127,7 @@ class TextStream:
         return self.take()
 
     def _new(self, final: str, *, is_end: bool = False) -> str:
-        """What of final text is the output's."""
+        """The part of final text that belongs to the output."""
         return final if self._behind is None else self._behind.take(final, is_end=is_end)
 
     def _pending(self) -> str:

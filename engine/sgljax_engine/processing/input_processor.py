@@ -49,7 +49,7 @@ class LogprobArgs(NamedTuple):
     token_ids_logprob: Any = None
 
     def of_each(self, count: int) -> list[LogprobOptions]:
-        """The options of each prompt."""
+        """The log-prob options of each prompt."""
         lists = [
             _one_for_each(name, value, count)
             for name, value in zip(self._fields[:3], self[:3], strict=True)
@@ -73,7 +73,7 @@ class LogprobArgs(NamedTuple):
 
 
 class RequestFactory:
-    """Tokenises and checks requests. A refusal is an InvalidRequestError with field and limit."""
+    """Tokenizes and checks requests. Raises InvalidRequestError with the field and its limit."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class RequestFactory:
     ) -> tuple[list[Request], bool]:
         """The requests of a `generate` call, and whether its answer is a single dict.
 
-        With `is_default` the parameters are none of the caller's: those that do not fit are cut.
-        With `stands_alone` no output is decoded behind its prompt.
+        With `is_default` the caller gave no parameters, so those that do not fit are cut. With
+        `stands_alone` outputs are decoded without the prompt before them.
         """
         prompts, is_single = self._prompt_ids(prompt, input_ids)
         groups = _groups(rid, len(prompts))
@@ -246,7 +246,7 @@ class RequestFactory:
         return self.check_ids(self._tokenizer.encode(text))
 
     def check_ids(self, ids: Any) -> list[int]:
-        """Token ids of the vocabulary, at least one; raises InvalidRequestError for all else."""
+        """Checked token ids of the vocabulary, at least one; else raises InvalidRequestError."""
         try:
             array = np.asarray(ids)
         except ValueError:
@@ -273,7 +273,7 @@ class RequestFactory:
     def _with_limit(
         self, ids: list[int], params: SamplingParams, *, is_default: bool
     ) -> SamplingParams:
-        """The parameters with a maximum of new tokens: what nobody asked for is cut to what fits.
+        """The parameters with a maximum of new tokens; a default is cut to what fits.
 
         Raises:
             InvalidRequestError: when min_new_tokens do not fit.

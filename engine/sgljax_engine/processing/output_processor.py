@@ -1,13 +1,13 @@
-"""Who waits for which request, and what each of them is sent.
+"""The callers that wait for requests, and the outputs that they are sent.
 
-The engine thread publishes what a step did and flushes it while the next dispatch runs, so that the
-device does not wait for detokenization. A thread of the output processor's own turns tokens into
-text and answers. Requests that nobody watches reach it once, when they are finished. Streamed ones
-and those with stop strings reach it after every dispatch that gave them tokens.
+The engine thread publishes the results of a step, and flushes them while the next dispatch runs, so
+that the device does not wait for detokenization. The detokenizer thread turns tokens into text and
+answers. Watched requests, which stream or have stop strings, reach it after every dispatch that
+gave them tokens; others only when they are finished.
 
-A stop string is found on that thread. It answers the request at once, cut behind the token that
-completed the string, and tells the engine thread to end it. Tokens that the engine generated
-meanwhile are dropped.
+That thread also finds stop strings. It answers the request at once, up to the token that completed
+the string, and tells the engine thread to end it. Tokens that the engine generated meanwhile are
+dropped.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from sgljax_engine.types import FinishReason, Request, StepChanges
 _MAX_QUEUED = 4096
 
 OnEnd = Callable[[Request, FinishReason], None]
-"""Told of an unfinished request that was answered, and why it is to end."""
+"""Called with an unfinished request that was answered, and the reason to end it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Sent:
-    """What was sent of a watched request so far. The detokenizer thread's alone.
+    """The sent part of a watched request. Only for the detokenizer thread.
 
     Attributes:
-        text: Its text; None if it wants none.
-        unsent: Text that waits for the next piece.
-        num_added: Tokens that are in `text`.
-        num_tokens: Tokens of the pieces that were sent.
+        text: Its text; None for a request without text.
+        unsent: Text for the next piece.
+        num_added: Number of tokens in `text`.
+        num_tokens: Number of tokens in the sent pieces.
     """
 
     text: TextStream | None
@@ -55,14 +55,15 @@ class _Sent:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Record:
-    """A request that somebody waits for.
+    """A request that a caller waits for.
 
     Attributes:
-        request: The engine thread changes it.
-        answer: Where its output goes.
-        failure: What it is answered with instead, once it is finished. The engine thread's.
-        sent: The detokenizer thread's; None before the first piece of a watched request.
-        is_answered: The detokenizer thread's: nothing more is sent.
+        request: The request, which the engine thread changes.
+        answer: Receiver of its output.
+        failure: Error to answer with, once it is finished. Only for the engine thread.
+        sent: The sent part; None before the first piece of a watched request. Only for the
+            detokenizer thread.
+        is_answered: Whether nothing more is sent. Only for the detokenizer thread.
     """
 
     request: Request
@@ -73,9 +74,9 @@ class _Record:
 
 
 class _News(NamedTuple):
-    """A request that is finished, or has new tokens that somebody watches.
+    """News of a request that is finished, or is watched and has new tokens.
 
-    `routed` is `Request.routed` of that moment; a retraction takes it from the request.
+    `routed` is `Request.routed` at that moment, since a retraction removes it from the request.
     """
 
     record: _Record
@@ -99,11 +100,11 @@ class OutputProcessor:
         recorder: Recorder,
         on_finished: Callable[[Request, EngineError | None, float], None],
     ) -> None:
-        """Nobody waits.
+        """Starts without requests.
 
         Args:
             tokenizer: None leaves all text empty.
-            recorder: Notes what the detokenizer thread does.
+            recorder: Records what the detokenizer thread does.
             on_finished: Called when a request is finished, with its failure and the time.
         """
         self._detokenizer = Detokenizer(tokenizer)
@@ -116,12 +117,13 @@ class OutputProcessor:
         self.thread: threading.Thread | None = None
 
     def connect(self, on_end: OnEnd, thread_name: str | None) -> None:
-        """Says who ends requests that were answered while they ran. Before the first request.
+        """Sets `on_end`, and starts the detokenizer thread. Call it before the first request.
 
         Args:
             on_end: Called on the detokenizer thread when a text has a stop string or cannot be
                 decoded. It must not end the request at once, since a dispatch may be running.
-            thread_name: Starts the detokenizer thread; None has `flush` do its work.
+            thread_name: Name of the detokenizer thread; None starts none, and `flush` does its
+                work.
         """
         self._on_end = on_end
         if thread_name is not None:
@@ -131,11 +133,11 @@ class OutputProcessor:
     # ------------------------------------------------------------------ the registry
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Takes a new request and where its output goes."""
+        """Adds a request, and the receiver of its output."""
         self._records[request.rid] = _Record(request, answer)
 
     def hand_over(self, request: Request) -> Answer:
-        """Lets go of a request that has not started; another engine answers it."""
+        """Gives up a request that has not started; another engine answers it."""
         return self._records.pop(request.rid).answer
 
     def find(self, rid: str) -> Request | None:
@@ -144,26 +146,26 @@ class OutputProcessor:
         return None if record is None else record.request
 
     def holds(self, request: Request) -> bool:
-        """Whether this very request is unfinished."""
+        """Whether this request object is unfinished."""
         return self.find(request.rid) is request
 
     def check_integrity(self, unfinished: Iterable[Request]) -> None:
-        """Raises EngineError unless somebody waits for each of these requests, and no others."""
+        """Raises EngineError unless callers wait for exactly these requests."""
         if {request.rid: request for request in unfinished} != {
             rid: record.request for rid, record in self._records.items()
         }:
             raise EngineError("the queues have other requests than those that somebody waits for")
 
     def fail(self, request: Request, error: EngineError) -> None:
-        """Lets a request, once it is finished, be answered with an error."""
+        """Sets the error that a request gets once it is finished."""
         self._records[request.rid].failure = error
 
     def requests(self) -> list[Request]:
-        """All requests that somebody waits for."""
+        """All requests that callers wait for."""
         return [record.request for record in self._records.values()]
 
     def publish(self, changes: StepChanges) -> None:
-        """Takes what a step did; `flush` sends it."""
+        """Takes the results of a step; `flush` sends them."""
         for rid, failure in changes.failures.items():
             self._records[rid].failure = failure
         for request in changes.finished:
@@ -175,7 +177,7 @@ class OutputProcessor:
                 self._news.append(_News(record, num_tokens, None, None, now_s, request.routed))
 
     def finish(self, request: Request) -> None:
-        """A request is finished: it will be answered, with an error if it failed."""
+        """Removes a finished request; it will be answered, with an error if it failed."""
         record, now_s = self._records[request.rid], time.perf_counter()
         self._on_finished(request, record.failure, now_s)
         # Last: `close` answers what is still here, whatever fails before.
@@ -183,7 +185,7 @@ class OutputProcessor:
         self._add_end(record, now_s)
 
     def drop(self, request: Request, error: EngineError) -> None:
-        """Answers a request with an error and forgets it, where `finish` failed."""
+        """Answers a request with an error and forgets it, after `finish` failed."""
         record = self._records.pop(request.rid, None)
         if record is not None:
             reject(record.answer.future, error)
@@ -191,7 +193,7 @@ class OutputProcessor:
     def answer_finished(
         self, request: Request, answer: Answer, failure: EngineError | None
     ) -> None:
-        """Answers a request that was finished when it came."""
+        """Answers a request that came finished, from a checkpoint."""
         self._add_end(_Record(request, answer, failure), time.perf_counter())
 
     def _add_end(self, record: _Record, now_s: float) -> None:
@@ -213,7 +215,7 @@ class OutputProcessor:
                 self._queue.put(each)
 
     def close(self, make_error: Callable[[], EngineError]) -> None:
-        """Sends what is finished, ends the detokenizer thread, refuses the rest.
+        """Sends finished requests, ends the detokenizer thread, and refuses all others.
 
         Args:
             make_error: Makes the error of each unfinished request. If one error were raised on two
@@ -236,8 +238,8 @@ class OutputProcessor:
     def _take(self, news: _News | None) -> bool:
         """Handles one item; False at the end.
 
-        What it holds is gone when it returns: an answer or an error kept while waiting for the
-        next item would keep its caller's frames alive, and the engine with them.
+        It keeps no reference: an answer or error kept while waiting for the next item would keep
+        its caller's frames alive, and the engine with them.
         """
         if news is None:
             return False
@@ -336,7 +338,7 @@ def _output(news: _News, span: slice, text: str, finish: FinishReason | None) ->
 
 
 def _routed_experts(news: _News, num_tokens: int) -> np.ndarray | None:
-    """Of the prompt and so many output tokens but the last, if all of them are there."""
+    """The experts of the prompt and of all output tokens but the last, if all of them are there."""
     num_rows = len(news.record.request.prompt_ids) + num_tokens - 1
     if news.routed is None or len(news.routed) < num_rows:
         return None

@@ -21,7 +21,7 @@ class _Event(NamedTuple):
     The piece with a finish reason is the last.
     """
 
-    place: int
+    output_index: int
     output: RequestOutput | None
     error: BaseException | None = None
 
@@ -45,7 +45,7 @@ def _make_answers(count: int, put: Callable[[_Event], None]) -> list[Answer]:
 
 
 class _Pieces:
-    """State of both iterators: which requests are unfinished, and how to end them."""
+    """State of both iterators: the unfinished requests, and how to end them."""
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
         self._open = dict(enumerate(requests))
@@ -86,9 +86,9 @@ class _Pieces:
 class TokenStream(_Pieces, Iterator[dict[str, Any]]):
     """Result of `Engine.generate(stream=True)`. For one thread at a time.
 
-    Each item is a dict like `generate`'s with `index`, the place of the output among those of the
-    call. Its `text`, `output_ids` and log-probs are those since the output's last item. Text never
-    ends inside a UTF-8 character, and adds up to the text of the whole output.
+    Each item is a dict like `generate`'s with `index`, the output's index among those of the call.
+    Its `text`, `output_ids` and log-probs are those since the output's last item. Text never ends
+    inside a UTF-8 character, and adds up to the text of the whole output.
     `meta_info["finish_reason"]` is None except in an output's last item.
 
     `close`, or dropping the iterator, aborts unfinished requests.
@@ -129,13 +129,13 @@ class AsyncTokenStream(_Pieces, AsyncIterator[dict[str, Any]]):
     """
 
     def __init__(self, requests: list[Request], abandon: Callable[[list[Request]], None]) -> None:
-        """See `TokenStream`. Needs a running event loop, the one to iterate in."""
+        """Iterates in the event loop that runs now; arguments are those of `TokenStream`."""
         super().__init__(requests, abandon)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
     def make_answers(self) -> list[Answer]:
-        """See `TokenStream.make_answers`."""
+        """Answers for the requests, which hand their events to the event loop."""
         loop, events, ref = self._loop, self._events, weakref.ref(self)
 
         def put(event: _Event) -> None:

@@ -126,12 +126,12 @@ class HFTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """See `Tokenizer`."""
+        """End-of-sequence id, if there is one."""
         return self._tokenizer.eos_token_id
 
     @property
     def byte_run_ids(self) -> Mapping[int, int]:
-        """See `Tokenizer`."""
+        """The byte of each byte-fallback token, if a run of such tokens is decoded as a whole."""
         return self._byte_run_ids
 
     @functools.cached_property
@@ -146,27 +146,27 @@ class HFTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """See `Tokenizer`; of several templates, the default."""
+        """The source of the chat template; of several, the default one."""
         return _template_source(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a prompt, with the tokenizer's special tokens."""
         return list(self._tokenizer.encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a part of a rendered conversation, without further special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_conversation(self, text: str) -> list[int]:
-        """See `Tokenizer`. All special tokens, BOS included, come from the template."""
+        """Token ids of a rendered conversation; its template adds all special tokens, BOS too."""
         return self.encode_rendered(text)
 
     def check_decode_options(self, options: DecodeOptions) -> None:
-        """See `Tokenizer`."""
+        """Supports all options, which must be bools."""
         _check_bools(options)
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """See `Tokenizer`.
+        """Text of token ids, without any clean-up of spaces.
 
         This overrides the tokenizer's own `clean_up_tokenization_spaces`: the clean-up removes
         spaces that the model wrote, and later changes the text of a prefix.
@@ -200,7 +200,7 @@ class HFTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """See `Tokenizer`."""
+        """Text of a conversation, rendered with the tokenizer's own chat template."""
         return render(
             self._tokenizer,
             messages,
@@ -216,7 +216,7 @@ class HFTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a conversation, rendered with the tokenizer's own chat template."""
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -235,30 +235,30 @@ class TunixTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """See `Tokenizer`."""
+        """End-of-sequence id, if there is one."""
         eos = self._tokenizer.eos_id()
         return eos if eos is not None and eos >= 0 else None
 
     @property
     def byte_run_ids(self) -> Mapping[int, int]:
-        """See `Tokenizer`."""
+        """Empty: no run of byte tokens is known to be decoded as a whole."""
         return {}
 
     @property
     def chat_template(self) -> str | None:
-        """See `Tokenizer`."""
+        """None: such a tokenizer does not show its template."""
         return None
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a prompt, after one BOS."""
         return self._with_bos(self._tokenizer.encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a part of a rendered conversation."""
         return [int(token) for token in self._tokenizer.encode(text)]
 
     def encode_conversation(self, text: str) -> list[int]:
-        """See `Tokenizer`. The conversation starts with one BOS, like all prompts of Tunix."""
+        """Token ids of a rendered conversation, after one BOS like all prompts of Tunix."""
         ids, bos = self._with_bos(self.encode_rendered(text)), self._tokenizer.bos_id()
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
@@ -270,7 +270,7 @@ class TunixTokenizer:
         return [bos, *ids]
 
     def check_decode_options(self, options: DecodeOptions) -> None:
-        """See `Tokenizer`. Supports only the defaults."""
+        """Supports only the defaults."""
         _check_bools(options)
         for field, default in DecodeOptions._field_defaults.items():
             value = getattr(options, field)
@@ -282,7 +282,7 @@ class TunixTokenizer:
                 )
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """See `Tokenizer`."""
+        """Text of token ids."""
         self.check_decode_options(options)
         return self._tokenizer.decode(self._known(ids))
 
@@ -298,7 +298,7 @@ class TunixTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """See `Tokenizer`."""
+        """Text of a conversation, rendered with the tokenizer's own chat template."""
         if not callable(getattr(self._tokenizer, "apply_chat_template", None)):
             raise InvalidRequestError(
                 f"messages need a chat template, and a tokenizer of type "
@@ -328,7 +328,7 @@ class TunixTokenizer:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a conversation, rendered with the tokenizer's own chat template."""
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -347,24 +347,24 @@ class TunixHFTokenizer(TunixTokenizer):
 
     @property
     def byte_run_ids(self) -> Mapping[int, int]:
-        """See `Tokenizer`."""
+        """The byte of each byte-fallback token, if a run of such tokens is decoded as a whole."""
         return self._hf.byte_run_ids
 
     @property
     def chat_template(self) -> str | None:
-        """See `Tokenizer`."""
+        """The source of the chat template; None without one."""
         return self._hf.chat_template
 
     def check_decode_options(self, options: DecodeOptions) -> None:
-        """See `Tokenizer`."""
+        """Supports all options, which must be bools."""
         self._hf.check_decode_options(options)
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """See `Tokenizer`."""
+        """Text of token ids, without any clean-up of spaces."""
         return self._hf.decode([int(token) for token in ids], options)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a part of a rendered conversation, without further special tokens."""
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
@@ -372,15 +372,15 @@ class SentencePieceTokenizer(TunixTokenizer):
     """A bare SentencePiece processor; its methods have other names."""
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a prompt, after one BOS."""
         return self._with_bos(self._tokenizer.EncodeAsIds(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
+        """Token ids of a part of a rendered conversation."""
         return self._tokenizer.EncodeAsIds(text)
 
     def decode(self, ids: Sequence[int], options: DecodeOptions = DEFAULT_DECODE_OPTIONS) -> str:
-        """See `Tokenizer`."""
+        """Text of token ids."""
         self.check_decode_options(options)
         return self._tokenizer.DecodeIds(self._known(ids))
 

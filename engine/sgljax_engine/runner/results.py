@@ -23,7 +23,7 @@ class PendingDecode(NamedTuple):
     Attributes:
         result: Arrays of the device: a `DecodeOutput`, or a `Verified` with drafts.
         rows: The requests in the order of the device's rows.
-        order: For each row, the place of its request in `SchedulerOutput.decode`.
+        order: For each row, the index of its request in `SchedulerOutput.decode`.
     """
 
     result: Any
@@ -36,12 +36,12 @@ class PendingDecode(NamedTuple):
         is_verified = isinstance(result, Verified)
         by_row = (_verified_rows if is_verified else row_outputs)(result, self.rows)
         outputs = list(by_row)
-        for place, output in zip(self.order, by_row, strict=True):
-            outputs[place] = output
+        for index, output in zip(self.order, by_row, strict=True):
+            outputs[index] = output
         return outputs
 
     def passes(self) -> tuple[int, ...] | None:
-        """See `StepOutput.passes`; waits too."""
+        """Forward passes for each width of a step, as in `StepOutput.passes`; waits too."""
         if not isinstance(self.result, Verified):
             return None
         return tuple(jax.device_get(self.result.num_steps).tolist())
@@ -117,7 +117,7 @@ def row_outputs(result: DecodeOutput, rows: Sequence[Request]) -> list[RowOutput
 
 
 def _verified_rows(result: Verified, rows: Sequence[Request]) -> list[RowOutput]:
-    """As `row_outputs`, with what became of the drafts."""
+    """The result of `row_outputs`, with the results of drafts."""
     outputs = row_outputs(result.output, rows)
     columns = (x.T.tolist() for x in (result.sources, result.num_drafted, result.num_right))
     places = zip(outputs, *columns, result.acceptance.tolist(), strict=False)  # padding rows behind
@@ -136,11 +136,11 @@ def _row_extras(
 
 
 def extras_at(
-    extras: ExtraLogprobs, place: tuple[int, ...], options: LogprobOptions
+    extras: ExtraLogprobs, index: tuple[int, ...], options: LogprobOptions
 ) -> TopLogprobs:
-    """What a request asked for of one place in host arrays that places index."""
+    """Log-probs that a request asked for, at one index of arrays on the host."""
     return TopLogprobs(
-        values=extras.values[place][: options.top_num].tolist(),
-        token_ids=extras.token_ids[place][: options.top_num].tolist(),
-        chosen=extras.chosen[place][: len(options.token_ids)].tolist(),
+        values=extras.values[index][: options.top_num].tolist(),
+        token_ids=extras.token_ids[index][: options.top_num].tolist(),
+        chosen=extras.chosen[index][: len(options.token_ids)].tolist(),
     )

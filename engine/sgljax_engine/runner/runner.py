@@ -59,14 +59,14 @@ class ModelRunner:
     """Turns chunks and rows into device programs.
 
     Attributes:
-        programs: The compiled ones.
+        programs: The compiled programs.
         kv_memory: Pages and contiguous KV, which the programs read and write.
         scorer: Scores given tokens.
         costs: Of steps with drafts.
         routed_reader: Reads the experts of tokens; None if they are not kept.
         shapes: Sizes of the batches.
         weights: Physical weights by name.
-        weight_version: Their version; any thread may read it.
+        weight_version: Version of the weights; any thread may read it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ModelRunner:
         """Allocates the KV pages.
 
         Args:
-            static: What programs are compiled for.
+            static: The static context of the programs.
             placement: Devices and shardings.
             weights: Physical weights by name: arrays, or their `jax.ShapeDtypeStruct`s where
                 programs are only compiled.
@@ -98,7 +98,7 @@ class ModelRunner:
             contiguous_shapes: Shapes of the rows that decode attention reads; None if it reads
                 pages.
             slots: Room for adapters, which is among the weights; None without.
-            lowerings: Programs of the engine's group; None for a single engine.
+            lowerings: Lowered programs of the engine's group; None for a single engine.
             make_zeros: Makes the KV pages: arrays like the weights.
         """
         self._slots = slots
@@ -173,13 +173,13 @@ class ModelRunner:
     def dispatch(
         self, plan: SchedulerOutput, meanwhile: Callable[[], None], *, is_timed: bool = False
     ) -> PendingStep:
-        """Has the device do what the scheduler planned; `PendingStep.wait` waits for it.
+        """Dispatches what the scheduler planned; `PendingStep.wait` waits for it.
 
-        Prompt log-probs alone are waited for here. A failure to score is its request's alone; all
+        Only prompt log-probs are waited for here. If scoring fails, only its request fails; all
         other failures are raised, here or by `wait`.
 
         Args:
-            plan: Not empty.
+            plan: A plan that is not empty.
             meanwhile: Called when the device has work, before anything waits for it.
             is_timed: Wait for the prefill, so that its time does not count as the decode's.
         """
@@ -211,7 +211,7 @@ class ModelRunner:
         )
 
     def _score_prompts(self, requests: Sequence[Request]) -> dict[str, EngineError]:
-        """Takes prompt log-probs, of each prompt once; returns failures by request id."""
+        """Scores each prompt once that needs log-probs; returns failures by request id."""
         done: dict[Any, PromptLogprobs] = {}
         failures: dict[str, EngineError] = {}
         for request in requests:
@@ -259,10 +259,10 @@ class ModelRunner:
     def decode(self, output: SchedulerOutput) -> PendingDecode:
         """Dispatches the decode rows; does not wait for the device."""
         order = decode_order(output.decode, self._static.page_size)
-        rows = [output.decode[place] for place in order]
+        rows = [output.decode[index] for index in order]
         batch = build_decode_batch(
             rows,
-            [output.step_limits[place] for place in order],
+            [output.step_limits[index] for index in order],
             buckets=self.shapes.batch_buckets,
             table_width=self.shapes.table_width,
             has_adapters=self.has_adapters,
@@ -291,7 +291,7 @@ class ModelRunner:
         else:
             # Its tokens are in pages only.
             self.kv_memory.contiguous_slots.forget()
-            drafts = self._draft_batch([output.drafts[place] for place in order], size)
+            drafts = self._draft_batch([output.drafts[index] for index in order], size)
             call = ProgramCall("verify", (batch, sampling, options, drafts, *limits))
         result = self.run(call)
         for leaf in jax.tree.leaves(result):
@@ -310,18 +310,18 @@ class ModelRunner:
     # ------------------------------------------------------------------ weights
 
     def swap_weights(self, weights: Mapping[str, jax.Array]) -> None:
-        """Serves these weights from the next dispatch on; the old ones are let go."""
+        """Serves these weights from the next dispatch on; drops the old ones."""
         self.kv_memory.contiguous_slots.forget()
         self.weights = dict(weights)
 
     def empty_slots(self) -> dict[str, jax.Array]:
-        """Room for adapters without any; nothing for an engine without."""
+        """Empty adapter slots; nothing for an engine without adapters."""
         return {} if self._slots is None else empty_slots(self._slots)
 
     def checksum_weights(
         self, asleep: Mapping[str, HostArray] | None = None
     ) -> Callable[[], dict[str, str]]:
-        """Makes checksums of the weights of now, each in its logical shape.
+        """Makes checksums of the current weights, each in its logical shape.
 
         See `weights.checksum`. Any thread may call the result if `is_on_one_device`.
 
@@ -342,7 +342,7 @@ class ModelRunner:
         return make
 
     def differing_weights(self, source: Any, rules: Sequence[WeightRule]) -> list[str]:
-        """Names of weights that lack the bits of a mapped pytree of arrays; see `sync.differing`.
+        """Names of weights whose bits differ from a mapped pytree of arrays; see `sync.differing`.
 
         Raises:
             WeightSyncError: when the source does not map onto the weights.
@@ -355,7 +355,7 @@ class ModelRunner:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights, as of `Placement.held_bytes`."""
+        """Bytes of the weights, as `Placement.held_bytes` counts them."""
         return self._placement.held_bytes(self.weights.values())
 
     @property
@@ -364,15 +364,15 @@ class ModelRunner:
         return self._placement.mesh.size == 1
 
     def weights_to_host(self) -> dict[str, HostArray]:
-        """A copy of the weights."""
+        """A copy of the weights on the host."""
         return to_host(self.weights, self._host_memory)
 
     def weights_from_host(self, copy: Mapping[str, HostArray]) -> None:
-        """Serves the weights of a copy again."""
+        """Serves the weights of a host copy again."""
         self.weights = to_device(dict(copy))
 
     def release(self) -> None:
-        """Lets go of weights, pages and programs."""
+        """Drops weights, pages and programs."""
         self.weights = {}
         self.kv_memory.drop()
         self.programs.clear()

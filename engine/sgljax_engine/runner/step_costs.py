@@ -85,7 +85,7 @@ def verify_call(
     width: int,
     table: SamplingTable | None = None,
 ) -> ProgramCall:
-    """As `decode_call`, with steps of the width with that index."""
+    """The call of `decode_call`, with steps of the width at that index."""
     rows, sampling, limits = _rows(runner, size, num_steps)
     costs = np.full(len(runner.verify_widths(size)), _NEVER, np.float32)
     costs[width] = _ALWAYS

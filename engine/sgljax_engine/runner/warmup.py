@@ -123,7 +123,7 @@ def warm_calls(
 
 
 def largest(calls: Iterable[ProgramCall]) -> list[ProgramCall]:
-    """Of each program the call with the largest batch."""
+    """The call with the largest batch of each program."""
     found: dict[str, ProgramCall] = {}
     for call in calls:
         if call.name not in found or call_size(call) > call_size(found[call.name]):

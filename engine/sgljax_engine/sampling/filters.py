@@ -40,7 +40,7 @@ _ROWS_TOGETHER = 64
 
 
 class Filters(NamedTuple):
-    """What limits the tokens of each row.
+    """Limits of the tokens of each row.
 
     A pair is a number of 48 bits, the sum of its two float32: so the user's float64 decides.
 

@@ -19,7 +19,7 @@ from sgljax_engine.sampling.sampler import Sampler, SamplingBatch
 def _draw(
     choices_BV: jax.Array, rows: SamplingBatch, num_shards: int
 ) -> tuple[jax.Array, jax.Array]:
-    """See `Sampler`."""
+    """Draws a token of each row, as `Sampler` says."""
     del num_shards  # one device
     threshold = find_threshold(choices_BV, rows.filters)
     numbers = uniform(rows.seed, rows.step)
@@ -66,7 +66,7 @@ def _logprobs(
     temperature: jax.Array,
     batch: LogprobBatch | None = None,
 ) -> Logprobs:
-    """See `token_logprobs`."""
+    """Log-probs of the drawn tokens and of those asked for, as `token_logprobs` gives them."""
     ids, top = token[:, None], None
     if batch is not None:
         top = lax.top_k(logits_BV, batch.ranks.shape[0])[1].astype(jnp.int32)

@@ -175,7 +175,7 @@ def find_threshold(
 
 
 def divisor(temperature: jax.Array) -> jax.Array:
-    """What logits are divided by: 1 for greedy rows."""
+    """Divisor of the logits: 1 for greedy rows."""
     return jnp.where(temperature == 0.0, 1.0, temperature)
 
 

@@ -15,7 +15,7 @@ class TokenCounts:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         """Counts the tokens of a prompt."""
-        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt_ids))}
+        self._places = {token: index for index, token in enumerate(dict.fromkeys(prompt_ids))}
         self._ids = np.fromiter(self._places, np.int32, len(self._places))
         self._counts = np.zeros(len(self._ids), np.int32)
         self._num_counted = 0

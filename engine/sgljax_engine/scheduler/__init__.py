@@ -1,1 +1,1 @@
-"""Continuous batching: which requests run next, on which pages. Imports no JAX."""
+"""Continuous batching: chooses the requests that run next, and their pages. Imports no JAX."""

@@ -1,11 +1,11 @@
 """How many KV tokens admission keeps free, and how much work a dispatch does.
 
-The estimate of what running requests need follows SGLang's `new_token_ratio`: they are expected to
-use a fraction of the tokens they may still generate. The fraction decays while no request is
-retracted, so the batch grows, and jumps up after a retraction, to avoid a series of retractions.
+The estimate follows SGLang's `new_token_ratio`: running requests are expected to use that fraction
+of the tokens that they may still generate. The fraction decays while no request is retracted, so
+the batch grows. After a retraction it jumps up, to avoid a series of retractions.
 
-A dispatch cannot be interrupted, so its prefill and decode steps bound how long a command waits;
-and each dispatch costs host work, so it should not be much shorter than that bound.
+A dispatch cannot be interrupted, so its work bounds how long a command waits. Each dispatch also
+costs host work, so it should not be much shorter than that bound.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class AdmissionPolicy:
         return self._config.init_new_token_ratio
 
     def on_decode(self) -> None:
-        """After a successful decode dispatch: expect a little less."""
+        """After a successful decode dispatch, lowers the expectation a little."""
         decayed = self.new_token_ratio - self._config.new_token_ratio_decay
         self.new_token_ratio = max(decayed, self._config.min_new_token_ratio)
 
     def on_retract(self, running: Iterable[Request]) -> None:
-        """After pages ran out: expect at least what running requests have used so far."""
+        """After pages ran out, raises the expectation at least to what running requests used."""
         used = allowed = 0
         for request in running:
             used += len(request.output_ids) + min(self._config.decode_steps, _RETRACT_STEPS)
@@ -58,8 +58,8 @@ class AdmissionPolicy:
 class DispatchPacer:
     """Chooses the prefill tokens and decode steps of a dispatch. Owned by the scheduler.
 
-    It learns the seconds of a step, separately for every power of two of rows, and of a prefill
-    token. It allows as much work as fits `max_dispatch_s`, prefill first.
+    It learns the seconds of a prefill token, and of a step for every power of two of rows. It
+    allows as much work as fits `max_dispatch_s`, prefill first.
     """
 
     def __init__(self, config: SchedulerConfig, prefill_sizes: Sequence[int]) -> None:
@@ -67,8 +67,8 @@ class DispatchPacer:
 
         Args:
             config: Config with `max_dispatch_s` and `decode_steps`.
-            prefill_sizes: Token counts that determine the time of a prefill, ascending: a prefill
-                takes as long as the smallest of these that holds it.
+            prefill_sizes: Sizes of prefills in tokens, ascending: a prefill takes as long as the
+                smallest size that holds it.
         """
         self._config = config
         self._prefill_sizes = tuple(prefill_sizes)
@@ -86,7 +86,7 @@ class DispatchPacer:
         return max(int(min(left_s / step_s, self._config.decode_steps)), 1)
 
     def num_prefill_tokens(self, num_rows: int) -> int:
-        """Number of prefill tokens, of `prefill_sizes`, that leave time for a decode step."""
+        """The largest of `prefill_sizes` that leaves time for a decode step."""
         left_s = self._config.max_dispatch_s - (self._find_step_s(num_rows) or 0.0)
         fitting = [size for size in self._prefill_sizes if self._prefill_s(size) <= left_s]
         return max(fitting, default=self._prefill_sizes[0])
@@ -134,7 +134,7 @@ class DispatchPacer:
         self._step_s[size] = _approach(known, step_s, 1 - prefill_share)
 
     def _find_step_s(self, num_rows: int) -> float | None:
-        """Seconds of a step; if this many rows never ran, the seconds of more rows."""
+        """Seconds of a step; those of more rows if this many never ran."""
         size = num_rows.bit_length()
         larger = sorted(known for known in self._step_s if known >= size)
         return self._step_s[larger[0]] if larger else None

@@ -4,15 +4,15 @@
 runs. Requests join and leave the running batch at every call.
 
 Policy: first come, first served. When KV pages run out, the youngest running requests are
-retracted: they give up their pages and wait, at their old place in the queue, to be prefilled
-again, prompt and output so far together. The oldest request always keeps its pages, so every
+retracted: they give up their pages and return to their old position in the queue. Later their
+prompt and output so far are prefilled again. The oldest request always keeps its pages, so every
 request that fits the pool alone finishes in the end.
 
 Pages with the same tokens are computed once and shared. A prefill's pages can be shared as soon as
-it is planned: chunks run in the order in which they are planned, and of those that run together
-every layer writes all keys before any token reads them. So nothing may sort the chunks. A prompt
-that goes in chunks takes the whole budget of a dispatch, whatever that is each time, until its last
-chunk, so requests with the same beginning wait for it and then find its pages.
+it is planned: chunks run in planned order, and of chunks that run together each layer writes all
+keys before any token reads them. So the chunks must not be sorted. A prompt in chunks takes the
+whole budget of each dispatch until its last chunk. So requests with the same beginning wait for it,
+and then find its pages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sgljax_engine.types import (
 )
 
 _ROWS_PER_ADMISSION = 16
-"""Each dispatch has a price, such as copying the rows' pages on CPUs; an idle row has one too."""
+"""Rows of a dispatch for each one that may end early: dispatches cost time, and so do idle rows."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,10 +49,10 @@ class _Prefill:
     """The prefill of a dispatch while it is planned.
 
     Attributes:
-        budget: Tokens left.
+        budget: Remaining tokens.
         num_tokens: Tokens taken, in whole blocks.
         chunks, copies: What the device does.
-        ends: How far each request gets.
+        ends: Number of computed tokens that each request gets to.
     """
 
     budget: int
@@ -65,13 +65,13 @@ class _Prefill:
 class Scheduler:
     """Queues, running batch and what each request does next.
 
-    Invariant (see `check_integrity`): requests have pages while they run, and only then.
+    Invariant (see `check_integrity`): exactly the running requests have pages.
 
     Attributes:
-        admits_new: False keeps requests waiting that have not started; those that have, retracted
-            ones among them, go on.
-        policy: How much room admission keeps.
-        pacer: How much a dispatch does.
+        admits_new: Whether new requests may start. If False, only started requests go on, retracted
+            ones included.
+        policy: Room that admission keeps free.
+        pacer: Work of a dispatch.
         waiting, running: The queue and the batch, both in order of arrival, oldest first.
     """
 
@@ -90,9 +90,9 @@ class Scheduler:
         Args:
             config: Limits of the batch.
             pool: The pages; this scheduler is its only user.
-            token_block: Prefill programs work on blocks of this many tokens of one request, so
-                a chunk costs its length rounded up to the block.
-            max_prefill_tokens: The most token budget of a dispatch, a multiple of `token_block`.
+            token_block: Tokens of one request in a block of the prefill programs: a chunk costs its
+                length rounded up to whole blocks.
+            max_prefill_tokens: Largest token budget of a dispatch, a multiple of `token_block`.
             prefill_sizes: Token budgets that waste no padding, ascending multiples of
                 `token_block`, the last at least `max_prefill_tokens`; see `DispatchPacer`.
             speculator: Has drafts for small batches; None without speculation.
@@ -118,7 +118,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Takes a request out, wherever it is, and takes its pages."""
+        """Removes a request from queue or batch, and frees its pages."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._pool.release(request)
@@ -140,11 +140,11 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def start_over(self, failed: Iterable[Request], reason: FinishReason) -> None:
-        """Takes all pages and queues anew, after a failure that left them in doubt.
+        """Frees all pages and rebuilds the queues, after a failure that left them in doubt.
 
         Args:
-            failed: Requests that are finished by it.
-            reason: Theirs.
+            failed: Requests that the failure finishes.
+            reason: Their finish reason.
         """
         over = {id(request) for request in failed}
         left = [request for request in self.requests() if id(request) not in over]
@@ -155,11 +155,11 @@ class Scheduler:
         for request in failed:
             _take_pages(request)
             request.status, request.finish = RequestStatus.FINISHED, reason
-        for place, request in enumerate(left):
+        for index, request in enumerate(left):
             _take_pages(request)
-            request.num_retractions += place < num_running
+            request.num_retractions += index < num_running
             request.status = RequestStatus.WAITING
-            if place < num_started:
+            if index < num_started:
                 self.waiting.put_back(request)
             else:
                 self.waiting.append(request)
@@ -170,33 +170,33 @@ class Scheduler:
 
     @property
     def num_started(self) -> int:
-        """Requests that run, or ran and were retracted."""
+        """Number of requests that run, or ran and were retracted."""
         return len(self.running) + self.waiting.num_returned
 
     @property
     def has_work(self) -> bool:
-        """True while `schedule` finds something to do."""
+        """Whether `schedule` finds something to do."""
         return bool(self.running or self._num_startable)
 
     @property
     def _num_startable(self) -> int:
-        """Requests that wait and may start."""
+        """Number of waiting requests that may start."""
         return len(self.waiting) if self.admits_new else self.waiting.num_returned
 
     def _max_finished(self, num_rows: int) -> int | None:
-        """Rows that may finish before a dispatch ends for those that wait."""
+        """Number of rows that may finish before a dispatch ends early for waiting requests."""
         if not self._num_startable:
             return None
         return max(1, min(num_rows // _ROWS_PER_ADMISSION, self._num_startable))
 
     def reset_policy(self) -> None:
-        """Forgets what admission has learnt, as a flush of the cache asks."""
+        """Forgets what admission has learnt; for a flush of the cache."""
         self.policy = AdmissionPolicy(self._config)
 
     # ------------------------------------------------------------------ one dispatch
 
     def schedule(self) -> SchedulerOutput:
-        """Decides the next dispatch and allocates the pages that it writes to."""
+        """Plans the next dispatch, and allocates the pages that it writes to."""
         decodable = [r for r in self.running if r.num_computed == r.kv_len]
         num_steps, retracted = self._reserve_decode_pages(decodable)
         plan = _Prefill(self._prefill_budget())
@@ -233,7 +233,7 @@ class Scheduler:
         )
 
     def update(self, plan: SchedulerOutput, result: StepOutput) -> StepChanges:
-        """Takes a dispatch's results; finishes requests that stopped, are full or have failed."""
+        """Takes the results of a dispatch; finishes requests that stopped, failed or are full."""
         self._pool.settle()
         for chunk in plan.prefill:
             chunk.request.num_computed = chunk.start + chunk.num_tokens
@@ -263,7 +263,7 @@ class Scheduler:
     def _finish_failed(
         self, started: Iterable[Request], failures: Mapping[str, EngineError]
     ) -> list[Request]:
-        """Finishes those that failed and that the dispatch has not finished; returns them."""
+        """Finishes and returns failed requests that the dispatch has not finished."""
         failed = [r for r in started if r.rid in failures and r.finish is None]
         for request in failed:
             self.finish(request, FinishReason("error", message=str(failures[request.rid])))
@@ -272,7 +272,7 @@ class Scheduler:
     def _most_steps(
         self, num_rows: int, requests: Iterable[Request], prefill_tokens: int = 0
     ) -> int:
-        """Decode steps of a dispatch of so many rows, these requests among them."""
+        """Most decode steps of a dispatch with this many rows, these requests included."""
         num_steps = self.pacer.num_steps(num_rows, prefill_tokens)
         if any(request.is_watched for request in requests):
             return min(num_steps, self._config.stream_interval)
@@ -280,7 +280,7 @@ class Scheduler:
 
     @property
     def _num_rows(self) -> int:
-        """Rows that the next dispatch decodes, if nobody joins those that run."""
+        """Rows that the next dispatch decodes, if no request joins running ones."""
         return len(self.running) or min(len(self.waiting), self._config.max_running_requests)
 
     def _prefill_budget(self) -> int:
@@ -297,13 +297,13 @@ class Scheduler:
         return len(request.pages) * self._pool.page_size - request.kv_len
 
     def _most_tokens(self, num_steps: int) -> int:
-        """Tokens that a row may generate in a dispatch of so many steps with drafts."""
+        """Most tokens that a row may generate in a dispatch with this many steps and drafts."""
         most = num_steps * TOKENS_PER_STEP
         # Window pages are counted for steps of one token.
         return most if self._pool.windows is None else min(most, self._config.decode_steps)
 
     def _reserve_decode_pages(self, decodable: list[Request]) -> tuple[int, list[Request]]:
-        """Gives decoding rows pages for as many steps as fit, retracting the youngest for one."""
+        """Gives decoding rows pages for as many steps as fit; retracts requests if none fits."""
         num_steps = self._most_steps(self._num_rows, self.running)
         retracted: list[Request] = []
         per_step = 1
@@ -340,7 +340,7 @@ class Scheduler:
                 self._add_chunk(plan, request)
 
     def _has_prefill_left(self, plan: _Prefill) -> bool:
-        """Whether only the budget ends this prefill: then few rows decode, and the others soon."""
+        """Whether only the budget ends this prefill, so that more rows will decode soon."""
         has_place = self._num_startable and len(self.running) < self._config.max_running_requests
         unfinished = (r for r in self.running if plan.ends.get(r.rid, r.num_computed) < r.kv_len)
         return plan.budget <= 0 and (has_place or any(unfinished))
@@ -427,12 +427,12 @@ def _arrival(request: Request) -> int:
 
 
 def _take_pages(request: Request) -> None:
-    """For pages that the pool has forgotten."""
+    """Clears a request's pages, which the pool has forgotten."""
     request.pages, request.num_computed, request.routed = array("i"), 0, None
 
 
 def _begins_stream(decode: Iterable[Request]) -> bool:
-    """Whether somebody waits for the first token of one of these."""
+    """Whether one of these requests streams, and waits for its first token."""
     return any(request.is_streaming and not request.output_ids for request in decode)
 
 

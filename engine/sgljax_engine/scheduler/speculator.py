@@ -1,9 +1,8 @@
-"""Decides which dispatches verify drafts, and what their rows may draft from. Engine thread only.
+"""Decides which dispatches verify drafts, and from which sources. Engine thread only.
 
-The device chooses the width of each step. What it goes by comes from here: the costs of widths,
-each request's acceptance so far, and what a token is worth. A request that begins expects the
-acceptance of those before it. Long answers decide when a batch ends, so their drafts are worth
-more.
+The device chooses the width of each step, by numbers from here: the costs of widths, each request's
+acceptance so far, and the worth of a token. A new request expects the acceptance of earlier ones.
+Long answers decide when a batch ends, so their drafts are worth more.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sgljax_engine.speculation.texts import RequestText
 from sgljax_engine.types import Request, SchedulerOutput, StepOutput
 
 _FIRST_ACCEPTANCE = 0.9
-"""Before anything is known, and in a trial."""
+"""Expected acceptance at the start, and in a trial."""
 
 _TRIAL_STEPS, _MAX_TRIAL_STEPS = 1024, 8192
 """Steps without drafts after which they are tried again; twice as many after each vain trial."""
@@ -38,10 +37,10 @@ _GOOD_SHARE = 0.25
 """Share of right drafts after which a trial was not in vain."""
 
 _PRIOR_RATE = 0.02
-"""How far a draft moves what new requests expect towards what its request does."""
+"""How far one draft moves the acceptance that new requests expect towards its request's."""
 
 _RECOVERY_RATE = 0.02
-"""How far each request without a right draft moves it back, so that drafts are tried again."""
+"""How far a request without right drafts moves that back, so that drafts are tried again."""
 
 _TOKENS_PER_DRAFT = 8
 """Tokens without a draft that count as one that was not worth verifying."""
@@ -51,10 +50,10 @@ _LIGHTEST, _HEAVIEST = 0.5, 2.0
 
 
 class Speculator:
-    """Knows the drafters and how well they do.
+    """Plans the drafts of an engine, and learns how well they do.
 
     Attributes:
-        costs: Of steps; the runner measures them.
+        costs: Costs of steps, which the runner measures.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class Speculator:
         sizes: Sequence[int],
         num_drafts: int,
     ) -> None:
-        """Knows no request.
+        """Starts without requests.
 
         Args:
             config: Names the drafters.
-            drafters: Those that have references, by name; all engines of a group have the same.
-            costs: Of steps.
+            drafters: Drafters that keep references, by name; all engines of a group share them.
+            costs: Costs of steps.
             sizes: Batch sizes that verify drafts, ascending.
             num_drafts: Most drafts of a row in a step.
         """
@@ -91,7 +90,7 @@ class Speculator:
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request) -> None:
-        """A request came."""
+        """Adds a request."""
         if request.text is None:
             request.text = RequestText(request.prompt_ids)
         request.text.update(request.output_ids)
@@ -101,7 +100,7 @@ class Speculator:
             drafter.add(request.text)
 
     def finish(self, request: Request) -> None:
-        """A request is finished."""
+        """Removes a finished request."""
         reason = request.finish
         is_answered = reason is not None and reason.type in ("stop", "length")
         version = request.token_versions[-1] if is_answered and request.output_ids else None
@@ -111,7 +110,7 @@ class Speculator:
             self._prior = [each + more for each, more in zip(self._prior, hoped, strict=True)]
 
     def hand_over(self, request: Request) -> None:
-        """A request goes to another engine."""
+        """Removes a request that goes to another engine."""
         self._end(request, End(is_moved=True))
 
     def _end(self, request: Request, end: End) -> None:
@@ -128,7 +127,7 @@ class Speculator:
         return 0 < len(requests) <= self._sizes[-1] and not self._has_given_up
 
     def take_costs(self, size: int, costs: StepCosts) -> None:
-        """Takes what was measured after the plan for a dispatch of that size."""
+        """Takes costs that were measured after a dispatch of this size was planned."""
         self.costs.put(size, costs)
         self._planned_s = time.perf_counter()
 
@@ -138,14 +137,14 @@ class Speculator:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a row to give pages for, for each step."""
+        """Tokens of a row, for each step, that get pages."""
         return math.ceil(self._tokens_per_step - 0.05)
 
     def plan(self, requests: Sequence[Request]) -> list[RowDrafts] | None:
-        """What each request may draft from; None if drafts do not pay.
+        """The draft sources of each request; None if drafts do not pay.
 
         Args:
-            requests: Those that decode together.
+            requests: Requests that decode together.
         """
         self._planned_s = time.perf_counter()
         if not self.may_draft(requests):
@@ -166,7 +165,7 @@ class Speculator:
             self._acceptance[request.rid] = [max(each, _FIRST_ACCEPTANCE) for each in known]
 
     def _may_pay(self, requests: Sequence[Request]) -> bool:
-        """Whether the program with drafts is the faster one, if there are any."""
+        """Whether the program with drafts may be the faster one."""
         costs = self.costs.get(self._size_of(requests))
         if costs is None:
             return True
@@ -177,7 +176,7 @@ class Speculator:
         return next(size for size in self._sizes if size >= len(requests))
 
     def saved_s(self, plan: SchedulerOutput, result: StepOutput) -> float:
-        """Seconds that a dispatch with drafts would have taken longer without, by the costs."""
+        """Seconds that drafts saved in a dispatch, by the costs."""
         costs = None if result.passes is None else self.costs.get(self._size_of(plan.decode))
         if costs is None or result.dispatch_s is None or plan.prefill:
             return 0.0
@@ -201,7 +200,7 @@ class Speculator:
         )
 
     def learn(self, plan: SchedulerOutput, result: StepOutput) -> None:
-        """Takes the tokens of a dispatch, and what became of its drafts."""
+        """Takes the tokens of a dispatch, and learns from its drafts."""
         num_drafted = num_right = 0
         for request, row in zip(plan.decode, result.rows, strict=True):
             _text(request).update(request.output_ids)
@@ -237,14 +236,14 @@ class Speculator:
         self._prior = [old + rate * (new - old) for old, new in pairs]
 
     def _hope(self, request: Request, num_tokens: int) -> None:
-        """Raises what is not tried, as the device does in steps without drafts."""
+        """Raises the acceptance of untried kinds, as the device does in steps without drafts."""
         rate = 1 - (1 - HOPE_RATE) ** num_tokens
         known = self._acceptance[request.rid]
         self._acceptance[request.rid] = [each + rate * max(HOPE - each, 0) for each in known]
 
 
 def _add_sources(request: Request) -> None:
-    """Notes that nobody drafted the newest tokens."""
+    """Notes that the newest tokens were not drafted."""
     count = len(request.output_ids) - len(request.draft_sources)
     request.draft_sources.extend([0] * count)
 

@@ -13,9 +13,9 @@ from sgljax_engine.types import Request
 class WaitingQueue:
     """Waiting requests, oldest first. Owned by the scheduler.
 
-    It holds two queues, one behind the other: *returned* requests ran before and were retracted;
-    the others have never run in this engine. Admission is in order of arrival, so every returned
-    request is older than all others, and there are never more of them than rows in the batch.
+    It holds two queues, one behind the other. *Returned* requests ran before and were retracted;
+    the others have never run in this engine. Admission is in order of arrival, so returned requests
+    are older than all others, and never more than the rows of a batch.
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class WaitingQueue:
             self._num_same_prompt[request.prompt_key] += 1
 
     def put_back(self, request: Request) -> None:
-        """Puts a retracted request back at its old place."""
+        """Puts a retracted request back at its old position."""
         bisect.insort(self._returned, request, key=_arrival)
         if not request.output_ids:
             self._num_same_prompt[request.prompt_key] += 1
 
     def remove(self, request: Request) -> None:
-        """Removes a request, wherever it is."""
+        """Removes a request from either queue."""
         if self._new.pop(request.rid, None) is None:
             self._returned.remove(request)
         if not request.output_ids:

@@ -1,4 +1,4 @@
-"""What all request bodies share: strict types, and no unknown field."""
+"""The base of all request bodies: strict types, and no unknown field."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _FALSE_ASKS = ("include_reasoning", "log_metrics", "stream_reasoning")
 SAMPLING: Mapping[str, ForeignField] = MappingProxyType(
     {name: f for name, f in FOREIGN_FIELDS.items() if name not in ("no_stop_trim", "sampling_seed")}
 )
-"""Of `sampling_params`. The two that are left out are SGLang's names of fields, and honoured."""
+"""Foreign fields of `sampling_params`, without the two names of SGLang's that are honoured."""
 
 GENERATE = foreign_fields(
     (
@@ -89,7 +89,7 @@ GENERATE = foreign_fields(
     _NEUTRAL,
     _FALSE_ASKS,
 )
-"""Of `/generate`."""
+"""Foreign fields of `/generate`."""
 
 _BOTH = (
     ("draw n samples and choose among them", "best_of"),
@@ -145,7 +145,7 @@ COMPLETION = foreign_fields(
     _NEUTRAL,
     _FALSE_ASKS,
 )
-"""Of `/v1/completions`."""
+"""Foreign fields of `/v1/completions`."""
 
 CHAT = foreign_fields(
     (
@@ -172,7 +172,7 @@ CHAT = foreign_fields(
     _NEUTRAL,
     _FALSE_ASKS,
 )
-"""Of `/v1/chat/completions`."""
+"""Foreign fields of `/v1/chat/completions`."""
 
 STREAM_OPTIONS = foreign_fields(
     (
@@ -181,7 +181,7 @@ STREAM_OPTIONS = foreign_fields(
     ),
     _NEUTRAL,
 )
-"""Of `stream_options`."""
+"""Foreign fields of `stream_options`."""
 
 MESSAGE = foreign_fields(
     (
@@ -192,21 +192,21 @@ MESSAGE = foreign_fields(
     ),
     _NEUTRAL,
 )
-"""Of a message. Clients send back what the reply of any server had."""
+"""Foreign fields of a message. Clients send back what the reply of any server had."""
 
 TEXT_PART = foreign_fields(
     (("the prefix cache decides", "cache_control prompt_cache_breakpoint"),), _NEUTRAL
 )
-"""Of a part of a message's content."""
+"""Foreign fields of a part of a message's content."""
 
 TOOL_CALL = foreign_fields((("it is not implemented", "custom extra_content"),), _NEUTRAL)
-"""Of a message's tool call."""
+"""Foreign fields of a message's tool call."""
 
 TOOL = foreign_fields(
     (("the prefix cache decides", "cache_control"), ("all tools are shown", "defer_loading")),
     _NEUTRAL,
 )
-"""Of a tool, and of its function."""
+"""Foreign fields of a tool, and of its function."""
 
 TOKENIZE = foreign_fields(
     (
@@ -216,4 +216,4 @@ TOKENIZE = foreign_fields(
     ),
     _NEUTRAL,
 )
-"""Of `/tokenize`."""
+"""Foreign fields of `/tokenize`."""

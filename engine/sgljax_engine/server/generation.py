@@ -76,7 +76,7 @@ class Generation:
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        """Nothing is open.
+        """Starts without open requests.
 
         Args:
             engine: Generates.

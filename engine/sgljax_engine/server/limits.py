@@ -1,4 +1,4 @@
-"""What a request may hold, so that refusing one takes no work: docs/server.md has the table."""
+"""Limits of a request, so that refusing one takes no work: docs/server.md has the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL_BYTES = 2048
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_FIELDS = 1024
-"""Of one JSON object; `logit_bias` may hold the vocabulary."""
+"""Most fields of one JSON object; `logit_bias` may hold the vocabulary."""
 
 MAX_CHARS_PER_TOKEN = 256
 """More than the longest entry of any vocabulary that is known."""

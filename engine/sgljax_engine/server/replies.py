@@ -42,7 +42,7 @@ _MAX_MESSAGE_CHARS = 2000
 _MAX_PARAM_CHARS = 200
 
 _SHORT = reprlib.Repr()
-"""Of a value, whatever its size."""
+"""Shortens the repr of a value of any size."""
 _SHORT.maxlevel = 4
 _SHORT.maxlist = _SHORT.maxdict = 16
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 160
@@ -139,7 +139,7 @@ def error_response(error: HTTPError) -> JSONResponse:
 
 
 class ErrorObject(BaseModel):
-    """What went wrong.
+    """The error of a refused or failed call.
 
     Attributes:
         message: For the client's developer.
@@ -175,7 +175,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         503: "Overloaded, halted for too long, or shutting down.",
     }.items()
 }
-"""For the OpenAPI schema."""
+"""Error replies, for the OpenAPI schema."""
 
 
 def describe_errors(app: FastAPI) -> None:
@@ -314,7 +314,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 class Closable(Protocol):
-    """What a stream of events is made of."""
+    """The source of a stream of events."""
 
     async def aclose(self) -> None:
         """Ends it. Idempotent."""

@@ -25,7 +25,7 @@ class _Interrupt(BaseException):
 
 
 class _Task(Generic[_T]):
-    """What a worker has to do. The lock says whether it still does it."""
+    """A worker's task. The lock says whether the worker still does it."""
 
     def __init__(self, work: Callable[[], _T], loop: asyncio.AbstractEventLoop) -> None:
         self.answer: asyncio.Future[_T] = loop.create_future()

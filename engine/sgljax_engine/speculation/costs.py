@@ -1,4 +1,4 @@
-"""What steps of each width cost on this machine. Written and read by the engine thread."""
+"""Costs of steps of each width on this machine. Written and read by the engine thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepCosts(NamedTuple):
         return best > _MARGIN / self.plain
 
     def learnt(self, passes: Sequence[int] | None, num_steps: int, seconds: float) -> StepCosts:
-        """With what a dispatch took.
+        """The costs after a dispatch, corrected by its time.
 
         Half of the error scales all costs; the other half scales only those of the steps that ran.
         A wider step never counts as the cheaper one.
@@ -49,7 +49,7 @@ class StepCosts(NamedTuple):
         Args:
             passes: Steps of the program with drafts, for each width; None without.
             num_steps: Steps of the program without.
-            seconds: Of all of them.
+            seconds: Time of all these steps.
         """
         if passes is None:
             parts, plain_s = [0.0] * len(self.widths), num_steps * self.plain
@@ -89,18 +89,18 @@ class CostTable:
         self._costs[size] = costs
 
     def get(self, size: int) -> StepCosts | None:
-        """Of a batch size; None if they were not measured."""
+        """Costs of a batch size; None if they were not measured."""
         return self._costs.get(size)
 
     def learn(
         self, size: int, passes: Sequence[int] | None, num_steps: int, seconds: float
     ) -> None:
-        """See `StepCosts.learnt`."""
+        """Corrects the costs of a batch size, as `StepCosts.learnt` does."""
         costs = self._costs.get(size)
         if costs is not None and num_steps:
             self._costs[size] = costs.learnt(passes, num_steps, seconds)
 
     def of_widths(self, size: int, num_widths: int) -> Sequence[float]:
-        """What the choice of a width goes by."""
+        """The numbers by which a width is chosen."""
         costs = self._costs.get(size) if self.measures else None
         return (1.0,) * num_widths if costs is None else costs.widths

@@ -61,12 +61,12 @@ class SiblingDrafter:
         self._finished: dict[PromptKey, deque[RequestText]] = {}
 
     def add(self, text: RequestText) -> None:
-        """See `Drafter`."""
+        """Adds a request to those with its prompt."""
         with self._lock:
             self._running.setdefault(text.key, []).append(text)
 
     def finish(self, text: RequestText, end: End) -> None:
-        """See `Drafter`."""
+        """Removes a request; keeps its output while others with its prompt are unfinished."""
         key = text.key
         with self._lock:
             running = [other for other in self._running.pop(key) if other is not text]
@@ -77,7 +77,7 @@ class SiblingDrafter:
                 self._running[key], self._finished[key] = running, finished
 
     def references(self, text: RequestText) -> Sequence[np.ndarray]:
-        """See `Drafter`."""
+        """Outputs of other requests with the prompt, the longest last."""
         with self._lock:
             known = (*self._running.get(text.key, ()), *self._finished.get(text.key, ()))
         others = [other for other in known if other is not text and other.num_output]
@@ -112,12 +112,12 @@ class HistoryDrafter:
         return self._num_bytes
 
     def add(self, text: RequestText) -> None:
-        """See `Drafter`."""
+        """Counts an unfinished request of the prompt."""
         with self._lock:
             self._num_unfinished[text.key] += 1
 
     def finish(self, text: RequestText, end: End) -> None:
-        """See `Drafter`."""
+        """Keeps the answer of a request that has a whole one."""
         with self._lock:
             if end.version is not None and text.num_output:
                 answer = Answer(end.version, text.reference.copy())
@@ -145,7 +145,7 @@ class HistoryDrafter:
             self._num_bytes -= len(oldest) + sum(answer.tokens.nbytes for answer in dropped)
 
     def references(self, text: RequestText) -> Sequence[np.ndarray]:
-        """See `Drafter`. The newest answer last."""
+        """Earlier answers to the prompt, the newest last."""
         with self._lock:
             answers = list(self._answers.get(text.key, ()))
         return [_around(answer.tokens, text.num_output) for answer in answers]

@@ -1,4 +1,4 @@
-"""What a dispatch may draft from. Host-side data types."""
+"""Sources of a dispatch's drafts. Host-side data types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ACCEPTANCE_KINDS = 3
 """Drafts without a match, of a short and of a long one are right more or less often."""
 
 HOPE, HOPE_RATE = 0.7, 1 / 1024
-"""Where an acceptance goes while nothing is drafted, so that it is tried again now and then."""
+"""Limit of an acceptance while nothing is drafted, so that drafts are tried now and then."""
 
 MOST_CERTAIN = 0.98
 """No acceptance counts as more, so that a draft is worth less than the one before it."""
@@ -31,7 +31,7 @@ def expected_right(acceptance: Any, count: Any) -> Any:
 
 
 class RowDrafts(NamedTuple):
-    """What one row may draft from.
+    """Sources of one row's drafts.
 
     Attributes:
         history: Earlier answers to the prompt, int32, the newest last.
@@ -51,7 +51,7 @@ class RowDrafts(NamedTuple):
 
 
 class RowVerified(NamedTuple):
-    """What became of a row's drafts in a dispatch.
+    """Results of a row's drafts in a dispatch.
 
     Attributes:
         sources: For each token 0, or 1 plus the index in `config.DRAFTERS` of who drafted it.

@@ -289,7 +289,7 @@ def _step(
             out_axes.remove(at)
         axes.remove(at)
     if rule.transpose is not None:
-        axes = [axes[place] for place in rule.transpose]
+        axes = [axes[index] for index in rule.transpose]
     if name == "lm_head":  # logical [vocab, model], transposed relative to projections
         first = len(out_axes)
         axes, target = [*axes[first:], *axes[:first]], target[::-1]

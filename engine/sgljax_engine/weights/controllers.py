@@ -2,7 +2,7 @@
 
 Under `jax.distributed` each process runs engines on the devices that it can address, while the
 trainer's arrays lie on the devices of all processes. A process can read only its own shards of
-them, so all processes first gather what they lack, in one program.
+them. So all processes first gather the missing shards, in one program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def local_submesh(
     Args:
         mesh: The devices of one process, or of several. Each process makes the same mesh.
         tensor_axis: Axis over which weights are sharded, if the mesh has it; None if it has none.
-        process_index: Process whose part to take; None takes the calling one.
+        process_index: Process whose part to return; None for the calling one.
 
     Returns:
         The mesh itself if all of its devices are this process's. Otherwise a mesh of the process's
@@ -60,13 +60,13 @@ def localize(tree: Any) -> Any:
     Otherwise it returns the tree, at no cost.
 
     An array stays sharded over the mesh axes that lie within a process, and becomes replicated over
-    those that span processes. Where this changes anything, one program gathers all arrays. Its
-    results become local arrays without a copy. So each device holds, beside the trainer's shard, a
-    whole copy of the weights (of its shard along the axes within the process) until the result is
-    released; in an update of weights, until the engine has made its own.
+    those that span processes. If this changes anything, one program gathers all arrays; its results
+    become local arrays without a copy. Beside the trainer's shard, each device then holds a whole
+    copy of the weights (or its shard along axes within the process) until the result is released.
+    In an update of weights that is when the engine has made its own.
 
     Args:
-        tree: Any pytree. Leaves other than arrays that span processes pass through untouched.
+        tree: Any pytree. Only arrays that span processes are replaced.
 
     Returns:
         The same tree with local arrays, on `local_submesh` of each array's mesh.
@@ -94,7 +94,7 @@ def _spans_processes(leaf: Any) -> bool:
 
 
 def _gather(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays without shards that another process alone holds."""
+    """Gathers arrays, so that no other process alone holds a shard."""
     shardings = [_gathered_sharding(x.sharding) for x in arrays]
     indices = [
         i
@@ -133,7 +133,7 @@ def _gathered_sharding(sharding: jax.sharding.Sharding) -> NamedSharding:
 
 
 def _local_view(array: jax.Array) -> jax.Array:
-    """An array of the shards that this process holds, which must be all that differ."""
+    """An array of the shards in this process, which must include all different ones."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
     assert isinstance(sharding.mesh, Mesh)

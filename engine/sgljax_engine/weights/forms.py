@@ -43,8 +43,8 @@ class Form(enum.Enum):
             return x
         if self is Form.PANELS:
             return pack(x)
-        turned = x.swapaxes(-1, -2)
-        return turned if self is Form.TRANSPOSED else pack(turned)
+        transposed = x.swapaxes(-1, -2)
+        return transposed if self is Form.TRANSPOSED else pack(transposed)
 
     def restore(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `store`, for a logical shape. Traced by JAX."""

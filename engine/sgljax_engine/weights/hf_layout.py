@@ -1,4 +1,4 @@
-"""Which safetensors files of a Hugging Face folder are the model."""
+"""Finds the safetensors files of the model in a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightFiles:
     Attributes:
         folder: The folder.
         names: File names in it, sorted; they need not exist.
-        index: The file of each tensor as the index has it; None for a single file without one.
+        index: The file of each tensor by the index; None for a single file without an index.
     """
 
     folder: Path
@@ -37,8 +37,8 @@ def find_weight_files(folder: str | Path) -> WeightFiles:
     """The files that transformers would load.
 
     transformers reads `model.safetensors`, or without it the shards that the index lists. Saving
-    one form over the other leaves files of the old model behind: an index without shards, which
-    does not count, or both sets whole, of which nothing tells the newer one.
+    one form over the other leaves files of the old model: an index without shards, which is
+    ignored, or two whole sets, of which nothing tells the newer one.
 
     Raises:
         WeightLoadError: for two whole sets of files, or an index that cannot be read.

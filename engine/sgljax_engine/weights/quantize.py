@@ -15,7 +15,7 @@ _LARGEST = 127
 
 
 class Quantized(NamedTuple):
-    """What a stored array is of a quantised weight. Hashable.
+    """The part of a quantised weight that an array stores. Hashable.
 
     Attributes:
         shape: Logical shape of the weight.

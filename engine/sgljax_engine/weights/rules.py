@@ -23,18 +23,17 @@ class Rule(NamedTuple):
             for one or more.
         target: Engine name, with `*`s filled from the source's matches; None ignores the source
             parameter on purpose.
-        transpose: Permutation of the source's axes (those of the part, if `part` is set).
+        transpose: Permutation of the source's axes, or of the part's axes if `part` is set.
         hook: Applied after the transpose.
-        part: For a fused parameter, the index on `part_axis` that this rule takes, before the
-            transpose; rules with the same source must together take all indices. "each" maps every
-            index to its own target, whose last `*` is the index: layers stacked in one array
-            (scanned, as in MaxText).
+        part: Index on `part_axis` of a fused parameter, taken before the transpose. Rules with the
+            same source must together take all indices. "each" maps every index to its own target,
+            whose last `*` is the index: for layers stacked in one array, as MaxText's scan does.
         part_axis: Axis of the source that `part` is taken from.
-        num_parts: Equal parts that `part_axis` is cut into, each of which keeps the axis. None cuts
-            it into its indices, without the axis.
-        into: For a target that stacks several sources along its first axis, such as the experts of
-            a layer, the index that this source becomes; the sources must together make all indices.
-            "each" takes the index from the source's last `*`.
+        num_parts: Number of equal parts that `part_axis` is cut into; the parts keep the axis. None
+            takes single indices, without the axis.
+        into: Index of this source in a target that stacks several along its first axis, such as the
+            experts of a layer. The sources must together fill all indices. "each" takes the index
+            from the source's last `*`.
     """
 
     source: str
@@ -48,7 +47,7 @@ class Rule(NamedTuple):
 
 
 class LoraRule(NamedTuple):
-    """A LoRA pair of the source: `scale` A B is added to a weight before its own rules map it.
+    """A LoRA pair of the source: `scale` A B is added to a weight before the weight's rules map it.
 
     Attributes:
         weight: Dotted source name of the weight W, which other rules map.
@@ -102,7 +101,7 @@ def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
 
 
 class RuleTable:
-    """Finds the rules of source names; a multimodal model has thousands of both."""
+    """Finds the rules of source names, fast: a multimodal model has thousands of both."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         """Takes the rules of an update, without its LoRA rules."""
@@ -110,7 +109,7 @@ class RuleTable:
         for rule in rules:
             self._by_source.setdefault(rule.source, []).append(rule)
         # Sources in the order of their first rules.
-        self._places = {source: place for place, source in enumerate(self._by_source)}
+        self._places = {source: index for index, source in enumerate(self._by_source)}
         self._patterns = [(s, re.compile(_pattern(s))) for s in self._by_source if "*" in s]
 
     def match(self, source: str, shape: Sequence[int] = ()) -> list[Match]:
@@ -180,7 +179,7 @@ def flatten_named(tree: Any) -> dict[str, Any]:
     """Flattens a pytree of arrays into `{"layers.0.attn.q_proj.w": array, ...}`.
 
     Args:
-        tree: Nested dicts and lists, or a `flax.nnx.State`, whose `Variable` wrappers do not show
+        tree: Nested dicts and lists, or a `flax.nnx.State`, whose `Variable` wrappers do not appear
             in the names. A flat dict with dotted keys stays unchanged. Or (name, array) pairs: a
             list, `dict.items()` or an iterator.
 

@@ -1,7 +1,7 @@
 """Reads safetensors files tensor by tensor, without mapping them into memory.
 
-A page of a mapped file that somebody has cut off ends the process with SIGBUS. Here each tensor is
-read into a buffer of its own, so that such a file is an error like any other.
+If a mapped file is truncated, reading a lost page ends the process with SIGBUS. Here each tensor is
+read into its own buffer, so a truncated file is an error like any other.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -44,10 +44,10 @@ _DTYPES: dict[str, np.dtype] = {
 
 
 class StoredTensor(NamedTuple):
-    """What a header says of a tensor.
+    """A tensor's entry in the header.
 
     Attributes:
-        dtype_name: As the format calls it; `dtype` may not know it.
+        dtype_name: The format's name; `dtype` may not know it.
         shape: Its shape.
         start: First byte in the file.
         end: First byte behind it.
@@ -60,7 +60,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype | None:
-        """NumPy's dtype; None for one that is not known here."""
+        """NumPy's dtype; None for an unknown one."""
         return _DTYPES.get(self.dtype_name)
 
 
@@ -68,16 +68,17 @@ class SafetensorsFile:
     """An open file. Not thread-safe.
 
     Attributes:
-        path: The file's.
+        path: Path of the file.
         stamp: Identity, size and time of change; equal while nobody writes to the file.
-        tensors: What the file holds, by name.
+        tensors: Tensors of the file, by name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Opens a file and reads its header.
 
         Raises:
-            WeightLoadError: for what is no regular file, or whose header does not fit its size.
+            WeightLoadError: for anything but a regular file, and for a header that does not fit the
+                size.
         """
         self.path = Path(path)
         self._file = _opened(self.path)
@@ -109,7 +110,7 @@ class SafetensorsFile:
         return data.view(tensor.dtype).reshape(tensor.shape)
 
     def check_unchanged(self, stamp: tuple[int, ...]) -> None:
-        """Raises WeightLoadError if somebody wrote to the file: what was read may be of both."""
+        """Raises WeightLoadError if the file was changed: what was read may be of both versions."""
         if self._stamp() != stamp:
             raise WeightLoadError(
                 f"cannot read {self.path}: it was changed while it was read. Write weights to a "

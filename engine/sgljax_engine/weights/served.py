@@ -35,7 +35,7 @@ class ServedSource:
         self._parts: dict[frozenset[str], SyncPlan] = {}
 
     def remember(self, plan: SyncPlan, source: Mapping[str, Any]) -> None:
-        """Records the source of the weights that serve from now on."""
+        """Records the source of the serving weights from now on."""
         self._origins = {}
         for step in plan.steps:
             arrays = step.arrays(source)

@@ -524,7 +524,7 @@ def _is_packed_natively(x: jax.Array, target: TargetSpec) -> bool:
 
 
 def _stored_rows(x: jax.Array, target: TargetSpec, is_native: bool) -> tuple[jax.Array, jax.Array]:
-    """As `_stored`, from rows of outputs [..., out, in]."""
+    """The result of `_stored`, from rows of outputs [..., out, in]."""
     if is_native and target.form is Form.PANELS and _is_packed_natively(x, target):
         return pack(x, target.dtype, is_by_output=True)
     cast = x.astype(target.dtype)

@@ -1,4 +1,4 @@
-"""What callers ask of the engines: one class for each command, one file for each noun."""
+"""The commands of callers to the engines: one class a command, one file a noun."""
 
 from sgljax_engine.core.command import Command, Part, PerEngineCommand, Task
 from sgljax_engine.core.commands.adapters import (

@@ -15,12 +15,12 @@ from sgljax_engine.core.transaction import GroupCommand
 from sgljax_engine.errors import EngineStateError
 
 BuildAdapter = Callable[[Sequence[Weights], int], Sequence[Weights]]
-"""(A and B by name that serve in each engine, slot) -> the same with an adapter in its slot."""
+"""(serving A and B of each engine by name, slot) -> the same with an adapter in the slot."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SwapAdapter(Swap):
-    """Serve an adapter, a new one or in the place of one with its name.
+    """Serve an adapter; it replaces one of the same name.
 
     Attributes:
         adapter: Name of the adapter.
@@ -33,7 +33,7 @@ class SwapAdapter(Swap):
     future: Future[int]
 
     def check(self, serving: ServingWeights) -> None:
-        """Raises EngineStateError when there are no weights to be beside, or there is no slot."""
+        """Raises EngineStateError when there are no weights, or no slot is free."""
         if not serving.are_held:
             raise EngineStateError(
                 "the engine has no weights to load an adapter beside: update_weights first"
@@ -56,7 +56,7 @@ class SwapAdapter(Swap):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class UnloadAdapter(GroupCommand):
-    """Give an adapter's slot back."""
+    """Free an adapter's slot."""
 
     adapter: str
     future: Future[None]
@@ -73,14 +73,14 @@ class UnloadAdapter(GroupCommand):
         return slot
 
     def commit(self, core: EngineCore, prepared: int) -> None:
-        """Gives the slot back."""
+        """Frees the slot."""
         core.pool.reset_cache(prepared)
         core.serving.adapters.remove(self.adapter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompareAdapter(GroupCommand):
-    """Names of projections whose adapter differs from what a source makes of it.
+    """Find projections whose adapter differs from a source's; answers with their names.
 
     Attributes:
         adapter: Name of the adapter.
@@ -93,11 +93,11 @@ class CompareAdapter(GroupCommand):
     future: Future[list[str]]
 
     def prepare(self, core: EngineCore) -> None:
-        """Looks whether there are weights."""
+        """Raises EngineStateError while the engine sleeps or has no weights."""
         core.check_awake()
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[list[str]]:
-        """Compares those of each engine."""
+        """Compares the adapter of each engine."""
         del prepared
         slot = cores[0].serving.adapters.find(self.adapter)
         made = self.build([core.serving.slots for core in cores], slot)
@@ -105,10 +105,10 @@ class CompareAdapter(GroupCommand):
         return [core.serving.differing_adapter(slots) for core, slots in pairs]
 
     def commit(self, core: EngineCore, prepared: list[str]) -> list[str]:
-        """What was found."""
+        """The engine's differing projections."""
         del core
         return prepared
 
     def combine(self, answers: Sequence[list[str]]) -> list[str]:
-        """Those that differ in any engine."""
+        """Projections that differ in any engine."""
         return sorted({name for answer in answers for name in answer})

@@ -20,11 +20,11 @@ class FlushCache(GroupCommand):
     future: Future[FlushCacheReqOutput]
 
     def prepare(self, core: EngineCore) -> str:
-        """Why the prefix cache cannot be emptied; "" if it can."""
+        """The reason why the prefix cache cannot be emptied; "" if it can."""
         return _pages_in_use(core)
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[str]) -> list[str]:
-        """Every engine's problem is that of the first engine with one."""
+        """Gives all engines the first reason that one of them has."""
         return [next(filter(None, prepared), "")] * len(cores)
 
     def commit(self, core: EngineCore, prepared: str) -> FlushCacheReqOutput:
@@ -38,7 +38,7 @@ class FlushCache(GroupCommand):
         return FlushCacheReqOutput(success=True, flushed_items=flushed)
 
     def combine(self, answers: Sequence[FlushCacheReqOutput]) -> FlushCacheReqOutput:
-        """The tokens of all engines."""
+        """The sum of the engines' tokens."""
         if not answers[0].success:
             return answers[0]
         flushed = sum(answer.flushed_items for answer in answers)
@@ -47,7 +47,7 @@ class FlushCache(GroupCommand):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ReleaseKV(GroupCommand):
-    """Give the memory of the KV cache back; answers with its bytes."""
+    """Free the memory of the KV cache; answers with its bytes."""
 
     future: Future[int]
 
@@ -58,18 +58,18 @@ class ReleaseKV(GroupCommand):
             raise EngineStateError(f"the KV cache cannot be released: {problem}")
 
     def commit(self, core: EngineCore, prepared: None) -> int:
-        """Gives the memory back; returns its bytes."""
+        """Frees the memory; returns the bytes."""
         del prepared
         core.pool.reset_cache()
         return core.runner.kv_memory.release()
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The bytes of all engines."""
+        """The sum of the engines' bytes."""
         return sum(answers)
 
 
 def _pages_in_use(core: EngineCore) -> str:
-    """Why the KV cache cannot be emptied; "" if it can."""
+    """The reason why the KV cache cannot be emptied; "" if it can."""
     num_running = len(core.scheduler.running)
     if not num_running:
         return ""

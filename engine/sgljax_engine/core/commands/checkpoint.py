@@ -1,4 +1,4 @@
-"""Commands that take an engine's state out for a checkpoint, and in from one."""
+"""Commands that save an engine's state to a checkpoint, and restore it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakeSnapshot(GroupCommand):
-    """Note what belongs into a checkpoint, KV pages too if they belong there; for each engine."""
+    """Take a snapshot of each engine for a checkpoint, of KV pages too if asked for."""
 
     include_kv: bool
     future: Future[list[Snapshot]]
 
     def prepare(self, core: EngineCore) -> Snapshot:
-        """Notes it; `CopyPages` takes the contents of KV pages."""
+        """Takes the snapshot; `CopyPages` takes the contents of KV pages."""
         weights = core.serving.digest
         if not core.runner.is_on_one_device:
             # No other thread may start programs there; see `weights_worker.WeightsWorker`.
@@ -55,18 +55,18 @@ class TakeSnapshot(GroupCommand):
         )
 
     def commit(self, core: EngineCore, prepared: Snapshot) -> Snapshot:
-        """The engine's."""
+        """The engine's snapshot."""
         del core
         return prepared
 
     def combine(self, answers: Sequence[Snapshot]) -> list[Snapshot]:
-        """One for each engine."""
+        """The snapshots of all engines."""
         return list(answers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CopyPages(PerEngineCommand):
-    """Copy the first of these KV pages to the host, as many as take little time."""
+    """Copy the first of these KV pages to the host: as many as take little time."""
 
     is_part_of_long_job: ClassVar[bool] = True
 
@@ -74,7 +74,7 @@ class CopyPages(PerEngineCommand):
     future: Future[CopiedPages]
 
     def run(self, core: EngineCore) -> CopiedPages:
-        """Copies a chunk of them, or all that sleep on the host.
+        """Copies a chunk of the pages; all of them if they sleep on the host.
 
         Raises:
             OffloadError: when that fails.
@@ -92,8 +92,8 @@ class Restore(GroupCommand):
     """Take in the requests of a checkpoint; all or none.
 
     Attributes:
-        restoration: What all engines take together.
-        num_engines: How many there are.
+        restoration: The requests and pages of all engines.
+        num_engines: Number of engines.
         future: Gets None.
     """
 
@@ -107,7 +107,7 @@ class Restore(GroupCommand):
         GroupCommand.hand_out(self, group)
 
     def prepare(self, core: EngineCore) -> tuple[Restoration, bool]:
-        """The engine's part, and whether the checkpoint's weights serve.
+        """The engine's part, and whether it serves the checkpoint's weights.
 
         Raises:
             EngineStateError: when requests are refused.
@@ -125,7 +125,7 @@ class Restore(GroupCommand):
         return prepared
 
     def commit(self, core: EngineCore, prepared: tuple[Restoration, bool]) -> None:
-        """Takes all requests in, behind those that are there."""
+        """Queues all requests behind those that are there."""
         restoration, is_same = prepared
         if not is_same:
             logger.warning(
@@ -150,7 +150,7 @@ class Restore(GroupCommand):
         prepared: tuple[Restoration, bool] | None,
         error: BaseException,
     ) -> None:
-        """Takes back that requests were counted as the engine's load."""
+        """Uncounts the requests from the engine's load."""
         del prepared, error
         for request in self.restoration.unfinished:
             if request.engine == core.index:
@@ -216,7 +216,7 @@ def _register(groups: RequestGroups, restoration: Restoration) -> None:
 
 
 def _load_prefixes(core: EngineCore, prefix: PrefixCheckpoint) -> None:
-    """Fills the prefix cache as far as there is room. Without, requests are prefilled again."""
+    """Fills the prefix cache as far as there is room; other requests are prefilled again."""
     kv_memory = core.runner.kv_memory
     if core.pool.windows is not None:
         logger.warning("the checkpoint's KV pages are left out: this engine has sliding windows")

@@ -1,4 +1,4 @@
-"""Commands that look at the engines, and those that wait for them to do nothing else."""
+"""Commands that inspect the engines, and those that run while the engines do nothing else."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from sgljax_engine.observability.progress import ProgressListener
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GetState(PerEngineCommand):
-    """One consistent look at each engine."""
+    """Get the state of each engine at one moment."""
 
     future: Future[EngineState]
 
     def run(self, core: EngineCore) -> EngineState:
-        """The engine's."""
+        """The engine's state."""
         return core.state()
 
     def combine(self, answers: Sequence[EngineState]) -> EngineState:
-        """The group's."""
+        """The group's state."""
         return combine_states(answers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CheckIntegrity(PerEngineCommand):
-    """Fail with EngineError if the book-keeping contradicts itself."""
+    """Fail with EngineError if queues, pages and callers contradict one another."""
 
     future: Future[None]
 
     def run(self, core: EngineCore) -> None:
-        """Looks at queues, pages and who waits."""
+        """Checks queues, pages and waiting callers."""
         core.check_integrity()
 
 
@@ -49,12 +49,12 @@ class Run(GroupCommand):
     future: Future[Any]
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[Any]:
-        """Calls it."""
+        """Calls the function."""
         del prepared
         return [self.function()] * len(cores)
 
     def commit(self, core: EngineCore, prepared: Any) -> Any:
-        """Its result."""
+        """The function's result."""
         del core
         return prepared
 
@@ -83,5 +83,5 @@ class Warmup(PerEngineCommand):
             raise
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The programs of all engines."""
+        """The sum of the engines' programs."""
         return sum(answers)

@@ -1,4 +1,4 @@
-"""Commands that pause generation, and what waits for requests to finish.
+"""Commands that pause generation, or wait for requests to finish.
 
 docs/interruptions.md has the modes.
 """
@@ -25,14 +25,14 @@ class Pause(GroupCommand):
     future: Future[None]
 
     def hand_out(self, group: Recipients) -> None:
-        """Has each engine take part; with mode "wait" each ends at a time of its own."""
+        """Has each engine take part; with mode "wait" each answers at a time of its own."""
         if self.request.mode == "wait":
             PauseWhenDrained(self.future).hand_out(group)
         else:
             GroupCommand.hand_out(self, group)
 
     def prepare(self, core: EngineCore) -> None:
-        """Waits for the device, whose failure is the caller's."""
+        """Waits for the device; its failure goes to the caller."""
         core.runner.kv_memory.wait()
 
     def commit(self, core: EngineCore, prepared: None) -> None:
@@ -78,7 +78,7 @@ class Continue(PerEngineCommand):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Drain(PerEngineCommand):
-    """Let started requests finish and start no others until a swap, or `EndDrain`.
+    """Let started requests finish, and start no others until a swap or `EndDrain`.
 
     This is how engines wait for a swap with mode "wait".
 
@@ -91,7 +91,7 @@ class Drain(PerEngineCommand):
     future: Future[None]
 
     def start(self, core: EngineCore, future: Future[None]) -> None:
-        """Answers now, or has `settle` answer."""
+        """Answers now, or leaves the answer to `settle`."""
         drain = PendingDrain(f"{self.name}(mode='wait')", future, is_pause=False)
         # Without weights no request ever finishes, so there is nothing to wait for.
         if core.serving.are_held:
@@ -119,7 +119,7 @@ def end_drain(core: EngineCore) -> None:
 
 
 def settle(core: EngineCore) -> None:
-    """Answers what waits until no started request is left, if none is."""
+    """Answers the callers that wait for started requests, if none is left."""
     if core.scheduler.num_started:
         return
     core.outputs.flush()
@@ -137,7 +137,7 @@ def _drained(core: EngineCore, drain: PendingDrain) -> None:
 
 
 def refuse_if_held(core: EngineCore) -> None:
-    """Answers all that waits for requests to finish, if they cannot. See `settle` else."""
+    """Refuses the callers that wait for started requests, if these cannot finish."""
     num_started = core.scheduler.num_started
     if num_started and core.is_held:
         holder = f"pause_generation({core.pauses.mode!r})"
@@ -148,12 +148,12 @@ def refuse_if_held(core: EngineCore) -> None:
 
 
 def apply_pause_mode(core: EngineCore, mode: PauseMode, adapter: int | None = None) -> None:
-    """Does to the requests what a pause, or an update, of this mode does.
+    """Ends, retracts or keeps requests, as the mode of a pause or update says.
 
     Args:
         core: The engine.
-        mode: The pause's, or the update's.
-        adapter: Slot of an adapter whose requests alone are meant; None for all.
+        mode: Mode of the pause or update.
+        adapter: Slot of an adapter, to act only on its requests; None for all.
     """
     if mode == "abort":
         reason = FinishReason("abort", message="generation was paused, or weights changed")

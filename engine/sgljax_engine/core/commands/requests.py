@@ -19,11 +19,11 @@ from sgljax_engine.types import FinishReason, Request
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AddRequests(Command):
-    """Queue requests together: all of them, unless an id is taken or there are no weights.
+    """Queue all requests; or none, if an id is taken or there are no weights.
 
     Attributes:
         requests: In the caller's order.
-        answers: `answers[i]` gets the output of `requests[i]`, or an error of its own.
+        answers: `answers[i]` gets the output of `requests[i]`, or its error.
     """
 
     requests: list[Request]
@@ -48,19 +48,19 @@ class AddRequests(Command):
                 group.give(index, part)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers each request with an error of its own."""
+        """Answers each request with its own error."""
         _refuse(self.answers, make_error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakeIn(Task):
-    """Queue an engine's part of the requests of a call, which `RequestGroups` has."""
+    """Queue an engine's part of a call's requests, which `RequestGroups` has already."""
 
     requests: list[Request]
     answers: list[Answer]
 
     def run(self, core: EngineCore) -> None:
-        """Queues each request, or answers it with why not."""
+        """Queues each request, or answers it with the reason why not."""
         for request, answer in zip(self.requests, self.answers, strict=True):
             try:
                 core.check_takes_requests()
@@ -72,24 +72,24 @@ class TakeIn(Task):
             core.take_in(request, answer)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers each request with an error of its own."""
+        """Answers each request with its own error."""
         _refuse(self.answers, make_error)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TakeOver(Task):
-    """Queue requests that another engine of the group had accepted, and not started."""
+    """Queue requests that another engine of the group accepted but did not start."""
 
     requests: list[Request]
     answers: list[Answer]
 
     def run(self, core: EngineCore) -> None:
-        """Queues all of them: they were checked."""
+        """Queues all of them, without a check: they had one."""
         for request, answer in zip(self.requests, self.answers, strict=True):
             core.take_in(request, answer)
 
     def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers each request with an error of its own."""
+        """Answers each request with its own error."""
         _refuse(self.answers, make_error)
 
 
@@ -106,7 +106,7 @@ class EndAnswered(Task):
     reason: FinishReason
 
     def run(self, core: EngineCore) -> None:
-        """Ends it, if it is not finished."""
+        """Ends the request, if it is not finished."""
         core.end([self.request], self.reason)
 
 
@@ -118,7 +118,7 @@ class AbandonRequests(PerEngineCommand):
     future: Future[int]
 
     def hand_out(self, group: Recipients) -> None:
-        """Tells the engines; from then on the ids may be used again."""
+        """Tells the engines, and frees the ids."""
         PerEngineCommand.hand_out(self, group)
         group.groups.answered(self.requests)
 
@@ -134,7 +134,7 @@ class AbandonRequests(PerEngineCommand):
         return core.end(self.requests, FinishReason("abort", message="aborted by the caller"))
 
     def combine(self, answers: Sequence[int]) -> int:
-        """All that were ended."""
+        """The number of ended requests of all engines."""
         return sum(answers)
 
 
@@ -152,13 +152,13 @@ class Abort(PerEngineCommand):
         return core.end(found, FinishReason("abort", message=self.request.message))
 
     def combine(self, answers: Sequence[int]) -> int:
-        """All that were ended."""
+        """The number of ended requests of all engines."""
         return sum(answers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Score(PerEngineCommand):
-    """Log-probs of given token sequences, from each one's start on."""
+    """Compute log-probs of token sequences, from each one's start on."""
 
     sequences: list[list[int]]
     starts: list[int]
@@ -167,9 +167,9 @@ class Score(PerEngineCommand):
     future: Future[list[np.ndarray]]
 
     def parts(self, num_engines: int) -> list[Self]:
-        """Neighbouring sequences for each engine, of about as many tokens.
+        """Neighbouring sequences for each engine, with about equally many tokens.
 
-        Neighbours often share a prompt, whose computation they share on one engine.
+        Neighbours often share a prompt, which one engine computes only once.
         """
         lengths = [len(sequence) for sequence in self.sequences]
         total, done = sum(lengths), 0
@@ -191,5 +191,5 @@ class Score(PerEngineCommand):
         return core.runner.scorer.score(self.sequences, self.starts, self.temperature, slot)
 
     def combine(self, answers: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
-        """Those of all sequences, in order."""
+        """The log-probs of all sequences, in order."""
         return [each for answer in answers for each in answer]

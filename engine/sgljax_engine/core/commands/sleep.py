@@ -1,4 +1,4 @@
-"""Commands that give the devices' memory back, and take it again."""
+"""Commands that free the devices' memory, and allocate it again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sleep(GroupCommand):
-    """Give the devices' memory back; answers with its bytes.
+    """Free the devices' memory; answers with its bytes.
 
     Attributes:
         level: 1 keeps the weights on the host, 2 gives them up.
         preserve_state: Keep weights, KV pages and prefix cache on the host, whatever the level.
-        refuse_requests: Refuse requests that come; else they wait.
+        refuse_requests: Refuse new requests; else they wait.
         future: Gets the bytes.
     """
 
@@ -35,7 +35,7 @@ class Sleep(GroupCommand):
     future: Future[int]
 
     def prepare(self, core: EngineCore) -> tuple[float, HostCopies] | None:
-        """Copies to the host what is to be kept; None if everything sleeps already."""
+        """Makes the copies to keep; None if everything sleeps already."""
         manager, serving = core.sleep_manager, core.serving
         if manager.asleep == SLEEP_TAGS:
             logger.warning("sleep: the engine sleeps already; nothing was changed")
@@ -52,7 +52,7 @@ class Sleep(GroupCommand):
         return started_s, manager.keep(weights=keeps_all or self.level == 1, pages=keeps_all)
 
     def commit(self, core: EngineCore, prepared: tuple[float, HostCopies] | None) -> int:
-        """Gives the devices' memory back; returns its bytes."""
+        """Frees the devices' memory; returns the bytes."""
         if prepared is None:
             return 0
         started_s, copies = prepared
@@ -69,19 +69,19 @@ class Sleep(GroupCommand):
         return num_bytes
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The bytes of all engines."""
+        """The sum of the engines' bytes."""
         return sum(answers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class WakeUp(GroupCommand):
-    """Take the memory of these tags again; answers with its bytes."""
+    """Allocate the memory of these tags again; answers with its bytes."""
 
     tags: tuple[SleepTag, ...]
     future: Future[int]
 
     def prepare(self, core: EngineCore) -> tuple[list[SleepTag], int]:
-        """Takes the memory of those tags that sleep; with its bytes."""
+        """Allocates the memory of the tags that sleep; returns them and the bytes."""
         manager = core.sleep_manager
         asleep: list[SleepTag] = [tag for tag in manager.asleep if tag in self.tags]
         if not asleep:
@@ -90,7 +90,7 @@ class WakeUp(GroupCommand):
         return asleep, manager.prepare_wake_up(asleep)
 
     def commit(self, core: EngineCore, prepared: tuple[list[SleepTag], int]) -> int:
-        """Drops the copies of what is awake again; returns the bytes taken."""
+        """Drops the copies of what is awake again; returns the allocated bytes."""
         manager = core.sleep_manager
         tags, num_bytes = prepared
         if not tags:
@@ -109,11 +109,11 @@ class WakeUp(GroupCommand):
         prepared: tuple[list[SleepTag], int] | None,
         error: BaseException,
     ) -> None:
-        """Sleeps on."""
+        """Frees the memory again: everything stays asleep."""
         del error
         if prepared is not None:  # what could not be taken was given back at once
             core.sleep_manager.undo_wake_up(prepared[0])
 
     def combine(self, answers: Sequence[int]) -> int:
-        """The bytes of all engines."""
+        """The sum of the engines' bytes."""
         return sum(answers)

@@ -1,4 +1,4 @@
-"""Commands about weights: swapping them between two dispatches, and looking at them."""
+"""Commands that swap weights between two dispatches, and that inspect them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sgljax_engine.weights.rules import WeightRule
 
 Weights = dict[str, jax.Array]
 BuildWeights = Callable[[Sequence[Weights]], Sequence[Mapping[str, jax.Array]]]
-"""Makes the new weights of each engine; gets the serving ones, which it may take apart."""
+"""Makes the new weights of each engine from the serving ones, which it may donate."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +34,8 @@ class Swap(GroupCommand):
     """Serve other weights, or other adapters, from the next dispatch on.
 
     Attributes:
-        mode: What becomes of requests that have started.
-        flush_cache: Refuse if keys and values of the old weights would be used on.
+        mode: What happens to started requests.
+        flush_cache: Refuse if keys and values of the old weights would stay in use.
     """
 
     mode: PauseMode
@@ -47,22 +47,22 @@ class Swap(GroupCommand):
         """Raises EngineStateError when nothing can be swapped in."""
 
     def make(self, serving: Sequence[ServingWeights]) -> Sequence[Mapping[str, jax.Array]]:
-        """All arrays that each engine serves afterwards. Changes none of those that serve.
+        """All arrays that each engine serves afterwards. Changes no serving array.
 
         Raises:
-            WeightsLostError: when a donating update failed half-way; it took the serving weights
-                apart.
+            WeightsLostError: when a donating update failed half-way, so that serving weights are
+                gone.
         """
         raise NotImplementedError
 
     def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> int | None:
-        """Serves them; returns the slot of the adapter that changed, None if all weights did."""
+        """Serves the arrays; returns the changed adapter's slot, or None for all weights."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ the transaction
 
     def prepare(self, core: EngineCore) -> float:
-        """Looks whether it can be done; returns when it began."""
+        """Raises EngineStateError if the swap cannot be done; returns the time."""
         num_running = len(core.scheduler.running)
         if self.flush_cache and self.mode == "in_place" and num_running:
             raise EngineStateError(
@@ -75,12 +75,12 @@ class Swap(GroupCommand):
     def together(
         self, cores: Sequence[EngineCore], prepared: Sequence[float]
     ) -> list[tuple[float, Mapping[str, jax.Array]]]:
-        """Makes what all engines serve; whatever fails leaves the old weights in all of them."""
+        """Makes the arrays of all engines; after a failure all keep the old weights."""
         made = self.make([core.serving for core in cores])
         return list(zip(prepared, made, strict=True))
 
     def commit(self, core: EngineCore, prepared: tuple[float, Mapping[str, jax.Array]]) -> int:
-        """Serves other weights; returns their version."""
+        """Serves the new weights; returns their version."""
         started_s, made = prepared
         slot = self.serve(core.serving, made)
         if not core.sleep_manager.asleep:
@@ -91,7 +91,7 @@ class Swap(GroupCommand):
         return core.serving.version
 
     def rollback(self, core: EngineCore, prepared: float | None, error: BaseException) -> None:
-        """The old weights serve on, unless a donating update lost them."""
+        """Keeps the old weights, unless a donating update lost them."""
         del prepared
         if isinstance(error, WeightsLostError):
             core.serving.were_lost(str(error))
@@ -99,10 +99,10 @@ class Swap(GroupCommand):
         end_drain(core)
 
     def _forget_computed(self, core: EngineCore, slot: int | None) -> None:
-        """Nothing that other weights, or another adapter, computed is ever matched again.
+        """Keeps the prefix cache from matching what other weights or another adapter computed.
 
-        Pages of requests that run on are theirs alone from now on, since the cache takes no page
-        from before its reset.
+        Running requests keep their pages for themselves, since the cache takes no page from before
+        its reset.
         """
         core.pool.reset_cache(slot)
         # "wait" found nobody to wait for, or no weights to wait under.
@@ -117,7 +117,7 @@ class SwapWeights(Swap):
     """Serve other weights; answers with the new weight version.
 
     Attributes:
-        build: Makes them, or hands over those that were made already.
+        build: Makes the weights, or hands over those made before.
         future: Gets the version.
     """
 
@@ -125,7 +125,7 @@ class SwapWeights(Swap):
     future: Future[int]
 
     def make(self, serving: Sequence[ServingWeights]) -> list[dict[str, jax.Array]]:
-        """The new weights of each engine, with the adapters that it has."""
+        """The new weights of each engine, with its adapters."""
         try:
             made = self.build([each.on_device for each in serving])
             return [each.with_adapters(new) for each, new in zip(serving, made, strict=True)]
@@ -135,7 +135,7 @@ class SwapWeights(Swap):
             raise
 
     def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> None:
-        """Serves them."""
+        """Serves the weights."""
         serving.swap(made)
 
 
@@ -146,12 +146,12 @@ class ChecksumWeights(PerEngineCommand):
     future: Future[dict[str, str]]
 
     def run(self, core: EngineCore) -> dict[str, str]:
-        """The engine's."""
+        """The engine's checksums."""
         core.check_awake()
         return core.runner.checksum_weights()()
 
     def combine(self, answers: Sequence[dict[str, str]]) -> dict[str, str]:
-        """Those of all engines, which must agree."""
+        """The checksums, which must agree in all engines."""
         if any(answer != answers[0] for answer in answers):
             raise EngineError("the engines of the group serve different weights (a bug)")
         return answers[0]
@@ -159,26 +159,26 @@ class ChecksumWeights(PerEngineCommand):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompareWeights(GroupCommand):
-    """Names of serving weights whose bits differ from those of a mapped source."""
+    """Find serving weights whose bits differ from a mapped source; answers with their names."""
 
     source: Any
     rules: Sequence[WeightRule]
     future: Future[list[str]]
 
     def prepare(self, core: EngineCore) -> None:
-        """Looks whether there are weights."""
+        """Raises EngineStateError while the engine sleeps or has no weights."""
         core.check_awake()
 
     def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[list[str]]:
-        """Compares those of each engine."""
+        """Compares the weights of each engine."""
         del prepared
         return [core.runner.differing_weights(self.source, self.rules) for core in cores]
 
     def commit(self, core: EngineCore, prepared: list[str]) -> list[str]:
-        """What was found."""
+        """The engine's differing weights."""
         del core
         return prepared
 
     def combine(self, answers: Sequence[list[str]]) -> list[str]:
-        """Those that differ in any engine."""
+        """Weights that differ in any engine."""
         return sorted({name for answer in answers for name in answer})

@@ -59,7 +59,7 @@ _NEW_NAMES = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}
 
 
 class Api(NamedTuple):
-    """What differs between versions: the version itself, and the offsets of XLA's functions."""
+    """The facts that differ between versions: the version, and offsets of XLA's functions."""
 
     major: int
     minor: int

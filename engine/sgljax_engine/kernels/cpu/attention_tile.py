@@ -77,7 +77,7 @@ class AttentionShape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where a request's keys of a kv head are; values are at the same places in their array.
+    """Position of a request's keys of a kv head; values have the same positions in their array.
 
     Attributes:
         table: Address of the request's page ids, int32.
@@ -116,7 +116,7 @@ class Pages(NamedTuple):
 
 
 class KeyVector(NamedTuple):
-    """As many keys as a vector has lanes.
+    """A vector of keys, one for each lane.
 
     Attributes:
         base: Address of the first key, or of a list of all their addresses.

@@ -30,7 +30,7 @@ def spread_kind(
 def combined_kind(
     inside: tuple[str, int], outside: tuple[str, int] | None
 ) -> tuple[str, int] | None:
-    """What two results of `spread_kind` come to, one after the other, if that is one of them."""
+    """The combination of two results of `spread_kind`, if it is one of the kinds."""
     if outside is None or inside[0] == "full":
         return outside
     return inside if outside[0] == "full" or inside[0] == "one" else None

@@ -66,7 +66,7 @@ class _Equation(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its first result."""
+        """Shape of the first result."""
         return self.source.outvars[0].aval.shape
 
 
@@ -109,7 +109,7 @@ class _Fusion:
         self._chain: dict[int, Step | _Node] = {}
         """Steps by the number of their first result, in order."""
         self._shapes: dict[int, jax.ShapeDtypeStruct] = {}
-        """Of the chain's results."""
+        """Shapes of the chain's results."""
         jaxpr = traced.jaxpr
         names: dict[Any, Any] = {}
         for variable, value in zip(jaxpr.constvars, traced.consts, strict=True):

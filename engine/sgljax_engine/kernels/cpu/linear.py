@@ -41,7 +41,7 @@ _MANY = 6
 """Tokens of a tile when a tile does not hold them all."""
 
 _FEW = 2
-"""Tokens that count as few: a tile has 8 panels of them."""
+"""Largest number of tokens for which a tile has 8 panels."""
 
 _CHUNK_PANELS, _CHUNK_PANELS_OF_MANY = 8, 4
 """Panels of a chunk, with few tokens and with more, unless there would be fewer than two chunks a
@@ -184,7 +184,7 @@ def multiply(
 
 
 class _Ahead(NamedTuple):
-    """What to prefetch while some panels are multiplied.
+    """Memory to prefetch while some panels are multiplied.
 
     Attributes:
         address: Where it starts.

@@ -87,10 +87,10 @@ def _write(module: Module, vectors: Vectors) -> Value:
                 )
                 places = [code.add(low, at), code.add(code.add(low, half), at)]
                 left, right = (vector_at.load(code.at(x, place)) for place in places)
-                turned = code.float_op("fmul", right, sines), code.float_op("fmul", left, sines)
-                low_half = code.fma(left, cosines, code.negative(turned[0]))
+                rotated = code.float_op("fmul", right, sines), code.float_op("fmul", left, sines)
+                low_half = code.fma(left, cosines, code.negative(rotated[0]))
                 vector_at.store(low_half, code.at(y, places[0]))
-                vector_at.store(code.fma(right, cosines, turned[1]), code.at(y, places[1]))
+                vector_at.store(code.fma(right, cosines, rotated[1]), code.at(y, places[1]))
 
             in_vectors(code, half, lanes, one)
     return code.function
@@ -119,8 +119,8 @@ def _write_tables(module: Module, vectors: Vectors) -> Value:
                 angles = code.float_op("fdiv", code.splat(position, lanes), scales)
                 doubles = code.convert("fpext", angles, vector(lanes, F64))
                 for found, target in zip(sin_cos(code, doubles), (sin, cos), strict=True):
-                    narrow = code.convert("fptrunc", found, vector(lanes))
-                    vector_at.store(narrow, code.at(target, code.add(row, at)))
+                    rounded = code.convert("fptrunc", found, vector(lanes))
+                    vector_at.store(rounded, code.at(target, code.add(row, at)))
 
             in_vectors(code, count, lanes, one)
     return code.function

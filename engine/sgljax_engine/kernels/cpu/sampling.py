@@ -1,4 +1,4 @@
-"""What sampling sums over the vocabulary, on CPUs, in float32.
+"""Sums of sampling over the vocabulary, on CPUs, in float32.
 
 A row is cut into *parts*, which threads share, and these into *blocks*. Sums go over a block's
 lanes, then over blocks in order, so that a row has the same bits in any batch. Exponentials are

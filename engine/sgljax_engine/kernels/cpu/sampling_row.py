@@ -80,7 +80,7 @@ def part_of_row(code: Code, chunk: Value, size: Value) -> tuple[Value, Value, Va
 
 
 def divisor_of(code: Code, temperatures: Value, row: Value) -> Value:
-    """What a row's logits are divided by."""
+    """Divisor of a row's logits."""
     found = code.load(code.at(temperatures, row), F32)
     return code.select(code.float_compare("oeq", found, f32(0.0)), f32(1.0), found)
 

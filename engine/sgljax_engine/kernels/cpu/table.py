@@ -1,4 +1,4 @@
-"""What a chain does, as a table of integers that its handler reads (`threads`)."""
+"""A chain's work as a table of integers, which its handler reads (`threads`)."""
 
 from __future__ import annotations
 

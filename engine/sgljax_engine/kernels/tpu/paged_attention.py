@@ -129,7 +129,7 @@ def _cost(
     sizes: Sizes,
     scores: Scores,
 ) -> pl.CostEstimate:
-    """What a call takes if each request fills its page table; the compiler schedules by it."""
+    """Cost of a call if each request fills its page table; the compiler schedules by it."""
     num_blocks, num_queries, num_heads, head_dim = q_NQDh.shape
     num_keys = max_pages * sizes.page_size
     if scores.sliding_window is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LANES = 128
-"""Of a vector register."""
+"""Lanes of a vector register."""
 
 
 class Scores(NamedTuple):

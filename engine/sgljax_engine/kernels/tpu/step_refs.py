@@ -1,4 +1,4 @@
-"""What a step of the kernel in `paged_attention` works on."""
+"""Memory of a step of the kernel in `paged_attention`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Step(NamedTuple):
         return jnp.minimum(oldest // self.sizes.chunk_tokens, end)
 
     def place_of(self, head: int, group: int, tokens: Any) -> Any:
-        """Where the queries and outputs of a kv head's group are."""
+        """Position of the queries and outputs of a kv head's group."""
         _, num_groups, _, head_dim = self.state[2].shape
         if self.sizes.num_queries == 1:
             return 0, head

@@ -275,20 +275,20 @@ def decode_order(requests: Sequence[Request], page_size: int) -> list[int]:
     lengths = [-request.kv_len for request in requests]
     samples: dict[int, list[int]] = {}
     rest: list[int] = []
-    for place in sorted(range(len(requests)), key=lengths.__getitem__):
-        request = requests[place]
+    for index in sorted(range(len(requests)), key=lengths.__getitem__):
+        request = requests[index]
         # The last token of a prompt is the first decode step's input, so its page is not shared.
         num_shared = (len(request.prompt_ids) - 1) // page_size
         if num_shared * page_size < CHUNK:  # too little for attention to share
-            rest.append(place)
+            rest.append(index)
         else:
             # A page belongs to one prefix, so requests that share a prompt's last page share all.
-            samples.setdefault(request.pages[num_shared - 1], []).append(place)
+            samples.setdefault(request.pages[num_shared - 1], []).append(index)
     units: list[list[int]] = []
-    for places in samples.values():
-        end = len(places) - len(places) % SHARING_UNIT
-        units += (places[i : i + SHARING_UNIT] for i in range(0, end, SHARING_UNIT))
-        rest += places[end:]
+    for indices in samples.values():
+        end = len(indices) - len(indices) % SHARING_UNIT
+        units += (indices[i : i + SHARING_UNIT] for i in range(0, end, SHARING_UNIT))
+        rest += indices[end:]
     units.sort(key=lambda unit: lengths[unit[0]])
     return [*itertools.chain.from_iterable(units), *sorted(rest, key=lambda i: (lengths[i], i))]
 

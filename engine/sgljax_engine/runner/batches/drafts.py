@@ -31,7 +31,7 @@ class TextSizes(NamedTuple):
 
     @classmethod
     def of(cls, max_model_len: int, grown: int) -> TextSizes:
-        """For sequences of up to so many tokens."""
+        """Sizes for sequences of up to `max_model_len` tokens."""
         longest = min(_REFERENCES_OF_MODEL_LEN * (max_model_len + 1), _REFERENCE_TOKENS)
         return cls(longest, min(max_model_len, _OWN_TOKENS), grown)
 

@@ -260,7 +260,7 @@ class Lowerings:
 
     @classmethod
     def for_engines(cls, count: int) -> Lowerings | None:
-        """For a group of so many; None for a single engine, and where JAX is too old for it."""
+        """One for a group of engines; None for a single engine, or if JAX is too old for it."""
         parameters = inspect.signature(jax.stages.Lowered.compile).parameters
         return cls() if count > 1 and "device_assignment" in parameters else None
 

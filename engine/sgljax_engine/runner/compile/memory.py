@@ -46,7 +46,7 @@ class ProgramMemory:
 
     @classmethod
     def of(cls, compiled: Any) -> ProgramMemory:
-        """What the compiler says of a `jax.stages.Compiled`."""
+        """Memory of a `jax.stages.Compiled`, as its compiler reports it."""
         stats = compiled.memory_analysis()
         return cls(
             argument_bytes=stats.argument_size_in_bytes,
@@ -58,10 +58,10 @@ class ProgramMemory:
 
     @property
     def extra_bytes(self) -> int:
-        """What it takes beside its arguments."""
+        """Bytes that the program takes beside its arguments."""
         return self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """What it takes in all."""
+        """Bytes that the program takes in all."""
         return self.argument_bytes + self.extra_bytes

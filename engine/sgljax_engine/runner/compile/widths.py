@@ -103,7 +103,7 @@ def _one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
     for layer in range(config.num_layers):
         slides = attention.slides(layer) and not are_alike
         kinds.setdefault((config.kv_layer(layer) == layer, slides), layer)
-    owners = {slides: place for place, (owns_kv, slides) in enumerate(kinds) if owns_kv}
+    owners = {slides: index for index, (owns_kv, slides) in enumerate(kinds) if owns_kv}
     attention = dataclasses.replace(
         attention,
         sliding_layers=() if are_alike else tuple(slides for _, slides in kinds),
@@ -117,7 +117,7 @@ def _weights_of_layers(
     weights: Mapping[str, jax.Array], layers: Sequence[int]
 ) -> dict[str, jax.Array]:
     """The weights of some layers, numbered anew, and those of no layer."""
-    places = {str(layer): str(place) for place, layer in enumerate(layers)}
+    places = {str(layer): str(index) for index, layer in enumerate(layers)}
     found: dict[str, jax.Array] = {}
     for name, weight in weights.items():
         if not name.startswith(_LAYERS):

@@ -1,4 +1,4 @@
-"""What the last decode dispatch left in contiguous KV, and whether the next can reuse it.
+"""Contents of contiguous KV after a decode dispatch, and whether the next can reuse them.
 
 Copying the rows' pages takes several percent of a dispatch. If the same requests decode again in
 the same rows, the copies and the tokens written since are still there.

@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 class KVMemory:
-    """Pages and contiguous KV: takes their memory, gives it back, and moves pages' contents.
+    """Pages and contiguous KV: allocates and frees their memory, and copies pages' contents.
 
     Attributes:
         num_pages: Pages in the pool.
         num_window_pages: Window pages; 0 without.
         contiguous_kv: Copies of the pages of decode rows, for attention that reads those; else
             empty.
-        contiguous_slots: Which requests these copies are of.
-        layouts: Where the heads of a token are in a page, for each cached layer.
+        contiguous_slots: The requests of these copies.
+        layouts: Layout of a token's heads in a page, for each cached layer.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class KVMemory:
         """Allocates the pages.
 
         Args:
-            programs: Run on the pages.
-            static: What programs are compiled for.
+            programs: Programs to run on the pages.
+            static: The static context of the programs.
             placement: Devices and shardings.
             num_pages: Pages in the pool.
             num_window_pages: Window pages, the null page included, see `cache.window`; 0
                 without.
-            contiguous_shapes: Of contiguous KV in each cached layer; None if decode attention reads
-                pages.
+            contiguous_shapes: Shapes of contiguous KV in each cached layer; None if decode
+                attention reads pages.
             make_zeros: Makes the arrays.
         """
         self._make_zeros = make_zeros
@@ -94,7 +94,7 @@ class KVMemory:
 
     @property
     def geometry(self) -> dict[str, Any]:
-        """What the contents of a page depend on, beside weights and tokens."""
+        """Facts that a page's contents depend on, beside weights and tokens."""
         return {
             "page_size": self._static.page_size,
             "dtype": self._placement.dtype.name,
@@ -103,12 +103,12 @@ class KVMemory:
 
     @property
     def _shardings(self) -> list[jax.sharding.NamedSharding]:
-        """Of the pages of each cached layer."""
+        """Shardings of the pages of each cached layer."""
         return list(map(self._placement.kv_sharding, self._static.context.config.cached_kv))
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the contents of a page are to have the same bits however they were computed."""
+        """Whether a page's contents must have the same bits however they were computed."""
         return self._static.is_deterministic
 
     # ------------------------------------------------------------------ programs
@@ -122,15 +122,15 @@ class KVMemory:
         return result
 
     def state(self, weights: Mapping[str, jax.Array]) -> ProgramState:
-        """What programs take: the memory of now, and weights."""
+        """Arguments of programs: the current memory, and weights."""
         return ProgramState(weights, self.kv, self.contiguous_kv)
 
     def check(self) -> None:
-        """Waits for all that writes pages; raises what failed there."""
+        """Waits for all programs that write pages; raises their errors."""
         jax.block_until_ready((self.kv, self.contiguous_kv))
 
     def wait(self) -> None:
-        """Waits for all that was dispatched; what failed there is found by the next step."""
+        """Waits for all dispatched programs; the next step finds their errors."""
         with contextlib.suppress(Exception):
             self.check()
 
@@ -142,29 +142,29 @@ class KVMemory:
         return bool(self.kv.layers)
 
     def take(self) -> int:
-        """Takes the memory of pages and rows, unless they have it; returns its bytes."""
+        """Allocates pages and contiguous KV, unless they are; returns the bytes."""
         if self.is_allocated:
             return 0
         self._allocate()
         return self._num_bytes
 
     def release(self) -> int:
-        """Gives the memory of pages and rows back; returns its bytes. Their contents are lost."""
+        """Frees pages and contiguous KV, contents included; returns the bytes."""
         num_bytes = self._num_bytes
         self.wait()  # memory that a program still writes is not free
         self.drop()
         return num_bytes
 
     def drop(self) -> None:
-        """Lets go of pages and rows, whatever has become of them."""
+        """Drops pages and contiguous KV, valid or not."""
         self.kv, self.contiguous_kv = KVPages(), ()
 
     def recover(self) -> bool:
-        """Drops the pages if what failed took or spoilt them; True if they are gone.
+        """Drops the pages if a failed program consumed or spoilt them; returns whether it did.
 
-        The next program allocates them anew. Pages that were donated to a failed program are
-        deleted; those that a failed asynchronous program was to return raise when waited for;
-        `load_pages` has let go of them by itself.
+        The next program allocates them anew. Pages donated to a failed program are deleted. Those
+        that a failed asynchronous program was to return raise when waited for. `load_pages` drops
+        them by itself.
         """
         self.contiguous_slots.forget()
         if self.is_allocated:
@@ -195,16 +195,16 @@ class KVMemory:
             make_zeros=self._make_zeros,
         )
         routed = self._allocate_routed()
-        rows: ContiguousKV = ()
+        contiguous: ContiguousKV = ()
         if self._contiguous_shapes is not None:
-            rows = allocate_contiguous_kv(
+            contiguous = allocate_contiguous_kv(
                 self._contiguous_shapes,
                 list(map(placement.contiguous_kv_sharding, layers)),
                 dtype=placement.dtype,
                 make_zeros=self._make_zeros,
             )
         # Both or, if memory is short, none.
-        self.kv, self.contiguous_kv = KVPages(pages, routed), rows
+        self.kv, self.contiguous_kv = KVPages(pages, routed), contiguous
 
     def _allocate_routed(self) -> jax.Array | None:
         if not self._static.context.returns_routed:
@@ -235,12 +235,13 @@ class KVMemory:
     def load_pages(
         self, saved: SavedPages, pages: Collection[int], windows: np.ndarray | None = None
     ) -> None:
-        """Puts back those of these pages that were saved. What fails leaves no pages at all.
+        """Restores those of these pages that were saved. A failure leaves no pages at all.
 
         Args:
-            saved: What was saved.
-            pages: Ids.
-            windows: The window pages of now: of no page that had none when it was saved.
+            saved: The saved pages.
+            pages: Ids of the pages.
+            windows: The current window page of each page, or -1. A page that had none when it was
+                saved must have none.
         """
         self._load_chunks(saved.only(pages, self.num_pages), windows)
 
@@ -269,7 +270,7 @@ class KVMemory:
     def _load_chunks(
         self, chunks: Iterable[tuple[np.ndarray, Any]], windows: np.ndarray | None = None
     ) -> None:
-        """Puts chunks as of `SavedPages` into the pages; waits for it."""
+        """Copies chunks of `SavedPages` into the pages; waits for it."""
         self.take()
         try:
             for ids, contents in chunks:
@@ -285,6 +286,6 @@ class KVMemory:
 
     @property
     def pages_per_copy(self) -> int:
-        """Pages that are copied together, to the host or back; their memory must be taken."""
+        """Pages that are copied together, to the host or back; `is_allocated` must hold."""
         size = sum(array.nbytes for array in jax.tree.leaves(self.kv)) // self.num_pages
         return chunk_size(size, self.num_pages)

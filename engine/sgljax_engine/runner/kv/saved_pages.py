@@ -42,7 +42,7 @@ class SavedPages(NamedTuple):
     def take(
         self, pages: Sequence[int], layouts: Sequence[PageLayout]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each layer, the bits of k and v of some pages.
+        """The bits of k and v of some pages, by layer.
 
         Shape: [len(pages), num_kv_heads, page_size, head_dim] each, whatever the layout was.
         """

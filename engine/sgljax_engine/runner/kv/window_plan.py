@@ -13,7 +13,7 @@ FITS = "max_running_requests x max_model_len"
 """The rule of a pool that holds the longest requests, all at once."""
 
 _SPARE_PAGES = 4
-"""Of a request: two that it shares with what comes before and behind, and a copied tail's two."""
+"""Spare pages of a request: two shared with what comes before and behind, two of a copied tail."""
 
 
 class KVPools(NamedTuple):

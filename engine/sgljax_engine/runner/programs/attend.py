@@ -13,8 +13,8 @@ from sgljax_engine.attention.base import (
     DecodeAttention,
     PrefillAttention,
 )
-from sgljax_engine.attention.contiguous import row_attention
-from sgljax_engine.cache.contiguous_kv import PagedRows, write_rows
+from sgljax_engine.attention.contiguous import contiguous_attention
+from sgljax_engine.cache.contiguous_kv import DecodeCache, write_contiguous_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from sgljax_engine.models.spec import Attend, LayerCache, NewKV
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
@@ -22,7 +22,7 @@ from sgljax_engine.runner.programs.context import ProgramContext
 
 
 class Pages(NamedTuple):
-    """Where a pass finds keys, and the slots of its new ones; for sliding layers, in window pages.
+    """Page tables of a pass and slots of its new keys; for sliding layers, in window pages.
 
     `windows` is for these; None where they have the pages of the other layers.
     """
@@ -32,7 +32,7 @@ class Pages(NamedTuple):
     windows: Pages | None = None
 
     def of(self, options: AttentionOptions) -> Pages:
-        """What a layer with these options reads and writes."""
+        """Tables and slots of a layer with these options."""
         if self.windows is None or options.sliding_window is None:
             return self
         return self.windows
@@ -95,7 +95,7 @@ def paged_attend(
     return attend
 
 
-def rows_attend(pages: Pages, active: jax.Array, shared: jax.Array) -> Attend:
+def contiguous_attend(pages: Pages, active: jax.Array, shared: jax.Array) -> Attend:
     """An `attend` of one token per row that writes its key to both caches and reads contiguous KV.
 
     `shared` is the result of `contiguous.shared_keys`.
@@ -103,14 +103,14 @@ def rows_attend(pages: Pages, active: jax.Array, shared: jax.Array) -> Attend:
 
     def attend(
         q: jax.Array, new: NewKV | None, layer: LayerCache | None, options: AttentionOptions
-    ) -> tuple[jax.Array, PagedRows]:
-        assert isinstance(layer, PagedRows)
+    ) -> tuple[jax.Array, DecodeCache]:
+        assert isinstance(layer, DecodeCache)
         tables, slots, _ = pages.of(options)
         if new is not None:
             k, v = (x.astype(layer.pages.k.dtype) for x in new)
-            rows = write_rows(layer.rows, k, v, tables.positions[:, 0], active)
-            layer = PagedRows(write_kv(layer.pages, k, v, slots), rows)
-        return row_attention(q, layer.rows, tables.kv_lens, shared, options), layer
+            contiguous = write_contiguous_kv(layer.contiguous, k, v, tables.positions[:, 0], active)
+            layer = DecodeCache(write_kv(layer.pages, k, v, slots), contiguous)
+        return contiguous_attention(q, layer.contiguous, tables.kv_lens, shared, options), layer
 
     return attend
 

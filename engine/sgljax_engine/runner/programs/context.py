@@ -1,4 +1,4 @@
-"""What all programs of an engine are compiled for."""
+"""The static context of all programs of an engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ProgramContext(NamedTuple):
         return verify_widths(num_rows, self.num_drafts, self.max_step_tokens)
 
     def sizes_with_drafts(self, sizes: Sequence[int]) -> list[int]:
-        """Those of the batch sizes that may verify drafts; none without speculation."""
+        """The batch sizes that may verify drafts; none without speculation."""
         return [size for size in sizes if len(self.verify_widths(size)) > 1]
 
     @property

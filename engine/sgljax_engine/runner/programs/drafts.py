@@ -54,7 +54,7 @@ Where that is all of them, searching does not pay.
 
 
 class DraftBatch(NamedTuple):
-    """What rows may draft from, and what that is worth.
+    """Sources of the rows' drafts, and their worth.
 
     Shape (all [B] unless said): text: [B, N] int32, `NO_TOKEN` where there is none, as in the first
         `MATCHED_TOKENS` entries; behind those come whole chunks. ends: [B, 2] int32, where history
@@ -74,7 +74,7 @@ class DraftBatch(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Where a row's draft begins in its text.
+    """Start of a row's draft in its text.
 
     Shape: [B] int32, exists bool. place: N if there is none. kind: One of
         `ACCEPTANCE_KINDS`. source: One of `NUM_SOURCES`.
@@ -87,7 +87,7 @@ class Match(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What the next step verifies.
+    """Drafts that the next step verifies.
 
     Shape: tokens: [B, D] int32. counts: [B] int32, drafts of each row. match: Where they are from.
         width: Scalar int32, index into the widths. is_searched: Scalar bool, whether anybody looked
@@ -311,7 +311,7 @@ def learn(
     learnt = jnp.where(was_tried, tried, jnp.where(drafts.is_searched, missed, hoped))
 
     def of_others(count: jax.Array) -> jax.Array:
-        """By kind, [B, ACCEPTANCE_KINDS]."""
+        """Sums over the other rows, by kind: [B, ACCEPTANCE_KINDS]."""
         by_kind = jnp.where(was_tried, count[:, None], 0).astype(jnp.float32)
         return jnp.sum(by_kind, axis=0) - by_kind
 

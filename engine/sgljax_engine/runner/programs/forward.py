@@ -18,9 +18,9 @@ from sgljax_engine.attention.base import (
 from sgljax_engine.attention.contiguous import shared_keys
 from sgljax_engine.cache.contiguous_kv import (
     ContiguousKV,
-    PagedRows,
+    DecodeCache,
     RowTable,
-    gather_rows,
+    gather_contiguous_kv,
 )
 from sgljax_engine.cache.kv_pages import KVPages, LayerKV, write_routed
 from sgljax_engine.layers.tiles import Tiles, Together, tokens_in_tiles
@@ -33,9 +33,9 @@ from sgljax_engine.runner.batches.batch import DecodeBatch, ForwardBatch
 from sgljax_engine.runner.batches.page_ids import NO_SLOT
 from sgljax_engine.runner.programs.attend import (
     Pages,
+    contiguous_attend,
     of_blocks,
     paged_attend,
-    rows_attend,
     slots_at,
 )
 from sgljax_engine.runner.programs.context import ProgramContext
@@ -45,7 +45,7 @@ from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
 
 class DecodeOutput(NamedTuple):
-    """What a decode dispatch generated. Row b's tokens are the first `num_tokens[b]` of column b.
+    """Results of a decode dispatch. Row b's tokens are the first `num_tokens[b]` of column b.
 
     Shape: token_ids: [max_steps, B] int32. logprobs, scaled_logprobs, processed_logprobs:
         [max_steps, B] float32; see `sampler.Sampled`. num_tokens: [B] int32. stopped: [B] bool,
@@ -63,7 +63,7 @@ class DecodeOutput(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Options that only some batches need; a part that is None costs nothing.
+    """Options that only some batches need; None costs nothing.
 
     Attributes:
         table: Table of rows whose settings change logits.
@@ -77,8 +77,8 @@ class RowOptions(NamedTuple):
 def prefill(params: Params, kv: KVPages, batch: ForwardBatch, *, static: ProgramContext) -> KVPages:
     """Writes the batch's keys and values into its pages. `kv` is donated.
 
-    With several passes, its time follows the tokens in the batch and not the bucket. Each pass sees
-    the keys of earlier passes, so a request may share pages of any earlier request.
+    With several passes, its time grows with the tokens in the batch, not with the bucket. Each pass
+    sees the keys of earlier passes, so a request may share pages of any earlier request.
     """
     size, per_pass = batch.input_ids.shape[0], static.prefill_pass
     if per_pass is None or size <= per_pass or size % per_pass:
@@ -129,7 +129,7 @@ def _prefill_pass(
 
 
 def with_routed(routed: jax.Array | None, out: Forward, slots: jax.Array) -> jax.Array | None:
-    """The kept experts with those of a pass whose tokens have these slots."""
+    """The kept experts, with those of a pass added at its tokens' slots."""
     if routed is None or out.routed is None:
         return routed
     return write_routed(routed, out.routed, slots)
@@ -167,8 +167,10 @@ def decode(
         lens = jnp.where(rows.step_limits > 0, rows.positions, 0)
         end = jnp.max(lens + jnp.minimum(rows.step_limits, num_steps))
         tables = _tables_of_layers(rows, static)
-        contiguous_kv = gather_rows(contiguous_kv, kv.layers, tables, lens, end, rows.num_ready)
-        caches = tuple(PagedRows(*both) for both in zip(kv.layers, contiguous_kv, strict=True))
+        contiguous_kv = gather_contiguous_kv(
+            contiguous_kv, kv.layers, tables, lens, end, rows.num_ready
+        )
+        caches = tuple(DecodeCache(*both) for both in zip(kv.layers, contiguous_kv, strict=True))
         shared = shared_keys(rows.page_table, lens, static.page_size)
 
     def is_active(carry: _Carry) -> jax.Array:
@@ -230,7 +232,7 @@ def decode(
 
 
 def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTable]:
-    """Where each cached layer's keys are."""
+    """Page table of each cached layer."""
     everything = RowTable(rows.page_table)
     if rows.window_table is None:
         return [everything] * len(static.in_windows)
@@ -241,8 +243,8 @@ def _tables_of_layers(rows: DecodeBatch, static: ProgramContext) -> list[RowTabl
 def _split_caches(
     caches: tuple[LayerCache, ...],
 ) -> tuple[tuple[LayerKV, ...], ContiguousKV]:
-    pages = tuple(c.pages if isinstance(c, PagedRows) else c for c in caches)
-    return pages, tuple(c.rows for c in caches if isinstance(c, PagedRows))
+    pages = tuple(c.pages if isinstance(c, DecodeCache) else c for c in caches)
+    return pages, tuple(c.contiguous for c in caches if isinstance(c, DecodeCache))
 
 
 def _next_logits(
@@ -256,7 +258,7 @@ def _next_logits(
 ) -> tuple[jax.Array, tuple[LayerCache, ...], jax.Array | None]:
     """One forward pass over each row's newest token.
 
-    Returns logits [B, V], the caches with its keys, and the kept experts with its own.
+    Returns logits [B, V], the caches with the pass's keys, and the kept experts with the pass's.
     """
     if static.context.has_experts:
         tokens = tokens._replace(is_used=active)
@@ -273,7 +275,7 @@ def _next_logits(
     of_windows = None if rows.window_table is None else slots_in(rows.window_table)
     pages = Pages.make(tables, slots_in(rows.page_table), rows.window_table, of_windows)
     if shared is not None:
-        attend = rows_attend(pages, active, shared)
+        attend = contiguous_attend(pages, active, shared)
     else:
         own = static.decode_attention
         attend = paged_attend(static, pages, None if own is None else of_blocks(own))
@@ -292,7 +294,7 @@ def _next_logits(
 
 
 def empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None) -> DecodeOutput:
-    """Room for that many tokens of each row."""
+    """Empty output for that many tokens of each row."""
     per_step = (max_steps, batch_size)
     return DecodeOutput(
         token_ids=jnp.zeros(per_step, jnp.int32),
@@ -306,7 +308,7 @@ def empty_output(batch_size: int, max_steps: int, logprobs: LogprobBatch | None)
 
 
 def empty_extras(shape: tuple[int, ...], logprobs: LogprobBatch | None) -> ExtraLogprobs | None:
-    """Room for the further log-probs of places of that shape; None if no row asks for any."""
+    """Empty further log-probs of that shape; None if no row asks for any."""
     if logprobs is None:
         return None
     num_top, num_ids = logprobs.ranks.shape[0], logprobs.token_ids.shape[1]

@@ -55,11 +55,11 @@ from sgljax_engine.sampling.sampler import Sampled, SamplingBatch, sample
 from sgljax_engine.sampling.table import SamplingTable, adjust_logits, record
 
 NO_SOURCE = 0
-"""Of tokens that no draft foretold; others have 1 + one of `NUM_SOURCES`."""
+"""Source of tokens that no draft foretold; others have 1 + one of `NUM_SOURCES`."""
 
 
 class Verified(NamedTuple):
-    """What a dispatch generated, and how.
+    """Results of a dispatch with drafts.
 
     Shape: sources: [tokens, B] int32, see `NO_SOURCE`. num_drafted, num_right: [NUM_SOURCES, B]
         int32. acceptance: See `DraftBatch`. num_steps: [number of widths] int32.
@@ -99,7 +99,7 @@ class _Packed(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """Of a step that has done its forward pass, or will.
+    """The state of a step that has done its forward pass, or will.
 
     Shape: sampled: Of each place of the widest step. is_done: Scalar bool.
     """
@@ -168,7 +168,7 @@ def verify(
 
 
 class _Run(NamedTuple):
-    """What does not change during a dispatch."""
+    """Values that do not change during a dispatch."""
 
     params: Params
     rows: DecodeBatch
@@ -416,7 +416,7 @@ class _Run(NamedTuple):
 
 
 class _Accepted(NamedTuple):
-    """What a step adds to each row.
+    """Tokens that a step adds to each row.
 
     Shape: tokens: [B, W] int32. num_tokens, num_right: [B] int32, tokens to keep, and those of them
         that were drafts. stopped: [B] bool.

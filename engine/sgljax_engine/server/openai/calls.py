@@ -57,7 +57,7 @@ class JsonScanner:
     _OUTSIDE = re.compile(r'["{}\[\]<]')
 
     def __init__(self, start: int = 0) -> None:
-        """Before the object's first character, which must be its opening bracket.
+        """Starts before the object's first character, which must be its opening bracket.
 
         Args:
             start: Where it is in the text.

@@ -50,7 +50,7 @@ def completion_routes(context: ServerContext) -> APIRouter:
 
 @dataclasses.dataclass
 class _Progress:
-    """What a stream has sent of an output.
+    """The part of an output that a stream has sent.
 
     Attributes:
         offset: Characters that log-probs have counted.

@@ -21,7 +21,7 @@ class LlamaParser:
     """
 
     def __init__(self) -> None:
-        """Before the first text."""
+        """Starts before the first text."""
         self.calls: list[Call] = []
         self._held = ""
         self._place = 0  # of what is not decided in `_held`
@@ -32,12 +32,12 @@ class LlamaParser:
         self._is_after_call = False
 
     def feed(self, text: str) -> str:
-        """See `ToolParser`."""
+        """Takes new text; returns what is certain to be content."""
         self._held += text
         return self._read(is_end=False)
 
     def end(self) -> str:
-        """See `ToolParser`."""
+        """Returns what was held back and is no call."""
         content = self._read(is_end=True)
         content += self._words(self._tag + self._held[self._place :])
         content += "" if self.calls else self._lead

@@ -90,15 +90,15 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Raises:
         InvalidRequestError: for a message without content.
     """
-    return [_template_message(place, message) for place, message in enumerate(messages)]
+    return [_template_message(index, message) for index, message in enumerate(messages)]
 
 
-def _template_message(place: int, message: Message) -> dict[str, Any]:
+def _template_message(index: int, message: Message) -> dict[str, Any]:
     content = None if message.content is None else message.text()
     if content is None and not message.tool_calls:
         # An answer that is all thought has none.
         if message.role != "assistant":
-            raise InvalidRequestError(f"messages.{place}.content is missing")
+            raise InvalidRequestError(f"messages.{index}.content is missing")
         content = ""
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content}
@@ -121,7 +121,7 @@ def _template_call(call: ToolCall, *, is_rendered: bool) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall, *, is_rendered: bool) -> Any:
-    """What the template gets: the object, or what it is if it is none.
+    """The value that the template gets: the parsed object, or the text if it is none.
 
     One bad call must not end a conversation. With the message's ids it is not even read.
     """

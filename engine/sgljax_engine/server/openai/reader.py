@@ -22,7 +22,7 @@ class AnswerReader:
         *,
         max_calls: int | None = None,
     ) -> None:
-        """Before the first text.
+        """Starts before the first text.
 
         Args:
             splitter: None leaves thoughts in the content.
@@ -54,7 +54,7 @@ class AnswerReader:
         return Split(reasoning, self._content(new.content))
 
     def end(self) -> Split:
-        """What was held back."""
+        """The text that was held back."""
         rest = Split("", "") if self._splitter is None else self._splitter.end()
         reasoning = rest.reasoning
         if self._drafts is not None and self._splitter is not None and self._splitter.is_inside:

@@ -25,7 +25,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, *, starts_inside: bool) -> None:
-        """Before the first text.
+        """Starts before the first text.
 
         Args:
             starts_inside: Whether the prompt ends with `<think>`.
@@ -37,7 +37,7 @@ class ReasoningSplitter:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the thoughts have begun and not ended."""
+        """Whether the thoughts have started and not ended."""
         return self._is_inside and not self._is_done
 
     def feed(self, text: str) -> Split:
@@ -56,7 +56,7 @@ class ReasoningSplitter:
         return Split(before[: len(before) - kept], "")
 
     def end(self) -> Split:
-        """What was held back."""
+        """The text that was held back."""
         held, self._held = self._held, ""
         return Split(held, "") if self._is_inside and not self._is_done else Split("", held)
 

@@ -21,7 +21,7 @@ from sgljax_engine.server.openai.messages import Message, Tool
 
 
 class StreamOptions(Body):
-    """What a stream says at its end."""
+    """Options for the end of a stream."""
 
     foreign: ClassVar[Mapping[str, ForeignField]] = STREAM_OPTIONS
 
@@ -35,7 +35,7 @@ class ResponseFormat(Body):
 
 
 class OpenAIRequest(SamplingFields):
-    """What both routes take."""
+    """Fields that both routes take."""
 
     empty_is_null: ClassVar[frozenset[str]] = frozenset({"model", "stop"})
 

@@ -42,12 +42,12 @@ class JsonBlock:
     ends_all: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        """Before the first text."""
+        """Starts before the first text."""
         self._start = 0
         self._scanner: JsonScanner | None = None
 
     def read(self, text: str) -> Block | None:
-        """See `BlockReader`."""
+        """The block, once it has ended or cannot be a call."""
         if self._scanner is None:
             self._start = len(text) - len(text.lstrip())
             if self._start == len(text):
@@ -83,7 +83,7 @@ class XmlBlock:
     )
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Before the first text.
+        """Starts before the first text.
 
         Args:
             schemas: Of the parameters of each tool.
@@ -93,7 +93,7 @@ class XmlBlock:
         self._has_function = False
 
     def read(self, text: str) -> Block | None:
-        """See `BlockReader`. A closing tag counts where the function has ended."""
+        """The block, once it has ended. A closing tag counts where the function has ended."""
         while (place := text.find(_CLOSE, self._num_searched)) >= 0:
             self._num_searched = place + len(_CLOSE)
             if not self._has_function:
@@ -131,7 +131,7 @@ class TaggedParser:
     """Finds blocks between the tags; all else is content. See `ToolParser`."""
 
     def __init__(self, make_reader: Callable[[], BlockReader]) -> None:
-        """Before the first text.
+        """Starts before the first text.
 
         Args:
             make_reader: Makes a reader of one block.
@@ -143,7 +143,7 @@ class TaggedParser:
         self._is_after_call = False
 
     def feed(self, text: str) -> str:
-        """See `ToolParser`."""
+        """Takes new text; returns what is certain to be content."""
         self._held += text
         content = ""
         while True:
@@ -157,7 +157,7 @@ class TaggedParser:
             content += self._end_block(block)
 
     def end(self) -> str:
-        """See `ToolParser`. A block that is not whole ends at the first closing tag."""
+        """Returns what was held back. A block that is not whole ends at the first closing tag."""
         content = ""
         while self._reader is not None:
             place = -1 if self._reader.ends_all else self._held.find(_CLOSE)

@@ -35,7 +35,7 @@ class SGLangSampling(SamplingFields):
     reasoning_tags: list[str] | None = Field(None, min_length=2, max_length=2)
 
     def given(self) -> dict[str, Any]:
-        """See `SamplingFields`; both names of a field may be given if they agree."""
+        """The given fields; both names of a field may be given if they agree."""
         values = super().given()
         for name in _ENGINE_NAMES:
             if getattr(self, name) is not None:
