@@ -33,9 +33,11 @@ from sgljax_engine import (
 )
 from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.rules import RuleTable
-from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
+from sgljax_engine.weights.specs import TargetSpec, source_spec
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import results, start_all, update_in_flight
 from tests.engine.models import TINY, spread_weights
@@ -271,9 +273,8 @@ class TestStackedLayers:
         targets = {f"model.layers.{i}.w": target((256, 64)) for i in range(64)}
         rule = Rule("layers.w", "model.layers.*.w", part="each")
         plan = plan_sync(source_spec({"layers.w": stack}), [rule], targets)
-        sources = [step.arrays({"layers.w": stack}) for step in plan.steps]
         program: Any = plan.program.at_target
-        memory = program.lower(sources).compile().memory_analysis()
+        memory = program.lower(plan.arrays({"layers.w": stack})).compile().memory_analysis()
         assert memory.temp_size_in_bytes < stack.nbytes / 8
 
     def test_a_lora_pair_of_a_stack(self):

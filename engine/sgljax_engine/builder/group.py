@@ -40,8 +40,9 @@ from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.speculation.drafters import Drafter
-from sgljax_engine.weights import sync
 from sgljax_engine.weights.adapters import AdapterSlots, slot_shapes
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.weights.rules import WeightSource
 from sgljax_engine.weights.served import ServedSource
 
@@ -97,20 +98,20 @@ def build_group(
     count = len(placement.engines)
     config = config.per_engine(count)
     specs = get_model(model.architecture).param_specs(model)
-    maker = sync.WeightMaker(placement.whole.weight_targets(specs))
+    planner = WeightPlanner(placement.whole.weight_targets(specs))
     slots = [adapter_slots(config.lora, specs, each) for each in placement.engines]
     served = ServedSource()
-    with reporting(progress, "place weights", len(maker.targets), "tensor") as advance:
-        plan, arrays = maker.plan(
+    with reporting(progress, "place weights", len(planner.targets), "tensor") as advance:
+        plan, arrays = planner.plan(
             weights.arrays, weights.rules, check_finite=config.runtime.check_finite
         )
-        made = placement.split(sync.apply(plan, arrays))
+        made = placement.split(apply(plan, arrays))
         served.remember(plan, arrays)
         del arrays
         for each, room in zip(made, slots, strict=True):
             if room is not None:
-                each |= first_adapters(adapters, room, maker.targets)
-        advance(len(maker.targets))
+                each |= first_adapters(adapters, room, planner.targets)
+        advance(len(planner.targets))
     parts = plan_parts(model, config, max_model_len, placement.engines[0], made[0], slots[0], count)
     page_size = config.cache.page_size
     groups = RequestGroups()
@@ -127,7 +128,7 @@ def build_group(
         cores=cores,
         groups=groups,
         router=Router(count, page_size, config.scheduler.max_running_requests),
-        weight_maker=maker,
+        planner=planner,
         split=placement.split,
         served=served,
         slots=None if slots[0] is None else [room for room in slots if room is not None],
