@@ -30,7 +30,7 @@ class ServedSource:
         self._parts: dict[frozenset[str], SyncPlan] = {}
 
     def remember(self, plan: SyncPlan, source: Mapping[str, Any]) -> None:
-        """Records the source of the weights that serve from now on."""
+        """Records the source of the serving weights from now on."""
         self._steps = {step.target: step for step in plan.steps}
         self._arrays = {
             name: weakref.ref(x) for name, x in source.items() if isinstance(x, jax.Array)
