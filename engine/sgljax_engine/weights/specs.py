@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from sgljax_engine.errors import WeightSyncError
-from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.forms import Form, Quantized
 from sgljax_engine.weights.lora import LoraTerm
-from sgljax_engine.weights.quantize import Quantized
 from sgljax_engine.weights.rules import Hook
 
 Weights = dict[str, jax.Array]
