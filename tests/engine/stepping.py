@@ -18,7 +18,7 @@ from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.types import FinishReason, Request
-from sgljax_engine.weights import sync
+from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.rules import WeightSource
 from tests.engine.models import TINY, spread_weights
 
@@ -53,7 +53,7 @@ class SteppedEngine:
         )
         (self.core,) = built.cores
         self.groups = built.groups
-        self._weight_maker = built.weight_maker
+        self._planner = built.planner
         self.core.outputs.connect(_no_text, thread_name=None)
         self._factory = RequestFactory(model, limits, None, SeedSource(0))
 
@@ -102,8 +102,8 @@ class SteppedEngine:
     def update(self, weights: dict[str, np.ndarray], **options: Any) -> Future[int]:
         """Swaps weights in, as an update does once it has made them."""
         given: dict[str, Any] = {"mode": "retract", "flush_cache": False} | options
-        plan, arrays = self._weight_maker.plan(weights, hf_rules(TINY))
-        made = sync.apply(plan, arrays)
+        plan, arrays = self._planner.plan(weights, hf_rules(TINY))
+        made = apply(plan, arrays)
         future: Future[int] = Future()
 
         def swap(done: Future[None]) -> None:

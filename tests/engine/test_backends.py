@@ -22,7 +22,9 @@ from sgljax_engine.layers.kernels import pick_kernels
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
-from sgljax_engine.weights import sync
+from sgljax_engine.weights import programs
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.plan import WeightPlanner
 from tests.engine.models import TINY, logical_weights
 from tests.engine.native_cases import needs_machine_code
 
@@ -35,7 +37,7 @@ def placement(linear: str = "auto", **changes: Any) -> Placement:
 
 @pytest.fixture
 def no_machine_code(monkeypatch):
-    for module in (target, sync):
+    for module in (target, programs):
         monkeypatch.setattr(module, "unavailable", lambda: "out of luck")
 
 
@@ -121,12 +123,12 @@ def test_names_of_backends():
 @needs_machine_code
 def test_weights_are_the_same_bits(no_machine_code, monkeypatch):
     targets = placement().weight_targets(get_model(TINY.architecture).param_specs(TINY))
-    sync._build_program.cache_clear()
+    programs.build_program.cache_clear()
     weights = logical_weights()
-    portable = sync.WeightMaker(targets).make(weights, logical_rules(TINY))
+    portable = apply(*WeightPlanner(targets).plan(weights, logical_rules(TINY)))
     monkeypatch.undo()
-    sync._build_program.cache_clear()
-    native = sync.WeightMaker(targets).make(weights, logical_rules(TINY))
+    programs.build_program.cache_clear()
+    native = apply(*WeightPlanner(targets).plan(weights, logical_rules(TINY)))
     assert native.keys() == portable.keys()
     for name, weight in native.items():
         np.testing.assert_array_equal(weight, portable[name])

@@ -22,9 +22,11 @@ from sgljax_engine import (
     hf_rules,
     logical_rules,
 )
+from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.finite import is_finite, refuse_not_finite
 from sgljax_engine.weights.forms import Form
-from sgljax_engine.weights.sync import TargetSpec, apply, apply_donating, plan_sync, source_spec
+from sgljax_engine.weights.plan import plan_sync
+from sgljax_engine.weights.specs import TargetSpec, source_spec
 from tests.engine.interrupts import make_engine, results, settle, start_all
 from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
 
@@ -194,7 +196,7 @@ class TestPlan:
         with pytest.raises(WeightSyncError, match=r"1 of 1 .*: 'w'"):
             apply(plan, source)
         with pytest.raises(WeightSyncError, match=r"1 of 1 .*: 'w'"):
-            apply_donating(plan, source, [old])
+            apply(plan, source, [old])
         assert not old["w"].is_deleted()
         plan = self.plan(source, "bfloat16", form=form)
         assert np.isfinite(apply(plan, source)["w"].astype(np.float32)).all()
@@ -203,7 +205,7 @@ class TestPlan:
         source = {"w": jnp.full((2, 3), jnp.nan)}
         plan = self.plan(source, "float32", check_finite=False)
         assert np.isnan(apply(plan, source)["w"]).all()
-        assert np.isnan(apply_donating(plan, source, [{}])["w"]).all()
+        assert np.isnan(apply(plan, source, [{}])["w"]).all()
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_flags(self, dtype):

@@ -21,10 +21,12 @@ from sgljax_engine import (
 )
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.submeshes import place
-from sgljax_engine.weights import sync
+from sgljax_engine.weights.apply import apply
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_layout import find_weight_files
 from sgljax_engine.weights.loader import read_hf_folder
+from sgljax_engine.weights.plan import plan_sync
+from sgljax_engine.weights.specs import source_spec
 from tests.engine.models import TINY, ForeignTensor, logical_weights, spread_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -175,11 +177,8 @@ def test_an_update_by_these_names_copies_once():
     if targets[WIDE].form is Form.LOGICAL:
         pytest.skip("the engine stores projections as they come on this platform")
     source = {name: jnp.asarray(array) for name, array in spread_weights().items()}
-    plan = sync.plan_sync(sync.source_spec(source), hf_rules(TINY), targets)
-    arrays = [step.arrays(source) for step in plan.steps]
+    plan = plan_sync(source_spec(source), hf_rules(TINY), targets)
     program: Any = plan.program.at_target
-    text = program.lower(arrays).compile().as_text()
+    text = program.lower(plan.arrays(source)).compile().as_text()
     assert " transpose(" not in text
-    assert jax.tree.all(
-        jax.tree.map(lambda a, b: a.size == b.size, sync.apply(plan, source), source)
-    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.size == b.size, apply(plan, source), source))

@@ -19,7 +19,7 @@ from sgljax_engine import Engine, WeightSyncError
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.runner import results
-from sgljax_engine.weights import sync
+from sgljax_engine.weights import apply
 from tests.engine import gates
 from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run
 from tests.engine.models import TINY, spread_weights
@@ -96,14 +96,14 @@ class TestOneBitOfAWeight:
         gates.check_weights(tiny, weights, checksums)
 
     def test_verified_update(self, tiny, monkeypatch):
-        real = sync._make
+        real = apply._make
 
         def faulty(*args):
             made = real(*args)
             return {**made, PROJECTION: with_bit(made[PROJECTION], LOWEST, at=100)}
 
         version = tiny.get_internal_state().weight_version
-        monkeypatch.setattr(sync, "_make", faulty)
+        monkeypatch.setattr(apply, "_make", faulty)
         with pytest.raises(WeightSyncError, match=rf"differ from the source's: \['{PROJECTION}'\]"):
             tiny.update_weights(spread_weights(seed=1), verify=True)
         assert tiny.get_internal_state().weight_version == version

@@ -22,7 +22,7 @@ from sgljax_engine import (
 from sgljax_engine.kernels.cpu import chain
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import is_quantized
-from sgljax_engine.weights.quantize import Quantized
+from sgljax_engine.weights.forms import Quantized
 from tests.engine.models import TINY, TINY_MOE, random_prompts, spread_weights
 
 FEW: dict[str, Any] = {

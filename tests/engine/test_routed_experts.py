@@ -27,7 +27,8 @@ from sgljax_engine.models.registry import get_model
 from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.types import FinishReason, RequestStatus
-from sgljax_engine.weights import sync
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.plan import WeightPlanner
 from tests.devices import run_python
 from tests.engine import small_tokenizers
 from tests.engine.models import TINY, TINY_MOE, logical_weights, random_prompts, spread_weights
@@ -55,8 +56,8 @@ def routed() -> Routed:
     """The experts of all given tokens, from one pass without a cache."""
     definition = get_model(TINY_MOE.architecture)
     placement = place(TINY_MOE, None, "float32", runtime=RuntimeConfig(linear_backend="xla")).whole
-    maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(TINY_MOE)))
-    weights = maker.make(logical_weights(TINY_MOE), logical_rules(TINY_MOE))
+    planner = WeightPlanner(placement.weight_targets(definition.param_specs(TINY_MOE)))
+    weights = apply(*planner.plan(logical_weights(TINY_MOE), logical_rules(TINY_MOE)))
     context = ModelContext(TINY_MOE, placement.layout, returns_routed=True)
 
     def attend(q, new, cache, options):

@@ -10,7 +10,7 @@ from sgljax_engine import (
     WeightsLostError,
     WeightSyncError,
 )
-from sgljax_engine.weights import sync
+from sgljax_engine.weights import apply
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -255,10 +255,10 @@ class TestUpdateAsleep:
     @pytest.mark.parametrize(
         ("stage", "options"),
         [
-            ("weights.sync.plan_sync", {}),
-            ("weights.sync._make", {}),
+            ("weights.plan.plan_sync", {}),
+            ("weights.apply._make", {}),
             ("runner.runner.ModelRunner.swap_weights", {}),
-            ("weights.sync._store_one", {"donate": True}),
+            ("weights.apply._store_one", {"donate": True}),
         ],
     )
     @pytest.mark.parametrize(("level", "preserve_state"), [(1, False), (2, True)])
@@ -292,7 +292,7 @@ class TestUpdateAsleep:
     ):
         calls = start_all(engine, PROMPTS)
         engine.sleep(level=2)
-        real, count = sync._store_one, []
+        real, count = apply._store_one, []
 
         def fail_third(*args):
             count.append(args)
@@ -302,7 +302,7 @@ class TestUpdateAsleep:
 
         memory = device_bytes()
         with monkeypatch.context() as patch:
-            patch.setattr(sync, "_store_one", fail_third)
+            patch.setattr(apply, "_store_one", fail_third)
             with pytest.raises(WeightsLostError, match="failed half-way: planted fault"):
                 engine.update_weights(NEW, donate=True)
         for call in calls:

@@ -24,7 +24,8 @@ from sgljax_engine import (
     WeightsLostError,
     WeightSyncError,
 )
-from sgljax_engine.weights import sync
+from sgljax_engine.core import weights_worker
+from sgljax_engine.weights import apply, plan
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -275,15 +276,15 @@ class TestOrder:
 
         reading, go_on = threading.Event(), threading.Event()
 
-        class Slow(dict):
-            def items(self):
-                reading.set()
-                assert go_on.wait(LIMIT_S)
-                return super().items()
+        real = plan.source_spec
 
-        real = sync.source_spec
+        def slow(source):
+            reading.set()
+            assert go_on.wait(LIMIT_S)
+            return real(source)
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sync, "source_spec", lambda source: real(Slow(source)))
+            patch.setattr(plan, "source_spec", slow)
             update = start(lambda: engine.update_weights(NEW))
             assert reading.wait(LIMIT_S)
             assert len(engine.generate_requests([[1, 2]], SHORT)[0].output_ids) == 8
@@ -335,8 +336,8 @@ class TestOrder:
 
 
 STAGES = {
-    "planning": ("sgljax_engine.weights.sync.plan_sync", {"layers": None}),
-    "transform": ("sgljax_engine.weights.sync._make", {}),
+    "planning": ("sgljax_engine.weights.plan.plan_sync", {"layers": None}),
+    "transform": ("sgljax_engine.weights.apply._make", {}),
     "swap": ("sgljax_engine.runner.runner.ModelRunner.swap_weights", {}),
 }
 
@@ -437,7 +438,7 @@ class TestDonation:
 
     def test_takes_the_memory_of_one_model(self, engine, monkeypatch):
         """At no moment are there more weights than those of the model and one more."""
-        sizes, real = [], sync._store_one
+        sizes, real = [], apply._store_one
         largest = max(w.nbytes for w in engine._group.loops[0]._core.runner.weights.values())
         source = {name: jnp.asarray(w) for name, w in NEW.items()}
         base = live_bytes()
@@ -447,7 +448,7 @@ class TestDonation:
             sizes.append(live_bytes() - base)
             return made
 
-        monkeypatch.setattr(sync, "_store_one", watched)
+        monkeypatch.setattr(apply, "_store_one", watched)
         engine.update_weights(source, donate=True)
         assert len(sizes) == len(NEW)
         assert max(sizes) <= largest + 1  # and the flag of the newest
@@ -468,7 +469,7 @@ class TestDonation:
 
     def test_a_failure_half_way_is_said_and_healed(self, engine, reference, monkeypatch):
         calls = start_all(engine, PROMPTS)
-        real, count = sync._store_one, []
+        real, count = apply._store_one, []
 
         def fail_third(*args):
             count.append(args)
@@ -477,7 +478,7 @@ class TestDonation:
             return real(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(sync, "_store_one", fail_third)
+            patch.setattr(apply, "_store_one", fail_third)
             with pytest.raises(WeightsLostError, match="failed half-way: planted fault"):
                 update_in_flight(engine, NEW, donate=True)
         for call in calls:
@@ -536,14 +537,14 @@ class TestChecksums:
             assert {n for n in before if before[n] != now[n]} == {name}
 
     def test_verify_catches_weights_made_wrong(self, engine, old_outputs, monkeypatch):
-        real = sync._make
+        real = apply._make
 
-        def corrupt(plan, arrays):
-            name, made = "model.layers.1.self_attn.k_proj.weight", real(plan, arrays)
+        def corrupt(*args):
+            name, made = "model.layers.1.self_attn.k_proj.weight", real(*args)
             return made | {name: made[name].at[1, 2].add(1e-3)}
 
         with monkeypatch.context() as patch:
-            patch.setattr(sync, "_make", corrupt)
+            patch.setattr(apply, "_make", corrupt)
             with pytest.raises(WeightSyncError, match=r"checksums .* differ .*1.self_attn.k_proj"):
                 engine.update_weights(NEW, verify=True)
         again = engine.generate_requests(PROMPTS, LONG)
@@ -608,15 +609,15 @@ class TestWhereNewWeightsAreMade:
     def made(self, monkeypatch):
         """Whether the updates' thread made each update, and what was computed by then."""
         found: list[tuple[bool, bool]] = []
-        apply = sync.apply
+        real = weights_worker.apply
 
-        def note(plan, source, *, verify=False):
+        def note(plan, source, olds=None, *, verify=False):
             is_beside = threading.current_thread().name.endswith("-updates")
             arrays: list[Any] = [x for x in source.values() if isinstance(x, jax.Array)]
             found.append((is_beside, all(x.is_ready() for x in arrays)))
-            return apply(plan, source, verify=verify)
+            return real(plan, source, olds, verify=verify)
 
-        monkeypatch.setattr(sync, "apply", note)
+        monkeypatch.setattr(weights_worker, "apply", note)
         return found
 
     def test_the_first_of_a_kind_compiles_beside_the_decode_loop(self, shared, made):

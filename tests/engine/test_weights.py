@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,13 @@ from sgljax_engine import (
 )
 from sgljax_engine.builder.sources import dummy_weights
 from sgljax_engine.models.registry import get_model
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.checks import await_source
 from sgljax_engine.weights.forms import Form
+from sgljax_engine.weights.plan import WeightPlanner, plan_sync
 from sgljax_engine.weights.rules import RuleTable
-from sgljax_engine.weights.sync import TargetSpec, apply, plan_sync, source_spec
+from sgljax_engine.weights.served import ServedSource
+from sgljax_engine.weights.specs import TargetSpec, source_spec
 from tests.compilation import recorded_programs
 from tests.engine.interrupts import results, start_all, update_in_flight
 from tests.engine.models import TINY, spread_weights
@@ -229,6 +234,37 @@ class TestApply:
         assert not lowered
 
 
+class TestKnownPlan:
+    """What an update repeats if only the values of its source are new."""
+
+    @staticmethod
+    def num_calls(num_weights: int) -> int:
+        """Calls of Python functions in weights/ for the second update of so many weights."""
+        planner = WeightPlanner({f"t{i}": target((2, 4)) for i in range(num_weights)})
+        served, rules, count = ServedSource(), (Rule("s*", "t*"),), 0
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            nonlocal count
+            count += event == "call" and "sgljax_engine/weights/" in frame.f_code.co_filename
+
+        for watch in (None, note):
+            source = {f"s{i}": jnp.full((2, 4), float(i)) for i in range(num_weights)}
+            before = sys.getprofile()
+            sys.setprofile(watch)
+            try:
+                plan, arrays = planner.plan(source, rules)
+                await_source(arrays)
+                apply(served.changed(plan, arrays), arrays)
+                served.remember(plan, arrays)
+            finally:
+                sys.setprofile(before)
+        return count
+
+    def test_asks_little_of_each_weight(self):
+        few, many = self.num_calls(8), self.num_calls(16)
+        assert 0 < many - few <= 8
+
+
 FORMS = (Form.LOGICAL, Form.TRANSPOSED, Form.PANELS)
 LAYERS = {f"model.layers.{i}.w": target((5, 12), form=form) for i, form in enumerate(FORMS)}
 
@@ -271,9 +307,8 @@ class TestStackedLayers:
         targets = {f"model.layers.{i}.w": target((256, 64)) for i in range(64)}
         rule = Rule("layers.w", "model.layers.*.w", part="each")
         plan = plan_sync(source_spec({"layers.w": stack}), [rule], targets)
-        sources = [step.arrays({"layers.w": stack}) for step in plan.steps]
         program: Any = plan.program.at_target
-        memory = program.lower(sources).compile().memory_analysis()
+        memory = program.lower(plan.arrays({"layers.w": stack})).compile().memory_analysis()
         assert memory.temp_size_in_bytes < stack.nbytes / 8
 
     def test_a_lora_pair_of_a_stack(self):

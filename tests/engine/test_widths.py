@@ -27,7 +27,8 @@ from sgljax_engine.models.spec import ModelContext, ModelDefinition
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.runner.compile import widths
 from sgljax_engine.runner.compile.widths import CANDIDATES, agreeing_widths
-from sgljax_engine.weights import sync
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.xla_options import compiler_options
 from tests.engine.models import (
     MIXED_HEADS,
@@ -60,8 +61,8 @@ class Model(NamedTuple):
 def make_model(config: ModelConfig = TINY, dtype: str = "float32") -> Model:
     definition = get_model(config.architecture)
     placement = place(config, None, dtype, runtime=RuntimeConfig(linear_backend="xla")).whole
-    maker = sync.WeightMaker(placement.weight_targets(definition.param_specs(config)))
-    weights = maker.make(logical_weights(config), logical_rules(config))
+    planner = WeightPlanner(placement.weight_targets(definition.param_specs(config)))
+    weights = apply(*planner.plan(logical_weights(config), logical_rules(config)))
     return Model(definition, ModelContext(config, placement.layout), weights, placement.is_own_cpu)
 
 

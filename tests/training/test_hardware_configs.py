@@ -88,7 +88,7 @@ from sgljax_engine.placement import shardings, submeshes
 from sgljax_engine.runner.compile.compiled import ProgramCall
 from sgljax_engine.runner.batches.page_ids import PageIds
 from sgljax_engine.runner.warmup import warm_calls
-from sgljax_engine.weights import sync
+from sgljax_engine.weights.plan import WeightPlanner
 from tunix_sgljax.mappings import WeightMapper, find_mapping
 from tunix_sgljax.model_config import to_model_config
 from tunix_sgljax.training import load_config
@@ -136,10 +136,10 @@ state = {
     for (path, param), (_, sharding) in zip(nnx.to_flat_state(params), shardings)
 }
 mapper = WeightMapper(find_mapping(None, spec.abstract()), model)
-plan, arrays = sync.WeightMaker(targets).plan(state, mapper.rules_for(state))
+plan, arrays = WeightPlanner(targets).plan(state, mapper.rules_for(state))
 run = plan.program.at_source(tuple(trainer.devices.flat))
 assert run is not None, "shards of the trainer's devices cannot be those of the engine's"
-made, flags = run.trace([step.arrays(arrays) for step in plan.steps]).out_info
+made, flags = run.trace(plan.arrays(arrays)).out_info
 for name, weight in made.items():
     assert (weight.shape, weight.dtype) == (weights[name].shape, weights[name].dtype)
     there = weight.sharding.devices_indices_map(weight.shape)

@@ -11,8 +11,36 @@ import numpy as np
 from jax.experimental import topologies
 
 from sgljax_engine.aot.chips import parse_topology
-from sgljax_engine.aot.gpus import TARGETS
 from sgljax_engine.errors import InvalidConfigError
+
+_GPUS = {
+    "h100": """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+""",
+}
+"""GPUs as they describe themselves to XLA's compiler, `GpuTargetConfigProto`s in text form."""
 
 
 def topology_mesh(
@@ -57,7 +85,7 @@ def topology_devices(topology: str) -> list[Any]:
             )
         else:
             found = topologies.get_topology_desc(
-                platform="cuda", target_config=TARGETS[chip.name], topology=f"1x1x{sizes[0]}"
+                platform="cuda", target_config=_GPUS[chip.name], topology=f"1x1x{sizes[0]}"
             )
     except (RuntimeError, ValueError) as error:  # JAX's own is a RuntimeError
         reason = str(error).strip().splitlines()[0]

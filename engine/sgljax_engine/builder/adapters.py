@@ -19,7 +19,7 @@ from sgljax_engine.weights.adapters import (
     plan_adapter,
 )
 from sgljax_engine.weights.rules import WeightSource
-from sgljax_engine.weights.sync import TargetSpec
+from sgljax_engine.weights.specs import TargetSpec
 
 _WITH_SLOTS = (ParamKind.LINEAR, ParamKind.HEAD)
 

@@ -11,13 +11,12 @@ import jax
 
 from sgljax_engine.builder.adapters import adapter_slots, first_adapters
 from sgljax_engine.builder.compilation_cache import enable_compilation_cache
-from sgljax_engine.builder.drafting import make_drafters, make_speculator
 from sgljax_engine.builder.parts import EngineParts, build_runner, plan_parts
 from sgljax_engine.cache.allocator import PageAllocator
 from sgljax_engine.cache.kv_pages import shape_of_zeros, zeros
 from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.window import WindowPages
-from sgljax_engine.config import TOKEN_BLOCK, EngineConfig
+from sgljax_engine.config import TOKEN_BLOCK, EngineConfig, SpeculationConfig
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import BuiltGroup, EngineGroup
@@ -39,9 +38,12 @@ from sgljax_engine.runner.kv.parallel_fit import fit_parallel
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.warmup import Warmup
 from sgljax_engine.scheduler.scheduler import Scheduler
-from sgljax_engine.speculation.drafters import Drafter
-from sgljax_engine.weights import sync
+from sgljax_engine.scheduler.speculator import Speculator
+from sgljax_engine.speculation.costs import CostTable
+from sgljax_engine.speculation.drafters import Drafter, HistoryDrafter, SiblingDrafter
 from sgljax_engine.weights.adapters import AdapterSlots, slot_shapes
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.weights.rules import WeightSource
 from sgljax_engine.weights.served import ServedSource
 
@@ -97,24 +99,24 @@ def build_group(
     count = len(placement.engines)
     config = config.per_engine(count)
     specs = get_model(model.architecture).param_specs(model)
-    maker = sync.WeightMaker(placement.whole.weight_targets(specs))
+    planner = WeightPlanner(placement.whole.weight_targets(specs))
     slots = [adapter_slots(config.lora, specs, each) for each in placement.engines]
     served = ServedSource()
-    with reporting(progress, "place weights", len(maker.targets), "tensor") as advance:
-        plan, arrays = maker.plan(
+    with reporting(progress, "place weights", len(planner.targets), "tensor") as advance:
+        plan, arrays = planner.plan(
             weights.arrays, weights.rules, check_finite=config.runtime.check_finite
         )
-        made = placement.split(sync.apply(plan, arrays))
+        made = placement.split(apply(plan, arrays))
         served.remember(plan, arrays)
         del arrays
         for each, room in zip(made, slots, strict=True):
             if room is not None:
-                each |= first_adapters(adapters, room, maker.targets)
-        advance(len(maker.targets))
+                each |= first_adapters(adapters, room, planner.targets)
+        advance(len(planner.targets))
     parts = plan_parts(model, config, max_model_len, placement.engines[0], made[0], slots[0], count)
     page_size = config.cache.page_size
     groups = RequestGroups()
-    drafters = make_drafters(config.speculation)
+    drafters = _make_drafters(config.speculation)
     cores = [
         _build_core(config, parts, engine, own, room, adapters, tokenizer, groups, drafters, index)
         for index, (engine, own, room) in enumerate(
@@ -127,7 +129,7 @@ def build_group(
         cores=cores,
         groups=groups,
         router=Router(count, page_size, config.scheduler.max_running_requests),
-        weight_maker=maker,
+        planner=planner,
         split=placement.split,
         served=served,
         slots=None if slots[0] is None else [room for room in slots if room is not None],
@@ -221,7 +223,7 @@ def _build_core(
     drafters: Mapping[str, Drafter],
     index: int,
 ) -> EngineCore:
-    speculator = make_speculator(config.speculation, drafters, parts)
+    speculator = _make_speculator(config.speculation, drafters, parts)
     costs = None if speculator is None else speculator.costs
     runner = build_runner(parts, placement, weights, slots, zeros, costs)
     page_size, windows = config.cache.page_size, None
@@ -252,4 +254,32 @@ def _build_core(
         groups=groups,
         index=index,
         speculator=speculator,
+    )
+
+
+def _make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
+    """Drafters that have references, for all engines of a group."""
+    drafters: dict[str, Drafter] = {}
+    if config.speculation != "off":
+        if "history" in config.speculative_drafters:
+            drafters["history"] = HistoryDrafter(config.speculative_history_bytes)
+        if "siblings" in config.speculative_drafters:
+            drafters["siblings"] = SiblingDrafter()
+    return drafters
+
+
+def _make_speculator(
+    config: SpeculationConfig, drafters: Mapping[str, Drafter], parts: EngineParts
+) -> Speculator | None:
+    """The speculator of one engine; None without speculation or a batch small enough for it."""
+    static = parts.static
+    sizes = static.sizes_with_drafts(parts.shapes.batch_buckets)
+    if not sizes:
+        return None
+    return Speculator(
+        config,
+        drafters,
+        CostTable(measures=config.speculation == "auto"),
+        sizes=sizes,
+        num_drafts=static.num_drafts,
     )

@@ -31,8 +31,8 @@ from sgljax_engine.observability.trace import MAX_EVENTS, Recording
 from sgljax_engine.processing.futures import done_queue
 from sgljax_engine.types import Request
 from sgljax_engine.weights.adapters import AdapterSlots
+from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.weights.served import ServedSource
-from sgljax_engine.weights.sync import WeightMaker
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class BuiltGroup:
         cores: Fresh, one for each submesh.
         groups: The calls that all of them share.
         router: Chooses among them.
-        weight_maker: Makes the weights of updates, for all engines at once.
+        planner: Plans the weights of updates, for all engines at once.
         split: Gives each engine its part of the weights.
         served: The source of the first weights.
         slots: Room for adapters in each engine; None without.
@@ -59,7 +59,7 @@ class BuiltGroup:
     cores: Sequence[EngineCore]
     groups: RequestGroups
     router: Router
-    weight_maker: WeightMaker
+    planner: WeightPlanner
     split: Split
     served: ServedSource
     slots: Sequence[AdapterSlots] | None
@@ -101,7 +101,7 @@ class EngineGroup:
         ]
         self._num_open = count
         self._weights = WeightsWorker(
-            maker=built.weight_maker,
+            planner=built.planner,
             served=built.served,
             slots=built.slots,
             split=built.split,

@@ -15,7 +15,7 @@ from sgljax_engine.errors import EngineStateError
 from sgljax_engine.runner.kv.host_arrays import to_device
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.weights.adapters import slots_of
-from sgljax_engine.weights.digest import WeightsDigest
+from sgljax_engine.weights.checksum import WeightsDigest
 
 
 class ServingWeights:

@@ -15,7 +15,7 @@ from sgljax_engine.checkpoint.request import RequestCheckpoint
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.runner.kv.saved_pages import SavedPages
 from sgljax_engine.types import FinishReason, PageStamp, PromptLogprobs, Request, RequestStatus
-from sgljax_engine.weights.digest import WeightsDigest
+from sgljax_engine.weights.checksum import WeightsDigest
 
 
 class RequestMark(NamedTuple):

@@ -24,12 +24,13 @@ from sgljax_engine.core.workers import Worker
 from sgljax_engine.errors import EngineShutdownError, EngineStateError, InvalidRequestError
 from sgljax_engine.io_struct import PauseMode
 from sgljax_engine.observability.trace import UPDATES_TRACK, Recorder
-from sgljax_engine.weights import sync
 from sgljax_engine.weights.adapters import AdapterSlots, plan_adapter
+from sgljax_engine.weights.apply import apply
+from sgljax_engine.weights.checks import await_source
+from sgljax_engine.weights.plan import SyncPlan, WeightPlanner
 from sgljax_engine.weights.rules import WeightSource
 from sgljax_engine.weights.served import ServedSource
 from sgljax_engine.weights.staged import StagedWeights
-from sgljax_engine.weights.sync import SyncPlan, WeightMaker
 
 Split = Callable[[Mapping[str, jax.Array]], list[dict[str, jax.Array]]]
 """Splits weights that were made for all engines into each one's part; copies nothing."""
@@ -158,7 +159,7 @@ class _NewWeights:
         """Makes nothing yet.
 
         Args:
-            plan: From `WeightMaker.plan`.
+            plan: From `WeightPlanner.plan`.
             arrays: The source's.
             verify: Compare checksums of the new weights and the source.
         """
@@ -169,16 +170,14 @@ class _NewWeights:
 
     def make(self) -> dict[str, jax.Array]:
         """Makes the weights beside the serving ones."""
-        return sync.apply(self.plan, self.arrays, verify=self.verify)
+        return apply(self.plan, self.arrays, verify=self.verify)
 
     def take(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
         """The weights: hands over those that were made, or makes them now."""
         made, self.made = self.made, None
         if made is not None:
             return made
-        if donate:
-            return sync.apply_donating(self.plan, self.arrays, olds, verify=self.verify)
-        return self.make()
+        return apply(self.plan, self.arrays, olds if donate else None, verify=self.verify)
 
 
 class WeightsWorker:
@@ -191,7 +190,7 @@ class WeightsWorker:
     def __init__(
         self,
         *,
-        maker: WeightMaker,
+        planner: WeightPlanner,
         served: ServedSource,
         slots: Sequence[AdapterSlots] | None,
         split: Split,
@@ -203,7 +202,7 @@ class WeightsWorker:
         """Does nothing yet.
 
         Args:
-            maker: Plans; from now on used by this object alone.
+            planner: Plans; from now on used by this object alone.
             served: The source of the serving weights.
             slots: The room for adapters that each engine has; None without.
             split: Gives each engine its part.
@@ -212,7 +211,7 @@ class WeightsWorker:
             recorder: Records what is done.
             name: Name of the thread.
         """
-        self._maker = maker
+        self._planner = planner
         self._served = served
         self._slots = slots
         self._split = split
@@ -328,12 +327,12 @@ class WeightsWorker:
         with self._worker.reading():
             source = load()
             planned = [
-                plan_adapter(source.arrays, source.rules, slots, self._maker.targets)
+                plan_adapter(source.arrays, source.rules, slots, self._planner.targets)
                 for slots in self._slots
             ]
             del source
             arrays = planned[0][1]
-            sync.await_source(arrays)
+            await_source(arrays)
         plans = [plan for plan, _ in planned]
 
         def build(servings: Sequence[Weights], slot: int) -> list[Weights]:
@@ -351,9 +350,11 @@ class WeightsWorker:
         self._check_open()
         with self._worker.reading():
             source = load()
-            plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=check_finite)
+            plan, arrays = self._planner.plan(
+                source.arrays, source.rules, check_finite=check_finite
+            )
             del source
-            sync.await_source(arrays)
+            await_source(arrays)
         return _NewWeights(plan, arrays, verify=verify)
 
     def _serve(self, build: BuildWeights, mode: PauseMode, flush_cache: bool, name: str) -> int:
@@ -392,9 +393,10 @@ class WeightsWorker:
 
         Also None for an update that waits for requests to finish: its source is read at once.
         """
-        if not new.plan.is_on_own_cpus or new.verify or mode == "wait":
+        program = new.plan.program
+        if not program.is_on_own_cpus or new.verify or mode == "wait":
             return None
-        placement = sync.placement(new.plan, new.arrays)
+        placement = program.placement(new.arrays)
         return None if placement is None else (new.plan, placement)
 
     def _whole(self, planned: _NewWeights, new: _NewWeights, *, donate: bool) -> BuildWeights:
@@ -403,7 +405,7 @@ class WeightsWorker:
 
         def build(olds: Sequence[Weights]) -> list[dict[str, jax.Array]]:
             if kept and not all(kept <= old.keys() for old in olds):  # they sleep, or were lost
-                return self._split(sync.apply(planned.plan, planned.arrays))
+                return self._split(apply(planned.plan, planned.arrays))
             rests = [{name: old[name] for name in kept} for old in olds]
             made = self._split(new.take(olds, donate=donate))
             return [rest | each for rest, each in zip(rests, made, strict=True)]

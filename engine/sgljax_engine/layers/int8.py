@@ -1,4 +1,4 @@
-"""Projections with weights in int8 and a factor for each output; see `weights.quantize`."""
+"""Projections with weights in int8 and a factor for each output; see `weights.forms`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sgljax_engine.models.weight_rules import expert_name
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_files import HfTensor, mapped_tensors
 from sgljax_engine.weights.rules import WeightRule
-from sgljax_engine.weights.sync import TargetSpec
+from sgljax_engine.weights.specs import TargetSpec
 
 
 def to_hf_tensors(

@@ -9,34 +9,24 @@ from typing import Any
 
 from sgljax_engine.errors import UnsupportedModelError
 from sgljax_engine.model_config import ModelConfig
-from sgljax_engine.models import (
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    llama,
-    mistral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from sgljax_engine.models import gemma, gemma4, llama, qwen
 from sgljax_engine.models.hf import as_ids
 from sgljax_engine.models.spec import ModelDefinition
 from sgljax_engine.weights.hf_json import read_generation_config, read_json
 
 MODELS: dict[str, ModelDefinition] = {
-    "Gemma2ForCausalLM": gemma2.MODEL,
-    "Gemma3ForCausalLM": gemma3.MODEL,
+    "Gemma2ForCausalLM": gemma.GEMMA2,
+    "Gemma3ForCausalLM": gemma.GEMMA3,
     "Gemma4ForCausalLM": gemma4.MODEL,
     "Gemma4ForConditionalGeneration": gemma4.MULTIMODAL,
     "Gemma4UnifiedForConditionalGeneration": gemma4.UNIFIED,
-    "Gemma3ForConditionalGeneration": gemma3.MULTIMODAL,
-    "GemmaForCausalLM": gemma.MODEL,
-    "LlamaForCausalLM": llama.MODEL,
-    "MistralForCausalLM": mistral.MODEL,
-    "Qwen2ForCausalLM": qwen2.MODEL,
-    "Qwen3ForCausalLM": qwen3.MODEL,
-    "Qwen3MoeForCausalLM": qwen3_moe.MODEL,
+    "Gemma3ForConditionalGeneration": gemma.GEMMA3_MULTIMODAL,
+    "GemmaForCausalLM": gemma.GEMMA,
+    "LlamaForCausalLM": llama.LLAMA,
+    "MistralForCausalLM": llama.MISTRAL,
+    "Qwen2ForCausalLM": qwen.QWEN2,
+    "Qwen3ForCausalLM": qwen.QWEN3,
+    "Qwen3MoeForCausalLM": qwen.QWEN3_MOE,
 }
 
 

@@ -27,9 +27,8 @@ from sgljax_engine.layers.int8 import SCALE_SUFFIX
 from sgljax_engine.layers.target import Target, kv_axes
 from sgljax_engine.model_config import KVShape, ModelConfig
 from sgljax_engine.models.spec import EXPERTS_AXIS, KVHeads, ParamAxis, ParamKind, ParamSpec
-from sgljax_engine.weights.forms import Form
-from sgljax_engine.weights.quantize import Quantized
-from sgljax_engine.weights.sync import TargetSpec
+from sgljax_engine.weights.forms import Form, Quantized
+from sgljax_engine.weights.specs import TargetSpec
 
 TENSOR_AXES = ("tp", "tp_copies", "tp_more_copies")
 """The tensor axis, and the further parts of a split one."""

@@ -49,8 +49,10 @@ from sgljax_engine.speculation.costs import CostTable
 from sgljax_engine.speculation.plan import RowDrafts
 from sgljax_engine.types import PageCopy, PrefillChunk, PromptLogprobs, Request, SchedulerOutput
 from sgljax_engine.weights.adapters import AdapterSlots, empty_slots
+from sgljax_engine.weights.checks import checksums, differing
+from sgljax_engine.weights.plan import WeightPlanner
 from sgljax_engine.weights.rules import WeightRule
-from sgljax_engine.weights.sync import TargetSpec, WeightMaker, checksums, differing
+from sgljax_engine.weights.specs import TargetSpec
 
 logger = logging.getLogger(__name__)
 
@@ -342,12 +344,14 @@ class ModelRunner:
         return make
 
     def differing_weights(self, source: Any, rules: Sequence[WeightRule]) -> list[str]:
-        """Names of weights whose bits differ from a mapped pytree of arrays; see `sync.differing`.
+        """Names of weights whose bits differ from a mapped pytree of arrays.
+
+        See `checks.differing`.
 
         Raises:
             WeightSyncError: when the source does not map onto the weights.
         """
-        plan, arrays = WeightMaker(self._weight_targets()).plan(source, rules)
+        plan, arrays = WeightPlanner(self._weight_targets()).plan(source, rules)
         return differing(plan, arrays, self.weights)
 
     def _weight_targets(self) -> Mapping[str, TargetSpec]:

@@ -29,7 +29,7 @@ from sgljax_engine.weights.rules import (
     WeightRule,
     flatten_named,
 )
-from sgljax_engine.weights.sync import TargetSpec, Weights, source_spec
+from sgljax_engine.weights.specs import TargetSpec, Weights, source_spec
 
 A_SUFFIX, B_SUFFIX = ".lora_a", ".lora_b"
 """Suffixes of a projection's name, for its slots among the engine's weights."""

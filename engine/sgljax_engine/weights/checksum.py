@@ -1,4 +1,4 @@
-"""Checksums of weights, computed where the weights are.
+"""Checksums of weights, computed where the weights are, and one of all of them.
 
 Each element's bits are mixed with its place in the logical shape, and all are summed modulo 2^32,
 twice with different constants. Such a sum does not depend on the sharding or on the order in which
@@ -7,11 +7,17 @@ a device adds. The mixing is the finalizer of MurmurHash3 (Appleby, public domai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+logger = logging.getLogger(__name__)
 
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -39,3 +45,35 @@ def to_hex(checksums: Mapping[str, jax.Array]) -> dict[str, str]:
     """16 hexadecimal digits for each checksum; waits for the device."""
     found = jax.device_get(dict(checksums))
     return {name: "".join(f"{int(part):08x}" for part in pair) for name, pair in found.items()}
+
+
+class WeightsDigest:
+    """One checksum of all weights of a version, computed on first use. Any thread."""
+
+    def __init__(self, checksums: Callable[[], Mapping[str, str]] | None) -> None:
+        """Computes nothing yet.
+
+        Args:
+            checksums: Computes the weights' checksums; None if the weights are missing. Dropped
+                after the call.
+        """
+        self._checksums = checksums
+        self._digest: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it no longer holds weights."""
+        return self._checksums is None
+
+    def digest(self) -> str | None:
+        """The checksum; None if the weights were missing, or are gone. Waits for the device."""
+        with self._lock:
+            if self._checksums is not None:
+                try:
+                    text = json.dumps(dict(self._checksums()), sort_keys=True)
+                    self._digest = hashlib.sha256(text.encode()).hexdigest()
+                except RuntimeError as error:  # an update with donate=True freed them
+                    logger.warning("a checkpoint cannot tell its weights: %s", error)
+                self._checksums = None
+        return self._digest

@@ -1,12 +1,21 @@
-"""How the engine stores a weight: the form that its products read fastest."""
+"""How the engine stores a weight: the form that its products read fastest, and weight-only int8.
+
+In int8 a weight is whole numbers from -127 to 127, and a factor for each output: the output's
+largest weight over 127, so that rounding errs by at most half of it. Both are made at each weight
+sync, from the trainer's weights.
+"""
 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from sgljax_engine.kernels.cpu.panels import PANEL, num_panels, pack, unpack
+
+_LARGEST = 127
 
 
 class Form(enum.Enum):
@@ -55,3 +64,27 @@ class Form(enum.Enum):
         if self is Form.PANELS:
             return unpack(x, shape[-1])
         return unpack(x, shape[-2]).swapaxes(-1, -2)
+
+
+class Quantized(NamedTuple):
+    """What a stored array is of a quantised weight. Hashable.
+
+    Attributes:
+        shape: Logical shape of the weight.
+        output_axis: Axis of its outputs.
+        is_scale: Whether the array holds the factors; else the whole numbers.
+    """
+
+    shape: tuple[int, ...]
+    output_axis: int
+    is_scale: bool
+
+    def of(self, weight: jax.Array) -> jax.Array:
+        """The array, of a weight of the logical shape. Traced by JAX."""
+        x = weight.astype(jnp.float32)
+        axes = tuple(axis for axis in range(x.ndim) if axis != self.output_axis)
+        peaks = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+        scales = jnp.where(peaks == 0, 1.0, peaks / _LARGEST)
+        if self.is_scale:
+            return scales.reshape(-1)
+        return jnp.clip(jnp.round(x / scales), -_LARGEST, _LARGEST).astype(jnp.int8)

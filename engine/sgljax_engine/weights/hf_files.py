@@ -16,9 +16,10 @@ from sgljax_engine.errors import WeightLoadError
 from sgljax_engine.weights.forms import Form
 from sgljax_engine.weights.hf_layout import INDEX_FILE, SINGLE_FILE, find_weight_files
 from sgljax_engine.weights.lora import merge_on_host
+from sgljax_engine.weights.plan import plan_sync
 from sgljax_engine.weights.rules import WeightRule
 from sgljax_engine.weights.safetensors_file import SafetensorsFile
-from sgljax_engine.weights.sync import Step, TargetSpec, plan_sync, source_spec
+from sgljax_engine.weights.specs import Step, TargetSpec, source_spec
 
 _DTYPES = tuple(np.dtype(each) for each in ("f8", "f4", "f2", jnp.bfloat16))
 """Dtypes of weights."""

@@ -1,4 +1,4 @@
-"""Moves arrays between shardings without a way through this process's memory.
+"""Where arrays are, and moves between shardings without a way through this process's memory.
 
 `jax.device_put` copies from device to device only if each shard that is wanted lies on some device
 as it is, or if the whole array lies on one. Else it fetches the array and cuts it up on the host.
@@ -7,9 +7,10 @@ With one controller of many hosts (Pathways), all weights would come to the cont
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def move(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         or _has_shards_of(x, sharding)
     ):
         return jax.device_put(x, sharding)
-    kind = sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
+    kind = sharding.memory_kind or _device_memory(sharding)
     if x.sharding.memory_kind != kind:
         x = jax.device_put(x, x.sharding.with_memory_kind(kind))
     order = device_order(x.sharding)
@@ -70,6 +71,35 @@ def device_order(sharding: jax.sharding.Sharding) -> tuple[Any, ...] | None:
         return tuple(sharding.mesh.devices.flat)
     devices = tuple(sharding.device_set)
     return devices if len(devices) == 1 else None
+
+
+def device_orders(arrays: Iterable[Any]) -> set[tuple[Any, ...] | None]:
+    """What `device_order` says of the JAX arrays among these."""
+    return set(map(device_order, {x.sharding for x in arrays if isinstance(x, jax.Array)}))
+
+
+def in_device_memory(x: Any) -> Any:
+    """The array; a copy on its devices if the trainer keeps it in host memory."""
+    if not isinstance(x, jax.Array):
+        return x
+    kind = _device_memory(x.sharding)
+    is_there = x.sharding.memory_kind == kind
+    return x if is_there else jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+
+def near(sharding: jax.sharding.Sharding) -> contextlib.AbstractContextManager[Any]:
+    """A context in which host arrays are processed on a device of the sharding."""
+    return jax.default_device(_first_device(sharding))
+
+
+def _first_device(sharding: jax.sharding.Sharding) -> Any:
+    return min(sharding.device_set, key=lambda device: device.id)
+
+
+@functools.lru_cache(maxsize=64)
+def _device_memory(sharding: jax.sharding.Sharding) -> str:
+    """The kind of memory in which its devices compute."""
+    return _first_device(sharding).default_memory().kind
 
 
 def _has_shards_of(x: jax.Array, sharding: jax.sharding.Sharding) -> bool:

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from sgljax_engine.weights.sync import Step, SyncPlan, part_of_plan
-
-
-class _Origin(NamedTuple):
-    """How a serving weight was made, and from which arrays."""
-
-    step: Step
-    arrays: tuple[weakref.ref[Any], ...]
+from sgljax_engine.weights.plan import SyncPlan, part_of_plan
+from sgljax_engine.weights.specs import Step
 
 
 class ServedSource:
@@ -30,21 +24,21 @@ class ServedSource:
 
     def __init__(self) -> None:
         """Remembers nothing."""
-        self._origins: dict[str, _Origin] = {}
+        self._steps: dict[str, Step] = {}
+        self._arrays: dict[str, weakref.ref[Any]] = {}
         self._plan: SyncPlan | None = None
         self._parts: dict[frozenset[str], SyncPlan] = {}
 
     def remember(self, plan: SyncPlan, source: Mapping[str, Any]) -> None:
         """Records the source of the serving weights from now on."""
-        self._origins = {}
-        for step in plan.steps:
-            arrays = step.arrays(source)
-            if all(isinstance(x, jax.Array) for x in arrays):
-                self._origins[step.target] = _Origin(step, tuple(map(weakref.ref, arrays)))
+        self._steps = {step.target: step for step in plan.steps}
+        self._arrays = {
+            name: weakref.ref(x) for name, x in source.items() if isinstance(x, jax.Array)
+        }
 
     def forget(self) -> None:
         """Forgets the source, for weights of unknown origin."""
-        self._origins = {}
+        self._steps, self._arrays = {}, {}
 
     def changed(self, plan: SyncPlan, source: Mapping[str, Any]) -> SyncPlan:
         """The part of a plan that makes weights different from the serving ones.
@@ -54,16 +48,17 @@ class ServedSource:
         """
         if plan is not self._plan:
             self._plan, self._parts = plan, {}
-        names = frozenset(step.target for step in plan.steps if self._is_changed(step, source))
+        known, steps = self._arrays, self._steps
+        same = {name for name, x in source.items() if name in known and known[name]() is x}
+        names = frozenset(
+            [
+                step.target
+                for step, reads in zip(plan.steps, plan.reads, strict=True)
+                if steps.get(step.target) != step or not same.issuperset(reads)
+            ]
+        )
         if not names or len(names) == len(plan.steps):
             return plan
         if names not in self._parts:
             self._parts[names] = part_of_plan(plan, names)
         return self._parts[names]
-
-    def _is_changed(self, step: Step, source: Mapping[str, Any]) -> bool:
-        origin = self._origins.get(step.target)
-        if origin is None or origin.step != step:
-            return True
-        arrays = step.arrays(source)
-        return any(ref() is not x for ref, x in zip(origin.arrays, arrays, strict=True))

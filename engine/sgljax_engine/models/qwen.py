@@ -1,4 +1,8 @@
-"""Qwen3-MoE (Qwen3 Technical Report, 2025): Qwen3 with experts in the place of each MLP."""
+"""Qwen2 and Qwen2.5, dense; Qwen3, dense and with experts in the place of each MLP.
+
+Llama's decoder with biases on queries, keys and values (Qwen2 Technical Report, 2024), or with
+normalised queries and keys (Qwen3 Technical Report, 2025).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,13 @@ from sgljax_engine.models.decoder import decoder
 from sgljax_engine.models.decoder_params import DecoderTraits
 
 
-def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
+def _dense_config(config: hf.HfConfig) -> ModelConfig:
+    hf.check_settings(config, hidden_act="silu")
+    hf.check_full_attention(config)
+    return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=False)
+
+
+def _moe_config(config: hf.HfConfig) -> ModelConfig:
     hf.check_settings(config, hidden_act="silu", decoder_sparse_step=1)
     hf.check_full_attention(config)
     if config.get("mlp_only_layers"):
@@ -28,4 +38,6 @@ def _config_from_hf(config: hf.HfConfig) -> ModelConfig:
     return hf.dense_config(config, rope=hf.read_rope(config), tied_by_default=False, moe=moe)
 
 
-MODEL = decoder(DecoderTraits(has_qk_norm=True), _config_from_hf)
+QWEN2 = decoder(DecoderTraits(has_qkv_bias=True), _dense_config)
+QWEN3 = decoder(DecoderTraits(has_qk_norm=True), _dense_config)
+QWEN3_MOE = decoder(DecoderTraits(has_qk_norm=True), _moe_config)
