@@ -1,4 +1,4 @@
-"""Writes the tables of docs/training.md from the schema of configs and its docstrings.
+"""Writes the lists of keys in docs/training.md from the schema of configs and its docstrings.
 
     python docs/make_training_table.py
 
@@ -23,30 +23,32 @@ _BEGIN, _END = "<!-- fields: made by docs/make_training_table.py -->\n", "<!-- e
 
 
 def render(text: str) -> str:
-    """The text of docs/training.md with its tables made anew."""
+    """The text of docs/training.md with its lists made anew."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    return head + _BEGIN + "\n" + "\n".join(_tables()) + "\n" + _END + tail
+    return head + _BEGIN + "\n" + "\n".join(_lists()) + "\n" + _END + tail
 
 
-def _tables(kind: type = TrainConfig, prefix: str = "") -> Iterator[str]:
+def _lists(
+    kind: type = TrainConfig, prefix: str = "", described: list[type] | None = None
+) -> Iterator[str]:
+    described = [] if described is None else described
     docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
     rows, sections = [], []
     for field in dataclasses.fields(kind):
         section = _section_of(hints[field.name])
         if section is None:
-            key, words = f"{prefix}{field.name}", type_name(hints[field.name])
-            rows.append(f"| `{key}` | {words} | {_default(field)} | {docs[field.name]} |")
+            kind_of = type_name(hints[field.name]).removesuffix(" or null")
+            rows.append(f"- `{field.name}` ({_default(field, kind_of)}): {docs[field.name]}")
         else:
             sections.append((section, f"{prefix}{field.name}."))
     if rows:
-        title = prefix.removesuffix(".") or "The whole run"
-        first_line = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-        intro = "" if not prefix else f"\n{first_line}\n"
-        yield f"### {title}\n{intro}\n| key | type | default | meaning |\n|---|---|---|---|"
+        yield f"### {prefix.removesuffix('.') or 'The whole run'}\n"
         yield "\n".join(rows) + "\n"
     for section, below in sections:
-        yield from _tables(section, below)
+        if section not in described:
+            described.append(section)
+            yield from _lists(section, below, described)
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
@@ -54,7 +56,7 @@ def attribute_docs(kind: type) -> dict[str, str]:
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.split(r"^    (\w+): ", text, flags=re.MULTILINE)[1:]
     return {
-        name: " ".join(words.split()).replace("|", "\\|")
+        name: " ".join(words.split())
         for name, words in zip(entries[::2], entries[1::2], strict=True)
     }
 
@@ -66,15 +68,15 @@ def _section_of(annotation: Any) -> type | None:
     return None
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
+def _default(field: dataclasses.Field[Any], kind: str) -> str:
     value = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     if value is dataclasses.MISSING:
-        return "must be given"
-    if value is None or isinstance(value, bool):
-        return {None: "`null`", True: "`true`", False: "`false`"}[value]
-    return f"`{value}`"
+        return f"{kind}, required"
+    if value is None or value == {}:
+        return kind
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ def train(steps: int, batch_size: int, every: int, held_out: int, output_dir: Pa
         CONFIG,
         [
             "title=GRPO on addition, evaluated on held-out sums",
-            f"training.steps={steps}",
-            f"training.batch_size={batch_size}",
-            f"training.output_dir={output_dir}",
-            f"training.eval_every_n_steps={every}",
+            f"num_batches={steps}",
+            f"batch_size={batch_size}",
+            f"output_dir={output_dir}",
+            f"rl_training_config.eval_every_n_steps={every}",
             f"task.dataset_args={{num: {num}, seed: 0}}",
             "task.eval_dataset=addition_task:held_out_rows",
             f"task.eval_dataset_args={{num: {held_out}, seed: 1, num_train: {num}, train_seed: 0}}",
-            "rollout.eval={temperature: 0}",
+            "eval_rollout_config={temperature: 0}",
         ],
     )
     progress = ProgressReporter(steps)

@@ -39,9 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         CONFIG,
         [
             f"rollout_engine={args.rollout}",
-            f"training.steps={args.steps}",
-            f"training.batch_size={args.batch_size}",
-            f"training.output_dir={args.output_dir}",
+            f"num_batches={args.steps}",
+            f"batch_size={args.batch_size}",
+            f"output_dir={args.output_dir}",
         ],
     )
     progress = ProgressReporter(args.steps)

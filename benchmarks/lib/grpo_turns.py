@@ -144,7 +144,7 @@ def _batches_in_turn(
     name: str, config: TrainConfig, rows: Sequence[dict[str, Any]], turns: Turns
 ) -> Iterator[dict[str, Any]]:
     """Batches of the training; the learner asks for the next one when a step is done."""
-    size, number = config.training.batch_size, config.training.steps
+    size, number = config.batch_size, config.num_batches
     for batch in batches(rows, size, shuffle_seed=None, num_batches=number):
         turns.next(name)
         yield batch

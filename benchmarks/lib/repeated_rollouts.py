@@ -55,7 +55,7 @@ def measure_repeats(
         numbers: How many prompts are sampled together, one measurement each.
         num_pairs: Pairs of each; which of a pair is first alternates.
     """
-    prompts, count = _prompts(configs["off"]), configs["off"].algorithm.grpo.num_generations
+    prompts, count = _prompts(configs["off"]), configs["off"].num_generations
     with contextlib.ExitStack() as stack:
         workers = {name: _worker(config, policy) for name, config in configs.items()}
         for worker in workers.values():
@@ -101,8 +101,8 @@ def _worker(config: TrainConfig, policy: nnx.Module) -> SglJaxRollout:
 
 
 def _prompts(config: TrainConfig) -> list[str]:
-    rows = prepare(config).task.rows[: config.training.batch_size]
-    count = config.algorithm.grpo.num_generations
+    rows = prepare(config).task.rows[: config.batch_size]
+    count = config.num_generations
     return [row["prompts"] for row in rows for _ in range(count)]
 
 

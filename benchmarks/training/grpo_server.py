@@ -64,7 +64,7 @@ def run(config: TrainConfig, *, is_served: bool) -> dict[str, Any]:
             rollouts.append(self)
 
     def choose(config: TrainConfig) -> Any:
-        return functools.partial(Kept, **config.engine.options, random_seed=config.seed)
+        return functools.partial(Kept, **config.sgljax_config, random_seed=config.seed)
 
     def on_step(record: StepRecord) -> None:
         nonlocal client
@@ -80,7 +80,7 @@ def run(config: TrainConfig, *, is_served: bool) -> dict[str, Any]:
                 "threads": process.num_threads(),
             }
         )
-        if record.step == config.training.steps and is_served:
+        if record.step == config.num_batches and is_served:
             end.set()
             client.join()
         if record.step % 50 == 0:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/grpo_server.md")
     args = parser.parse_args()
-    overrides = [f"training.steps={args.steps}", f"training.batch_size={args.prompts}"]
+    overrides = [f"num_batches={args.steps}", f"batch_size={args.prompts}"]
     config = load_config(ROOT / "configs/grpo_addition.yaml", overrides)
     if args.mode:
         json.dump(run(config, is_served=args.mode == "with"), sys.stdout)

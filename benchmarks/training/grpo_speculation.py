@@ -62,33 +62,33 @@ def make_configs(num_prompts: int, overrides: list[str]) -> dict[str, TrainConfi
         overrides: More of them, as of `load_config`.
     """
     shared = [
-        f"training.batch_size={num_prompts}",
-        f"algorithm.grpo.num_generations={NUM_GENERATIONS}",
-        f"engine.options.max_running_requests={num_prompts * NUM_GENERATIONS}",
-        "engine.options.enable_deterministic_sampling=true",
+        f"batch_size={num_prompts}",
+        f"grpo_config.num_generations={NUM_GENERATIONS}",
+        f"sgljax_config.max_running_requests={num_prompts * NUM_GENERATIONS}",
+        "sgljax_config.enable_deterministic_sampling=true",
         *overrides,
     ]
     # Quoted, since YAML reads off as False.
     return {
-        mode: load_config(CONFIG, [*shared, f"engine.options.speculation='{mode}'"])
+        mode: load_config(CONFIG, [*shared, f"sgljax_config.speculation='{mode}'"])
         for mode in MODES
     }
 
 
 def train_first(num_steps: int, path: Path) -> list[str]:
     """Trains the example's policy on other problems; returns the override that starts from it."""
-    overrides = [f"training.steps={num_steps}", f"task.dataset_args.seed={FIRST_SEED}"]
+    overrides = [f"num_batches={num_steps}", f"task.dataset_args.seed={FIRST_SEED}"]
     training = train_in_turns({"first": load_config(CONFIG, overrides)})["first"]
     policy: Any = training.policy
     save_checkpoint(path, policy, {"steps": str(num_steps)})
     print(f"trained {num_steps} steps first: last reward {training.rewards[-1]:.3f}", flush=True)
-    return [f"model.checkpoint={path}"]
+    return [f"actor_model_config.checkpoint={path}"]
 
 
 def train(args: argparse.Namespace, overrides: list[str]) -> dict[str, Training]:
     """Trains without drafts and with, over the same prompts in each epoch."""
     sizes = [
-        f"training.steps={args.epochs * args.steps_per_epoch}",
+        f"num_batches={args.epochs * args.steps_per_epoch}",
         f"task.dataset_args.num={args.prompts * args.steps_per_epoch}",
     ]
     return train_in_turns(make_configs(args.prompts, [*overrides, *sizes]))

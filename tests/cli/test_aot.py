@@ -68,8 +68,8 @@ def test_a_library_that_is_not_there(monkeypatch, capsys):
         (["aot", "--topology", "v7:2x4", "--model", "x"], "must be of one of v5e, v6e, v5p, h100"),
         (["aot", "--topology", "v5e", "--model", "x"], "'v5e:2x4' and 'h100:8', got 'v5e'"),
         (
-            ["aot", "--topology", "v5e:2x4", "--model", "x", "model.path=y"],
-            "key=value arguments need --config, got 'model.path=y'",
+            ["aot", "--topology", "v5e:2x4", "--model", "x", "actor_model_config.model_path=y"],
+            "key=value arguments need --config, got 'actor_model_config.model_path=y'",
         ),
         (["aot", "--topology", "v5e:1x1", "--model", "x", "--programs", "few"], "'few'"),
         (["doctor", "--tp", "8"], "--config and --tp need --topology"),
@@ -95,7 +95,10 @@ def has_libtpu(monkeypatch):
         (["--model", str(MODEL), "--tp", "2", "--engine", "tp_size=2"], "give --tp or --engine tp"),
         (["--model", str(MODEL), "--engine", "dtyp=int8"], "dtyp"),
         (["--config", "nowhere.yaml"], "cannot read the config nowhere.yaml"),
-        (["--config", str(PATHWAYS), "model.name=qwen9"], "'qwen9' is no model that Tunix"),
+        (
+            ["--config", str(PATHWAYS), "actor_model_config.model_name=qwen9"],
+            "'qwen9' is no model that Tunix",
+        ),
     ],
 )
 def test_bad_models_and_engines(has_libtpu, capsys, argv, message):

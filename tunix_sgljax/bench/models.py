@@ -66,6 +66,6 @@ def load_tunix_model(folder: str | Path, dtype: str) -> nnx.Module:
     Raises:
         InvalidConfigError: for a model that Tunix or its loader lacks.
     """
-    section = ModelSection(path=str(folder), dtype=dtype)
+    section = ModelSection(model_path=str(folder), dtype=dtype)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     return load_policy(section, find_model(section), mesh)

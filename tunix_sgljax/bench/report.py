@@ -49,7 +49,6 @@ class Measurement:
         compile_s: Seconds of it spent compiling, or reading compiled programs from the cache.
         num_compiles: Number of compiled programs.
         memory: Memory that the engine took.
-        peak_bytes: Peak memory of the process by the end; None if unknown.
         against: Another sampler.
     """
 
@@ -63,7 +62,6 @@ class Measurement:
     compile_s: float
     num_compiles: int
     memory: MemoryReport
-    peak_bytes: int | None
     against: Comparison | None = None
 
     @property

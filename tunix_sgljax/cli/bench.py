@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,21 +155,21 @@ def measure(
     sizes = (QUICK if args.quick else FULL).scaled(
         args.length_scale, args.num_prompts, args.num_samples
     )
-    for name in args.workloads:
-        workload = make_workload(name, config.vocab_size, sizes=sizes)
+    workloads = [make_workload(name, config.vocab_size, sizes=sizes) for name in args.workloads]
+    for workload in workloads:
         if workload.max_model_len > config.context_length:
             raise InvalidConfigError(
-                f"{name} needs {workload.max_model_len} positions, the model has "
+                f"{workload.name} needs {workload.max_model_len} positions, the model has "
                 f"{config.context_length}: lower --length-scale"
             )
     model = _tunix_model(args, config, folder) if args.against else None
-    for name in args.workloads:
-        workload = make_workload(name, config.vocab_size, sizes=sizes)
+    for workload in workloads:
         start = time.perf_counter()
         with contextlib.closing(_make_ours(args, config, folder, model, workload)) as ours:
             ours.start(workload)
             start_s = time.perf_counter() - start
-            _tell(args, f"{name}: {workload.useful_tokens} tokens, started in {start_s:.1f} s")
+            tokens = workload.useful_tokens
+            _tell(args, f"{workload.name}: {tokens} tokens, started in {start_s:.1f} s")
             yield _measure_one(args, config, model, workload, ours, start_s)
 
 
@@ -191,20 +190,21 @@ def _measure_one(
 
         with contextlib.closing(VanillaPeer(model, config, workload, None)) as peer:
             against = _compare(args, ours, peer, workload)
-    runs_s = [timed(ours, workload) for _ in range(args.repeats)] if against is None else []
+        runs_s = against.our_runs_s
+    else:
+        runs_s = [timed(ours, workload) for _ in range(args.repeats)]
     state = ours.engine.get_internal_state()
     return Measurement(
         workload=workload.name,
         num_requests=len(workload.output_lengths),
         useful_tokens=workload.useful_tokens,
-        runs_s=runs_s if against is None else against.our_runs_s,
+        runs_s=runs_s,
         first_token_s=[output.time_to_first_token_s or 0.0 for output in ours.outputs],
         latency_s=[output.e2e_latency_s for output in ours.outputs],
         start_s=start_s,
         compile_s=state.compile_s,
         num_compiles=state.num_compiles,
         memory=state.memory,
-        peak_bytes=_peak_bytes(),
         against=against,
     )
 
@@ -250,14 +250,12 @@ def _make_ours(
 
     if folder is None and model is not None:  # the same weights as the other sampler
         return SglJaxPeer(model, workload, options=read_pairs("--engine", args.engine))
-    sizes = {
-        "max_model_len": workload.max_model_len,
-        "max_running_requests": workload.num_rows,
-    }
-    options = engine_config(args, sizes)
+    num_rows = workload.num_rows
+    sizes = {"max_model_len": workload.max_model_len, "max_running_requests": num_rows}
     source: dict[str, Any] = {"model_config": config} if folder is None else {"model_path": folder}
     progress = Progress(False if args.quiet else None)
-    return EnginePeer(Engine(**source, config=options, progress=progress), workload.num_rows)
+    options = engine_config(args, sizes)
+    return EnginePeer(Engine(**source, config=options, progress=progress), num_rows)
 
 
 def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | None) -> Any:
@@ -268,15 +266,6 @@ def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | N
     if folder is None:
         return make_tunix_model(config, dtype=dtype)
     return load_tunix_model(folder, dtype)
-
-
-def _peak_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _tell(args: argparse.Namespace, text: str) -> None:

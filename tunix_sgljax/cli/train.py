@@ -19,10 +19,11 @@ SUMMARY = "Train with GRPO or PPO, as a config file says."
 EXAMPLES = """\
 examples:
   tunix-sgljax train --config configs/grpo_addition.yaml
-  tunix-sgljax train --config configs/grpo_addition.yaml training.steps=5 rollout_engine=vanilla
-  tunix-sgljax train --config configs/qwen3_0p6b_gpu.yaml model.path=Qwen3-0.6B --dry-run
+  tunix-sgljax train --config configs/grpo_addition.yaml num_batches=5 rollout_engine=vanilla
+  tunix-sgljax train --config configs/qwen3_0p6b_gpu.yaml --dry-run \
+    actor_model_config.model_path=Qwen3-0.6B
   tunix-sgljax train --config configs/ppo_addition.yaml --print-config
-  tunix-sgljax train --config configs/grpo_addition.yaml training.steps=3 --timeline step.pftrace
+  tunix-sgljax train --config configs/grpo_addition.yaml num_batches=3 --timeline step.pftrace
 """
 
 
@@ -66,9 +67,9 @@ def _dry_run(config: TrainConfig) -> int:
     from tunix_sgljax.training.loop import prepare
 
     prepared = prepare(config)
-    task = prepared.task
+    task, mesh = prepared.task, config.actor_model_config.mesh
     emit(
-        f"{prepared.spec.model_class.__name__} on a mesh of {config.mesh.shape}; "
+        f"{prepared.spec.model_class.__name__} on a mesh of {mesh.shape}; "
         f"{len(task.rows)} training rows, {len(task.eval_rows)} held out; first prompt: "
         f"{task.rows[0]['prompts']!r}\n"
         f"memory of a device, activations but for the logits left out:\n{prepared.memory}"
@@ -77,10 +78,9 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int:
-    training = config.training
     emit(
-        f"{config.title}: {config.algorithm.name.upper()}, rollout by {config.rollout_engine}, "
-        f"{training.steps} steps of {training.batch_size} prompts. Loads JAX, Tunix and the model."
+        f"{config.title}: {config.training_mode.upper()}, rollout by {config.rollout_engine}, "
+        f"{config.num_steps} steps of {config.batch_size} prompts. Loads JAX, Tunix and the model."
     )
     import jax
     from absl import logging as absl_logging
@@ -88,12 +88,11 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
     from tunix_sgljax.observability.bars import is_interactive
     from tunix_sgljax.observability.progress import Progress
     from tunix_sgljax.training import report
-    from tunix_sgljax.training.loop import TimelineSteps
     from tunix_sgljax.training.loop import run as run_training
 
     absl_logging.set_verbosity(absl_logging.ERROR)
     emit(f"on {jax.devices()[0].device_kind}; the first step compiles")
-    steps = report.ProgressReporter(training.steps, is_quiet=is_quiet)
+    steps = report.ProgressReporter(config.num_steps, is_quiet=is_quiet)
     stop = threading.Event()
     try:
         with (
@@ -110,7 +109,7 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
                 should_stop=stop.is_set,
                 # Without a terminal, lines instead of bars.
                 progress=progress if progress.is_enabled or is_quiet else None,
-                timeline=None if timeline is None else TimelineSteps(path=timeline),
+                timeline=timeline,
             )
     finally:
         steps.close()
@@ -129,7 +128,7 @@ def _tell(config: TrainConfig, result: RunResult) -> None:
     elif not result.was_stopped:
         emit(
             f"nothing to train: the checkpoint holds {result.resumed_from} steps of "
-            f"{config.training.steps}"
+            f"{config.num_steps}"
         )
     for record in result.evals:
         emit(f"held out, after {record.num_steps} steps: {record.reward:.3f}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
 import functools
+import logging
 import os
 import types
 import typing
@@ -13,17 +16,43 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.training.checks import check_config, value_of
-from tunix_sgljax.training.schema import LoraSection, TrainConfig
+from tunix_sgljax.training.checks import check_config
+from tunix_sgljax.training.schema import (
+    MeshConfig,
+    ModelSection,
+    RolloutModelSection,
+    TokenizerSection,
+    TrainConfig,
+)
 
-INPUT_PATHS = ("model.path", "model.checkpoint", "tokenizer.path", "task.code_dir")
+logger = logging.getLogger(__name__)
+
+INPUT_PATHS = (
+    "actor_model_config.model_path",
+    "actor_model_config.checkpoint",
+    "tokenizer_config.tokenizer_path",
+    "task.code_dir",
+)
 """Input paths: relative to the config file, or if from the command line, to the working folder."""
 
 _DATASETS = ("task.dataset", "task.eval_dataset")
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_UNREAD: dict[type, tuple[str, ...]] = {
+    ModelSection: (
+        *("model_id", "model_source", "model_download_path", "intermediate_ckpt_dir"),
+        *("model_display", "same_mesh_as"),
+    ),
+    TokenizerSection: ("tokenizer_type", "add_bos", "add_eos"),
+    MeshConfig: ("allocation_policy",),
+}
+_UNREAD[RolloutModelSection] = (
+    *_UNREAD[ModelSection],
+    *(field.name for field in dataclasses.fields(ModelSection) if field.name != "mesh"),
+)
+"""Keys of Tunix's sections that say how Tunix finds a model of its registry."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -46,14 +75,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise InvalidConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(given, DictConfig):
         raise InvalidConfigError(f"{path} must hold keys and values, got {type(given).__name__}")
-    changes = _parse_overrides(overrides)
-    for part in (given, changes):
-        check_names(OmegaConf.to_container(part, resolve=False))
-    given = _make_absolute(given, path.resolve().parent)
-    given = OmegaConf.merge(given, _make_absolute(changes, Path.cwd()))
-    assert isinstance(given, DictConfig)
-    config = _to_config(given)
-    check_config(config, _changed_keys(config))
+    parts = []
+    for part, folder in (
+        (given, path.resolve().parent),
+        (_parse_overrides(overrides), Path.cwd()),
+    ):
+        read = _read_tunix(OmegaConf.to_container(part, resolve=False))
+        check_names(read)
+        parts.append(_make_absolute(OmegaConf.create(read), folder))
+    config = _to_config(OmegaConf.merge(*parts))
+    check_config(config)
     return config
 
 
@@ -106,6 +137,12 @@ def type_name(annotation: Any) -> str:
     return _TYPE_NAMES[annotation]
 
 
+def is_function(value: str) -> bool:
+    """Whether a dataset is "module:function" rather than a file."""
+    module, colon, name = value.rpartition(":")
+    return bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
+
+
 @functools.cache
 def _field_types(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
@@ -120,15 +157,37 @@ def _section_of(annotation: Any) -> type | None:
     return None
 
 
-def _unknown_key(name: str, prefix: str, known: list[str]) -> str:
-    import difflib
+def _read_tunix(given: Any, kind: type = TrainConfig, prefix: str = "") -> Any:
+    """Reads what Tunix's files say otherwise: meshes as text, no LoRA as {}, "" for null."""
+    if not isinstance(given, Mapping):
+        return given
+    fields, read = _field_types(kind), {}
+    for name, value in given.items():
+        if name in _UNREAD.get(kind, ()):
+            if value:
+                text = "%s%s=%r is not read: it is for Tunix's own loader of models"
+                logger.warning(text, prefix, name, value)
+            continue
+        section = _section_of(fields.get(name))
+        if section is not None:
+            value = _read_tunix(value, section, f"{prefix}{name}.")
+            if value == {} and type(None) in typing.get_args(fields[name]):
+                value = None
+        elif kind is MeshConfig and isinstance(value, str) and value.startswith("("):
+            try:
+                value = list(ast.literal_eval(value))
+            except (SyntaxError, ValueError, TypeError):
+                raise InvalidConfigError(f"{prefix}{name} {value!r} is no tuple") from None
+        elif value == "" and kind in _UNREAD:
+            value = None
+        read[name] = value
+    return read
 
+
+def _unknown_key(name: str, prefix: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"unknown key {prefix}{name}; did you mean {prefix}{near[0]}?"
-    if "lora" in name.lower():  # Tunix has a lora_config in each model's section
-        keys = ", ".join(_field_types(LoraSection))
-        return f"unknown key {prefix}{name}; LoRA is the section lora, with the keys {keys}"
     everywhere = {key.rpartition(".")[2]: key for key, _, _ in field_rows()}
     near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
     if near:
@@ -160,13 +219,7 @@ def _make_absolute(given: DictConfig, folder: Path) -> DictConfig:
     return given
 
 
-def is_function(value: str) -> bool:
-    """Whether a dataset is "module:function" rather than a file."""
-    module, colon, name = value.rpartition(":")
-    return bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
-
-
-def _to_config(given: DictConfig) -> TrainConfig:
+def _to_config(given: Any) -> TrainConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
         # A merge with ??? in the file would keep the default.
@@ -176,45 +229,29 @@ def _to_config(given: DictConfig) -> TrainConfig:
                 f"{missing[0]} must be given, in the file or as {missing[0]}=..."
             )
         config = OmegaConf.to_object(merged)
-    except InterpolationKeyError as error:
-        raise InvalidConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     except OmegaConfBaseException as error:
-        raise InvalidConfigError(_wrong_type(error, given)) from None
+        raise InvalidConfigError(_wrong_value(error, given)) from None
     assert isinstance(config, TrainConfig)
     return config
 
 
-def _wrong_type(error: OmegaConfBaseException, given: DictConfig) -> str:
+def _wrong_value(error: OmegaConfBaseException, given: Any) -> str:
     """Names the key, its value, and what is expected."""
-    if error.full_key:
-        key = error.full_key.partition("[")[0]
-        expected = type_name(functools.reduce(_type_below, key.split("."), TrainConfig))
-        value = error.value if isinstance(error, ValidationError) else None
-        return f"{error.full_key} must be {expected}, got {value!r}"
-    # OmegaConf does not say where a value stands in place of a section.
-    container = OmegaConf.to_container(given, resolve=False)
-    for key, value in _sections(container):
-        if not isinstance(value, Mapping):
-            return f"{key} must be keys and values, got {value!r}"
-    return str(error).splitlines()[0]
-
-
-def _type_below(kind: Any, name: str) -> Any:
-    section = _section_of(kind)
-    assert section is not None
-    return _field_types(section)[name]
-
-
-def _sections(given: Any, kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, annotation in _field_types(kind).items():
-        section = _section_of(annotation)
-        if section is None or name not in given:
-            continue
-        yield f"{prefix}{name}", given[name]
-        if isinstance(given[name], Mapping):
-            yield from _sections(given[name], section, f"{prefix}{name}.")
-
-
-def _changed_keys(config: TrainConfig) -> list[str]:
-    """Keys whose values are not their defaults."""
-    return [key for key, _, default in field_rows() if value_of(config, key) != default]
+    key = (error.full_key or "").partition("[")[0]
+    if not key:
+        # OmegaConf does not say where a value stands in place of a section.
+        container: Any = OmegaConf.to_container(given, resolve=False)
+        for name, annotation in _field_types(TrainConfig).items():
+            value = container.get(name, {})
+            if type_name(annotation) == "keys and values" and not isinstance(value, Mapping):
+                return f"{name} must be keys and values, got {value!r}"
+        return str(error).splitlines()[0]
+    kind: Any = TrainConfig
+    for name in key.split("."):
+        section = _section_of(kind)
+        if section is None:
+            break
+        kind = _field_types(section)[name]
+    if not isinstance(error, ValidationError):
+        return f"{error.full_key}: {str(error).splitlines()[0]}"
+    return f"{error.full_key} must be {type_name(kind)}, got {error.value!r}"

@@ -1,4 +1,4 @@
-"""The `lora` section of a config: qwix's low-rank pairs beside a frozen base."""
+"""The section `lora_config`: qwix's low-rank pairs beside a frozen base."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import qwix
 from flax import nnx
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.lora import check_lora_mode
 from tunix_sgljax.training.models import ModelSpec
-from tunix_sgljax.training.schema import LoraSection
+from tunix_sgljax.training.schema import LoraConfig
 
 _EMBEDDER = "embedder"
 
@@ -29,7 +28,7 @@ class AbstractActor(NamedTuple):
     base: nnx.State
 
 
-def apply_lora(model: nnx.Module, section: LoraSection, seed: int) -> nnx.Module:
+def apply_lora(model: nnx.Module, section: LoraConfig, seed: int) -> nnx.Module:
     """Adds pairs that change nothing yet: A is random, and B is 0.
 
     Args:
@@ -62,25 +61,20 @@ def _without_remat(config: Any) -> Iterator[None]:
         object.__setattr__(config, "remat_config", before)
 
 
-def abstract_actor(spec: ModelSpec, section: LoraSection) -> AbstractActor:
+def abstract_actor(spec: ModelSpec, section: LoraConfig) -> AbstractActor:
     """A LoRA actor without weights.
 
     Raises:
-        InvalidConfigError: for a mode that the rollout lacks; for a `module_path` that matches the
-            embedding, or no projection (the message lists them); or for weights that Tunix cannot
-            use once quantised.
+        InvalidConfigError: for a `module_path` that matches the embedding, or no projection (the
+            message lists them); or for weights that Tunix cannot use once quantised.
     """
-    try:
-        check_lora_mode(section.mode)
-    except InvalidConfigError as error:
-        raise InvalidConfigError(f"lora.mode: {error}") from None
     try:
         made = _abstract(spec, section)
     except TypeError as error:  # of Tunix's layers, for a weight that is no array
         if section.weight_qtype is None:
             raise
         raise InvalidConfigError(
-            f"lora.weight_qtype {section.weight_qtype!r} with lora.module_path "
+            f"lora_config.weight_qtype {section.weight_qtype!r} with module_path "
             f"{section.module_path!r}: Tunix's {spec.family} cannot compute with all of these "
             f"weights quantised ({error}); try '.*mlp.*', or null"
         ) from None
@@ -88,20 +82,20 @@ def abstract_actor(spec: ModelSpec, section: LoraSection) -> AbstractActor:
     paths = _module_paths(pairs)
     if _EMBEDDER in paths:
         raise InvalidConfigError(
-            f"lora.module_path {section.module_path!r} fits the embedding, beside which Tunix "
+            f"module_path {section.module_path!r} fits the embedding, beside which Tunix "
             "cannot train a pair; '.*(attn|mlp).*' leaves it out"
         )
     if not paths:
-        everything = LoraSection(rank=1, alpha=1.0, module_path=".*")
+        everything = LoraConfig(rank=1, alpha=1.0, module_path=".*")
         paths = _module_paths(nnx.state(_abstract(spec, everything), nnx.LoRAParam))
         raise InvalidConfigError(
-            f"lora.module_path {section.module_path!r} fits no projection of the model; it must "
+            f"module_path {section.module_path!r} fits no projection of the model; it must "
             f"match the whole of a path: {', '.join(p for p in paths if p != _EMBEDDER)}"
         )
     return AbstractActor(pairs, nnx.state(made, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
 
 
-def _abstract(spec: ModelSpec, section: LoraSection) -> nnx.Module:
+def _abstract(spec: ModelSpec, section: LoraConfig) -> nnx.Module:
     def make() -> nnx.Module:
         actor: Any = apply_lora(spec.model_class(spec.config, rngs=nnx.Rngs(0)), section, 0)
         if section.weight_qtype is not None:

@@ -35,6 +35,10 @@ _CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama3": "Llama3"}
 _TIED = {"qwen2": "use_tied_embedding", "qwen3": "use_tied_embedding", "llama3": "weight_tying"}
 """The field of each family's config that ties the output projection to the embedding."""
 
+_SHAPE_FIELDS = (
+    *("num_layers", "vocab_size", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads"),
+    *("head_dim", "num_experts", "num_experts_per_tok"),
+)
 _EMPTY_KERNELS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -63,22 +67,22 @@ def find_model(section: ModelSection) -> ModelSpec:
         InvalidConfigError: names the key, for a model that Tunix or the loader lacks.
         WeightLoadError: for a folder with weights of two models.
     """
-    if section.path is not None:
-        family, fields = _read_folder(section.path)
-        check_weight_files(section.path)
+    if section.model_path is not None:
+        family, fields = _read_folder(section.model_path)
+        check_weight_files(section.model_path)
         config = _make_config(family, fields)
-        if section.name is not None:
+        if section.model_name is not None:
             _check_same_shape(section, config)
-        as_trained(_engine_config(section.path), config)  # warns where Tunix computes differently
-    elif section.name is not None:
-        family, config = _named_config(section.name)
+        as_trained(_engine_config(section.model_path), config)
+    elif section.model_name is not None:
+        family, config = _named_config(section.model_name)
     else:
         assert section.family is not None
         assert section.shape is not None
         family = section.family
         config = _make_config(family, section.shape)
     if section.checkpoint is not None and not Path(section.checkpoint).is_file():
-        raise InvalidConfigError(f"model.checkpoint {section.checkpoint} is no file")
+        raise InvalidConfigError(f"checkpoint {section.checkpoint} is no file")
     module = importlib.import_module(f"tunix.models.{family}.model")
     changes: dict[str, Any] = {"remat_config": module.RematConfig[section.remat.upper()]}
     names = {field.name for field in dataclasses.fields(config)}
@@ -113,14 +117,14 @@ def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh)
     Raises:
         InvalidConfigError: the folder or the checkpoint does not hold this model.
     """
-    if section.path is not None:
+    if section.model_path is not None:
         params = importlib.import_module(f"tunix.models.{spec.family}.params")
         dtype = None if section.dtype is None else jnp.dtype(section.dtype)
-        return params.create_model_from_safe_tensors(section.path, spec.config, mesh, dtype)
+        return params.create_model_from_safe_tensors(section.model_path, spec.config, mesh, dtype)
     if section.checkpoint is not None:
         arrays = _read_checkpoint(Path(section.checkpoint), spec)
     else:
-        arrays = _random_weights(spec, section.init_seed)
+        arrays = _random_weights(spec, section.rng_seed)
     graphdef, state = nnx.split(spec.abstract())
     for (key, param), (_, sharding) in zip(
         nnx.to_flat_state(state),
@@ -168,7 +172,7 @@ def abstract_critic(spec: ModelSpec) -> nnx.Module:
     """
     if spec.family not in CRITIC_FAMILIES:
         raise InvalidConfigError(
-            f"algorithm.name ppo needs a model of {' or '.join(CRITIC_FAMILIES)}, got "
+            f"training_mode ppo needs a model of {' or '.join(CRITIC_FAMILIES)}, got "
             f"{spec.family}: Tunix 0.1.7 asks a critic with arguments that it does not take"
         )
     untied = dataclasses.replace(spec.config, **{_TIED[spec.family]: False})
@@ -187,7 +191,7 @@ def _value_head(spec: ModelSpec, seed: int) -> nnx.Linear:
 
 def _engine_config(folder: str) -> ModelConfig:
     if not (Path(folder) / "config.json").is_file():
-        raise InvalidConfigError(f"model.path {folder} has no config.json; it must be an HF folder")
+        raise InvalidConfigError(f"model_path {folder} has no config.json; it must be an HF folder")
     return load_model_config(folder)
 
 
@@ -195,7 +199,7 @@ def _read_folder(folder: str) -> tuple[str, ShapeConfig]:
     model = _engine_config(folder)
     if model.architecture not in _ARCHITECTURES:
         raise InvalidConfigError(
-            f"model.path {folder} holds a {model.architecture}; training reads "
+            f"model_path {folder} holds a {model.architecture}; training reads "
             f"{', '.join(_ARCHITECTURES)}"
         )
     shape = ShapeConfig(
@@ -221,7 +225,7 @@ def _make_config(family: str, shape: ShapeConfig) -> Any:
     if shape.num_experts is None or family != "qwen3":
         if shape.num_experts is not None:
             raise InvalidConfigError(
-                f"model.shape.num_experts must be null for {family}: only qwen3 has experts"
+                f"shape.num_experts must be null for {family}: only qwen3 has experts"
             )
         del fields["num_experts"], fields["num_experts_per_tok"]
     fields[_TIED[family]] = fields.pop("use_tied_embedding")
@@ -240,7 +244,7 @@ def named_config(name: str) -> Any:
         return automodel.call_model_config(name)
     except (ValueError, AttributeError, ImportError) as error:
         raise InvalidConfigError(
-            f"model.name {name!r} is no model that Tunix knows: {str(error).splitlines()[0]}"
+            f"model_name {name!r} is no model that Tunix knows: {str(error).splitlines()[0]}"
         ) from None
 
 
@@ -249,34 +253,25 @@ def _named_config(name: str) -> tuple[str, Any]:
     family = type(config).__module__.split(".")[-2]
     if family not in FAMILIES:
         raise InvalidConfigError(
-            f"model.name {name!r} is a {family}; training reads {', '.join(FAMILIES)}"
+            f"model_name {name!r} is a {family}; training reads {', '.join(FAMILIES)}"
         )
     return family, config
 
 
 def _check_same_shape(section: ModelSection, config: Any) -> None:
-    assert section.name is not None
-    _, named = _named_config(section.name)
+    assert section.model_name is not None
+    _, named = _named_config(section.model_name)
     if type(named) is not type(config):
         raise InvalidConfigError(
-            f"model.path {section.path} is no {section.name}: it holds a {type(config).__module__}"
+            f"model_path {section.model_path} is no {section.model_name}: it holds a "
+            f"{type(config).__module__}"
         )
-    for name in (
-        "num_layers",
-        "vocab_size",
-        "embed_dim",
-        "hidden_dim",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "num_experts",
-        "num_experts_per_tok",
-    ):
+    for name in _SHAPE_FIELDS:
         ours, theirs = getattr(config, name, None), getattr(named, name, None)
         if ours != theirs:
             raise InvalidConfigError(
-                f"model.path {section.path} is no {section.name}: its {name} is {ours}, not "
-                f"{theirs}"
+                f"model_path {section.model_path} is no {section.model_name}: its {name} is "
+                f"{ours}, not {theirs}"
             )
 
 
@@ -284,14 +279,14 @@ def _read_checkpoint(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
     try:
         arrays = read_safetensors(path)
     except WeightLoadError as error:
-        raise InvalidConfigError(f"model.checkpoint {path} cannot be read: {error}") from None
+        raise InvalidConfigError(f"checkpoint {path} cannot be read: {error}") from None
     _, state = nnx.split(spec.abstract())
     wanted = {_name(key): tuple(param.shape) for key, param in nnx.to_flat_state(state)}
     stored = {name: array.shape for name, array in arrays.items()}
     for name in sorted(wanted.keys() | stored.keys()):
         if wanted.get(name) != stored.get(name):
             raise WeightLoadError(
-                f"model.checkpoint {path} does not fit the model: {name} has shape "
+                f"checkpoint {path} does not fit the model: {name} has shape "
                 f"{stored.get(name)} there and {wanted.get(name)} in the model"
             )
     return arrays
