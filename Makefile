@@ -30,15 +30,19 @@ demo: $(STAMP) ## Train with GRPO on addition and draw what happened (outputs/gr
 
 .PHONY: test
 test: $(STAMP) ## Run the fast tests, in three processes; PYTEST_ARGS="-k name" instead.
-	$(BIN)/python -m pytest -m "not slow and not recipes" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-long
 test-long: $(STAMP) ## Run the long tests: trainings, notebooks, wheel, site, several devices, kills.
-	$(BIN)/python -m pytest -m "slow and not recipes" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not recipes and not soak" $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(STAMP) ## Run all tests, fast and long ones in one go.
-	$(BIN)/python -m pytest -m "not recipes" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not recipes and not soak" $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: $(STAMP) ## Run the longest random tests, before a release, and record it in tests/soak.txt.
+	$(BIN)/python -m pytest -m soak -p tests.soak $(PYTEST_ARGS)
 
 .PHONY: test-tunix
 test-tunix: $(STAMP) ## Run the tests that use Tunix with another one: make test-tunix TUNIX=../tunix.
@@ -53,7 +57,7 @@ test-newest: ## Run the fast tests with the newest JAX and all else that pip giv
 	  $(NEWEST_PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e ".[dev]"
-	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not recipes" $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -p tests.newest -m "not slow and not recipes and not soak" $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against every peer, in two hours; pass options with BENCH_ARGS="--quick".

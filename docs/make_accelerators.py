@@ -1,9 +1,9 @@
-"""Writes the compiled reports of docs/accelerators.md.
+"""Writes benchmarks/results/accelerators.md, and the table of docs/accelerators.md from it.
 
     python docs/make_accelerators.py
 
 Compiles for minutes. A report whose compiler is not installed is kept as it is; those of TPUs need
-libtpu, that of a GPU needs JAX's CUDA plugin. A test compares the page with `render(page, {})`.
+libtpu, that of a GPU needs JAX's CUDA plugin. A test compares both pages with what this writes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 OUTPUT = Path(__file__).with_name("accelerators.md")
-BEGIN = "<!-- reports: made by docs/make_accelerators.py -->\n"
-END = "<!-- end of reports -->\n"
+BEGIN = "<!-- table: made by docs/make_accelerators.py -->\n"
+END = "<!-- end of table -->\n"
 _ROOT = Path(__file__).parents[1]
+REPORTS_OUTPUT = _ROOT / "benchmarks" / "results" / "accelerators.md"
 _NO_COMPILER = 2
 """The exit code of `aot` when it cannot start; 1 is an engine that does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """A report of the page.
+    """A report of a model.
 
     Attributes:
         model: The model's name.
@@ -64,9 +65,9 @@ REPORTS = (
         arguments="--model qwen3-0.6b --topology v5e:1x1 --engine max_model_len=1024 "
         "--engine max_running_requests=64 --engine num_kv_tokens=65536",
         note="""A layer's attention is one call of [the kernel for
-TPUs](architecture.md#the-tpu-kernel), which also writes the new keys and values: no KV page and no
-weight is copied in a decode step. With `attention_backend="xla"` the same decode program took
-7.58 GB of temporaries and made 168 large copies, of 22.55 GB.""",
+TPUs](../../docs/architecture.md#the-tpu-kernel), which also writes the new keys and values: no KV
+page and no weight is copied in a decode step. With `attention_backend="xla"` the same decode
+program took 7.58 GB of temporaries and made 168 large copies, of 22.55 GB.""",
     ),
     Report(
         model="Qwen3-8B",
@@ -109,7 +110,7 @@ layer, half of the weights, is not copied. {_ROOM}""",
         where="one H100",
         arguments="--config configs/qwen3_0p6b_gpu.yaml --topology h100:1",
         note="XLA's sort for GPUs is another one where a GPU is present. The engine has run "
-        "on an H100 since: see [GPUs](gpu.md).",
+        "on an H100 since: see [GPUs](../../docs/gpu.md).",
     ),
 )
 
@@ -118,13 +119,30 @@ _SUMMARY = (
     "| temporaries of decode | least time of a decode step |\n"
     "|---|---|---|---|---|---|---|"
 )
-_INTRO = """All of these were compiled by the vendor's compiler, and not yet run. Peaks and
-temporaries are what the compiler says; least times are estimates, with weights and KV read once.
+_TITLE = """# Programs compiled for accelerators
+
+Made by `docs/make_accelerators.py` with the vendors' compilers, not run. The tables are those of
+`tunix-sgljax aot`; [Accelerators](../../docs/accelerators.md) says what their columns mean.
 """
 
 
-def render(text: str, made: Mapping[str, str]) -> str:
-    """The page with some reports replaced, and its summary made anew from all.
+def render(page: str, reports: str) -> str:
+    """The page of the documentation with its table made from the reports.
+
+    Raises:
+        ValueError: the page has no place for it.
+    """
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{OUTPUT.name} has no {BEGIN.strip()} and {END.strip()}")
+    bodies = sections(reports)
+    rows = [summary_row(report, bodies[report.heading]) for report in REPORTS]
+    return head + BEGIN + "\n" + "\n".join([_SUMMARY, *rows]) + "\n\n" + END + tail
+
+
+def render_reports(text: str, made: Mapping[str, str]) -> str:
+    """The page of reports with some of them replaced.
 
     Args:
         text: The page.
@@ -133,26 +151,20 @@ def render(text: str, made: Mapping[str, str]) -> str:
     Raises:
         ValueError: a report is neither made nor in the page.
     """
-    head, begin, rest = text.partition(BEGIN)
-    old, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{OUTPUT.name} has no {BEGIN.strip()} and {END.strip()}")
-    bodies = {**sections(old), **made}
+    bodies = {**sections(text), **made}
+    parts = [_TITLE]
     for report in REPORTS:
         if report.heading not in bodies:
             raise ValueError(
-                f"{OUTPUT.name} has no report of {report.heading}: install its compiler"
+                f"{REPORTS_OUTPUT.name} has no report of {report.heading}: install its compiler"
             )
-    rows = [summary_row(report, bodies[report.heading]) for report in REPORTS]
-    parts = ["## Compiled reports\n", _filled(_INTRO), "\n".join([_SUMMARY, *rows]) + "\n"]
-    for report in REPORTS:
-        parts += [f"### {report.heading}\n", _filled(report.note), bodies[report.heading]]
-    return head + BEGIN + "\n" + "\n".join(parts) + "\n" + END + tail
+        parts += [f"## {report.heading}\n", _filled(report.note), bodies[report.heading]]
+    return "\n".join(parts)
 
 
 def sections(text: str) -> dict[str, str]:
     """Bodies of the sections by heading, without their notes."""
-    found = re.split(r"^### (.+)\n", text, flags=re.MULTILINE)[1:]
+    found = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)[1:]
     pairs = zip(found[::2], found[1::2], strict=True)
     return {heading: part[part.index("Made by ") :].rstrip() + "\n" for heading, part in pairs}
 
@@ -225,5 +237,6 @@ def _compiler(report: Report) -> str:
 
 
 if __name__ == "__main__":
-    page = OUTPUT.read_text(encoding="utf-8")
-    OUTPUT.write_text(render(page, dict(_make_all())), encoding="utf-8")
+    reports = render_reports(REPORTS_OUTPUT.read_text(encoding="utf-8"), dict(_make_all()))
+    REPORTS_OUTPUT.write_text(reports, encoding="utf-8")
+    OUTPUT.write_text(render(OUTPUT.read_text(encoding="utf-8"), reports), encoding="utf-8")

@@ -5,7 +5,7 @@
     python docs/make_engines_plot.py --records outputs  # keeps their steps, and draws
     python docs/make_engines_plot.py                    # draws what benchmarks/results holds
 
-Speeds are those of benchmarks/results: `gpu.json`, `grpo_addition.json` and `bench_small.json`.
+Speeds are from benchmarks/results: `gpu.json`, `archive/grpo_addition.json`, `bench_small.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tunix_sgljax.bench.environment import describe_environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-STEPS = RESULTS / "grpo_addition_steps.json"
+STEPS = RESULTS / "archive" / "grpo_addition_steps.json"
 ENGINES = {"vanilla": ("Tunix's vanilla", "#90a4ae"), "sgljax": ("tunix-sgljax", "#1565c0")}
 WINDOW = 5
 """Steps over which rewards are averaged."""
@@ -72,7 +72,8 @@ def machine(environment: dict[str, Any]) -> str:
 
 def speeds() -> list[Speed]:
     """The speeds, the GPU's first."""
-    gpu, demo, small = read("gpu.json"), read("grpo_addition.json"), read("bench_small.json")
+    gpu, small = read("gpu.json"), read("bench_small.json")
+    demo = read("archive/grpo_addition.json")
     rate = {each["contestant"]: each["useful tokens/s"] for each in gpu["rollouts"]}
     own = {name: [] for name in ENGINES}
     for run in demo["runs"]:
@@ -123,7 +124,7 @@ def speeds() -> list[Speed]:
 
 def draw() -> Figure:
     """Rewards on the left, speeds on the right."""
-    steps = read(STEPS.name)
+    steps = read(f"archive/{STEPS.name}")
     figure = Figure(figsize=(10, 3.6), layout="constrained", facecolor="#ffffff")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     for name, (label, colour) in ENGINES.items():

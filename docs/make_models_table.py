@@ -30,7 +30,7 @@ OUTPUT = Path(__file__).with_name("models.md")
 _CONFIGS = Path(__file__).parents[1] / "tests" / "real_configs"
 _BEGIN, _END = "<!-- models: made by docs/make_models_table.py -->\n", "<!-- end of models -->\n"
 _HEAD = (
-    "| model | parameters | folder | Tunix model | where Tunix's config differs |",
+    "| models | parameters | folder | Tunix model | difference |",
     "|---|---:|---|---|---|",
 )
 _FAMILIES = {
@@ -71,23 +71,25 @@ def render(text: str) -> str:
 def _sections() -> Iterator[str]:
     files, counts = _read("models"), _read("parameters")
     file_of = {name: file for file, names in files.items() for name in names}
-    tables: dict[str, list[str]] = {}
+    tables: dict[str, dict[str, list[str]]] = {}
     for model in registry.MODEL_CATALOG:
         name, family = str(model.model_name), _FAMILIES[str(model.model_family)]
         config = _read(file_of[name])
-        row = _row(name, config, counts[file_of[name]])
-        tables.setdefault(f"{family}: {config['architectures'][0]}", []).append(row)
+        cells = _cells(name, config, counts[file_of[name]])
+        rows = tables.setdefault(f"{family}: {config['architectures'][0]}", {})
+        rows.setdefault(cells, []).append(f"`{name}`")
     yield f"Read from google-tunix {importlib.metadata.version('google-tunix')}.\n"
     for title, rows in tables.items():
-        yield "\n".join([f"### {title}\n", *_HEAD, *rows, ""])
+        lines = [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
+        yield "\n".join([f"### {title}\n", *_HEAD, *lines, ""])
 
 
 def _read(name: str) -> dict[str, Any]:
     return json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _row(name: str, config: dict[str, Any], count: int) -> str:
-    """What the engine says to a folder and to Tunix's model, and where those differ.
+def _cells(name: str, config: dict[str, Any], count: int) -> str:
+    """Size, what the engine says to a folder and to Tunix's model, and where those differ.
 
     Args:
         name: Tunix's name of the model.
@@ -100,7 +102,7 @@ def _row(name: str, config: dict[str, Any], count: int) -> str:
         count = preview_engine(folder).num_parameters
         if isinstance(tunix, ModelConfig):
             differing = "; ".join(_differences(folder, tunix))
-    return f"| `{name}` | {count:,} | {_verdict(folder)} | {_verdict(tunix)} | {differing} |"
+    return f"{count:,} | {_verdict(folder)} | {_verdict(tunix)} | {differing}"
 
 
 def _from_folder(config: dict[str, Any]) -> ModelConfig | str:

@@ -2,7 +2,7 @@
 
     python docs/make_sampling_table.py
 
-A test compares the file with `render()` and collects every test that it names.
+A test compares the file with `render()` and looks for the test of every field.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from sgljax_engine import FOREIGN_FIELDS, ForeignField, SamplingParams
@@ -54,17 +55,20 @@ _HEAD = """# Sampling
 
 <!-- Written by docs/make_sampling_table.py; do not edit. -->
 
-Every field of vLLM's `SamplingParams` and of this engine's is either supported, with a test, or
-refused, with an error that says what to do instead. Nothing that is asked for is ignored. Pass
-fields as `SamplingParams` or as a dict with the same names, for all prompts of a call or one for
-each. In a dict, None is the field's default.
+Every field of vLLM's `SamplingParams` and of this engine's is supported and tested, or refused with
+an error that says what to do instead. Nothing is ignored. Pass `SamplingParams` or a dict with the
+same names, for all prompts of a call or one for each. In a dict, None is the field's default.
 """
 
-_REFUSED = f"""## Refused
+_SUPPORTED = """## Supported
 
-Names of other engines. In a dict they are accepted with a value that asks for nothing: None,
-False, what is empty, and what the second column says. All other values are refused, and the error
-says what to do instead. `{REFUSAL_TEST}` tests each.
+`tests/engine/test_sampling_table.py` and `test_logprob_options.py` test each.
+"""
+
+_REFUSED = """## Refused
+
+Names of other engines. A dict may hold them with a value that asks for nothing: None, False, what
+is empty, and the values in brackets. All others are refused.
 """
 
 _TAIL = """## Order of operations
@@ -77,26 +81,17 @@ Logits of each step go through
 4. `repetition_penalty` (tokens of prompt and output), `frequency_penalty`, `presence_penalty`
    (tokens of the output);
 5. `temperature`; at 0 the most likely token is taken, and filters do not matter;
-6. `top_k`, then `top_p` over what remains, then `min_p`.
+6. `top_k`, then `top_p` over what remains, then `min_p`, as in SGLang; vLLM applies `min_p` first.
 
-This is vLLM's order except for `min_p`, which vLLM applies before `top_k`; SGLang applies it last,
-as here. Ties with the last kept token are kept. The tokens that are kept are those of a sort in
-float64, at every temperature and with the settings as given
-(`tests/engine/test_sampling_filters.py`). `tests/engine/test_sampling_numerics.py` compares
-the rest with float64, sampled frequencies too, and
-`tests/engine/test_sampling_table.py::TestDistribution::test_logprobs_of_real_generations` does so
-on real generations.
+Ties with the last kept token are kept. The tokens that filters keep are those of a sort in float64,
+at every temperature (`tests/engine/test_sampling_filters.py`); the rest is compared with float64
+too (`test_sampling_numerics.py`).
 
 Draws depend on `seed`, on the step and on the row's own distribution. So a request with a seed
-gives the same tokens in any batch, in any configuration, and also after a retraction
-(`tests/engine/test_sampling_batches.py`), up to rounding: another batch size may sum in another
-order ([interruptions.md](interruptions.md) says how often that changes a draw). One thing matters
-besides: with the JIT-compiled CPU kernels a seed draws other tokens than with portable code.
+gives the same tokens in any batch, also after a retraction, up to [rounding](determinism.md). With
+the JIT-compiled CPU kernels a seed draws other tokens than with portable code.
 
 ## Log-probs
-
-`meta_info` has SGLang's lists of `(log-prob, token id, None)`. The lists of an output always have
-its length.
 
 | log-prob | of | where |
 |---|---|---|
@@ -105,35 +100,29 @@ its length.
 `output_processed_logprobs`, `RequestOutput.processed_logprobs` |
 | scaled | log softmax(logits / temperature); raw when greedy | `RequestOutput.scaled_logprobs` |
 
+`meta_info` has SGLang's lists of `(log-prob, token id, None)`, as long as the output.
 `input_token_logprobs`, `{input,output}_top_logprobs` and `{input,output}_token_ids_logprobs` are
-raw. The first token of a prompt has no log-prob; its entries are None. Prompt log-probs come
-from the weights with which the output started. If an output spans several weight versions, each
-token has the log-prob of the weights that sampled it.
+raw. The first token of a prompt has None. Each output token has the log-prob of the weights that
+sampled it; prompt log-probs come from the weights with which the output started.
 
-The Tunix rollout returns the *scaled* log-probs, because the trainer recomputes exactly those:
-log softmax(logits / temperature), without penalties and filters. The rollout's `logprobs_mode`
-selects others.
+The Tunix rollout returns the *scaled* ones, which are what Tunix's trainer recomputes. Its
+`logprobs_mode` selects others.
 
 ## Experts
 
 With `enable_return_routed_experts=True`, which a model without experts refuses, each output says
-which experts its tokens went through, so that a trainer can replay the choices:
+which experts its tokens went through, so that a trainer can replay the choices.
 `RequestOutput.routed_experts`, in dicts `meta_info["routed_experts"]`, is an array [tokens,
-layers, experts of a token], uint8 for up to 256 experts. The experts of a token are in descending
-order of their probabilities. There is a row for each token of prompt and output but the last one,
-which the model has not seen. A stream has it in its last item.
+layers, experts of a token], uint8 for up to 256 experts, the most probable expert first. It has a
+row for each token of prompt and output but the last one, which the model has not seen. A stream has
+it in its last item.
 
-The choices are kept beside the keys of each token, and follow them: into the prefix cache,
-through page copies, and to the host while the engine sleeps. So they are those of the pass that
-computed the keys that the request ended with. A request that was retracted is prefilled again,
-and has the choices of the weights that did so. The memory plan counts them: 384 bytes a token for
-Qwen3-30B-A3B, 0.4 % of its keys in bfloat16.
+The choices are kept beside the keys of each token, through prefix cache and sleep: they are those
+of the pass that computed the keys. So a retracted request has the choices of the weights that
+prefilled it again. They take 384 bytes a token for Qwen3-30B-A3B, 0.4 % of its keys in bfloat16.
 
-It is None for a request that is aborted while it waits or is being prefilled, and for an output
-that was finished when a [checkpoint](checkpoints.md) was saved. Checkpoints leave KV pages out:
-restored requests are prefilled again.
-
-`tests/engine/test_routed_experts.py` compares all of this with one pass over prompt and output.
+The field is None for a request that was aborted before it decoded, and for an output that was
+finished when a [checkpoint](checkpoints.md) was saved. Checkpoints leave KV pages out.
 
 ## Streaming
 
@@ -158,55 +147,52 @@ def test_of(name: str) -> str:
 
 def _field_rows() -> list[str]:
     docs = attribute_docs(SamplingParams)
-    rows = ["| field | in vLLM | default | meaning and range | test |", "|---|---|---|---|---|"]
+    rows = ["| field | default | meaning and range |", "|---|---|---|"]
     for field in dataclasses.fields(SamplingParams):
-        name = field.name
-        vllm = VLLM_NAMES.get(name, name)
-        rows.append(
-            f"| `{name}` | {f'`{vllm}`' if vllm else ''} | `{field.default!r}` | {docs[name]} "
-            f"| `{_short(test_of(name))}` |"
-        )
+        vllm = VLLM_NAMES.get(field.name)
+        note = "" if vllm is None else f" (vLLM: `{vllm}`)" if vllm else " (not in vLLM)"
+        rows.append(f"| `{field.name}` | `{field.default!r}` | {docs[field.name]}{note} |")
     return rows
 
 
 def _logprob_rows() -> list[str]:
     docs = attribute_docs(LogprobOptions)
     defaults = {field.name: field.default for field in dataclasses.fields(LogprobOptions)}
-    rows = ["| argument of `generate` | default | meaning and range | test |", "|---|---|---|---|"]
+    rows = ["| argument of `generate` | default | meaning and range |", "|---|---|---|"]
     rows += [
-        f"| `{name}` | `{defaults[field]!r}` | {docs[field]} | `{_short(test)}` |"
-        for name, (field, test) in LOGPROB_ARGUMENTS.items()
+        f"| `{name}` | `{defaults[field]!r}` | {docs[field]} |"
+        for name, (field, _) in LOGPROB_ARGUMENTS.items()
     ]
     return rows
 
 
-def foreign_row(field: ForeignField) -> str:
-    """The row of a field that the engine lacks."""
-    neutral = [*([] if field.takes_false else ["not False"]), *map(repr, field.neutral)]
-    return f"| `{field.name}` | {', '.join(neutral)} | {field.instead} |"
+def foreign_list(fields: Iterable[ForeignField]) -> list[str]:
+    """Fields that the engine lacks: a line for each thing to do instead."""
+    groups: dict[str, list[ForeignField]] = {}
+    for field in fields:
+        groups.setdefault(field.instead, []).append(field)
+    return [f"- {', '.join(map(_named, group))}: {instead}" for instead, group in groups.items()]
 
 
-def _foreign_rows() -> list[str]:
-    return [
-        "| field | also accepted | instead |",
-        "|---|---|---|",
-        *map(foreign_row, FOREIGN_FIELDS.values()),
-    ]
+def _named(field: ForeignField) -> str:
+    values = [f"`{_json(value)}`" for value in field.neutral]
+    values += [] if field.takes_false else ["not false"]
+    return f"`{field.name}`" + (f" ({', '.join(values)})" if values else "")
 
 
-def _short(node: str) -> str:
-    return node.removeprefix("tests/engine/")
+def _json(value: object) -> str:
+    return repr(value).replace("'", '"').replace("True", "true")
 
 
 def render() -> str:
     """The text of docs/sampling.md."""
     sections = [
         _HEAD,
-        "## Supported\n\nTests are in `tests/engine/`.\n",
+        _SUPPORTED,
         "\n".join(_field_rows()) + "\n",
         "\n".join(_logprob_rows()) + "\n",
         _REFUSED,
-        "\n".join(_foreign_rows()) + "\n",
+        "\n".join(foreign_list(FOREIGN_FIELDS.values())) + "\n",
         _TAIL,
     ]
     return "\n".join(sections)

@@ -1,4 +1,4 @@
-"""Writes the tables of fields of docs/server.md from the classes of the request bodies.
+"""Writes the lists of fields of docs/server.md from the classes of the request bodies.
 
     python docs/make_server_fields.py
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgljax_engine import FOREIGN_FIELDS, ForeignField, SamplingParams
 from sgljax_engine.server.fields import Body, SamplingFields
 from sgljax_engine.server.openai.schemas import (
     ChatRequest,
@@ -32,64 +31,69 @@ BODIES: dict[str, type[Body]] = {
 }
 """Bodies in the page, by what it calls them."""
 
-_BEGIN, _END = "<!-- fields: made by docs/make_server_fields.py -->\n", "<!-- end of fields -->\n"
-_SAMPLING_TEXT = """### Sampling
+SGLANG_NAMES = {"sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_output"}
+"""SGLang's names of fields, which `sampling_params` takes beside the engine's."""
 
-In `sampling_params` on `/generate`, and in the body itself on the routes of OpenAI.
-[sampling.md](sampling.md) has the ranges.
-"""
+_BEGIN, _END = "<!-- fields: made by docs/make_server_fields.py -->\n", "<!-- end of fields -->\n"
 _FOREIGN_TEXT = """### Accepted when empty, refused else
 
 Clients send these with values that ask for nothing: null, false, an empty text or list or object,
-and what is named here. Any other value gets status 400, and the message says what to do instead.
+and the values in brackets. Any other value gets status 400 and a message that says what to do
+instead.
+In `sampling_params` they are those that [Sampling](sampling.md#refused) refuses, but for the two
+names above.
 """
 
 
 def render(text: str) -> str:
-    """The text of docs/server.md with its tables of fields made anew."""
+    """The text of docs/server.md with its lists of fields made anew."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return head + _BEGIN + "\n" + "\n".join(_sections()) + "\n" + _END + tail
 
 
 def _sections() -> Iterator[str]:
-    docs = _sampling_docs()
     shared = SamplingFields.model_fields
-    yield _SAMPLING_TEXT
-    yield _table("field", {name: _first_sentence(docs[name]) for name in shared})
-    more = [name for name in SGLangSampling.model_fields if name not in shared]
-    yield _table(
-        "field of `sampling_params` alone",
-        {name: _first_sentence(docs[name]) for name in more if name in docs}
-        | _described(SGLangSampling, [name for name in more if name not in docs]),
+    yield "### Sampling\n"
+    yield (
+        "`sampling_params` of `/generate` has the fields of [Sampling](sampling.md#supported), "
+        + " and ".join(f"`{name}` for `{own}`" for name, own in SGLANG_NAMES.items())
+        + ". The bodies of OpenAI's routes have these themselves: "
+        + ", ".join(map(_code, shared))
+        + ".\n"
     )
     yield "### `/generate`\n"
-    yield _table("field", _described(GenerateReqInput))
+    yield _list(_described(GenerateReqInput))
     yield "### `/v1/completions` and `/v1/chat/completions`\n"
-    yield _table("field of both", _described(OpenAIRequest, without=shared))
+    yield _list(_described(OpenAIRequest, without=shared))
     openai = OpenAIRequest.model_fields
-    yield _table("field of `/v1/completions`", _described(CompletionRequest, without=openai))
-    yield _table("field of `/v1/chat/completions`", _described(ChatRequest, without=openai))
+    yield "`/v1/completions` alone:\n"
+    yield _list(_described(CompletionRequest, without=openai))
+    yield "`/v1/chat/completions` alone:\n"
+    yield _list(_described(ChatRequest, without=openai))
     yield _FOREIGN_TEXT
-    for title, body in BODIES.items():
-        yield "\n".join(
-            [
-                f"| in {_code(title)} | also accepted | instead |",
-                "|---|---|---|",
-                *_foreign(body),
-                "",
-            ]
-        )
+    completion, chat = CompletionRequest.foreign, ChatRequest.foreign
+    both = {name for name, field in completion.items() if chat.get(name) == field}
+    in_each = {
+        "In `/generate`": GenerateReqInput.foreign,
+        "In both routes of OpenAI": {name: completion[name] for name in completion if name in both},
+        "In `/v1/completions`": {name: completion[name] for name in completion if name not in both},
+        "In `/v1/chat/completions`": {name: chat[name] for name in chat if name not in both},
+        "In `stream_options`": StreamOptions.foreign,
+    }
+    foreign_list = _sampling_maker().foreign_list
+    for title, fields in in_each.items():
+        yield "\n".join([f"{title}:\n", *foreign_list(fields.values()), ""])
 
 
-def _sampling_docs() -> dict[str, str]:
+def _sampling_maker() -> Any:
     path = Path(__file__).with_name("make_sampling_table.py")
     spec = importlib.util.spec_from_file_location("make_sampling_table", path)
     assert spec is not None
     assert spec.loader is not None
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
-    return maker.attribute_docs(SamplingParams)
+    return maker
 
 
 def _described(
@@ -102,32 +106,8 @@ def _described(
     return {name: fields[name].description or "" for name in chosen}
 
 
-def _table(title: str, rows: Mapping[str, str]) -> str:
-    lines = [f"| `{name}` | {text} |" for name, text in rows.items()]
-    return "\n".join([f"| {title} | |", "|---|---|", *lines, ""])
-
-
-def _foreign(body: type[Body]) -> Iterator[str]:
-    groups: dict[str, list[ForeignField]] = {}
-    for field in body.foreign.values():
-        groups.setdefault(field.instead, []).append(field)
-    for instead, fields in groups.items():
-        names = ", ".join(f"`{field.name}`" for field in fields)
-        yield f"| {names} | {', '.join(filter(None, map(_also, fields)))} | {instead} |"
-
-
-def _also(field: ForeignField) -> str:
-    values = [_code(_json(value)) for value in field.neutral]
-    values += [] if field.takes_false else ["not false"]
-    return f"{field.name} {', '.join(values)}" if values else ""
-
-
-def _json(value: Any) -> str:
-    return repr(value).replace("'", '"').replace("True", "true")
-
-
-def _first_sentence(text: str) -> str:
-    return text.split(". ")[0].removesuffix(".")
+def _list(rows: Mapping[str, str]) -> str:
+    return "\n".join([*(f"- `{name}`: {text}" for name, text in rows.items()), ""])
 
 
 def _code(text: str) -> str:
@@ -135,5 +115,4 @@ def _code(text: str) -> str:
 
 
 if __name__ == "__main__":
-    assert SGLangSampling.foreign.keys() < FOREIGN_FIELDS.keys()
     OUTPUT.write_text(render(OUTPUT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -26,21 +26,22 @@ _BEGIN, _END = (
     "<!-- end of fields -->\n",
 )
 
-_LATER = """Read from the training config when the rollout is made. A later config, such as an
-evaluation config, may leave them at their defaults or repeat them; a different value is refused.
-Without a context length the longest config of the cluster decides, evaluation's included; a config
-that a given one is too short for is refused when the cluster is made."""
+_LATER = """Read from the training config when the rollout is made. Other configs leave them at
+their defaults or repeat them; a different value is refused. So the training config's context length
+must cover evaluation; without one, the longest config of the cluster decides."""
 
-_ENTRIES = """The option that each entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs`
-sets. As a keyword of `SglJaxRollout` or `Engine` such a name is refused, and the error gives its
-name here.
+_ENTRIES = """The option that an entry of `rollout_vllm_kwargs` or `rollout_sglang_jax_kwargs` sets.
+As a keyword of `SglJaxRollout` or `Engine` such a name is refused, and the error gives ours.
 """
 
-_SAMPLING_ENTRIES = """The field that each entry of `rollout_vllm_sampling_kwargs` sets. All fields
-of [Sampling](sampling.md) are accepted. Those refused there, and unknown ones, are refused here
-too, since ignoring them would change the sampled tokens. `stop_token_ids` are added to the end
-tokens; `ignore_eos` leaves out the tokenizer's. A config without entries uses those of the training
-config.
+_WITHOUT = """
+{} more options of SGLang, vLLM and Tunix are known and have no counterpart. The warning, or the
+error, names each and says why.
+"""
+
+_SAMPLING_ENTRIES = """`rollout_vllm_sampling_kwargs` takes all fields of [Sampling](sampling.md).
+What is refused there is refused here. `stop_token_ids` are added to the end tokens; `ignore_eos`
+leaves out the tokenizer's. A config without entries uses the training config's.
 """
 
 
@@ -60,26 +61,32 @@ def _sections() -> Iterator[str]:
     )
     yield "### Names of engine options\n"
     yield _ENTRIES
-    yield "| there | here |\n|---|---|"
+    yield "| here | there |\n|---|---|"
+    ours: dict[str, list[str]] = {}
     for option in FOREIGN_OPTIONS.values():
         if option.option is not None:
             opposite = "the opposite of " if option.is_opposite else ""
             note = f", {option.note}" if option.note else ""
-            yield f"| `{option.name}` ({option.engine}) | {opposite}`{option.option}`{note} |"
-    yield "\nThese have no counterpart, so the warning names them:\n\n| there | why |\n|---|---|"
-    for note in dict.fromkeys(o.note for o in FOREIGN_OPTIONS.values() if o.option is None):
-        names = [o.name for o in FOREIGN_OPTIONS.values() if o.option is None and o.note == note]
-        yield f"| {_codes(names)} | {note} |"
-    yield "\n### vLLM's sampling fields\n"
+            name = f"`{option.name}` ({option.engine})"
+            ours.setdefault(f"{opposite}`{option.option}`{note}", []).append(name)
+    for target, names in ours.items():
+        yield f"| {target} | {', '.join(names)} |"
+    yield _WITHOUT.format(sum(option.option is None for option in FOREIGN_OPTIONS.values()))
+    yield "### vLLM's sampling fields\n"
     yield _SAMPLING_ENTRIES
     yield "| there | here |\n|---|---|"
     for name, target in sampling_fields.RENAMED.items():
         yield f"| `{name}` | `{target}` |"
-    for name, field in sampling_fields.DECIDED.items():
-        yield f"| `{name}` | `{field}` of RolloutConfig decides; another value is refused |"
+    decides = "of RolloutConfig decides; another value is refused"
+    same = [name for name, field in sampling_fields.DECIDED.items() if name == field]
+    yield f"| {_codes(same)} | that field {decides} |"
+    for field in dict.fromkeys(sampling_fields.DECIDED.values()):
+        if field in same:
+            continue
+        names = [name for name, by in sampling_fields.DECIDED.items() if by == field]
+        yield f"| {_codes(names)} | `{field}` {decides} |"
     yield "| `n` | 1; another value is refused |"
-    for name, reason in sampling_fields.WITHOUT_MEANING.items():
-        yield f"| `{name}` | no effect, as a warning says: {reason} |"
+    yield f"| {_codes(list(sampling_fields.WITHOUT_MEANING))} | no effect; the warning says why |"
 
 
 def _fields(title: str, intro: str, fields: Sequence[RolloutField]) -> Iterator[str]:

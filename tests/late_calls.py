@@ -10,24 +10,23 @@ import threading
 import time
 
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.client import Asked
-from sgljax_engine.core.group import EngineGroup
+from sgljax_engine.core.group import Asked, EngineGroup
 
 LATE_S = 0.02
 
 _submit = EngineGroup.submit
 
 
-def _submit_late(self: EngineGroup, command: Asked) -> None:
+def _submit_late(self: EngineGroup, asked: Asked) -> None:
     """Requests come in time, and so do looks at an engine that has nothing to do."""
     is_own = any(threading.current_thread() in loop.threads for loop in self.loops)
-    is_job = not isinstance(command, cmd.Command)
-    is_idle_look = isinstance(command, cmd.GetState) and not any(
+    is_job = not isinstance(asked, cmd.Command)
+    is_idle_look = isinstance(asked, cmd.GetState) and not any(
         loop._core.scheduler.has_work for loop in self.loops
     )
-    if not (is_own or is_job or is_idle_look) and not isinstance(command, cmd.AddRequests):
+    if not (is_own or is_job or is_idle_look) and not isinstance(asked, cmd.AddRequests):
         time.sleep(LATE_S)
-    _submit(self, command)
+    _submit(self, asked)
 
 
 EngineGroup.submit = _submit_late

@@ -61,7 +61,7 @@ HOST_ONLY = (
     "speculation",
     "weights.hf_json",
     "core.adapters",
-    "core.background",
+    "core.workers",
     "core.request_groups",
     "core.router",
     "core.stats",

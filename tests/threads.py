@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from sgljax_engine import Engine, EngineShutdownError, RequestOutput
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.client import EngineClient
+from sgljax_engine.core.callers import Callers
 from sgljax_engine.types import Request
 
 LIMIT_S = 600
@@ -62,7 +62,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 _gated: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-class _GatedClient(EngineClient):
+class _GatedCallers(Callers):
     def generate(self, requests: list[Request]) -> list[RequestOutput]:
         with running():
             return super().generate(requests)
@@ -101,7 +101,7 @@ def gate_steps(engine: Engine) -> Engine:
         _gated.add(engine)
         _set_steps(engine, 0)
         # Not attributes of the objects: these would refer to themselves, and outlive their tests.
-        engine._client.__class__ = _GatedClient
+        engine._calls.__class__ = _GatedCallers
         engine.__class__ = _GatedEngine
     return engine
 
@@ -118,7 +118,7 @@ def take_steps(engine: Engine, count: int = 1) -> None:
     _set_steps(engine, count)
     # Answered between two steps, or when none can be taken.
     can_step = functools.partial(cmd.Run, lambda: any(core.can_step for core in cores))
-    while engine._client.ask(can_step):
+    while engine._calls.ask(can_step):
         pass
     _set_steps(engine, 0)
 

@@ -1,6 +1,6 @@
 """How far a rollout's log-probs are from those of Tunix's trainer, and what closing the gap costs.
 
-    python benchmarks/exactness/mismatch.py            # small, 5 minutes on 2 cores
+    python benchmarks/exactness/mismatch.py            # small, 4 minutes on 2 cores
     python benchmarks/exactness/mismatch.py --quick    # tiny, a smoke test
 
 - `mismatch_report` of both modes in float32: the engine's own log-probs ("trainer_logprobs") and
@@ -8,17 +8,12 @@
 - Seconds of the same `generate` with the engine's own, which it always computes, and matched.
 - The engine's own in bfloat16, on a smaller model: CPUs take long for it.
 - `compute_per_token_logps` against itself, with other numbers of rows and more padding.
-- The engine and the trainer against numpy's float64: what each of them errs by alone. A rollout
-  without any error would still differ from the trainer by the trainer's.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,10 +22,9 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from benchmarks.lib.float64_reference import float64_logprobs
-from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.turns import speed_table, take_turns
 from tunix_sgljax import MismatchReport, SglJaxRollout, mismatch_report
-from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.models import make_tunix_model
 from tunix_sgljax.bench.shapes import MODELS, PAD_ID, IdTokenizer
 from tunix_sgljax.exactness.trainer_match import trainer_logps
@@ -55,36 +49,12 @@ class Case:
         return f"{self.model}, {name}, {self.num_rows} samples of {self.num_tokens} tokens"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Against:
-    """`compute_per_token_logps` in one shape against another."""
-
-    change: str
-    max_abs: float
-    mean_abs: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Log-probs of the same tokens against float64."""
-
-    who: str
-    max_abs: float
-    mean_abs: float
-    mean: float
-
-
 def make_prompts(case: Case) -> list[str]:
     """Texts of 16 to `WIDTH` tokens."""
     rng = np.random.default_rng(0)
     vocab_size = MODELS[case.model].config.vocab_size
     lengths = rng.integers(16, WIDTH + 1, case.num_rows)
     return [" ".join(map(str, rng.integers(1, vocab_size, length))) for length in lengths]
-
-
-def make_prompt_ids(case: Case) -> list[list[int]]:
-    """The tokens of those texts."""
-    return [[int(word) for word in text.split()] for text in make_prompts(case)]
 
 
 def config_of(case: Case, **changes: Any) -> RolloutConfig:
@@ -117,21 +87,21 @@ def make_rollout(case: Case, model: Any, bad: Sequence[int], **options: Any) -> 
     )
 
 
-def seconds(rollout: SglJaxRollout, case: Case, repeats: int, *, logprobs: bool) -> float:
-    """Of one `generate`, the median; everything is compiled before."""
-    config = dataclasses.replace(config_of(case), return_logprobs=logprobs)
-    prompts, found = make_prompts(case), []
-    for number in range(repeats + 1):
-        started = time.perf_counter()
-        rollout.generate(prompts, config)
-        if number:
-            found.append(time.perf_counter() - started)
-    return float(np.median(found))
+def generate_s(rollout: SglJaxRollout, case: Case, num_turns: int) -> dict[str, list[float]]:
+    """Seconds of one `generate` with the engine's own log-probs, and with the trainer's."""
+    prompts = make_prompts(case)
+
+    def run(*, is_matched: bool) -> Callable[[], object]:
+        config = dataclasses.replace(config_of(case), return_logprobs=is_matched)
+        return lambda: rollout.generate(prompts, config)
+
+    modes = {"trainer_logprobs": run(is_matched=False), "trainer_match": run(is_matched=True)}
+    return take_turns(modes, num_turns)
 
 
-def against_itself(case: Case, model: Any) -> list[Against]:
-    """Tunix's own function on the same tokens in other shapes."""
-    prompts = make_prompt_ids(case)
+def against_itself(case: Case, model: Any) -> dict[str, tuple[float, float]]:
+    """Tunix's own function on the same tokens in other shapes: largest and mean difference."""
+    prompts = [[int(word) for word in text.split()] for text in make_prompts(case)]
     rng = np.random.default_rng(1)
     shape = case.num_rows, case.num_tokens
     completions = rng.integers(1, MODELS[case.model].config.vocab_size, shape).astype(np.int32)
@@ -166,43 +136,7 @@ def against_itself(case: Case, model: Any) -> list[Against]:
         f"prompts padded to {WIDTH + 8}": np.abs(score(WIDTH + 8) - base),
         "completions padded by 8 more": np.abs(score(more=8) - base),
     }
-    return [
-        Against(change=change, max_abs=float(gap.max()), mean_abs=float(gap.mean()))
-        for change, gap in changes.items()
-    ]
-
-
-def against_float64(case: Case, model: Any) -> tuple[list[Errors], float]:
-    """The engine's and the trainer's errors on what the engine sampled, and their correlation."""
-    rollout = make_rollout(case, model, [PAD_ID])
-    output = rollout.generate(make_prompts(case), config_of(case))
-    rollout.close()
-    prompts = make_prompt_ids(case)
-    completions = np.stack([np.asarray(tokens) for tokens in output.tokens]).astype(np.int32)
-    assert output.logprobs is not None
-    graphdef, state = nnx.split(model)
-    padded = left_pad_prompts(prompts, WIDTH, PAD_ID)
-    limits = {"pad_id": PAD_ID, "eos_id": -1, "temperature": 1.0}
-    config = MODELS[case.model].config
-    exact = np.stack(float64_logprobs(model, config, prompts, completions.tolist()))
-    found = {
-        "engine": np.stack([np.asarray(row) for row in output.logprobs]),
-        "trainer": trainer_logps(graphdef, state, padded, completions, **limits),
-        "trainer, 8 rows at a time": trainer_logps(
-            graphdef, state, padded, completions, batch_size=8, **limits
-        ),
-    }
-    errors = {who: (logprobs - exact).ravel() for who, logprobs in found.items()}
-    correlation = float(np.corrcoef(errors["engine"], errors["trainer"])[0, 1])
-    return [
-        Errors(
-            who=who,
-            max_abs=float(np.abs(error).max()),
-            mean_abs=float(np.abs(error).mean()),
-            mean=float(error.mean()),
-        )
-        for who, error in errors.items()
-    ], correlation
+    return {change: (float(gap.max()), float(gap.mean())) for change, gap in changes.items()}
 
 
 def table(reports: dict[str, MismatchReport]) -> list[str]:
@@ -223,63 +157,35 @@ def table(reports: dict[str, MismatchReport]) -> list[str]:
     return [*lines, ""]
 
 
-def summary(report: MismatchReport) -> dict[str, Any]:
-    """All but the statistics of every position."""
-    return {key: value for key, value in report.to_dict().items() if key != "per_position"}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results."""
-    parser = argparse.ArgumentParser(description="Trainer-sampler mismatch.")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
+    parser = make_parser(__doc__, pairs=3)
     args = parser.parse_args(argv)
-    repeats = 1 if args.quick else args.repeats
     name, size = ("tiny", 8) if args.quick else ("small", 128)
     case = Case(model=name, dtype=jnp.float32, num_rows=size, num_tokens=size // 2)
-    narrow = Case(model="tiny", dtype=jnp.bfloat16, num_rows=size // 8 or 1, num_tokens=32)
-    folder = args.output_dir or ROOT / (
-        "outputs/bench_quick" if args.quick else "benchmarks/results"
-    )
+    low = Case(model="tiny", dtype=jnp.bfloat16, num_rows=size // 8, num_tokens=32)
     reports: dict[str, MismatchReport] = {}
-    costs: dict[str, float] = {}
-    model = make_tunix_model(MODELS[name].config)
-    for mode, bad in (("trainer_logprobs", [PAD_ID]), ("trainer_match", [])):
-        rollout = make_rollout(case, model, bad, logprobs_mode=mode)
-        report = mismatch_report(rollout, model, make_prompts(case))
-        reports[f"`{mode}`: {case.in_words()}"] = report
+    costs: dict[str, list[float]] = {}
+    for each, mode, bad in (
+        (case, "trainer_logprobs", [PAD_ID]),
+        (case, "trainer_match", []),
+        (low, "trainer_logprobs", [PAD_ID]),
+    ):
+        model = make_tunix_model(MODELS[each.model].config, dtype=each.dtype)
+        rollout = make_rollout(each, model, bad, logprobs_mode=mode)
+        report = mismatch_report(rollout, model, make_prompts(each))
+        reports[f"`{mode}`: {each.in_words()}"] = report
         if mode == "trainer_match":
-            for what, logprobs in (("`trainer_logprobs`", False), ("`trainer_match`", True)):
-                costs[what] = seconds(rollout, case, repeats, logprobs=logprobs)
+            costs = generate_s(rollout, each, args.pairs)
         rollout.close()
-    selves = against_itself(case, model)
-    errors, correlation = against_float64(case, model)
-    small = make_tunix_model(MODELS[narrow.model].config, dtype=narrow.dtype)
-    rollout = make_rollout(narrow, small, [PAD_ID])
-    reports[f"`trainer_logprobs`: {narrow.in_words()}"] = mismatch_report(
-        rollout, small, make_prompts(narrow)
-    )
-    rollout.close()
-
-    environment = describe_environment(jax.devices()[0].device_kind)
-    lines = report_head(
-        "Log-probs of the rollout against Tunix's trainer",
-        "benchmarks/exactness/mismatch.py",
-        environment,
-        f"{case.model}: {MODELS[case.model].in_words}; {narrow.model}: "
-        f"{MODELS[narrow.model].in_words}; random weights",
-        f"Prompts of 16 to {WIDTH} tokens, padded to {WIDTH}; temperature 1; the trainer scores "
-        "all rows in one batch",
-    )
-    lines += ["## Absolute differences of the sampled tokens' log-probs", "", *table(reports)]
-    base = costs["`trainer_logprobs`"]
-    lines += [
-        f"## Seconds of one `generate`, medians of {repeats}",
+    selves = against_itself(case, make_tunix_model(MODELS[name].config))
+    lines = [
+        "## Absolute differences of the sampled tokens' log-probs",
         "",
-        "| log-probs | s | of the first |",
-        "|---|---:|---:|",
-        *(f"| {name} | {cost:.2f} | {cost / base:.2f} |" for name, cost in costs.items()),
+        *table(reports),
+        "## Seconds of one `generate`",
+        "",
+        *speed_table({"": costs}, "trainer_logprobs"),
         "",
         "## `compute_per_token_logps` against itself, same tokens and weights",
         "",
@@ -287,28 +193,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         "| | max | mean |",
         "|---|---:|---:|",
-        *(f"| {each.change} | {each.max_abs:.2e} | {each.mean_abs:.2e} |" for each in selves),
-        "",
-        "## Against float64, tokens that the engine sampled",
-        "",
-        "| | max | mean absolute | mean |",
-        "|---|---:|---:|---:|",
-        *(f"| {e.who} | {e.max_abs:.2e} | {e.mean_abs:.2e} | {e.mean:+.1e} |" for e in errors),
-        "",
-        f"The engine's errors and the trainer's correlate by {correlation:.2f}.",
+        *(f"| {change} | {most:.2e} | {mean:.2e} |" for change, (most, mean) in selves.items()),
         "",
         "![Differences by position and by token, `trainer_logprobs`](mismatch.svg)",
-        "",
     ]
-    content = {
-        "reports": {name: summary(report) for name, report in reports.items()},
-        "generate_s": costs,
-        "against_itself": [dataclasses.asdict(each) for each in selves],
-        "against_float64": [dataclasses.asdict(each) for each in errors],
-        "error_correlation": correlation,
+    summaries = {
+        name: {key: value for key, value in report.to_dict().items() if key != "per_position"}
+        for name, report in reports.items()
     }
-    write_report(folder / "mismatch.md", lines, environment, content)
-    next(iter(reports.values())).plot(folder / "mismatch.svg")
+    write_results(
+        output_dir(args) / "mismatch.md",
+        "Log-probs of the rollout against Tunix's trainer",
+        "benchmarks/exactness/mismatch.py",
+        lines,
+        {
+            "reports": summaries,
+            "generate_s": costs,
+            "against_itself": selves,
+        },
+        facts=[
+            f"{name}: {MODELS[name].in_words}; random weights",
+            f"Prompts of 16 to {WIDTH} tokens, padded to {WIDTH}; temperature 1; the trainer "
+            "scores all rows in one batch",
+        ],
+    )
+    next(iter(reports.values())).plot(output_dir(args) / "mismatch.svg")
 
 
 if __name__ == "__main__":

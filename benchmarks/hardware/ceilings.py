@@ -8,7 +8,6 @@ operating system, many times slower than memory that is there.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from tunix_sgljax.bench.environment import num_cores
 
 _MATMULS = (
     (64, 512, 1536),
@@ -71,13 +72,9 @@ def measure_ceilings(num_bytes: int, *, seconds: float = 0.5) -> Ceilings:
             may hold them as far as they hold those.
         seconds: How long each probe runs.
     """
-    on_cpu = jax.default_backend() == "cpu"
     probes: dict[str, float] = {}
     for shape in _MATMULS:
-        label = "x".join(map(str, shape))
-        probes[f"matmul {label}, XLA"] = _xla_matmul(shape, seconds)
-        if on_cpu:
-            probes[f"matmul {label}, numpy"] = _numpy_matmul(shape, seconds)
+        probes |= _matmul_probes(shape, seconds)
     probes |= _read_probes(num_bytes, seconds)
     probes |= _copy_probes(max(num_bytes, _MIN_BYTES), seconds)
 
@@ -99,16 +96,66 @@ def measure_copy(num_bytes: int, *, seconds: float = 0.1) -> float:
 
 def _read_probes(num_bytes: int, seconds: float) -> dict[str, float]:
     num_bytes = max(num_bytes, _MIN_BYTES)
-    probes = {"read, XLA matrix-vector": _xla_read(num_bytes, seconds)}
+    matrix, vector = jnp.ones((num_bytes // 4096, 1024)), jnp.ones(1024)
+    product = jax.jit(jnp.matmul)
+    probes = {
+        "read, XLA matrix-vector": _rate(
+            num_bytes, seconds, lambda: product(matrix, vector).block_until_ready()
+        )
+    }
     if jax.default_backend() == "cpu":
-        probes["read, numpy dot"] = _numpy_read(num_bytes, seconds)
+        parts = _parts(num_bytes)
+        probes["read, numpy dot"] = _rate_on_cores(
+            num_bytes, seconds, lambda i: np.dot(parts[i], parts[i])
+        )
     return probes
 
 
 def _copy_probes(num_bytes: int, seconds: float) -> dict[str, float]:
-    probes = {"copy, XLA": _xla_copy(num_bytes, seconds)}
+    copy = jax.jit(lambda source, _: jnp.copy(source), donate_argnums=1, keep_unused=True)
+    source, target = jnp.ones(num_bytes // 4), [jnp.zeros(num_bytes // 4)]
+
+    def run() -> None:
+        """Copies into a donated buffer, which is the next call's again."""
+        target[0] = copy(source, target[0]).block_until_ready()
+
+    probes = {"copy, XLA": _rate(num_bytes, seconds, run)}
     if jax.default_backend() == "cpu":
-        probes["copy, numpy"] = _numpy_copy(num_bytes, seconds)
+        sources, targets = _parts(num_bytes), _parts(num_bytes)
+        probes["copy, numpy"] = _rate_on_cores(
+            num_bytes, seconds, lambda i: np.copyto(targets[i], sources[i])
+        )
+    return probes
+
+
+def _matmul_probes(shape: tuple[int, int, int], seconds: float) -> dict[str, float]:
+    """Products with a weight stored [out, in], as the engine stores it on CPUs; several a call."""
+    m, k, n = shape
+    repeats = max(1, 2**31 // (2 * m * k * n))
+    amount, label = 2.0 * m * k * n * repeats, "x".join(map(str, shape))
+
+    @jax.jit
+    def products(x: jax.Array, weight: jax.Array) -> jax.Array:
+        def body(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x, out = carry
+            # The next product needs the last one, so none is left out.
+            out = lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+            return x.at[0, 0].set(out[0, 0] * 1e-30), out
+
+        start = (x, jnp.zeros((m, n), jnp.float32))
+        return lax.fori_loop(0, repeats, body, start)[1][0, 0]
+
+    x, weight = np.ones((m, k), np.float32), np.full((n, k), 1e-3, np.float32)
+    operands = jnp.asarray(x), jnp.asarray(weight)
+    probes = {f"matmul {label}, XLA": _rate(amount, seconds, lambda: products(*operands).item())}
+    if jax.default_backend() == "cpu":
+        out = np.zeros((m, n), np.float32)
+
+        def run() -> None:
+            for _ in range(repeats):
+                np.matmul(x, weight.T, out=out)
+
+        probes[f"matmul {label}, numpy"] = _rate(amount, seconds, run)
     return probes
 
 
@@ -124,80 +171,13 @@ def _rate(amount: float, seconds: float, run: Callable[[], object]) -> float:
     return amount / min(times)
 
 
-def _xla_matmul(shape: tuple[int, int, int], seconds: float) -> float:
-    """A weight stored [out, in], as the engine stores it on CPUs; several products in a call."""
-    m, k, n = shape
-    repeats = max(1, 2**31 // (2 * m * k * n))
-
-    @jax.jit
-    def products(x: jax.Array, weight: jax.Array) -> jax.Array:
-        def body(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            x, out = carry
-            # The next product needs the last one, so none is left out.
-            out = lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
-            return x.at[0, 0].set(out[0, 0] * 1e-30), out
-
-        start = (x, jnp.zeros((m, n), jnp.float32))
-        return lax.fori_loop(0, repeats, body, start)[1][0, 0]
-
-    x, weight = jnp.ones((m, k)), jnp.full((n, k), 1e-3)
-    return _rate(2.0 * m * k * n * repeats, seconds, lambda: products(x, weight).item())
+def _parts(num_bytes: int) -> list[np.ndarray]:
+    """A buffer for each core."""
+    count = num_cores()
+    return [np.ones(num_bytes // 4 // count, np.float32) for _ in range(count)]
 
 
-def _numpy_matmul(shape: tuple[int, int, int], seconds: float) -> float:
-    m, k, n = shape
-    repeats = max(1, 2**31 // (2 * m * k * n))
-    x, weight = np.ones((m, k), np.float32), np.full((n, k), 1e-3, np.float32)
-    out = np.zeros((m, n), np.float32)
-
-    def run() -> None:
-        for _ in range(repeats):
-            np.matmul(x, weight.T, out=out)
-
-    return _rate(2.0 * m * k * n * repeats, seconds, run)
-
-
-def _xla_read(num_bytes: int, seconds: float) -> float:
-    matrix = jnp.ones((num_bytes // 4096, 1024), jnp.float32)
-    vector = jnp.ones(1024, jnp.float32)
-    product = jax.jit(jnp.matmul)
-    return _rate(matrix.nbytes, seconds, lambda: product(matrix, vector).block_until_ready())
-
-
-def _xla_copy(num_bytes: int, seconds: float) -> float:
-    """Into a donated buffer, which is the next call's again."""
-    copy = jax.jit(lambda source, _: jnp.copy(source), donate_argnums=1, keep_unused=True)
-    source = jnp.ones(num_bytes // 4, jnp.float32)
-    target = [jnp.zeros(num_bytes // 4, jnp.float32)]
-
-    def run() -> None:
-        target[0] = copy(source, target[0]).block_until_ready()
-
-    return _rate(source.nbytes, seconds, run)
-
-
-def _on_halves(work: Callable[[int], object], pool: ThreadPoolExecutor, count: int) -> None:
-    list(pool.map(work, range(count)))
-
-
-def _numpy_read(num_bytes: int, seconds: float) -> float:
-    count = len(os.sched_getaffinity(0))
-    parts = [np.ones(num_bytes // 4 // count, np.float32) for _ in range(count)]
+def _rate_on_cores(amount: float, seconds: float, work: Callable[[int], object]) -> float:
+    count = num_cores()
     with ThreadPoolExecutor(count) as pool:
-        return _rate(
-            sum(part.nbytes for part in parts),
-            seconds,
-            lambda: _on_halves(lambda i: np.dot(parts[i], parts[i]), pool, count),
-        )
-
-
-def _numpy_copy(num_bytes: int, seconds: float) -> float:
-    count = len(os.sched_getaffinity(0))
-    sources = [np.ones(num_bytes // 4 // count, np.float32) for _ in range(count)]
-    targets = [np.ones_like(source) for source in sources]
-    with ThreadPoolExecutor(count) as pool:
-        return _rate(
-            sum(source.nbytes for source in sources),
-            seconds,
-            lambda: _on_halves(lambda i: np.copyto(targets[i], sources[i]), pool, count),
-        )
+        return _rate(amount, seconds, lambda: list(pool.map(work, range(count))))

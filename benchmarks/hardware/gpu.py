@@ -6,8 +6,8 @@ Sections: the GPU's ceilings; decode and prefill attention of each backend again
 rollouts (16 prompts of 64 to 128 tokens, 8 samples each of lognormal length, 16 to 512) of the
 engine with each backend and of Tunix's vanilla sampler, in turns, on the same random weights of
 Qwen3-0.6B's shape in bfloat16; decode steps by batch size against the time of reading weights and
-keys once; log-probs against Tunix's trainer; weight sync, sleep and wake; where PyTorch is
-installed, its attention and transformers' `generate`; and what deterministic sampling costs.
+keys once; log-probs against Tunix's trainer; weight sync, sleep and wake; and what deterministic
+sampling costs.
 
 A section that fails is reported with its error and the others go on; results are written after
 each. `--budget-s` leaves out sections that would begin too late.
@@ -42,11 +42,6 @@ from benchmarks.hardware.gpu_kernels import (
     measure_ceilings,
     measure_decode,
     measure_prefill,
-)
-from benchmarks.hardware.gpu_torch import (
-    has_torch,
-    measure_torch_attention,
-    measure_transformers,
 )
 from benchmarks.hardware.gpu_training import measure_interruptions, measure_mismatch
 from benchmarks.lib.reporting import ROOT, report_head, write_report
@@ -172,9 +167,6 @@ def run_sections(
         results = measure(sizes.engine, sizes.engine_backends, ceilings[0])
         report.table(*_rows(report, name, results))
 
-    def transformers() -> None:
-        report.table(*_rows(report, "transformers", measure_transformers(sizes.engine)))
-
     sections: dict[str, Callable[[], None]] = {
         "Ceilings": find_ceilings,
         "Decode attention": lambda: kernels("decode_attention", measure_decode, sizes.backends),
@@ -183,14 +175,9 @@ def run_sections(
         "Decode steps": lambda: engine("decode_steps", measure_decode_steps),
         "Log-probs against the trainer's": lambda: engine("mismatch", measure_mismatch),
         "Weight sync, sleep and wake": lambda: engine("interruptions", measure_interruptions),
+        # The last: XLA takes minutes for the portable attention that it needs.
+        "Deterministic sampling": lambda: engine("determinism", measure_determinism),
     }
-    if has_torch():
-        sections["PyTorch's attention"] = lambda: kernels(
-            "torch_attention", measure_torch_attention
-        )
-        sections["transformers"] = transformers
-    # The last: XLA takes minutes for the portable attention that it needs.
-    sections["Deterministic sampling"] = lambda: engine("determinism", measure_determinism)
     start = time.monotonic()
     for title, section in sections.items():
         if not re.search(only, title):

@@ -18,11 +18,13 @@ from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from benchmarks.hardware.gpu_kernels import Ceilings
+from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from tunix_sgljax import SglJaxRollout, create_sgljax_rollout
 from tunix_sgljax.bench.shapes import IdTokenizer
 
-_TINY = ModelConfig(
+_TINY = dataclasses.replace(
+    ModelConfig.qwen3_0p6b(),
     num_layers=2,
     vocab_size=128,
     embed_dim=32,
@@ -30,9 +32,6 @@ _TINY = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    rope_theta=1_000_000,
-    norm_eps=1e-6,
-    use_tied_embedding=True,
 )
 
 
@@ -42,13 +41,10 @@ class EngineSizes:
 
     Attributes:
         model: Tunix's config.
-        num_prompts, num_samples: Of the rollouts.
-        prompt_lengths: Shortest and longest.
+        num_prompts, num_samples, prompt_lengths: Of the rollouts; shortest and longest prompt.
         output_lengths: Shortest, median and longest.
         repeats: Turns of each contestant, after one that compiles.
-        batches: Rows of the decode steps.
-        context: Prompt tokens of the decode steps.
-        num_steps: Decode steps that are timed.
+        batches, context, num_steps: Rows, prompt tokens and number of the decode steps.
     """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig.qwen3_0p6b)
@@ -102,7 +98,7 @@ class EngineSizes:
 def make_model(sizes: EngineSizes) -> Qwen3:
     """Tunix's model with random weights in bfloat16.
 
-    One small program a shape: XLA took 90 s on an H100 for the initialisation of all weights.
+    One small program a shape: XLA took 90 s on an H100 for all weights at once.
     """
     config = dataclasses.replace(sizes.model, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0))))
@@ -141,13 +137,6 @@ def make_rollout(
         enable_deterministic_sampling=deterministic,
         dtype="bfloat16",
     )
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Returns the seconds that `run` takes."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def workload(sizes: EngineSizes) -> tuple[list[list[int]], list[int]]:
@@ -197,12 +186,6 @@ def _race(
     One that fails in its first run leaves the race, and fails the section when the others have
     finished. The limit reads the weights in every step of the longest output and each sample's keys
     in each of its steps, and computes each prompt once.
-
-    Args:
-        sizes: What is measured.
-        ceilings: Of the GPU.
-        engines: Arguments of `make_rollout` for each of our engines, by contestant.
-        has_vanilla: Whether Tunix's sampler takes part.
     """
     model = make_model(sizes)
     prompts, lengths = workload(sizes)

@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from benchmarks.hardware.gpu_engine import EngineSizes, make_model, make_rollout, timed
+from benchmarks.hardware.gpu_engine import EngineSizes, make_model, make_rollout
 from benchmarks.hardware.gpu_kernels import Ceilings
+from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from tunix_sgljax import SglJaxRollout, mismatch_report
 

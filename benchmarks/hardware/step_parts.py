@@ -5,22 +5,19 @@
 
 The engine answers `rl_uniform`; one of its decode dispatches is kept, arguments and all, and then
 run again alone, in turn: as it is, and with one part at a time replaced by something that costs
-nothing. A part takes what the step loses without it. Projections are timed alone, all of a step's
-matrix products in a loop on the device. What remains (norms, rotary embeddings, writing keys, the
-loop) is "other"; it is negative when parts cost more in company than alone. "host" is the time of
-the real run outside its dispatches, a step. The parts add up to a step of the real run. All are
-medians, those of parts of what a round of runs differed by.
+nothing. A part takes what the step loses without it, the median of turns. Projections are timed
+alone, all of a step's matrix products in a loop on the device. What remains (norms, rotary
+embeddings, writing keys, the loop) is "other"; it is negative when parts cost more together than
+alone. "host" is the time of the real run outside its dispatches, a step.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,38 +28,21 @@ from jax import lax
 
 from benchmarks.hardware.ceilings import Ceilings, measure_ceilings
 from benchmarks.hardware.roofline import decode_work, limit_by_part
-from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.turns import take_turns
 from sgljax_engine import Engine, SamplingParams
-from sgljax_engine.attention.base import AttentionOptions, BlockTables
-from sgljax_engine.cache.contiguous_kv import LayerContiguousKV
-from sgljax_engine.cache.kv_pages import LayerKV
 from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.devices import is_own_cpu
 from sgljax_engine.layers.kernels import CpuKernels, Weight
-from sgljax_engine.layers.tiles import Tokens
-from sgljax_engine.models.spec import ModelContext, Params
+from sgljax_engine.models.spec import ModelContext
 from sgljax_engine.runner import attend, programs
 from sgljax_engine.runner.compiled import ProgramCall, ProgramState
 from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.runner import ModelRunner
-from sgljax_engine.sampling.logprobs import LogprobBatch
-from sgljax_engine.sampling.sampler import Sampled, Sampler, SamplingBatch
+from sgljax_engine.sampling.sampler import Sampled
 from sgljax_engine.xla_options import compiler_options
-from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import MODELS, BenchModel
 from tunix_sgljax.bench.workloads import Workload, make_workload
-
-_NOISE = 0.02
-"""Of a step: what two timings of the same work may differ by."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """Seconds of one part of a decode step."""
-
-    part: str
-    measured_s: float
-    limit_s: float
 
 
 class Dispatch(NamedTuple):
@@ -86,7 +66,7 @@ class Dispatch(NamedTuple):
 
 
 def capture(engine: Engine, workload: Workload) -> Dispatch:
-    """Runs the workload twice and keeps a dispatch of the second run, one with most rows."""
+    """Runs the workload twice and keeps a dispatch of the second run, the first with most rows."""
     runner = engine._group.loops[0]._core.runner
     kept: list[tuple[Any, ...]] = []
     original = runner.programs.run
@@ -107,11 +87,7 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
         wall_s = time.perf_counter() - start
     after = engine.get_internal_state().counters
     device_s = after.decode_s - before.decode_s + after.prefill_s - before.prefill_s
-    num_running = [int(np.sum(args[0].step_limits > 0)) for args in kept]
-    full = [
-        args for args, count in zip(kept, num_running, strict=True) if count == max(num_running)
-    ]
-    args = full[len(full) // 2]
+    args = max(kept, key=lambda args: np.sum(args[0].step_limits > 0))
     rows, num_steps = args[0], int(args[3])
     steps = np.minimum(rows.step_limits, num_steps)
     is_running = steps > 0
@@ -127,75 +103,30 @@ def capture(engine: Engine, workload: Workload) -> Dispatch:
     )
 
 
-def _in_turn(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Seconds of every call. They are called in turn, so that other work disturbs all alike."""
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    end = time.perf_counter() + seconds * len(runs)
-    while len(times[next(iter(runs))]) < 5 or time.perf_counter() < end:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return times
+# What takes the place of a part. What a part's inputs cost must not be left out with it, so those
+# of decode attention and of sampling are still read.
 
 
-def _no_attention(
-    q: jax.Array, layer: LayerKV, tables: BlockTables, options: AttentionOptions
-) -> jax.Array:
-    del layer, tables, options
+def _no_attention(q: jax.Array, *_: Any) -> jax.Array:
     return q
 
 
 def _no_decode_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layer: LayerKV,
-    tables: BlockTables,
-    options: AttentionOptions,
-) -> tuple[jax.Array, LayerKV]:
-    """Still reads keys and values, so that computing them cannot be left out."""
-    del tables, options
+    q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, *_: Any
+) -> tuple[jax.Array, Any]:
     group = q.shape[1] // k.shape[1]
     return q + jnp.repeat(k + v, group, axis=1) * 1e-30, layer
 
 
-def _no_logits(
-    params: Params, context: ModelContext, hidden: jax.Array, adapters: jax.Array | None
-) -> jax.Array:
-    del params, adapters
+def _no_logits(_: Any, context: ModelContext, hidden: jax.Array, __: Any) -> jax.Array:
     shape = (hidden.shape[0], context.config.vocab_size)
     return jnp.broadcast_to(hidden[:, :1], shape).astype(jnp.float32)
 
 
-def _no_sampling(
-    logits: jax.Array,
-    rows: SamplingBatch,
-    step: jax.Array,
-    adjusted: jax.Array | None,
-    tokens: Tokens,
-    num_shards: int,
-    sampler: Sampler,
-    others: LogprobBatch | None,
-) -> Sampled:
-    """Still reads every logit once, so that computing them cannot be left out."""
-    del rows, adjusted, tokens, num_shards, sampler, others
+def _no_sampling(logits: jax.Array, _: Any, step: jax.Array, *__: Any) -> Sampled:
     peak = jnp.max(logits, axis=-1)
     token = jnp.where(peak > 1e30, step, 1).astype(jnp.int32)
     return Sampled(token=token, logprob=peak, scaled_logprob=peak, processed_logprob=peak)
-
-
-def _no_row_attention(
-    q: jax.Array,
-    rows: LayerContiguousKV,
-    kv_lens: jax.Array,
-    shared: jax.Array,
-    options: AttentionOptions,
-) -> jax.Array:
-    del rows, kv_lens, shared, options
-    return q
 
 
 def decode_run(
@@ -227,10 +158,7 @@ def decode_run(
 def projections_run(
     dispatch: Dispatch, context: ModelContext, num_rows: int
 ) -> Callable[[], object]:
-    """All matrix products of the dispatch, but the logits, ready to be run.
-
-    Every product needs the last one, so they run one after the other, and whole.
-    """
+    """All matrix products of the dispatch, but the logits; each needs the one before."""
     layout = context.layout
 
     def multiply(x: jax.Array, weight: Weight) -> jax.Array:
@@ -273,8 +201,8 @@ def projections_run(
 
 
 def measure_parts(
-    engine: Engine, bench_model: BenchModel, workload: Workload, seconds: float
-) -> tuple[Dispatch, Ceilings, list[Part]]:
+    engine: Engine, bench_model: BenchModel, workload: Workload, num_turns: int
+) -> tuple[Dispatch, Ceilings, list[dict[str, Any]]]:
     """Times everything on one captured dispatch, and the ceilings for what its steps read."""
     dispatch = capture(engine, workload)
     runner = dispatch.runner
@@ -287,22 +215,19 @@ def measure_parts(
     no_logits = static._replace(model=static.model._replace(logits=_no_logits))
     runs = {
         "step": decode_run(dispatch, static, state),
-        "attention": decode_run(dispatch, no_attention, state, row_attention=_no_row_attention),
+        "attention": decode_run(dispatch, no_attention, state, row_attention=_no_attention),
         "logits": decode_run(dispatch, no_logits, state),
         "sampling": decode_run(dispatch, static, state, sample=_no_sampling),
         "projections": projections_run(dispatch, static.context, num_rows),
     }
     times = {
         name: np.array(times) / dispatch.num_steps
-        for name, times in _in_turn(runs, seconds).items()
+        for name, times in take_turns(runs, num_turns).items()
     }
-    full_s = float(np.median(times["step"]))
-    measured = {
-        part: float(np.median(times["step"] - times[part]))
-        for part in ("attention", "logits", "sampling")
-    }
-    measured["projections"] = float(np.median(times["projections"]))
-    measured["other"] = full_s - sum(measured.values())
+    measured = {"projections": float(np.median(times["projections"]))}
+    for part in ("attention", "logits", "sampling"):
+        measured[part] = float(np.median(times["step"] - times[part]))
+    measured["other"] = float(np.median(times["step"])) - sum(measured.values())
     measured["host"] = dispatch.host_s
     work = decode_work(
         bench_model.config,
@@ -311,48 +236,38 @@ def measure_parts(
         num_passes=1,
     )
     num_bytes = round(sum(entry.num_bytes for entry in work))
-    ceilings = measure_ceilings(num_bytes, seconds=min(seconds, 0.5))
+    ceilings = measure_ceilings(num_bytes, seconds=min(0.02 * num_turns, 0.5))
     limits = limit_by_part(work, ceilings)
-    order = ("projections", "attention", "logits", "sampling", "other", "host")
     parts = [
-        Part(part=part, measured_s=measured[part], limit_s=limits.get(part, 0.0)) for part in order
+        {"part": part, "measured_s": measured_s, "limit_s": limits.get(part, 0.0)}
+        for part, measured_s in measured.items()
     ]
     return dispatch, ceilings, parts
 
 
-def _report(parts: Sequence[Part]) -> list[str]:
-    total, limit = sum(p.measured_s for p in parts), sum(p.limit_s for p in parts)
+def report(parts: Sequence[dict[str, Any]]) -> list[str]:
+    """The table."""
+    total_s, limit_s = (sum(part[field] for part in parts) for field in ("measured_s", "limit_s"))
     lines = [
         "| part | ms a step | of the step | limit, ms | of its limit |",
         "|---|---:|---:|---:|---:|",
     ]
-    for p in (*parts, Part(part="sum", measured_s=total, limit_s=limit)):
-        reached = f"{p.limit_s / p.measured_s:.0%}" if p.limit_s and p.measured_s > 0 else ""
+    for part in (*parts, {"part": "sum", "measured_s": total_s, "limit_s": limit_s}):
+        measured_s, part_limit_s = part["measured_s"], part["limit_s"]
+        reached = f"{part_limit_s / measured_s:.0%}" if part_limit_s and measured_s > 0 else ""
         lines.append(
-            f"| {p.part} | {p.measured_s * 1e3:.2f} | {p.measured_s / total:.0%} "
-            f"| {p.limit_s * 1e3:.2f} | {reached} |"
+            f"| {part['part']} | {measured_s * 1e3:.2f} | {measured_s / total_s:.0%} "
+            f"| {part_limit_s * 1e3:.2f} | {reached} |"
         )
-    # "other" is what parts cost more alone than in company.
-    impossible = [p.part for p in parts if p.part != "other" and p.measured_s < -_NOISE * total]
-    if impossible:
-        names = ", ".join(impossible)
-        lines += ["", f"No part takes less than nothing ({names}): other work disturbed this run."]
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the table."""
-    parser = argparse.ArgumentParser(description="Parts of a decode step.")
+    parser = make_parser(__doc__, pairs=30)
     parser.add_argument("--model", choices=list(MODELS), default="small")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each timing")
-    parser.add_argument("--quick", action="store_true", help="a smoke test")
-    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
     args = parser.parse_args(argv)
-    folder = args.output_dir or ROOT / (
-        "outputs/bench_quick" if args.quick else "benchmarks/results"
-    )
     bench_model = MODELS[args.model]
-    seconds = 0.02 if args.quick else args.seconds
     workload = make_workload("rl_uniform", bench_model.config.vocab_size, is_quick=args.quick)
     with Engine(
         model_config=bench_model.config,
@@ -360,28 +275,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_running_requests=workload.num_rows,
         max_model_len=workload.max_model_len,
     ) as engine:
-        dispatch, ceilings, parts = measure_parts(engine, bench_model, workload, seconds)
-    environment = describe_environment(jax.devices()[0].device_kind)
+        num_turns = 1 if args.quick else args.pairs
+        dispatch, ceilings, parts = measure_parts(engine, bench_model, workload, num_turns)
     mean_context = dispatch.num_keys / dispatch.num_rows
-    lines = [
-        *report_head(
-            f"Where a decode step of {dispatch.num_rows} rows goes, model `{bench_model.name}`",
-            "benchmarks/hardware/step_parts.py",
-            environment,
+    write_results(
+        output_dir(args) / f"step_parts_{bench_model.name}.md",
+        f"Where a decode step of {dispatch.num_rows} rows goes, model `{bench_model.name}`",
+        "benchmarks/hardware/step_parts.py",
+        report(parts),
+        {"num_rows": dispatch.num_rows, "ceilings": dataclasses.asdict(ceilings), "parts": parts},
+        facts=[
             f"Model: {bench_model.in_words}, float32; {mean_context:.0f} keys a row",
             f"Ceilings measured in this run: {ceilings.in_words()}",
-        ),
-        *_report(parts),
-    ]
-    content = {
-        "is_quick": args.quick,
-        "model": dataclasses.asdict(bench_model),
-        "num_rows": dispatch.num_rows,
-        "mean_context": mean_context,
-        "ceilings": dataclasses.asdict(ceilings),
-        "parts": [dataclasses.asdict(part) for part in parts],
-    }
-    write_report(folder / f"step_parts_{bench_model.name}.md", lines, environment, content)
+        ],
+    )
 
 
 if __name__ == "__main__":

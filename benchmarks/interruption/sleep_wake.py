@@ -4,33 +4,29 @@
     python benchmarks/interruption/sleep_wake.py --quick    # tiny, a smoke test
 
 - 64 requests of 1,000 tokens are put to sleep while they decode and are woken again; times are
-  compared with copying the same bytes, into memory that the process has just got, as sleep and wake
-  do, and into memory that it had.
+  compared with copying the same bytes into memory that the process has just got, as sleep and wake
+  do.
 - Until each request has its next token: woken with its pages, against prefilled again. The two
   alternate.
-- Arrays on the device before the engine existed, while it slept and after it woke, over 50 cycles.
-- Checkpoints of the same requests: bytes, and how long decoding stands still for them.
+- Checkpoints of the same requests: bytes, seconds, and how long decoding stands still for them.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import gc
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from benchmarks.lib.reporting import ROOT, report_head, write_report
-from sgljax_engine import CheckpointManager, Engine, EngineShutdownError, SamplingParams
-from tunix_sgljax.bench.environment import describe_environment
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from sgljax_engine import Engine, EngineShutdownError, SamplingParams
 from tunix_sgljax.bench.shapes import MODELS
 
 WAIT_S = 300
@@ -70,17 +66,13 @@ class Saves:
         with_kv: Whether pages were written.
         seconds: Of each save.
         num_bytes: Of each save.
-        num_written: Requests that each save wrote.
         gaps_s: The longest time without a new token during each save.
-        undisturbed_s: The same over as long a time without a save.
     """
 
     with_kv: bool
     seconds: list[float]
     num_bytes: list[int]
-    num_written: list[int]
     gaps_s: list[float]
-    undisturbed_s: list[float]
 
 
 class Rollout:
@@ -139,77 +131,47 @@ class Rollout:
             device_bytes=device_bytes,
         )
 
-    def longest_gap_s(self, until: threading.Event, start: Callable[[], None]) -> float:
-        """The longest time without a new token, from the one before `start` until the event."""
-        last, last_s, longest = self.num_tokens(), time.perf_counter(), 0.0
-        start()
-        while not until.is_set():
-            count, now = self.num_tokens(), time.perf_counter()
-            if count > last:
-                longest, last, last_s = max(longest, now - last_s), count, now
-        return max(longest, time.perf_counter() - last_s)
-
     def saves(self, folder: Path, *, with_kv: bool, repeats: int) -> Saves:
-        """Saves to a folder again and again."""
-        reports, gaps_s, undisturbed_s = [], [], []
+        """Saves to a folder again and again, beside the requests that decode."""
+        reports, gaps_s = [], []
         for _ in range(repeats):
-            is_done = threading.Event()
-
-            def save(is_done: threading.Event = is_done) -> None:
-                try:
-                    reports.append(self.engine.save_checkpoint(folder, include_kv=with_kv))
-                finally:
-                    is_done.set()
-
-            started = time.perf_counter()
-            gaps_s.append(self.longest_gap_s(is_done, threading.Thread(target=save).start))
-            is_over = threading.Event()
-            seconds = max(time.perf_counter() - started, 0.5)
-            timer = threading.Timer(seconds, is_over.set)
-            undisturbed_s.append(self.longest_gap_s(is_over, timer.start))
+            last, last_s, longest_s = self.num_tokens(), time.perf_counter(), 0.0
+            with ThreadPoolExecutor(1) as pool:
+                save = pool.submit(self.engine.save_checkpoint, folder, include_kv=with_kv)
+                while not save.done():
+                    count, now_s = self.num_tokens(), time.perf_counter()
+                    if count > last:
+                        longest_s, last, last_s = max(longest_s, now_s - last_s), count, now_s
+                reports.append(save.result())
+            gaps_s.append(max(longest_s, time.perf_counter() - last_s))
         return Saves(
             with_kv=with_kv,
             seconds=[report.seconds for report in reports],
             num_bytes=[report.num_bytes for report in reports],
-            num_written=[report.num_written for report in reports],
             gaps_s=gaps_s,
-            undisturbed_s=undisturbed_s,
         )
 
 
-def live_bytes() -> int:
-    """Of all arrays of this process that are not on the host."""
-    arrays = (x for x in jax.live_arrays() if x.sharding.memory_kind != "pinned_host")
-    return sum(array.nbytes for array in arrays)
-
-
-def copy_rates(num_bytes: int, repeats: int) -> dict[str, float]:
-    """Bytes a second of copying, in numpy and on one core: median rates by kind of target.
+def copy_rate(num_bytes: int, repeats: int) -> float:
+    """Median bytes a second of copying into fresh memory, in numpy and on one core.
 
     Fresh memory is as cold as a sleep finds it: a virtual machine may have given to its host what
     was freed seconds ago, and gets it back much more slowly than what was freed just now.
     """
     source = np.ones(num_bytes // 4, np.float32)
-    target = np.ones_like(source)
-    rates: dict[str, list[float]] = {"fresh": [], "used": []}
+    rates: list[float] = []
     for _ in range(repeats):
-        for kind in rates:
-            time.sleep(COOLING_S if kind == "fresh" else 0)
-            started = time.perf_counter()
-            if kind == "used":
-                np.copyto(target, source)
-            else:
-                source.copy()
-            rates[kind].append(source.nbytes / (time.perf_counter() - started))
-    return {kind: float(np.median(each)) for kind, each in rates.items()}
+        time.sleep(COOLING_S)
+        started = time.perf_counter()
+        source.copy()
+        rates.append(source.nbytes / (time.perf_counter() - started))
+    return float(np.median(rates))
 
 
 @contextmanager
-def rollout(model: str, num_requests: int, num_tokens: int) -> Iterator[tuple[Rollout, int]]:
-    """Requests that decode, and the bytes of arrays before their engine existed."""
+def rollout(model: str, num_requests: int, num_tokens: int) -> Iterator[Rollout]:
+    """Requests that decode."""
     config = dataclasses.replace(MODELS[model].config, context_length=2 * num_tokens)
-    gc.collect()  # what others left must not go away in between
-    base = live_bytes()
     engine = Engine(
         model_config=config,
         load_format="dummy",
@@ -224,21 +186,59 @@ def rollout(model: str, num_requests: int, num_tokens: int) -> Iterator[tuple[Ro
     prompts = rng.integers(1, config.vocab_size, (num_requests, num_tokens)).tolist()
     with engine:
         engine.warmup()
-        yield Rollout(engine, prompts, num_tokens // 2), base
+        yield Rollout(engine, prompts, num_tokens // 2)
+
+
+def median(measured: Sequence[Any], field: str) -> float:
+    """Median of an attribute."""
+    return float(np.median([getattr(each, field) for each in measured]))
+
+
+def cycle_lines(cycles: Sequence[Cycle], bytes_per_s: float) -> list[str]:
+    """The table of sleep and wake."""
+    lines = [
+        f"## Sleep and wake, medians of {len(cycles) // 2}",
+        "",
+        "| KV pages | copied, MB | given back, MB | sleep, ms | wake, ms | the copy, ms "
+        "| wake to a token of each, s | tokens meanwhile |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for preserve in (True, False):
+        own = [each for each in cycles if each.is_preserved is preserve]
+        copied = own[0].host_bytes
+        lines.append(
+            f"| {'kept' if preserve else 'given up'} | {copied / 1e6:.0f} "
+            f"| {own[0].device_bytes / 1e6:.0f} | {1e3 * median(own, 'sleep_s'):.0f} "
+            f"| {1e3 * median(own, 'wake_s'):.0f} | {1e3 * copied / bytes_per_s:.0f} "
+            f"| {median(own, 'first_tokens_s'):.2f} | {median(own, 'num_tokens'):.0f} |"
+        )
+    return [*lines, ""]
+
+
+def save_lines(saves: Sequence[Saves]) -> list[str]:
+    """The table of checkpoints."""
+    return [
+        "## Checkpoints while requests decode, medians",
+        "",
+        "| KV pages | saves | written, MB | ms | longest time without a token, ms |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {'yes' if each.with_kv else 'no'} | {len(each.seconds)} "
+            f"| {np.median(each.num_bytes) / 1e6:.2f} | {1e3 * np.median(each.seconds):.0f} "
+            f"| {1e3 * np.median(each.gaps_s):.0f} |"
+            for each in saves
+        ),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes the results."""
-    parser = argparse.ArgumentParser(description="Sleep, wake and checkpoints.")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cycles", type=int, default=50)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
+    parser = make_parser(__doc__, pairs=5)
     args = parser.parse_args(argv)
     model = "tiny" if args.quick else "small"
-    repeats, cycles = (1, 2) if args.quick else (args.repeats, args.cycles)
+    repeats = 1 if args.quick else args.pairs
     num_requests, num_tokens = (8, 128) if args.quick else (64, 1000)
-    with rollout(model, num_requests, num_tokens) as (running, base):
+    with rollout(model, num_requests, num_tokens) as running:
         found = [
             running.cycle(preserve=preserve) for _ in range(repeats) for preserve in (True, False)
         ]
@@ -247,139 +247,28 @@ def main(argv: Sequence[str] | None = None) -> None:
                 running.saves(Path(folder) / str(with_kv), with_kv=with_kv, repeats=count)
                 for with_kv, count in ((False, repeats), (True, min(repeats, 2)))
             ]
-            sizes = checkpoint_sizes(Path(folder) / "False")
-        running.engine.pause_generation("in_place")
-        memory = {"base": base, "awake": live_bytes(), "asleep": [], "woken": []}
-        for number in range(cycles):
-            running.engine.sleep(1, preserve_state=number % 2 == 0)
-            memory["asleep"].append(live_bytes())
-            running.engine.wake_up()
-            memory["woken"].append(live_bytes())
-    rates = copy_rates(found[0].host_bytes, repeats)
-    environment = describe_environment(jax.devices()[0].device_kind)
-    lines = report_head(
+    rate = copy_rate(found[0].host_bytes, repeats)
+    lines = [
+        *cycle_lines(found, rate),
+        *save_lines(saves),
+    ]
+    write_results(
+        output_dir(args) / "sleep_wake.md",
         "Sleep, wake and checkpoints",
         "benchmarks/interruption/sleep_wake.py",
-        environment,
-        f"{MODELS[model].in_words}, float32, random weights; {num_requests} requests of "
-        f"{num_tokens} prompt tokens that decode, one step a dispatch",
-        f"Copying the bytes of a preserved sleep with numpy on one core: "
-        f"{rates['fresh'] / 1e9:.1f} GB/s into fresh memory, {rates['used'] / 1e9:.1f} GB/s into "
-        "memory that was used before",
+        lines,
+        {
+            "cycles": [dataclasses.asdict(each) for each in found],
+            "copy_bytes_per_s": rate,
+            "saves": [dataclasses.asdict(each) for each in saves],
+        },
+        facts=[
+            f"{MODELS[model].in_words}, float32, random weights; {num_requests} requests of "
+            f"{num_tokens} prompt tokens that decode, one step a dispatch",
+            f"The copy: as many bytes with numpy on one core, into fresh memory, "
+            f"{rate / 1e9:.1f} GB/s",
+        ],
     )
-    lines += format_cycles(found, rates) + format_memory(memory) + format_saves(saves, sizes)
-    content = {
-        "cycles": [dataclasses.asdict(each) for each in found],
-        "copy_bytes_per_s": rates,
-        "memory": memory,
-        "saves": [dataclasses.asdict(each) for each in saves],
-        "checkpoint": sizes,
-    }
-    folder = args.output_dir or ROOT / (
-        "outputs/bench_quick" if args.quick else "benchmarks/results"
-    )
-    write_report(folder / "sleep_wake.md", lines, environment, content)
-
-
-def checkpoint_sizes(folder: Path) -> dict[str, float]:
-    """Of a checkpoint without pages: bytes in all, of tokens, and for each request beside them."""
-    requests = CheckpointManager(folder).load().scheduler_state.requests.values()
-    # Ids of 4 bytes, and for output tokens three log-probs of 4 bytes.
-    in_tokens = sum(4 * len(r.prompt_ids) + 16 * len(r.output_ids) for r in requests)
-    with tempfile.TemporaryDirectory() as fresh:
-        manager = CheckpointManager(fresh)
-        report = manager.save(CheckpointManager(folder).load())
-    return {
-        "num_bytes": report.num_bytes,
-        "token_bytes": in_tokens,
-        "other_bytes_per_request": (report.num_bytes - in_tokens) / len(requests),
-    }
-
-
-def format_cycles(cycles: Sequence[Cycle], rates: dict[str, float]) -> list[str]:
-    """The tables of sleep and wake."""
-    lines = [
-        f"## Sleep and wake, medians of {len(cycles) // 2}",
-        "",
-        "| KV pages | copied | given back | | moved | ms | moved into fresh memory "
-        "| copied into fresh memory | copied into used memory |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    first_s, num_tokens = {}, {}
-    weights = min(each.host_bytes for each in cycles)
-    for preserve in (True, False):
-        own = [each for each in cycles if each.is_preserved is preserve]
-        copied, given = own[0].host_bytes, own[0].device_bytes
-        num_tokens[preserve] = float(np.median([each.num_tokens for each in own]))
-        first_s[preserve] = float(np.median([each.first_tokens_s for each in own]))
-        for name in ("sleep", "wake"):
-            seconds = float(np.median([getattr(each, f"{name}_s") for each in own]))
-            # Clearing counts as well. A CPU's weights come back in the place of the host's copy.
-            moved = copied - weights + given - weights if name == "wake" else copied
-            times = [
-                seconds * rates[kind] / num_bytes
-                for kind, num_bytes in (("fresh", moved), ("fresh", copied), ("used", copied))
-            ]
-            lines.append(
-                f"| {'kept' if preserve else 'given up'} | {copied / 1e6:.0f} MB | "
-                f"{given / 1e6:.0f} MB | {name} | {moved / 1e6:.0f} MB | {seconds * 1e3:.0f} | "
-                f"{times[0]:.2f} | {times[1]:.2f} | {times[2]:.2f} |"
-            )
-    ratio = first_s[False] / first_s[True]
-    return [
-        *lines,
-        "",
-        "The last three columns say how many times as long as copying so many bytes it took. What "
-        "is moved is, for a wake, the memory of all pages and decode rows, which is taken and "
-        "cleared, and then the pages in use, which are filled.",
-        "",
-        f"From `wake_up` until each request has a token more: {first_s[True]:.2f} s with kept "
-        f"pages, {first_s[False]:.2f} s with a prefill: {ratio:.1f} times as fast. Requests whose "
-        "prefill is over go on while others are prefilled: "
-        f"{num_tokens[True]:.0f} and {num_tokens[False]:.0f} tokens were made in those times.",
-        "",
-    ]
-
-
-def format_memory(memory: dict[str, Any]) -> list[str]:
-    """What lived on the device."""
-    base, awake = memory["base"], memory["awake"]
-    asleep, woken = memory["asleep"], memory["woken"]
-    return [
-        f"## Arrays on the device over {len(asleep)} cycles",
-        "",
-        f"{base} bytes before the engine existed, {awake} with it. Asleep: {min(asleep)} to "
-        f"{max(asleep)}. Woken: {min(woken)} to {max(woken)}.",
-        "",
-    ]
-
-
-def format_saves(saves: Sequence[Saves], sizes: dict[str, float]) -> list[str]:
-    """The table of checkpoints."""
-    lines = [
-        f"## Checkpoints while requests decode, medians of {len(saves[0].seconds)} without pages "
-        f"and of {len(saves[1].seconds)} with",
-        "",
-        "| KV pages | written | ms | longest time without a token | without a save |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for each in saves:
-        size, seconds, gap, alone = (
-            float(np.median(x))
-            for x in (each.num_bytes, each.seconds, each.gaps_s, each.undisturbed_s)
-        )
-        lines.append(
-            f"| {'yes' if each.with_kv else 'no'} | {size / 1e6:.2f} MB | {seconds * 1e3:.0f} | "
-            f"{gap * 1e3:.0f} ms | {alone * 1e3:.0f} ms |"
-        )
-    return [
-        *lines,
-        "",
-        f"Without pages all requests take {sizes['num_bytes']:.0f} bytes: "
-        f"{sizes['token_bytes']:.0f} of tokens and log-probs, and "
-        f"{sizes['other_bytes_per_request']:.0f} for each request beside them.",
-        "",
-    ]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, get_args
@@ -15,6 +15,7 @@ from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
 from benchmarks.hardware.ceilings import measure_copy
+from benchmarks.lib.turns import timed
 from sgljax_engine import SamplingParams
 from sgljax_engine.observability.trace import RecordedEvent
 from tunix_sgljax.bench.peers import SglJaxPeer
@@ -59,11 +60,6 @@ class WeightSync:
     def passes(self) -> float:
         """An idle update in passes over the bytes, the median of pairs."""
         return float(np.median(np.divide(self.idle_s, self.copies_s)))
-
-    @property
-    def copy_s(self) -> float:
-        """The median pass."""
-        return float(np.median(self.copies_s))
 
 
 def _run_with_updates(peer: SglJaxPeer, workload: Workload, state: nnx.State) -> list[float]:
@@ -129,38 +125,21 @@ def measure_weight_sync(model: Qwen3, workload: Workload, *, repeats: int) -> li
 def _measure(model: Qwen3, workload: Workload, repeats: int, mode: UpdateMode) -> WeightSync:
     peer = SglJaxPeer(model, workload, decode_steps=_DECODE_STEPS, weight_update_mode=mode)
     peer.start(workload)
-    try:
-        return _measure_peer(peer, model, workload, repeats, mode)
-    finally:
-        peer.close()
-
-
-def _measure_peer(
-    peer: SglJaxPeer, model: Qwen3, workload: Workload, repeats: int, mode: UpdateMode
-) -> WeightSync:
     state = nnx.state(model)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    peer.rollout.update_params(state)  # compiles
-    _run_with_updates(peer, workload, state)
-    idle_s: list[float] = []
-    copies_s: list[float] = []
-    stalls_s: list[float] = []
-    for _ in range(repeats):
-        updates_s = []
-        for _ in range(_UPDATES_PER_COPY):
-            started = time.perf_counter()
-            peer.rollout.update_params(state)
-            updates_s.append(time.perf_counter() - started)
-        idle_s.append(float(np.median(updates_s)))
-        copies_s.append(num_bytes / measure_copy(num_bytes))
-        stalls_s += _run_with_updates(peer, workload, state)
-    return WeightSync(
-        mode=mode,
-        num_bytes=num_bytes,
-        idle_s=idle_s,
-        copies_s=copies_s,
-        stalls_s=stalls_s,
-    )
+    found: dict[str, list[float]] = {"idle_s": [], "copies_s": [], "stalls_s": []}
+    try:
+        peer.rollout.update_params(state)  # compiles
+        _run_with_updates(peer, workload, state)
+        for _ in range(repeats):
+            update = functools.partial(peer.rollout.update_params, state)
+            updates_s = [timed(update) for _ in range(_UPDATES_PER_COPY)]
+            found["idle_s"].append(float(np.median(updates_s)))
+            found["copies_s"].append(num_bytes / measure_copy(num_bytes))
+            found["stalls_s"] += _run_with_updates(peer, workload, state)
+    finally:
+        peer.close()
+    return WeightSync(mode=mode, num_bytes=num_bytes, **found)
 
 
 def format_weight_sync(syncs: Sequence[WeightSync]) -> list[str]:
@@ -177,10 +156,10 @@ def format_weight_sync(syncs: Sequence[WeightSync]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for sync in syncs:
-        stall_s = float(np.median(sync.stalls_s))
+        stall_s, copy_s = float(np.median(sync.stalls_s)), float(np.median(sync.copies_s))
         lines.append(
-            f"| {_FATES[sync.mode]} | {sync.copy_s * 1e3:.1f} "
+            f"| {_FATES[sync.mode]} | {copy_s * 1e3:.1f} "
             f"| {np.median(sync.idle_s) * 1e3:.1f} | {sync.passes:.1f} "
-            f"| {stall_s * 1e3:.1f} | {stall_s / sync.copy_s:.1f} |"
+            f"| {stall_s * 1e3:.1f} | {stall_s / copy_s:.1f} |"
         )
     return [*lines, ""]

@@ -88,7 +88,7 @@ class WorkloadResult:
 
 
 def format_comparison(results: Sequence[WorkloadResult]) -> list[str]:
-    """Tables in Markdown: speed, and where the limit comes from."""
+    """Tables in Markdown."""
     lines = ["## Useful output tokens a second", ""]
     for result in results:
         lines += [
@@ -105,16 +105,7 @@ def format_comparison(results: Sequence[WorkloadResult]) -> list[str]:
             *(_row(result, index, peer) for index, peer in enumerate(result.peers)),
             "",
         ]
-    lines += ["## The limit by part, seconds", ""]
-    parts = list(dict.fromkeys(part for result in results for part in result.limit_by_part_s))
-    lines += [
-        f"| workload | {' | '.join(parts)} |",
-        f"|---|{'---:|' * len(parts)}",
-    ]
-    for result in results:
-        seconds = [f"{result.limit_by_part_s.get(part, 0.0):.3f}" for part in parts]
-        lines.append(f"| `{result.workload}` | {' | '.join(seconds)} |")
-    return [*lines, ""]
+    return lines
 
 
 def _row(result: WorkloadResult, index: int, peer: PeerResult) -> str:

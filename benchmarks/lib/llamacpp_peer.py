@@ -1,13 +1,11 @@
 """llama.cpp as a worker process: continuous batching on its C API, commands as lines of JSON.
 
 Runs by its path, with the interpreter of an environment that has `llama_cpp`; besides that it needs
-the standard library and numpy. The protocol (`serve`) and the clock (`Clock`) serve the process of
-our engine too.
+the standard library and numpy. The protocol (`serve`) is that of our engine's process too.
 
 It does what llama.cpp's own server does with its slots, and shares more: a prompt is prefilled
-once for all of its requests, whose sequences copy its keys and values; those that are waiting then
-take their first token from its logits. All running rows are decoded in one batch a step, and the
-next waiting request takes the place of a finished row at once. A token is the largest logit's.
+once for all of its requests, whose sequences copy its keys and values. All running rows are decoded
+in one batch a step, and the next waiting request takes the place of a finished row at once.
 """
 
 from __future__ import annotations
@@ -18,18 +16,11 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-POLL_LEVELS = {"default": 50, "active": 100, "passive": 0}
-"""What a waiting thread of ggml's own pool does, by the name of the waiting mode: from 0, sleep, to
-100, spin. A build with OpenMP has no such pool; there the environment variable OMP_WAIT_POLICY of
-the process counts."""
 
 _CONTEXT_STEP = 256
 _LOG_ERROR = 4
@@ -44,63 +35,26 @@ class Settings:
         is_unified: All sequences share one KV buffer; otherwise each has its own.
         flash_attention: Whether attention is one fused operation.
         batch_tokens: Maximum number of tokens in a batch: `n_batch` and `n_ubatch`.
-        waiting: Waiting mode of its threads, a key of `POLL_LEVELS`.
     """
 
     num_slots: int
     is_unified: bool = False
     flash_attention: bool = True
     batch_tokens: int = 512
-    waiting: str = "default"
 
     def in_words(self) -> str:
         """A list for reports."""
         cache = "one KV buffer" if self.is_unified else "a KV buffer per sequence"
         attention = "flash attention" if self.flash_attention else "no flash attention"
         slots = f"{self.num_slots} slot{'s' * (self.num_slots > 1)}"
-        batches = f"batches of {self.batch_tokens}"
-        return ", ".join((slots, cache, attention, batches, f"waiting {self.waiting}"))
-
-
-class Clock:
-    """Wall time, CPU time of this process, and the load of all other processes since it was made.
-
-    The load is the fraction of the machine's cores that others kept busy, the hypervisor included;
-    None where the kernel does not tell (it is not Linux).
-    """
-
-    def __init__(self) -> None:
-        """Starts."""
-        self._busy_s, self._cpu_s, self._start = _busy_s(), time.process_time(), time.perf_counter()
-
-    def read(self) -> dict[str, float | None]:
-        """Seconds and load so far."""
-        wall_s = time.perf_counter() - self._start
-        cpu_s = time.process_time() - self._cpu_s
-        busy_s, load = _busy_s(), None
-        if busy_s is not None and self._busy_s is not None:
-            others_s = max(busy_s - self._busy_s - cpu_s, 0.0)
-            load = others_s / (wall_s * (os.cpu_count() or 1))
-        return {"wall_s": wall_s, "cpu_s": cpu_s, "other_load": load}
-
-
-def _busy_s() -> float | None:
-    """CPU seconds of all processes since boot, in steps of a hundredth or so."""
-    path = Path("/proc/stat")
-    if not path.exists():
-        return None
-    user, nice, system, _idle, _iowait, *interrupts_and_steal = map(
-        int, path.read_text().splitlines()[0].split()[1:9]
-    )
-    ticks = user + nice + system + sum(interrupts_and_steal)
-    return ticks / os.sysconf("SC_CLK_TCK")
+        return ", ".join((slots, cache, attention, f"batches of {self.batch_tokens}"))
 
 
 def serve(handlers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
     """Answers commands from the standard input until it ends.
 
-    A line is a JSON object: `command`, the name of a handler, and its arguments. The answer is one
-    too: what the handler returns, or `error`. What libraries print goes to the standard error.
+    A line is a JSON object: `command`, the name of a handler, and its arguments. The answer is what
+    the handler returns, or `error`. What libraries print goes to the standard error.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -114,20 +68,10 @@ def serve(handlers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
 
 
 class Context:
-    """A context of llama.cpp: the KV cache of some sequences, and the threads that compute."""
+    """A context of llama.cpp: the KV cache of some sequences."""
 
     def __init__(self, lib: Any, model: Any, settings: Settings, max_model_len: int) -> None:
-        """Makes the context, with a sequence for each slot.
-
-        Args:
-            lib: The module `llama_cpp`.
-            model: A loaded model.
-            settings: See `Settings`.
-            max_model_len: Positions of each sequence.
-
-        Raises:
-            RuntimeError: llama.cpp refused.
-        """
+        """Makes the context, with a sequence of `max_model_len` positions for each slot."""
         self._lib, self.settings = lib, settings
         params = lib.llama_context_default_params()
         length = -(-max_model_len // _CONTEXT_STEP) * _CONTEXT_STEP
@@ -145,7 +89,6 @@ class Context:
         self._context = lib.llama_init_from_model(model, params)
         if not self._context:
             raise RuntimeError(f"llama.cpp makes no context with {settings.in_words()}")
-        self._pool = _attach_threads(self._context, params.n_threads, settings.waiting)
         self._memory = lib.llama_get_memory(self._context)
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         self._batch, self._arrays = _make_batch(lib, settings.batch_tokens)
@@ -153,10 +96,10 @@ class Context:
     def decode(
         self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, wanted: np.ndarray
     ) -> np.ndarray:
-        """Computes one batch.
+        """Computes one batch of at most `batch_tokens`.
 
         Args:
-            tokens: [n] ids, at most `batch_tokens`.
+            tokens: [n] ids.
             positions: [n].
             sequences: [n].
             wanted: [n] of bool: whose logits to return.
@@ -196,43 +139,8 @@ class Context:
         self.truncate(target, num_positions)
 
     def close(self) -> None:
-        """Frees the memory and ends the threads."""
+        """Frees the memory."""
         self._lib.llama_free(self._context)
-        _ggml().ggml_threadpool_free(self._pool)
-
-
-class _ThreadpoolParams(ctypes.Structure):
-    """`ggml_threadpool_params`."""
-
-    _fields_ = [
-        ("cpumask", ctypes.c_bool * 512),
-        ("n_threads", ctypes.c_int),
-        ("prio", ctypes.c_int),
-        ("poll", ctypes.c_uint32),
-        ("strict_cpu", ctypes.c_bool),
-        ("paused", ctypes.c_bool),
-    ]
-
-
-def _ggml() -> Any:
-    """The library of ggml, with the types of what llama_cpp does not declare."""
-    lib: Any = importlib.import_module("llama_cpp._ggml").libggml
-    lib.ggml_threadpool_params_default.restype = _ThreadpoolParams
-    lib.ggml_threadpool_new.restype = ctypes.c_void_p
-    lib.ggml_threadpool_free.argtypes = [ctypes.c_void_p]
-    return lib
-
-
-def _attach_threads(context: Any, num_threads: int, waiting: str) -> ctypes.c_void_p:
-    """Gives a context a pool whose threads wait in the mode."""
-    params = _ggml().ggml_threadpool_params_default(num_threads)
-    params.poll = POLL_LEVELS[waiting]
-    pool = ctypes.c_void_p(_ggml().ggml_threadpool_new(ctypes.byref(params)))
-    lib: Any = importlib.import_module("llama_cpp.llama_cpp")._lib
-    lib.llama_attach_threadpool.argtypes = [ctypes.c_void_p] * 3
-    lib.llama_attach_threadpool.restype = None
-    lib.llama_attach_threadpool(context, pool, pool)
-    return pool
 
 
 def _make_batch(lib: Any, num_tokens: int) -> tuple[Any, dict[str, np.ndarray]]:
@@ -254,10 +162,7 @@ def _make_batch(lib: Any, num_tokens: int) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 class Batcher:
-    """Answers requests: waiting ones take free rows, and all running rows make steps together.
-
-    A row is a slot, and a sequence of the context.
-    """
+    """Answers requests; a row is a slot, and a sequence of the context."""
 
     def __init__(self, context: Any) -> None:
         """Takes a `Context`, or what acts like one."""
@@ -379,9 +284,7 @@ class Peer:
 
     def run(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
         """Answers requests in the open context."""
-        clock = Clock()
-        outputs = self._batcher.generate(prompts, lengths)
-        return clock.read() | {"outputs": outputs}
+        return {"outputs": self._batcher.generate(prompts, lengths)}
 
 
 def _log_errors(level: int, text: bytes, _data: object) -> None:

@@ -3,72 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.llamacpp_peer import Clock, Settings
-from benchmarks.lib.reporting import ROOT
 from sgljax_engine import Engine, ModelConfig, SamplingParams
 from sgljax_engine.builder.sources import dummy_weights
-from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.weights.rules import WeightSource
 from tunix_sgljax.bench.shapes import MODELS
-from tunix_sgljax.bench.workloads import Workload
 
-LOAD_LIMIT = 0.1
-"""Fraction of the machine that other processes may keep busy during a pair."""
 OUR_OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
 }
 
-_PEER_SCRIPT = ROOT / "benchmarks/lib/llamacpp_peer.py"
 _SEED = 0
 _SETTLE_S = 0.2
-_WAIT_VARIABLE = "OMP_WAIT_POLICY"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run of one side.
-
-    Attributes:
-        wall_s: Seconds of the call.
-        cpu_s: CPU seconds of its process meanwhile.
-        other_load: Fraction of the machine that other processes kept busy; None if unknown.
-    """
-
-    wall_s: float
-    cpu_s: float
-    other_load: float | None
 
 
 class Worker:
     """A process that answers commands (`serve`); it is stopped between them."""
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         """Starts the process.
 
         Args:
             command: What it runs.
-            variables: Additional environment variables.
         """
-        environment = {k: v for k, v in os.environ.items() if k != _WAIT_VARIABLE}
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment | dict(variables or {}),
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -100,17 +69,12 @@ class Worker:
             raise RuntimeError(f"a worker failed at {command}: {answer['error']}")
         return answer
 
-    def generate(self, requests: Sequence[Sequence[int]], lengths: Sequence[int]) -> Any:
-        """Answers requests; returns the run and the tokens of each."""
-        answer = self.call("run", prompts=requests, lengths=lengths)
-        outputs = answer.pop("outputs")
+    def run(self, requests: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+        """Answers requests; returns the tokens of each."""
+        outputs = self.call("run", prompts=requests, lengths=lengths)["outputs"]
         if tuple(map(len, outputs)) != tuple(lengths):
             raise AssertionError(f"answered {[*map(len, outputs)]} tokens, not {lengths}")
-        return Run(**answer), outputs
-
-    def run(self, workload: Workload) -> Run:
-        """Answers a workload."""
-        return self.generate(workload.requests, workload.output_lengths)[0]
+        return outputs
 
 
 class OurSide:
@@ -145,14 +109,8 @@ class OurSide:
             for length in lengths
         ]
         self._engine.flush_cache()
-        clock = Clock()
         outputs = self._engine.generate_requests(prompts, params)
-        return clock.read() | {"outputs": [output.output_ids for output in outputs]}
-
-
-def is_disturbed(other_load: float | None) -> bool:
-    """Whether other processes kept too much of the machine busy."""
-    return other_load is not None and other_load > LOAD_LIMIT
+        return {"outputs": [output.output_ids for output in outputs]}
 
 
 def make_weights(config: ModelConfig) -> WeightSource:
@@ -168,27 +126,3 @@ def make_weights(config: ModelConfig) -> WeightSource:
         for name, array in source.arrays.items()
     }
     return WeightSource(arrays, source.rules)
-
-
-class PeerProcesses:
-    """Processes of llama.cpp, one for each waiting mode, which a process cannot change."""
-
-    def __init__(self, python: str, path: Path, stack: contextlib.ExitStack) -> None:
-        """Starts none yet; the stack ends them."""
-        self._command, self._stack = [python, str(_PEER_SCRIPT), str(path)], stack
-        self._workers: dict[str, Worker] = {}
-
-    def get(self, waiting: str) -> Worker:
-        """The process of a waiting mode."""
-        if waiting not in self._workers:
-            variables = {} if waiting == "default" else {_WAIT_VARIABLE: waiting}
-            self._workers[waiting] = Worker(self._command, variables)
-            self._stack.callback(self._workers[waiting].close)
-        return self._workers[waiting]
-
-    def open(self, workload: Workload, settings: Settings) -> Worker:
-        """The process of the settings' waiting mode, ready for a workload."""
-        worker = self.get(settings.waiting)
-        options = dataclasses.asdict(settings)
-        worker.call("open", max_model_len=workload.max_model_len, settings=options)
-        return worker

@@ -1,15 +1,40 @@
-"""What the benchmarks share: where they ran and how results are written."""
+"""What the benchmarks share: their common options, where they ran, and how results are written."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tunix_sgljax.bench.environment import Environment
+import jax
+
+from tunix_sgljax.bench.environment import Environment, describe_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_parser(description: str | None, *, pairs: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that the benchmarks share.
+
+    Args:
+        description: The script's docstring, of which the first line is shown.
+        pairs: Default of `--pairs`; None leaves that option out.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    if pairs is not None:
+        parser.add_argument("--pairs", type=int, default=pairs, help="measurements of each run")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, for a smoke test")
+    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
+    return parser
+
+
+def output_dir(args: argparse.Namespace) -> Path:
+    """Where results go: a quick run never replaces the results of the repository."""
+    folder = "outputs/bench_quick" if args.quick else "benchmarks/results"
+    return args.output_dir or ROOT / folder
 
 
 def report_head(title: str, command: str, environment: Environment, *facts: str) -> list[str]:
@@ -45,3 +70,29 @@ def write_report(
     data = {"environment": dataclasses.asdict(environment), **content}
     output.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
     print(f"\n{text}\nwrote {output}")
+
+
+def write_results(
+    output: Path,
+    title: str,
+    command: str,
+    lines: Sequence[str],
+    content: dict[str, Any],
+    *,
+    facts: Sequence[str] = (),
+    device: str | None = None,
+) -> None:
+    """Writes a report with its head.
+
+    Args:
+        output: The Markdown file.
+        title: Of the report.
+        command: See `report_head`.
+        lines: What follows the head.
+        content: The data.
+        facts: See `report_head`.
+        device: Where it was measured; None takes this process's.
+    """
+    environment = describe_environment(device or jax.devices()[0].device_kind)
+    head = report_head(title, command, environment, *facts)
+    write_report(output, [*head, *lines], environment, content)

@@ -4,8 +4,8 @@
 
 It reads a list of bodies of `/generate`, posts all at the same time, each on a connection of its
 own, and writes a list with one object for each: `ids`, `logprobs`, `versions`, `finish_reason`, and
-the seconds from the post to the first event (`first_s`) and to the end (`end_s`). Sockets and a
-little parsing alone, since it shares the machine's cores with the engine that it measures.
+the seconds to the first event (`first_s`) and to the end (`end_s`). Sockets and a little parsing
+alone, since it shares the machine's cores with the engine.
 """
 
 from __future__ import annotations

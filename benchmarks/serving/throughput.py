@@ -11,7 +11,6 @@ Reported: tokens/s, as a ratio turn by turn, and the time to the first token tha
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,12 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.turns import speed_table
 from sgljax_engine import Engine
-from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.shapes import MODELS
 from tunix_sgljax.bench.workloads import Workload, make_workload
 
@@ -90,18 +88,14 @@ def over_http(engine: Engine, url: str, bodies: list[dict[str, Any]]) -> Run:
 
 def main() -> None:
     """Measures and writes the results."""
-    parser = argparse.ArgumentParser(description="The cost of HTTP.")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a tiny workload")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/serving.md")
-    args = parser.parse_args()
-    bench_model = MODELS[MODEL]
-    workload = make_workload(WORKLOAD, bench_model.config.vocab_size, is_quick=args.quick)
+    args = make_parser(__doc__, pairs=5).parse_args()
+    model = MODELS[MODEL]
+    workload = make_workload(WORKLOAD, model.config.vocab_size, is_quick=args.quick)
     bodies = bodies_of(workload)
     seconds: dict[str, list[float]] = {}
     firsts: dict[str, list[float]] = {}
     with Engine(
-        model_config=bench_model.config,
+        model_config=model.config,
         load_format="dummy",
         max_model_len=workload.max_model_len,
         max_running_requests=workload.num_rows,
@@ -120,30 +114,18 @@ def main() -> None:
                 if turn >= 0:
                     seconds.setdefault(name, []).append(took_s)
                     firsts.setdefault(name, []).extend(first_s)
-                    print(f"{name}: {workload.useful_tokens / took_s:.0f} tokens/s", flush=True)
-    environment = describe_environment(jax.devices()[0].device_kind)
-    lines = [
-        *report_head(
-            "What HTTP costs",
-            "benchmarks/serving/throughput.py",
-            environment,
-            f"Model: {bench_model.in_words}, float32; `{WORKLOAD}`, {len(bodies)} requests",
-        ),
-        "| | tokens/s, median | of `generate`, median turn | smallest to largest "
-        "| first token, ms: p50 | p99 |",
-        "|---|---:|---:|---|---:|---:|",
-    ]
-    for name in names:
-        speed = workload.useful_tokens / float(np.median(seconds[name]))
-        ratios = np.array(seconds["generate"]) / np.array(seconds[name])
-        times = [
-            f"{1e3 * np.percentile(firsts[name], q):.0f}" if firsts[name] else "" for q in (50, 99)
-        ]
-        lines.append(
-            f"| {name} | {speed:.0f} | {np.median(ratios):.3f} | {ratios.min():.3f} to "
-            f"{ratios.max():.3f} | {times[0]} | {times[1]} |"
-        )
-    write_report(args.output, lines, environment, {"seconds": seconds, "firsts_s": firsts})
+    lines = [*speed_table({WORKLOAD: seconds}, "generate"), ""]
+    for name in names[1:]:
+        median, last = (1e3 * np.percentile(firsts[name], q) for q in (50, 99))
+        lines.append(f"- First token of a {name}: {median:.0f} ms; the 99th percentile {last:.0f}")
+    write_results(
+        output_dir(args) / "serving.md",
+        "What HTTP costs",
+        "benchmarks/serving/throughput.py",
+        lines,
+        {"seconds": seconds, "firsts_s": firsts},
+        facts=[f"Model: {model.in_words}, float32; `{WORKLOAD}`, {len(bodies)} requests"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,29 +1,29 @@
-"""Our engine against every peer, on the same weights and requests, in one run.
+"""Our engine against Tunix's vanilla sampler, on the same weights and requests, in one run.
 
     make bench                                        # tiny and small, all workloads
     make bench BENCH_ARGS="--models small --workloads rl_longtail --pairs 7"
     python benchmarks/throughput/compare.py --quick              # a smoke test, in a few minutes
 
-For each model the machine's ceilings; then, workload by workload and peer by peer, first greedy
-tokens, which must agree, and pairs of runs, one of ours and one of the peer, in alternating order.
-What counts is useful tokens a second: those that a request asked for. Everything is compiled
-before. Start-up is measured apart, in processes of its own. docs/benchmarks.md says how to read the
-results.
+For each model the machine's ceilings; then, workload by workload, first greedy tokens, which must
+agree, and pairs of runs in alternating order. The vanilla sampler runs as one whole batch, and in
+the best of some micro-batches if that promises to be faster. What counts is useful tokens a second:
+those that a request asked for. Everything is compiled before. docs/benchmarks.md says how to read
+the results.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+from tunix.models.qwen3.model import Qwen3
 
 from benchmarks.hardware.ceilings import Ceilings, measure_ceilings
 from benchmarks.hardware.roofline import decode_step_bytes, limit_by_part, useful_work, weight_bytes
@@ -33,21 +33,22 @@ from benchmarks.interruption.weight_sync import (
     measure_weight_sync,
     sync_workload,
 )
-from benchmarks.lib import plots
-from benchmarks.lib.batch_peers import TRANSFORMERS
 from benchmarks.lib.comparison import PeerResult, WorkloadResult, format_comparison
-from benchmarks.lib.peers import PEERS, PeerFactory, missing_reason
-from benchmarks.lib.reporting import ROOT, report_head, write_report
-from benchmarks.start_up import cold_start
+from benchmarks.lib.page import write_page
+from benchmarks.lib.reporting import make_parser, output_dir, report_head, write_report
+from sgljax_engine import ModelConfig
 from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.measure import count_agreed, timed
 from tunix_sgljax.bench.models import make_tunix_model
-from tunix_sgljax.bench.peers import OURS, Peer
+from tunix_sgljax.bench.peers import OURS, Peer, SglJaxPeer
 from tunix_sgljax.bench.shapes import MODELS, BenchModel
+from tunix_sgljax.bench.vanilla import VanillaPeer, batches
 from tunix_sgljax.bench.workloads import WORKLOADS, Workload, make_workload
 
 DEFAULT_MODELS = ("tiny", "small")
-START_WORKLOAD = "rl_longtail"
+
+_PROBE_STEPS = 16
+_MICRO_BATCHES = (8, 16, 32, 64)
 
 
 def measure_peer(ours: Peer, peer: Peer, workload: Workload, num_pairs: int) -> PeerResult:
@@ -89,23 +90,69 @@ def summarize_ours(
     )
 
 
-def measure_workload(
-    factory: PeerFactory,
-    bench_model: BenchModel,
-    workload: Workload,
-    peers: Sequence[str],
-    ceilings: Ceilings,
-    num_pairs: int,
-) -> WorkloadResult:
-    """All peers on one workload: in one whole batch, and in micro-batches if that is faster.
+def best_micro_batch(
+    model: Qwen3, config: ModelConfig, workload: Workload, whole_s: float
+) -> int | None:
+    """The micro-batch size with the least estimated time; None if none beats `whole_s`.
+
+    Tried are 8, 16, 32 and 64 requests, as far as there are more in all; of few requests, 1.
 
     Args:
-        factory: Of peers.
-        bench_model: What they run.
+        model: Tunix's.
+        config: Its shape.
+        workload: What it would run.
+        whole_s: Seconds that it takes in one whole batch.
+    """
+    total = len(workload.output_lengths)
+    sizes = [size for size in _MICRO_BATCHES if size < total] or [1] * (total > 1)
+    seconds = {size: _estimate_s(model, config, workload, size) for size in sizes}
+    for size, estimate in seconds.items():
+        print(f"  batches of {size}: about {estimate:.1f} s", flush=True)
+    best = min(seconds, key=lambda size: seconds[size], default=None)
+    return best if best is not None and seconds[best] < whole_s else None
+
+
+def _estimate_s(model: Qwen3, config: ModelConfig, workload: Workload, size: int) -> float:
+    """From a run of the first micro-batch with one step and one with 17 steps."""
+    peer = VanillaPeer(model, config, workload, size)
+    num_steps = min(1 + _PROBE_STEPS, workload.max_output_len)
+    prompts = tuple(map(tuple, workload.requests[:size]))
+    times: list[float] = []
+    for count in (1, num_steps):
+        probe = dataclasses.replace(
+            workload,
+            prompts=prompts,
+            num_samples=1,
+            output_lengths=(count,) * len(prompts),
+            num_rows=len(prompts),
+        )
+        peer.generate(probe)  # compiles
+        start = time.perf_counter()
+        peer.generate(probe)
+        times.append(time.perf_counter() - start)
+    peer.close()
+    step_s = (times[1] - times[0]) / (num_steps - 1)
+    return sum(times[0] + (max(lengths) - 1) * step_s for _, lengths in batches(workload, size))
+
+
+def measure_workload(
+    model: Qwen3,
+    bench_model: BenchModel,
+    workload: Workload,
+    ceilings: Ceilings,
+    num_pairs: int,
+    *,
+    is_alone: bool,
+) -> WorkloadResult:
+    """Both engines on one workload.
+
+    Args:
+        model: Tunix's, whose weights both have.
+        bench_model: Its shape.
         workload: What they are asked.
-        peers: Names of the others.
         ceilings: The machine's, for reading what a decode step of the workload reads.
-        num_pairs: Runs of each peer, and of ours with it.
+        num_pairs: Runs of each.
+        is_alone: Only our engine runs.
     """
     limit = limit_by_part(useful_work(bench_model.config, workload), ceilings)
     print(
@@ -113,19 +160,21 @@ def measure_workload(
         f"limit {sum(limit.values()):.2f} s",
         flush=True,
     )
-    ours = factory.make(OURS, workload)
+    ours = SglJaxPeer(model, workload)
     ours.start(workload)
     print(f"  {OURS}: {timed(ours, workload):.2f} s", flush=True)
     results: list[PeerResult] = []
-    for name in peers:
-        whole = factory.make(name, workload)
-        results.append(measure_peer(ours, whole, workload, num_pairs))
-        whole.close()
-        micro = factory.best_micro_batch(name, workload, results[-1].median_s)
+
+    def measure(batch_size: int | None) -> None:
+        peer = VanillaPeer(model, bench_model.config, workload, batch_size)
+        results.append(measure_peer(ours, peer, workload, num_pairs))
+        peer.close()
+
+    if not is_alone:
+        measure(None)
+        micro = best_micro_batch(model, bench_model.config, workload, results[0].median_s)
         if micro is not None:
-            peer = factory.make(name, workload, micro)
-            results.append(measure_peer(ours, peer, workload, num_pairs))
-            peer.close()
+            measure(micro)
     own = summarize_ours(ours, workload, results, num_pairs)
     ours.close()
     return WorkloadResult(
@@ -140,7 +189,7 @@ def measure_workload(
     )
 
 
-def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> None:
+def compare_model(args: argparse.Namespace, name: str) -> None:
     """Measures one model and writes its results."""
     bench_model = MODELS[name]
     config, num_pairs = bench_model.config, args.pairs
@@ -149,29 +198,25 @@ def compare_model(args: argparse.Namespace, name: str, peers: Sequence[str]) -> 
     ceilings = measure_ceilings(weight_bytes(config), seconds=seconds)
     print(f"  {ceilings.in_words()}", flush=True)
     model = make_tunix_model(config)
-    factory = PeerFactory(model, bench_model)
     workloads = [
         make_workload(workload, config.vocab_size, is_quick=args.quick)
         for workload in args.workloads
     ]
     results: list[WorkloadResult] = []
     syncs: list[WeightSync] = []
-    starts: list[cold_start.Start] = []
     for workload in workloads:
-        others = () if workload.name in args.alone else peers
         reading = ceilings.reading(decode_step_bytes(config, workload), seconds=seconds)
-        results.append(measure_workload(factory, bench_model, workload, others, reading, num_pairs))
+        is_alone = workload.name in args.alone
+        result = measure_workload(
+            model, bench_model, workload, reading, num_pairs, is_alone=is_alone
+        )
+        results.append(result)
         # A run that is cut short leaves what it has.
-        _write(args, bench_model, ceilings, results, syncs, starts)
+        _write(args, bench_model, ceilings, results, syncs)
     if not args.skip_sync:
         workload = sync_workload(config.vocab_size, is_quick=args.quick)
         syncs = measure_weight_sync(model, workload, repeats=num_pairs)
-    if not args.skip_cold_start:
-        del factory, model
-        gc.collect()
-        print(f"{name}: starts", flush=True)
-        starts = cold_start.run_starts([OURS, *peers], name, START_WORKLOAD, is_quick=args.quick)
-    _write(args, bench_model, ceilings, results, syncs, starts)
+    _write(args, bench_model, ceilings, results, syncs)
 
 
 def _write(
@@ -180,12 +225,9 @@ def _write(
     ceilings: Ceilings,
     results: list[WorkloadResult],
     syncs: list[WeightSync],
-    starts: list[cold_start.Start],
 ) -> None:
-    names = {peer.name for result in results for peer in result.peers}
     num_left = len(args.workloads) - len(results)
-    more_packages = ("transformers", "torch") if TRANSFORMERS in names else ()
-    environment = describe_environment(jax.devices()[0].device_kind, more_packages)
+    environment = describe_environment(jax.devices()[0].device_kind)
     command = shlex.join(["python", "benchmarks/throughput/compare.py", *args.command])
     lines = [
         *report_head(
@@ -194,11 +236,10 @@ def _write(
             environment,
             f"Model: {bench_model.in_words}, float32, random weights",
             f"Ceilings measured in this run: {ceilings.in_words()}",
-            f"{args.pairs} pairs of runs a peer" + (", quick sizes: no result" * args.quick),
+            f"{args.pairs} pairs of runs" + (", quick sizes: no result" * args.quick),
             *([f"CUT SHORT: {num_left} workload(s) missing"] if num_left else []),
         ),
         *format_comparison(results),
-        *(cold_start.format_starts(starts, START_WORKLOAD) if starts else []),
         *(format_weight_sync(syncs) if syncs else []),
     ]
     content: dict[str, Any] = {
@@ -207,27 +248,20 @@ def _write(
         "model": dataclasses.asdict(bench_model),
         "ceilings": dataclasses.asdict(ceilings),
         "workloads": [result.to_dict() for result in results],
-        "starts": [dataclasses.asdict(start) for start in starts],
-        "start_workload": START_WORKLOAD,
         "weight_sync": [dataclasses.asdict(sync) for sync in syncs],
     }
-    write_report(args.output_dir / f"bench_{bench_model.name}.md", lines, environment, content)
+    write_report(output_dir(args) / f"bench_{bench_model.name}.md", lines, environment, content)
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Reads the options; `command` keeps them for the reports."""
-    parser = argparse.ArgumentParser(description="Our engine against every peer.")
+    parser = make_parser(__doc__, pairs=5)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=DEFAULT_MODELS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument(
-        "--alone", nargs="+", choices=WORKLOADS, default=(), help="workloads without any peer"
+        "--alone", nargs="+", choices=WORKLOADS, default=(), help="workloads for our engine only"
     )
-    parser.add_argument("--pairs", type=int, default=5, help="runs of each peer, and ours with it")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny sizes, one pair")
-    parser.add_argument("--skip-cold-start", action="store_true")
     parser.add_argument("--skip-sync", action="store_true", help="leave weight sync out")
-    parser.add_argument("--output-dir", type=Path, help="instead of benchmarks/results")
     args = parser.parse_args(argv)
     if args.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {args.pairs}")
@@ -235,28 +269,18 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--alone must name some of --workloads, got {args.alone}")
     if args.quick:
         args.models, args.pairs = args.models if "--models" in argv else ["tiny"], 1
-    if args.output_dir is None:
-        quick_dir, full_dir = ROOT / "outputs/bench_quick", ROOT / "benchmarks/results"
-        args.output_dir = quick_dir if args.quick else full_dir
     args.command = list(argv)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all models and draws the page."""
+    """Measures all models and writes the page of results."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    peers: list[str] = []
-    for peer in args.peers:
-        reason = missing_reason(peer)
-        if reason:
-            print(f"{peer} is left out: {reason}", flush=True)
-        else:
-            peers.append(peer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Tunix uses old names of JAX and Flax.
         for name in args.models:
-            compare_model(args, name, peers)
-    print(f"wrote {plots.write_page(args.output_dir)}")
+            compare_model(args, name)
+    print(f"wrote {write_page(output_dir(args))}")
 
 
 if __name__ == "__main__":

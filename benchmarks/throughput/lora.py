@@ -6,19 +6,14 @@
 
 The last of these takes 15 GB of memory. Engines and rollouts with the same weights take turns in
 one process; the order within a pair alternates. Each engine decodes 64 rows for 128 tokens; each
-rollout takes the parameters that Tunix's `sync_weights` hands over, new arrays every time. Memory
-is that of JAX's live arrays, actor included, with the peak of an update sampled as its weights are
-swapped.
+rollout takes the parameters that Tunix's `sync_weights` hands over, new arrays every time.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,11 +21,11 @@ import numpy as np
 import qwix
 from flax import nnx
 
-from benchmarks.lib.reporting import ROOT, report_head, write_report
+from benchmarks.lib.reporting import make_parser, output_dir, write_results
+from benchmarks.lib.turns import speed_table, take_turns
 from sgljax_engine import Engine, LoraRule, SamplingParams, WeightRule, logical_rules
 from sgljax_engine.models.registry import get_model
 from tunix_sgljax import SglJaxRollout
-from tunix_sgljax.bench.environment import describe_environment
 from tunix_sgljax.bench.models import make_tunix_model
 from tunix_sgljax.bench.shapes import MODELS, BenchModel, IdTokenizer
 
@@ -69,35 +64,6 @@ def logical_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in specs.items()}
 
 
-def measure_pairs(
-    runs: Mapping[str, Callable[[], object]], num_pairs: int
-) -> dict[str, list[float]]:
-    """Seconds of each run, in turns, after an untimed run of each."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for pair in range(-1, num_pairs):
-        for name in list(runs)[:: 1 if pair % 2 else -1]:
-            start = time.perf_counter()
-            runs[name]()
-            if pair >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def table(seconds: Mapping[str, list[float]], base: str, what: str) -> list[str]:
-    """Medians, and each pair's ratio to one of the runs."""
-    lines = [
-        f"| {what} | median s | over {base}: median | range | pairs |",
-        "|---|---:|---:|---|---:|",
-    ]
-    for name, runs in seconds.items():
-        ratios = [a / b for a, b in zip(runs, seconds[base], strict=True)]
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        lines.append(
-            f"| {name} | {np.median(runs):.4f} | {np.median(ratios):.3f} | {spread} | {len(runs)} |"
-        )
-    return lines
-
-
 def measure_decode(model: BenchModel, num_tokens: int, num_pairs: int) -> dict[str, list[float]]:
     """Seconds of decoding 64 rows without adapters, with one, and with four in one batch."""
     options: dict[str, Any] = {"max_running_requests": NUM_ROWS, "batch_buckets": (NUM_ROWS,)}
@@ -131,7 +97,7 @@ def measure_decode(model: BenchModel, num_tokens: int, num_pairs: int) -> dict[s
         return generate
 
     try:
-        return measure_pairs({name: run(name) for name in slots}, num_pairs)
+        return take_turns({name: run(name) for name in slots}, num_pairs)
     finally:
         for engine in engines.values():
             engine.shutdown()
@@ -144,43 +110,14 @@ def with_lora(base: nnx.Module) -> Any:
     return qwix.apply_lora_to_model(base, provider, **inputs, rngs=nnx.Rngs(0))
 
 
-def live_bytes() -> int:
-    """Of all of JAX's arrays."""
-    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
-
-
-@contextlib.contextmanager
-def peak_of_swaps(rollout: SglJaxRollout, peak: list[int]) -> Iterator[None]:
-    """Appends the live bytes as new weights take the place of the old ones, which still live."""
-    runner = rollout.engine._group.loops[0]._core.runner
-    swap = runner.swap_weights
-
-    def watched(weights: Any) -> None:
-        peak.append(live_bytes())
-        swap(weights)
-
-    runner.swap_weights = watched
-    try:
-        yield
-    finally:
-        del runner.swap_weights
-
-
 def measure_syncs(
     model: BenchModel, kinds: Sequence[str], num_pairs: int
-) -> tuple[dict[str, list[float]], dict[str, tuple[int, int]]]:
-    """Syncs of each of these kinds.
-
-    Returns:
-        Seconds of each, and the live bytes between syncs and as weights are swapped.
-    """
-    memory: dict[str, tuple[int, int]] = {}
+) -> dict[str, list[float]]:
+    """Seconds of syncs of each of these kinds, in turns."""
     models, rollouts = {}, {}
     for kind in kinds:
-        before = live_bytes()
         base = make_tunix_model(model.config)
         models[kind] = base if kind == "full" else with_lora(base)
-        del base
         rollouts[kind] = SglJaxRollout(
             rollout_actor=models[kind],
             tokenizer=IdTokenizer(),
@@ -189,76 +126,60 @@ def measure_syncs(
             num_kv_tokens=64,
             **SYNCS[kind],
         )
-        rollouts[kind].engine  # noqa: B018
-        peak: list[int] = []
-        sync(models[kind], rollouts[kind], kind)()
-        with peak_of_swaps(rollouts[kind], peak):
-            sync(models[kind], rollouts[kind], kind)()
-        memory[kind] = live_bytes() - before, max(peak) - before
-    runs = {kind: sync(models[kind], rollouts[kind], kind) for kind in kinds}
+        for _ in range(2):  # compiles
+            sync_s(models[kind], rollouts[kind], kind)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for pair in range(num_pairs):
         for kind in kinds[:: 1 if pair % 2 else -1]:
-            seconds[kind].append(runs[kind]())
+            seconds[kind].append(sync_s(models[kind], rollouts[kind], kind))
     for rollout in rollouts.values():
         rollout.close()
-    return seconds, memory
+    return seconds
 
 
-def sync(model: Any, rollout: SglJaxRollout, kind: str) -> Callable[[], float]:
+def sync_s(model: Any, rollout: SglJaxRollout, kind: str) -> float:
     """Gives the trained parameters new arrays, untimed, and times their update."""
     filter_type = nnx.Param if kind == "full" else nnx.LoRAParam
-
-    def run() -> float:
-        state = nnx.state(model, filter_type)
-        nnx.update(model, jax.block_until_ready(jax.tree.map(lambda x: x * 1.0001, state)))
-        params = nnx.state(model, filter_type)
-        start = time.perf_counter()
-        rollout.update_params(params, (filter_type,))
-        return time.perf_counter() - start
-
-    return run
+    state = nnx.state(model, filter_type)
+    nnx.update(model, jax.block_until_ready(jax.tree.map(lambda x: x * 1.0001, state)))
+    params = nnx.state(model, filter_type)
+    start = time.perf_counter()
+    rollout.update_params(params, (filter_type,))
+    return time.perf_counter() - start
 
 
 def main() -> None:
     """Measures and writes the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, pairs=7)
     parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="16 tokens a row; not for reports")
     parser.add_argument("--syncs-only", action="store_true", help="does not measure decoding")
     parser.add_argument("--kinds", nargs="+", choices=SYNCS, default=list(SYNCS), help="of syncs")
-    parser.add_argument("--output", type=Path, help="default: lora.md, or lora_MODEL_syncs.md")
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
     model = MODELS[args.model]
     decode: dict[str, list[float]] = {}
-    in_words = [f"Model: {model.in_words}, float32"]
     if not args.syncs_only:
         decode = measure_decode(model, 16 if args.quick else 128, args.pairs)
-        in_words.append(
-            f"Decoding at rank {DECODE_RANK}, all projections; the adapters of a batch go to its "
-            "rows in turns"
-        )
-    syncs, memory = measure_syncs(model, args.kinds, 2 * args.pairs)
-    in_words.append(f"Syncs at rank {SYNC_RANK}, all projections")
-    environment = describe_environment(jax.devices()[0].device_kind)
+    syncs = measure_syncs(model, args.kinds, 2 * args.pairs)
     lines = [
-        *report_head("What LoRA costs", "benchmarks/throughput/lora.py", environment, *in_words),
-        *([*table(decode, "no adapters", f"{NUM_ROWS} rows"), ""] if decode else []),
-        *table(syncs, args.kinds[0], "sync"),
+        *(speed_table({f"decode, {NUM_ROWS} rows": decode}, "no adapters") if decode else []),
         "",
-        "| sync | live arrays between syncs, actor included | at the swap |",
-        "|---|---:|---:|",
-        *(
-            f"| {kind} | {held / 1e6:.0f} MB | {peak / 1e6:.0f} MB |"
-            for kind, (held, peak) in memory.items()
-        ),
+        *speed_table({"sync": syncs}, args.kinds[0]),
     ]
-    content = {"decode_s": decode, "sync_s": syncs, "memory_bytes": memory}
     name = f"lora_{args.model}_syncs.md" if args.syncs_only else "lora.md"
-    output = args.output or ROOT / "benchmarks" / "results" / name
-    write_report(output, lines, environment, content)
+    write_results(
+        output_dir(args) / name,
+        "What LoRA costs",
+        "benchmarks/throughput/lora.py",
+        lines,
+        {"decode_s": decode, "sync_s": syncs},
+        facts=[
+            f"Model: {model.in_words}, float32",
+            f"Decoding at rank {DECODE_RANK}, all projections; the adapters of a batch go to its "
+            "rows in turns",
+            f"Syncs at rank {SYNC_RANK}, all projections",
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ if TYPE_CHECKING:
         RequestCheckpoint,
         SchedulerCheckpoint,
     )
-    from sgljax_engine.core.staging import StagedWeights
     from sgljax_engine.engine import Engine
     from sgljax_engine.models.hf_export import to_hf_tensors
     from sgljax_engine.models.registry import load_model_config, model_config_from_hf
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
     from sgljax_engine.weights.hf_layout import WeightFiles, find_weight_files
     from sgljax_engine.weights.rules import LoraRule, Rule, WeightRule, flatten_named
     from sgljax_engine.weights.safetensors_file import read_safetensors
+    from sgljax_engine.weights.staged import StagedWeights
 
 _LAZY = {
     "CheckpointManager": "sgljax_engine.checkpoint.manager",
@@ -93,7 +93,7 @@ _LAZY = {
     "HfTensor": "sgljax_engine.weights.hf_files",
     "RequestCheckpoint": "sgljax_engine.checkpoint.structures",
     "SchedulerCheckpoint": "sgljax_engine.checkpoint.structures",
-    "StagedWeights": "sgljax_engine.core.staging",
+    "StagedWeights": "sgljax_engine.weights.staged",
     "LoraRule": "sgljax_engine.weights.rules",
     "Rule": "sgljax_engine.weights.rules",
     "WeightFiles": "sgljax_engine.weights.hf_layout",

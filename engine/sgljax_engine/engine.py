@@ -27,11 +27,16 @@ from sgljax_engine.checkpoint.files import check_compression
 from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.adapter_loading import AdapterJob, CompareJob
+from sgljax_engine.core.callers import Callers
 from sgljax_engine.core.checkpoint_writer import SaveJob, load_checkpoint
-from sgljax_engine.core.client import EngineClient
-from sgljax_engine.core.staging import DiscardJob, PublishJob, StagedWeights, StageJob
-from sgljax_engine.core.weight_updates import UpdateJob, WeightSource
+from sgljax_engine.core.weights_worker import (
+    AdapterJob,
+    CompareJob,
+    DiscardJob,
+    PublishJob,
+    StageJob,
+    UpdateJob,
+)
 from sgljax_engine.errors import EngineShutdownError, InvalidConfigError, InvalidRequestError
 from sgljax_engine.io_struct import (
     AbortReq,
@@ -66,7 +71,8 @@ from sgljax_engine.processing.tokenizer import (
 from sgljax_engine.sampling_params import SamplingParams
 from sgljax_engine.types import Request
 from sgljax_engine.weights.hf_json import read_generation_config
-from sgljax_engine.weights.rules import WeightRule, check_rules
+from sgljax_engine.weights.rules import WeightRule, WeightSource, check_rules
+from sgljax_engine.weights.staged import StagedWeights
 
 if TYPE_CHECKING:
     from sgljax_engine.server import Server, ServerConfig
@@ -169,7 +175,7 @@ class Engine:
         self._has_warned_of_sleep = False
         self._group, limits = group.start_on_clean_thread(build)
         try:
-            self._client = EngineClient(self._group)
+            self._calls = Callers(self._group)
             self._requests = RequestFactory(
                 model_config, limits, tokenizer, SeedSource(config.runtime.random_seed)
             )
@@ -219,11 +225,11 @@ class Engine:
 
     def get_internal_state(self) -> EngineState:
         """Queue sizes, free KV tokens and counters, read between two dispatches."""
-        return self._client.ask(cmd.GetState)
+        return self._calls.ask(cmd.GetState)
 
     async def async_get_internal_state(self) -> EngineState:
         """`get_internal_state` for asyncio."""
-        return await self._client.async_ask(cmd.GetState)
+        return await self._calls.async_ask(cmd.GetState)
 
     @property
     def is_running(self) -> bool:
@@ -258,7 +264,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises EngineError if queues, pages and prefix cache contradict one another (a bug)."""
-        self._client.ask(cmd.CheckIntegrity)
+        self._calls.ask(cmd.CheckIntegrity)
 
     # ------------------------------------------------------------------ generation
 
@@ -316,8 +322,8 @@ class Engine:
 
     def _run(self, requests: list[Request], is_single: bool, stream: bool) -> Any:
         if stream:
-            return self._client.stream(requests)
-        return _dicts(self._client.generate(requests), is_single)
+            return self._calls.stream(requests)
+        return _dicts(self._calls.generate(requests), is_single)
 
     async def async_generate(
         self,
@@ -348,8 +354,8 @@ class Engine:
         is_large = _is_large(input_ids if prompt is None else prompt)
         requests, is_single = await asyncio.to_thread(make) if is_large else make()
         if stream:
-            return self._client.async_stream(requests)
-        outputs = await self._client.async_generate(requests)
+            return self._calls.async_stream(requests)
+        outputs = await self._calls.async_generate(requests)
         return _dicts(outputs, is_single)
 
     def chat(
@@ -523,7 +529,7 @@ class Engine:
         made = self._make_requests(
             None, sampling_params, input_ids, LogprobArgs(), False, lora=lora
         )
-        return self._client.generate(made[0])
+        return self._calls.generate(made[0])
 
     async def async_generate_requests(
         self,
@@ -535,7 +541,7 @@ class Engine:
         made = self._make_requests(
             None, sampling_params, input_ids, LogprobArgs(), False, lora=lora
         )
-        return await self._client.async_generate(made[0])
+        return await self._calls.async_generate(made[0])
 
     def score(
         self,
@@ -568,7 +574,7 @@ class Engine:
         if not checked:
             return []
         command = functools.partial(cmd.Score, checked, starts, float(temperature), lora)
-        return self._client.ask(command)
+        return self._calls.ask(command)
 
     # ------------------------------------------------------------------ control
 
@@ -587,7 +593,7 @@ class Engine:
         Raises:
             EngineStateError: while the engine sleeps or has no weights.
         """
-        return self._client.ask(
+        return self._calls.ask(
             functools.partial(cmd.Warmup, include_score, include_table, self._progress)
         )
 
@@ -607,20 +613,20 @@ class Engine:
                 finishing, interrupted a "wait".
         """
         request = PauseGenerationReqInput(mode=mode)
-        self._client.ask(functools.partial(cmd.Pause, request))
+        self._calls.ask(functools.partial(cmd.Pause, request))
 
     async def async_pause_generation(self, mode: PauseMode = "retract") -> None:
         """`pause_generation` for asyncio; cancelling the task does not undo the pause."""
         request = PauseGenerationReqInput(mode=mode)
-        await self._client.async_ask(functools.partial(cmd.Pause, request))
+        await self._calls.async_ask(functools.partial(cmd.Pause, request))
 
     def continue_generation(self) -> None:
         """Continues generation; does nothing if generation is not paused."""
-        self._client.ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
+        self._calls.ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
 
     async def async_continue_generation(self) -> None:
         """`continue_generation` for asyncio."""
-        await self._client.async_ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
+        await self._calls.async_ask(functools.partial(cmd.Continue, ContinueGenerationReqInput()))
 
     def abort_request(
         self, rid: str | None = None, abort_all: bool = False, *, message: str | None = None
@@ -640,14 +646,14 @@ class Engine:
             InvalidRequestError: unless exactly one of the two arguments is given.
         """
         request = AbortReq(rid=rid, abort_all=abort_all, aborted_message=message)
-        return self._client.ask(functools.partial(cmd.Abort, request))
+        return self._calls.ask(functools.partial(cmd.Abort, request))
 
     async def async_abort_request(
         self, rid: str | None = None, abort_all: bool = False, *, message: str | None = None
     ) -> int:
         """`abort_request` for asyncio."""
         request = AbortReq(rid=rid, abort_all=abort_all, aborted_message=message)
-        return await self._client.async_ask(functools.partial(cmd.Abort, request))
+        return await self._calls.async_ask(functools.partial(cmd.Abort, request))
 
     def flush_cache(self) -> FlushCacheReqOutput:
         """Empties the prefix cache and resets `new_token_ratio` and `forward_ct_decode`.
@@ -658,11 +664,11 @@ class Engine:
         Returns:
             Whether the cache was flushed, and how many KV tokens it held.
         """
-        return self._client.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
+        return self._calls.ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
 
     async def async_flush_cache(self) -> FlushCacheReqOutput:
         """`flush_cache` for asyncio."""
-        return await self._client.async_ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
+        return await self._calls.async_ask(functools.partial(cmd.FlushCache, FlushCacheReqInput()))
 
     def release_kv_cache(self) -> int:
         """Frees the memory of the KV cache; the next dispatch allocates it again.
@@ -673,7 +679,7 @@ class Engine:
         Raises:
             EngineStateError: while requests hold KV pages; see `flush_cache`.
         """
-        return self._client.ask(cmd.ReleaseKV)
+        return self._calls.ask(cmd.ReleaseKV)
 
     # ------------------------------------------------------------------ sleep
 
@@ -702,13 +708,13 @@ class Engine:
             InvalidRequestError: for an unknown level, or a flag that is not a bool.
             OffloadError: when copying to the host failed; nothing has changed.
         """
-        return self._client.ask(_sleep_command(level, preserve_state, refuse_requests))
+        return self._calls.ask(_sleep_command(level, preserve_state, refuse_requests))
 
     async def async_sleep(
         self, level: int = 1, preserve_state: bool = False, *, refuse_requests: bool = False
     ) -> int:
         """`sleep` for asyncio; cancelling the task does not undo it."""
-        return await self._client.async_ask(_sleep_command(level, preserve_state, refuse_requests))
+        return await self._calls.async_ask(_sleep_command(level, preserve_state, refuse_requests))
 
     def wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
         """Allocates the memory that `sleep` freed, and restores what was kept.
@@ -726,11 +732,11 @@ class Engine:
             OffloadError: when waking failed, for example for lack of memory. The engine stays
                 asleep and keeps its state, so the call can be repeated.
         """
-        return self._client.ask(functools.partial(cmd.WakeUp, check_tags(tags)))
+        return self._calls.ask(functools.partial(cmd.WakeUp, check_tags(tags)))
 
     async def async_wake_up(self, tags: Sequence[SleepTag] | None = None) -> int:
         """`wake_up` for asyncio; cancelling the task does not undo it."""
-        return await self._client.async_ask(functools.partial(cmd.WakeUp, check_tags(tags)))
+        return await self._calls.async_ask(functools.partial(cmd.WakeUp, check_tags(tags)))
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache sleep. Does not wait for the engine."""
@@ -794,7 +800,7 @@ class Engine:
                 `flush_cache` asks.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
-        return self._client.ask(job)
+        return self._calls.ask(job)
 
     async def async_update_weights(
         self,
@@ -812,7 +818,7 @@ class Engine:
         The update keeps reading `source` after that: do not change it until the update is done.
         """
         job = self._update_job(source, rules, mode, flush_cache, donate, verify, check_finite)
-        return await self._client.async_ask(job)
+        return await self._calls.async_ask(job)
 
     def stage_weights(
         self,
@@ -839,7 +845,7 @@ class Engine:
                 not finite.
             WeightLoadError: for a folder that is missing, broken or of another model.
         """
-        return self._client.ask(self._stage_job(source, rules, verify, check_finite))
+        return self._calls.ask(self._stage_job(source, rules, verify, check_finite))
 
     async def async_stage_weights(
         self,
@@ -851,7 +857,7 @@ class Engine:
     ) -> StagedWeights:
         """`stage_weights` for asyncio; cancelling the task frees what it staged."""
         job = self._stage_job(source, rules, verify, check_finite)
-        return await self._client.async_ask(job)
+        return await self._calls.async_ask(job)
 
     def publish_weights(
         self,
@@ -879,7 +885,7 @@ class Engine:
             EngineStateError: for discarded weights; also as in `update_weights`, and then the
                 weights stay staged.
         """
-        return self._client.ask(_publish_job(staged, mode, flush_cache))
+        return self._calls.ask(_publish_job(staged, mode, flush_cache))
 
     async def async_publish_weights(
         self,
@@ -889,7 +895,7 @@ class Engine:
         flush_cache: bool | None = None,
     ) -> int:
         """`publish_weights` for asyncio; cancelling the task does not undo it."""
-        return await self._client.async_ask(_publish_job(staged, mode, flush_cache))
+        return await self._calls.async_ask(_publish_job(staged, mode, flush_cache))
 
     def discard_weights(self, staged: StagedWeights) -> bool:
         """Frees staged weights; does not touch the serving weights.
@@ -903,7 +909,7 @@ class Engine:
         """
         job = _discard_job(staged)
         try:
-            return self._client.ask(job)
+            return self._calls.ask(job)
         except EngineShutdownError:
             return False
 
@@ -911,7 +917,7 @@ class Engine:
         """`discard_weights` for asyncio; cancelling the task does not undo it."""
         job = _discard_job(staged)
         try:
-            return await self._client.async_ask(job)
+            return await self._calls.async_ask(job)
         except EngineShutdownError:
             return False
 
@@ -948,7 +954,7 @@ class Engine:
             EngineStateError: when there is no free slot, or the engine has no weights.
             InvalidRequestError: for an invalid name.
         """
-        return self._client.ask(self._adapter_job(name, source, rules, mode, flush_cache))
+        return self._calls.ask(self._adapter_job(name, source, rules, mode, flush_cache))
 
     async def async_load_adapter(
         self,
@@ -961,7 +967,7 @@ class Engine:
     ) -> int:
         """`load_adapter` for asyncio; cancelling the task does not undo it."""
         job = self._adapter_job(name, source, rules, mode, flush_cache)
-        return await self._client.async_ask(job)
+        return await self._calls.async_ask(job)
 
     def find_differing_adapter(
         self, name: str, source: Any, rules: Sequence[WeightRule]
@@ -979,7 +985,7 @@ class Engine:
             EngineStateError: while the engine sleeps or has no weights.
         """
         load = functools.partial(WeightSource, source, check_rules(rules))
-        return self._client.ask(functools.partial(CompareJob, name, load))
+        return self._calls.ask(functools.partial(CompareJob, name, load))
 
     def unload_adapter(self, name: str) -> None:
         """Frees an adapter's slot.
@@ -988,11 +994,11 @@ class Engine:
             InvalidRequestError: for an adapter that is not loaded.
             EngineStateError: while unfinished requests use it.
         """
-        self._client.ask(functools.partial(cmd.UnloadAdapter, name))
+        self._calls.ask(functools.partial(cmd.UnloadAdapter, name))
 
     async def async_unload_adapter(self, name: str) -> None:
         """`unload_adapter` for asyncio."""
-        await self._client.async_ask(functools.partial(cmd.UnloadAdapter, name))
+        await self._calls.async_ask(functools.partial(cmd.UnloadAdapter, name))
 
     def _adapter_job(
         self,
@@ -1017,7 +1023,7 @@ class Engine:
         Raises:
             EngineStateError: while the engine sleeps or has no weights.
         """
-        return self._client.ask(cmd.ChecksumWeights)
+        return self._calls.ask(cmd.ChecksumWeights)
 
     def find_differing_weights(
         self, source: Any, rules: Sequence[WeightRule] | None = None
@@ -1036,7 +1042,7 @@ class Engine:
             WeightLoadError: for a folder that is missing, broken or of another model.
         """
         found = self._weight_source(source, rules)()
-        return self._client.ask(functools.partial(cmd.CompareWeights, found.arrays, found.rules))
+        return self._calls.ask(functools.partial(cmd.CompareWeights, found.arrays, found.rules))
 
     def _weight_source(
         self, source: Any, rules: Sequence[WeightRule] | None
@@ -1105,7 +1111,7 @@ class Engine:
             InvalidConfigError: an unknown compression, or one that is not installed.
             OffloadError: KV pages could not be copied.
         """
-        return self._client.ask(_save_job(path, include_kv, compression))
+        return self._calls.ask(_save_job(path, include_kv, compression))
 
     async def async_save_checkpoint(
         self,
@@ -1115,7 +1121,7 @@ class Engine:
         compression: Literal["zstd"] | None = None,
     ) -> SaveReport:
         """`save_checkpoint` for asyncio; cancelling the task does not stop it."""
-        return await self._client.async_ask(_save_job(path, include_kv, compression))
+        return await self._calls.async_ask(_save_job(path, include_kv, compression))
 
     def restore_checkpoint(
         self, path: str | Path, *, missing_ok: bool = False
@@ -1151,7 +1157,7 @@ class Engine:
             return {}
         checkpoint = load_checkpoint(folder, self._model)
         answers = {rid: Answer(Future()) for rid in checkpoint.scheduler_state.requests}
-        self._group.restore(checkpoint, self._requests, answers)
+        self._calls.restore(checkpoint, self._requests, answers)
         return {rid: answer.future for rid, answer in answers.items()}
 
     async def async_restore_checkpoint(

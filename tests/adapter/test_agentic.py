@@ -146,11 +146,8 @@ def assert_log_probs_are_those_of(snapshots, row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_consumer", [True, False])
-def test_mixed_policies_reach_the_loss_token_by_token(closing, in_consumer):
-    cluster = make_cluster(
-        num_steps=3, rollout=InterruptedRollout, in_consumer=in_consumer, eos=NO_END
-    )
+def test_mixed_policies_reach_the_loss_token_by_token(closing):
+    cluster = make_cluster(num_steps=3, rollout=InterruptedRollout, in_consumer=True, eos=NO_END)
     rollout = cluster.rollout
     closing.append(rollout)
     train(make_learner(cluster), 3)
@@ -175,11 +172,8 @@ def test_mixed_policies_reach_the_loss_token_by_token(closing, in_consumer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_consumer", [True, False])
-def test_tokens_that_are_too_old_are_masked(closing, in_consumer):
-    cluster = make_cluster(
-        num_steps=3, rollout=InterruptedRollout, in_consumer=in_consumer, eos=NO_END
-    )
+def test_tokens_that_are_too_old_are_masked(closing):
+    cluster = make_cluster(num_steps=3, rollout=InterruptedRollout, in_consumer=False, eos=NO_END)
     closing.append(cluster.rollout)
     train(make_learner(cluster, max_token_lag=0), 3)
     num_masked = 0

@@ -212,8 +212,8 @@ def test_64_callers_are_one_batch_on_the_device(model, crowd):
         with held(engine):
             callers = [start(lambda call=call: crowd_call(rollout, call)) for call in calls]
             deadline = time.monotonic() + LIMIT_S
-            while engine._group.loops[0]._commands.qsize() < CROWD:
-                assert time.monotonic() < deadline, engine._group.loops[0]._commands.qsize()
+            while engine._group.loops[0]._tasks.qsize() < CROWD:
+                assert time.monotonic() < deadline, engine._group.loops[0]._tasks.qsize()
                 time.sleep(0.001)
         outputs = [caller.result(LIMIT_S) for caller in callers]
         counters = engine.get_internal_state().counters

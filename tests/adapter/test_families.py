@@ -42,15 +42,10 @@ def config_of(**changes):
     return rollout_config(max_tokens_to_generate=NUM_TOKENS, return_logprobs=True, **changes)
 
 
-FAST = (
-    "gemma3",
-    "gemma4_shared_keys",
-    "gemma_mqa",
-    "llama3_tied",
-    "qwen2_untied",
-    "qwen3_moe",
-)
+FAST = ("gemma_mqa", "qwen3_moe")
 """The others are of the long tier."""
+WITH_TOKENS = (*FAST, "gemma3", "gemma4_shared_keys", "llama3_tied", "qwen2_untied")
+"""One of each architecture: Tunix's own sampler takes as long to compile as an engine."""
 
 
 @pytest.fixture(
@@ -70,14 +65,12 @@ def generate(case):
     return case.rollout.generate([text_of(ids) for ids in case.prompts], config_of())
 
 
-def test_greedy_tokens_are_those_of_tunixs_sampler(case):
-    expected = ref.vanilla_greedy(case.model, case.prompts, NUM_TOKENS)
-    for row, want in zip(generate(case).tokens, expected, strict=True):
-        np.testing.assert_array_equal(row, want)
-
-
-def test_logprobs_and_scores_are_the_trainers(case):
+def test_tokens_logprobs_and_scores_are_tunixs(case):
     output = generate(case)
+    if case.name in WITH_TOKENS:
+        expected = ref.vanilla_greedy(case.model, case.prompts, NUM_TOKENS)
+        for row, want in zip(output.tokens, expected, strict=True):
+            np.testing.assert_array_equal(row, want)
     expected = ref.trainer_logps(case.model, case.prompts, output.tokens, temperature=0.0)
     assert max_difference(output.logprobs, expected) < TOLERANCE
     case.rollout.bind(config_of(temperature=0.0))

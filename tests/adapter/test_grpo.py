@@ -118,6 +118,7 @@ class CountingRollout(SglJaxRollout):
         return super().get_per_token_logps(prompt_tokens, completion_tokens)
 
 
+@pytest.mark.slow
 def test_several_iterations_a_batch(closing):
     """Tunix then needs the log-probs of the policy that sampled: asks for them, or has them."""
     engine = functools.partial(CountingRollout, **PARTIAL.keywords)
@@ -182,13 +183,13 @@ def train_watched(closing, *, offload_to_cpu, num_iterations):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_iterations", [1, 2])
-def test_models_offloaded_to_the_host(closing, num_iterations):
+def test_models_offloaded_to_the_host(closing):
     """`offload_to_cpu` passes empty states around generation and host arrays elsewhere.
 
     The rollout has nothing on the device whenever Tunix does anything else, and the run is what it
     is without.
     """
+    num_iterations = 2
     plain, expected, _ = train_watched(closing, offload_to_cpu=False, num_iterations=num_iterations)
     assert plain.rollout.engine.get_internal_state().counters.num_sleeps == 0
     cluster, rewards, states = train_watched(

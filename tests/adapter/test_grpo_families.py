@@ -17,13 +17,20 @@ from tests.adapter.grpo_parts import EOS, one_device_mesh, rollout_config
 from tests.adapter.helpers import ENGINE_OPTIONS, EndingTokenizer, text_of
 from tunix_sgljax import SglJaxRollout, mismatch_report
 
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.slow]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 NUM_STEPS, BATCH, NUM_GENERATIONS = 20, 4, 8
 PROMPTS = [text_of(ids) for ids in ref.make_prompts(96, (3, 5, 2, 4), seed=7)]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4_shared_keys", "gemma4_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gemma4_moe", marks=pytest.mark.slow),
+        pytest.param("gemma4_shared_keys", marks=pytest.mark.soak),
+        pytest.param("qwen3_moe", marks=pytest.mark.soak),
+    ],
+)
 def test_twenty_steps(name):
     """The reward rises, every step's weights arrive, and the rollout is the trainer's model."""
     rewards: list[float] = []

@@ -200,8 +200,15 @@ def test_bad_options_are_refused(model, options, match):
 # ------------------------------------------------------------------ LoRA pairs in flight
 
 
-@pytest.mark.parametrize("lora", ["merged", "adapter"])
-@pytest.mark.parametrize("mode", ["retract", "in_place", "wait", "abort"])
+@pytest.mark.parametrize(
+    ("mode", "lora"),
+    [
+        pytest.param("retract", "merged", marks=pytest.mark.slow),
+        ("in_place", "adapter"),
+        ("wait", "adapter"),
+        pytest.param("abort", "merged", marks=pytest.mark.slow),
+    ],
+)
 def test_lora_pairs_come_in_flight_as_weights_do(mode, lora):
     actor = lora_models.make(MODEL)
     rollout = new_rollout(actor, weight_update_mode=mode, lora=lora, **ONE_BY_ONE)

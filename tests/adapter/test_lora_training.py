@@ -58,8 +58,7 @@ def check_follows(cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
-@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize(("offloads", "mode"), [(False, "adapter"), (True, "merged")])
 def test_a_grpo_run(offloads, mode):
     engine = functools.partial(ENGINE, lora=mode)
     made = lora_parts(rollout_engine=engine, offload_to_cpu=offloads)
@@ -83,6 +82,7 @@ def test_a_grpo_run(offloads, mode):
 
 MESHES = """
 import functools
+import sys
 import numpy as np
 from absl import logging
 logging.set_verbosity(logging.ERROR)
@@ -95,18 +95,17 @@ devices = np.array(jax.devices())
 shared = Mesh(devices.reshape(2, 2), ("fsdp", "tp"))
 trainer = Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp"))
 sampler = Mesh(devices[2:].reshape(1, 2), ("fsdp", "tp"))
-for actor, rollout, mode in ((shared, shared, "merged"), (trainer, sampler, "adapter")):
-    meshes = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.ROLLOUT: rollout}
-    engine = functools.partial(lora.ENGINE, lora=mode)
-    made = lora.lora_parts(meshes=meshes, rollout_engine=engine)
-    cluster = RLCluster(**made.arguments)
-    GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
-    found = cluster.rollout.find_differing_weights(
-        lora.lora_models.leaves(cluster.actor_trainer.model)
-    )
-    assert found == [], found
-    lora.check_follows(cluster)
-    cluster.rollout.close()
+(mode,) = sys.argv[1:]
+actor, rollout = {"merged": (shared, shared), "adapter": (trainer, sampler)}[mode]
+meshes = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.ROLLOUT: rollout}
+engine = functools.partial(lora.ENGINE, lora=mode)
+made = lora.lora_parts(meshes=meshes, rollout_engine=engine)
+cluster = RLCluster(**made.arguments)
+GRPOLearner(cluster, parts.grpo_config(), parts.reward).train(parts.list_batches())
+found = cluster.rollout.find_differing_weights(lora.lora_models.leaves(cluster.actor_trainer.model))
+assert found == [], found
+lora.check_follows(cluster)
+cluster.rollout.close()
 print("lora meshes ok")
 """
 
@@ -139,11 +138,16 @@ def test_without_a_reference_and_adapters_an_error_says_so():
     cluster.rollout.close()
 
 
-@pytest.mark.first
-@pytest.mark.slow
-def test_on_several_devices():
-    """Trainer and rollout on one mesh of four devices, and on two of two."""
-    done = run_python("-W", "ignore", "-c", MESHES, num_devices=4)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("adapter", marks=pytest.mark.slow),
+        pytest.param("merged", marks=pytest.mark.soak),
+    ],
+)
+def test_on_several_devices(mode):
+    """Trainer and rollout on two meshes of two devices, and on one of four."""
+    done = run_python("-W", "ignore", "-c", MESHES, mode, num_devices=4)
     assert "lora meshes ok" in done.stdout
 
 

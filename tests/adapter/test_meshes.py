@@ -143,7 +143,6 @@ def sharded(order):
 
 sources = {
     "some of the devices and others": sharded([0, 1, 2, 3]),
-    "others": sharded([0, 3]),
     "pinned": {
         name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
         for name, x in params.items()
@@ -151,7 +150,6 @@ sources = {
     "half on the host": {
         name: np.asarray(x) if i % 2 else x for i, (name, x) in enumerate(params.items())
     },
-    "same devices": sharded([1, 2]),
     "same devices in another order": sharded([2, 1]),
     "each on its own": {
         name: jax.device_put(x, devices[i % 4]) for i, (name, x) in enumerate(params.items())

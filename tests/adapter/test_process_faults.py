@@ -25,8 +25,7 @@ def test_a_tensor_axis_across_processes_is_refused():
             assert each.end() == 0, each.log()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("case", ["sample", "update"])
+@pytest.mark.parametrize(("case", "killed"), [("sample", 0), ("update", 1)])
 def test_a_killed_process_ends_the_other(case, killed):
     """Outside a collective and in one; the coordinator is process 0."""
     with processes(case) as both:

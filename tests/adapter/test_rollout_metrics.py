@@ -138,6 +138,7 @@ def test_ppo(tmp_path):
     assert {"critic/train/loss", "actor/train/loss"} <= set(scalars)
 
 
+@pytest.mark.slow
 def test_agentic(tmp_path):
     """Through our learner, whose episodes are in flight at each sync."""
     options = MetricsLoggerOptions(log_dir=str(tmp_path), flush_every_n_steps=1)

@@ -13,9 +13,7 @@ import pytest
 
 from benchmarks.lib.gguf_model import encode, gguf_name, write_gguf
 from benchmarks.lib.llamacpp_peer import Batcher, Settings
-from benchmarks.lib.llamacpp_report import Pair, Result
-from benchmarks.lib.llamacpp_sides import Run, Worker, make_weights
-from benchmarks.lib.reporting import ROOT
+from benchmarks.lib.llamacpp_sides import Worker, make_weights
 from benchmarks.throughput import llamacpp
 from tunix_sgljax.bench.shapes import MODELS
 
@@ -84,12 +82,11 @@ def test_a_group_is_prefilled_once():
     assert context.num_tokens == 100 + 2 * 8
 
 
-@dataclasses.dataclass
 class Reader:
     """Reads the parts of a GGUF file."""
 
-    data: bytes
-    offset: int = 0
+    def __init__(self, data: bytes) -> None:
+        self.data, self.offset = data, 0
 
     def read(self, layout) -> Any:
         values = list(struct.unpack_from(f"<{layout}", self.data, self.offset))
@@ -97,8 +94,7 @@ class Reader:
         return values if len(values) > 1 else values[0]
 
     def string(self):
-        length = self.read("Q")
-        return self.read(f"{length}s").decode()
+        return self.read(f"{self.read('Q')}s").decode()
 
     def value(self):
         kind = self.read("I")
@@ -148,35 +144,6 @@ def test_small_types_are_near_the_numbers():
     np.testing.assert_allclose(restored.reshape(array.shape), array, atol=np.abs(array).max() / 200)
 
 
-def make_pair(ours_s, peer_s, load):
-    return Pair(
-        ours=Run(wall_s=ours_s, cpu_s=2 * ours_s, other_load=0.0),
-        peer=Run(wall_s=peer_s, cpu_s=2 * peer_s, other_load=load),
-    )
-
-
-def test_a_row_has_medians_and_ratios():
-    result = Result(
-        workload="x",
-        useful_tokens=1,
-        trials=[],
-        settings=Settings(num_slots=1),
-        num_agreed=7,
-        num_compared=8,
-        used=[make_pair(2.0, 4.0, 0.01), make_pair(1.0, 1.0, 0.2), make_pair(4.0, 6.0, None)],
-        left_out=[],
-    )
-    cells = "2.000 | 4.000 | 1.500 | 1.000 to 2.000 | 4.000 | 8.000 | 20.0% | 3, 1 | 7 of 8"
-    assert result.row() == f"| x | {cells} |"
-
-
-def test_disturbed_pairs_are_the_first_to_be_left_out():
-    pairs = [make_pair(1, 1, load) for load in (0.5, 0.02, 0.2, 0.0, 0.3)]
-    used, left_out = llamacpp.split_pairs(pairs, 3)
-    assert [pair.other_load for pair in used] == [0.02, 0.2, 0.0]
-    assert [pair.other_load for pair in left_out] == [0.5, 0.3]
-
-
 def test_tokens_are_compared_up_to_the_first_difference():
     assert llamacpp.agreed_tokens([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 0, 6]]) == (4, 5)
 
@@ -189,7 +156,7 @@ def test_a_worker_answers_and_reports_errors():
         "    return {'value': 1 // value}\n"
         "serve({'echo': echo})\n"
     )
-    worker = Worker([sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)})
+    worker = Worker([sys.executable, "-c", code])
     try:
         assert worker.call("echo", value=1) == {"value": 1}
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):

@@ -17,7 +17,7 @@ from typing import Any
 
 from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.engine_core import EngineCore
-from sgljax_engine.core.loop import EngineLoop
+from sgljax_engine.core.loop import Distribute, EngineLoop
 from sgljax_engine.runner import compiled
 from tests.threads import LIMIT_S
 from tunix_sgljax.cli.main import main
@@ -60,9 +60,9 @@ def hold_decoding() -> None:
 def let_go_on_abort() -> None:
     submit = EngineLoop.submit
 
-    def submit_and_let_go(self: EngineLoop, command: Any) -> None:
-        submit(self, command)
-        if isinstance(command, cmd.Abort):
+    def submit_and_let_go(self: EngineLoop, task: cmd.Task) -> None:
+        submit(self, task)
+        if isinstance(task, Distribute) and isinstance(task.command, cmd.Abort):
             _goes_on.set()
 
     EngineLoop.submit = submit_and_let_go

@@ -213,6 +213,7 @@ def gemma4_root(tmp_path_factory):
     return root, model
 
 
+@pytest.mark.slow
 def test_gemma_4_with_keys_that_no_layer_reads(gemma4_root, tmp_path, capsys):
     """Tunix's loader and the engine's take the output, and find the same in it."""
     root, model = gemma4_root
@@ -297,6 +298,7 @@ def trained(tmp_path_factory):
     cluster.rollout.close()
 
 
+@pytest.mark.slow
 def test_the_converted_model_samples_as_the_rollout_of_the_trained_one(trained, tmp_path):
     rollout, root = trained
     output = tmp_path / "out"
@@ -315,6 +317,7 @@ def test_the_converted_model_samples_as_the_rollout_of_the_trained_one(trained, 
     assert max_difference(*logprobs) < 1e-5
 
 
+@pytest.mark.slow
 def test_steps(trained, tmp_path, capsys):
     _, root = trained
     actor = root / "checkpoints" / "actor"
@@ -359,6 +362,7 @@ def test_dtype_and_shards(tmp_path):
     assert load_model_config(again) == load_model_config(BASE)
 
 
+@pytest.mark.slow
 def test_names_that_do_not_fit_are_all_listed(trained, tmp_path, capsys):
     _, root = trained
     base = tmp_path / "base"

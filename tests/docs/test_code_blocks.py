@@ -1,4 +1,4 @@
-"""The Python of the tutorial runs, and prints what the page says."""
+"""The Python of the pages runs, and prints what they say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,34 +20,26 @@ QUICK_COMPILE = "that the docs' code runs, not the numbers that it gives"
 
 
 @pytest.mark.slow
-def test_tutorial(tmp_path, monkeypatch):
+def test_first_steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shell = [block.code for block in doc_blocks.blocks("tutorial.md") if block.kind == "bash"]
+    shell = [block.code for block in doc_blocks.blocks("first_steps.md") if block.kind == "bash"]
     (command,) = [line for code in shell for line in code.splitlines() if "hf_folder" in line]
     program, script, *arguments = shlex.split(command)
     assert (program, script) == ("python", "examples/hf_folder.py")
     assert hf_folder.main(arguments) == 0
-    assert doc_blocks.run("tutorial.md", {}) >= 5
+    assert doc_blocks.run("first_steps.md", {}) >= 5
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-def test_recipe():
-    assert doc_blocks.run("recipe.md", {}) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-def test_lora():
-    assert doc_blocks.run("lora.md", {}) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix
-def test_local_folder(tmp_path, monkeypatch):
+def test_tunix_and_lora(tmp_path, monkeypatch):
+    """The whole recipe, and the lines of LoRA that come on top of it."""
     monkeypatch.chdir(tmp_path)
     assert hf_folder.main(["addition-model"]) == 0
-    assert doc_blocks.run("local_folder.md", {}) == 1
+    names: dict[str, Any] = {}
+    assert doc_blocks.run("tunix.md", names) == 3
+    names["rollout"].close()
+    assert doc_blocks.run("lora.md", names) == 2
 
 
 @pytest.mark.slow

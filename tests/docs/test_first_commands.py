@@ -79,7 +79,7 @@ def test_the_count_of_recipes_is_the_same_everywhere():
     }
     (right,) = counts.pop("recipes.md")
     named = {page: found for page, found in counts.items() if found}
-    assert {"README.md", "recipe.md"} <= named.keys()
+    assert {"README.md", "tunix.md"} <= named.keys()
     assert all(found == {right} for found in named.values()), f"recipes.md says {right}: {named}"
 
 

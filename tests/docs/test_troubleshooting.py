@@ -1,4 +1,7 @@
-"""docs/troubleshooting.md: each message there is what the code says, produced for real."""
+"""docs/troubleshooting.md: each message there is what the code says, produced for real.
+
+So are those that the page leaves out because they say themselves what to do: plain_messages.md.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from tests.docs import config_errors, request_errors
 from tests.docs.error_cases import Parts
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+PLAIN = Path(__file__).with_name("plain_messages.md")
 PRODUCERS = config_errors.PRODUCERS | request_errors.PRODUCERS
 _ENTRY = re.compile(r"^<!-- error: (\w+) -->\n\n```text\n(.+?)\n```$", re.MULTILINE | re.DOTALL)
 
 
-def entries() -> dict[str, str]:
-    """The page's messages by name."""
-    return dict(_ENTRY.findall(PAGE.read_text(encoding="utf-8")))
+def entries(*pages: Path) -> dict[str, str]:
+    """The messages of pages by name."""
+    return dict(entry for page in pages for entry in _ENTRY.findall(page.read_text("utf-8")))
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +45,19 @@ def public_text(error: EngineError) -> str:
 
 def test_every_entry_has_a_producer_and_every_producer_an_entry():
     assert not config_errors.PRODUCERS.keys() & request_errors.PRODUCERS.keys()
-    assert entries().keys() == PRODUCERS.keys()
+    assert not entries(PAGE).keys() & entries(PLAIN).keys()
+    assert entries(PAGE, PLAIN).keys() == PRODUCERS.keys()
 
 
-def test_no_message_is_outside_an_entry():
-    text = PAGE.read_text(encoding="utf-8")
-    assert text.count("```text") == len(_ENTRY.findall(text)) == len(entries())
+@pytest.mark.parametrize("page", [PAGE, PLAIN], ids=lambda page: page.stem)
+def test_no_message_is_outside_an_entry(page):
+    text = page.read_text(encoding="utf-8")
+    assert text.count("```text") == len(_ENTRY.findall(text)) == len(entries(page))
 
 
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_message(parts, name):
-    expected = entries()[name]
+    expected = entries(PAGE, PLAIN)[name]
     words = expected.split("...")
     assert len("".join(words).partition(": ")[2]) >= 15, "the pattern matches almost anything"
     with pytest.raises(EngineError) as caught:
@@ -64,4 +70,4 @@ def test_message(parts, name):
 def test_every_public_error_is_on_the_page(error):
     """Their base class stands for all of them."""
     if error != "EngineError":
-        assert any(message.startswith(f"{error}: ") for message in entries().values())
+        assert any(message.startswith(f"{error}: ") for message in entries(PAGE).values())

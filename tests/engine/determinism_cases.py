@@ -159,7 +159,7 @@ def ask(engine: Engine, asked: Sequence[Asked]) -> list[Bits]:
     )
     params, prompts = [each.params for each in asked], [each.prompt for each in asked]
     made, _ = engine._make_requests(None, params, prompts, logprobs, False)
-    return [bits_of(out) for out in engine._client.generate(made)]
+    return [bits_of(out) for out in engine._calls.generate(made)]
 
 
 def differing(some: Sequence[Bits], others: Sequence[Bits]) -> list[tuple[int, list[str]]]:

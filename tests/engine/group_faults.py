@@ -80,8 +80,8 @@ def check_idle(engine: Engine) -> None:
     state = engine.get_internal_state()
     assert state.running_batch_size == state.waiting_queue_size == 0
     assert {each.weight_version for each in state.engines} == {engine.weight_version}
-    assert not engine._group._groups._groups
-    assert not engine._group._groups._names
+    assert not engine._group.groups._groups
+    assert not engine._group.groups._names
     assert engine._group._router.loads == (0, 0)
 
 
@@ -194,9 +194,9 @@ def hooks(engine: Engine, expected: list[list[int]]) -> None:
         raise SystemExit("planted")
 
     with pytest.raises(SystemExit, match="planted"):
-        engine._client.ask(functools.partial(cmd.Run, leave))
+        engine._calls.ask(functools.partial(cmd.Run, leave))
     with pytest.raises(SystemExit, match="planted"):
-        engine._client.ask(functools.partial(cmd.Warmup, True, True, Progress()))
+        engine._calls.ask(functools.partial(cmd.Warmup, True, True, Progress()))
     assert both(engine) == expected
     check_idle(engine)
 
@@ -292,8 +292,8 @@ def blocked_source() -> None:
             with pytest.raises(EngineShutdownError):
                 call.result(LIMIT_S)
         go_on.set()
-        engine._group._updates.thread.join(LIMIT_S)
-        assert not engine._group._updates.thread.is_alive()
+        engine._group._weights.thread.join(LIMIT_S)
+        assert not engine._group._weights.thread.is_alive()
 
 
 RULES = logical_rules(TINY)
@@ -305,8 +305,8 @@ def stopped_while_handing_out() -> None:
         group = engine._group
         real = group.loops[0].submit
 
-        def submit(command: Any) -> None:
-            real(command)
+        def submit(task: cmd.Task) -> None:
+            real(task)
             group.request_stop()
 
         group.loops[0].submit = submit

@@ -281,7 +281,7 @@ def main(num_examples: int, num_steps: int) -> bool:
     test = single.machine(num_examples, GroupMachine, num_steps)
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(test)
     is_well = unittest.TextTestRunner().run(suite).wasSuccessful()
-    groups = make_subject().engine._group._groups
+    groups = make_subject().engine._group.groups
     assert not is_well or not (groups._groups or groups._names)
     counts = "num_examples", "num_steps", "num_interrupts", "num_refused"
     sys.stdout.write(f"{ {name: getattr(GroupMachine, name) for name in counts} }\n")

@@ -113,7 +113,7 @@ class PlainCall(Call):
 
     def go_away(self) -> None:
         super().go_away()
-        self.engine._client.abandon(self.requests)
+        self.engine._calls.abandon(self.requests)
 
     def _collect(self) -> list[Result]:
         errors = [future.exception(LIMIT_S) for future in self.futures]

@@ -70,7 +70,7 @@ def start_all(
         calls = [
             start(lambda ids=ids: engine.generate_requests([ids], params)[0]) for ids in prompts
         ]
-        wait_for(lambda: engine._group.loops[0]._commands.qsize() >= len(prompts))
+        wait_for(lambda: engine._group.loops[0]._tasks.qsize() >= len(prompts))
     num = before.num_first_tokens + len(prompts)
     wait_until(engine, lambda state: state.counters.num_first_tokens >= num)
     return calls
@@ -83,7 +83,7 @@ def update_in_flight(engine: Engine, source: Any, **options: Any) -> int:
     """
     with held(engine):
         update = start(lambda: engine.update_weights(source, **options))
-        wait_for(lambda: not engine._group.loops[0]._commands.empty())
+        wait_for(lambda: not engine._group.loops[0]._tasks.empty())
     return update.result(LIMIT_S)
 
 

@@ -40,35 +40,29 @@ def mesh_of(tp_size: int) -> Mesh:
     return Mesh(np.asarray(jax.devices()[:tp_size]).reshape(1, tp_size), ("fsdp", "tp"))
 
 
-def four_devices() -> None:
-    """Sliding layers have a kv head for each device, the others one for two."""
-    check_equal_to_one_device(MIXED_HEADS, 4)
-
-
 def eight_devices() -> None:
     """Three parts of the tensor axis: a kv head of two devices, and one of four."""
     check_equal_to_one_device(MIXED_HEADS, 8)
 
 
 def shared_keys() -> None:
-    """One kv head of two devices and of four, which the last layers read too."""
-    check_equal_to_one_device(SHARED_KEYS, 2, 4)
+    """One kv head of four devices, which the last layers read too."""
+    check_equal_to_one_device(SHARED_KEYS, 4)
 
 
-def check_equal_to_one_device(model: ModelConfig, *tp_sizes: int) -> None:
+def check_equal_to_one_device(model: ModelConfig, tp_size: int) -> None:
     """Tokens, log-probs and scores are one device's, and the memory report is right."""
     weights = spread_weights(model)
     with Engine(model_config=model, weights=weights, **SMALL_BATCH) as engine:
         expected = engine.generate_requests(PROMPTS, GREEDY)
         scored = engine.score(PROMPTS[:3])
     assert len({token for out in expected for token in out.output_ids}) > 20
-    for tp_size in tp_sizes:
-        mesh = mesh_of(tp_size)
-        with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL_BATCH) as engine:
-            check_same(engine.generate_requests(PROMPTS, GREEDY), expected)
-            for a, b in zip(engine.score(PROMPTS[:3]), scored, strict=True):
-                np.testing.assert_allclose(a, b, atol=1e-5)
-            check_memory(engine, model, mesh)
+    mesh = mesh_of(tp_size)
+    with Engine(model_config=model, weights=weights, mesh=mesh, **SMALL_BATCH) as engine:
+        check_same(engine.generate_requests(PROMPTS, GREEDY), expected)
+        for a, b in zip(engine.score(PROMPTS[:3]), scored, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        check_memory(engine, model, mesh)
 
 
 def check_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:

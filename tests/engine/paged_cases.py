@@ -15,19 +15,25 @@ from sgljax_engine import Engine, SamplingParams
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.cache.kv_pages import LayerKV
 from tests.engine.models import TINY, random_prompts, spread_weights
-from tests.tiers import pairwise
 
 
 def spread(*columns: Sequence[Any]) -> list[Any]:
-    """Combinations of each two values of two columns; the fast tier has each value at least once.
+    """Combinations that have each value; the slow tier has it once more, with other company.
 
-    The fast ones step through all columns together.
+    Both step through all columns together, the slow one with each column shifted by its index.
     """
     rows = range(max(map(len, columns)))
-    fast = [tuple(column[row % len(column)] for column in columns) for row in rows]
+    fast, slow = (
+        [
+            tuple(column[(row + shift * i) % len(column)] for i, column in enumerate(columns))
+            for row in rows
+        ]
+        for shift in (0, 1)
+    )
+    others = [row for row in slow if row not in fast]
     return [
-        pytest.param(*row, marks=() if row in fast else (pytest.mark.slow,))
-        for row in pairwise(*columns, first=fast)
+        *(pytest.param(*row) for row in fast),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in others),
     ]
 
 

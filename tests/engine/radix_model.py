@@ -1,7 +1,7 @@
 """The prefix cache and its allocator beside a model of them made of plain dictionaries.
 
 Every operation is done to both and compared. `random_operations` drives them from a seed; the
-state machine of `test_radix.py` and `benchmarks/exactness/radix_soak.py` use them as well.
+state machine of `test_radix.py` uses them as well.
 """
 
 from __future__ import annotations

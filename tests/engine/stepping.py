@@ -12,15 +12,14 @@ from sgljax_engine import ModelConfig, RequestOutput, SamplingParams
 from sgljax_engine.builder import group
 from sgljax_engine.config import EngineConfig
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.handlers import handle
-from sgljax_engine.core.interruptions import settle
-from sgljax_engine.core.weight_updates import WeightSource
+from sgljax_engine.core.commands.pause import settle
 from sgljax_engine.models.weight_rules import hf_rules
 from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.input_processor import LogprobArgs, RequestFactory
 from sgljax_engine.processing.seeds import SeedSource
 from sgljax_engine.types import FinishReason, Request
 from sgljax_engine.weights import sync
+from sgljax_engine.weights.rules import WeightSource
 from tests.engine.models import TINY, spread_weights
 
 
@@ -30,11 +29,15 @@ def _no_text(request: Request, reason: FinishReason) -> None:
 
 
 class SteppedEngine:
-    """An `EngineCore` that is driven by the test's own thread.
+    """An `EngineCore` that is driven by the test's own thread: the `Recipients` of its commands.
 
     Attributes:
         core: The core.
+        groups: The calls that it has.
+        num_engines: One.
     """
+
+    num_engines = 1
 
     def __init__(self, model: ModelConfig = TINY, **options: Any) -> None:
         """Builds a tiny model's core; options are those of `Engine`."""
@@ -49,6 +52,7 @@ class SteppedEngine:
             progress=None,
         )
         (self.core,) = built.cores
+        self.groups = built.groups
         self._weight_maker = built.weight_maker
         self.core.outputs.connect(_no_text, thread_name=None)
         self._factory = RequestFactory(model, limits, None, SeedSource(0))
@@ -57,9 +61,17 @@ class SteppedEngine:
         """Does a command; its future may have to wait for steps."""
         future: Future[Any] = Future()
         self.core.outputs.flush()
-        handle(self.core, make(future))
+        make(future).hand_out(self)
         settle(self.core)
         return future
+
+    def give(self, index: int, task: cmd.Task) -> None:
+        """Does a task at once."""
+        assert index == 0
+        task.run(self.core)
+
+    def route(self, requests: Sequence[Request]) -> None:
+        """There is one engine."""
 
     def add(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -96,7 +108,7 @@ class SteppedEngine:
 
         def swap(done: Future[None]) -> None:
             del done
-            handle(self.core, cmd.SwapWeights(lambda _: [made], future=future, **given))
+            cmd.SwapWeights(build=lambda _: [made], future=future, **given).hand_out(self)
 
         drained: Future[None] = Future()
         drained.add_done_callback(swap)

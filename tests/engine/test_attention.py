@@ -11,7 +11,7 @@ from sgljax_engine.attention import xla as attention
 from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.registry import PORTABLE
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
-from tests.engine.paged_cases import ragged_case
+from tests.engine.paged_cases import ragged_case, spread
 
 DEFAULT = AttentionOptions(scale=12**-0.5)
 OPTIONS = {
@@ -22,13 +22,21 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("backend", PORTABLE)
-@pytest.mark.parametrize(
-    ("page_size", "num_heads", "num_kv_heads", "num_queries"),
-    [(1, 4, 2, 1), (4, 8, 1, 16), (16, 3, 3, 1), (16, 4, 2, 16), (128, 8, 1, 1), (128, 3, 3, 16)],
+SHAPES = (
+    (1, 4, 2, 1),
+    (4, 8, 1, 16),
+    (16, 3, 3, 1),
+    (16, 4, 2, 16),
+    (128, 8, 1, 1),
+    (128, 3, 3, 16),
+    (4, 4, 2, 1),
 )
-def test_ragged_blocks(backend, options, page_size, num_heads, num_kv_heads, num_queries):
+
+
+@pytest.mark.parametrize(("shape", "options", "backend"), spread(SHAPES, [*OPTIONS], [*PORTABLE]))
+def test_ragged_blocks(backend, options, shape):
+    page_size, num_heads, num_kv_heads, num_queries = shape
+    options = OPTIONS[options]
     case = ragged_case(
         [num_queries, 17, 33, 150],
         page_size=page_size,

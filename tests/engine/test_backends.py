@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from sgljax_engine import Engine, InvalidConfigError, SamplingParams, logical_rules
+from sgljax_engine import InvalidConfigError, logical_rules
 from sgljax_engine.attention import cpu
 from sgljax_engine.attention.batch_invariant import ordered_backend
 from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.attention.registry import BACKENDS, PORTABLE, pick_attention
 from sgljax_engine.config import ATTENTION_BACKENDS, LINEAR_BACKENDS, RuntimeConfig
 from sgljax_engine.layers import target
-from sgljax_engine.layers.kernels import CpuKernels, pick_kernels
+from sgljax_engine.layers.kernels import pick_kernels
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import Placement
 from sgljax_engine.placement.submeshes import place
 from sgljax_engine.weights import sync
-from tests.engine.models import TINY, logical_weights, random_prompts, spread_weights
+from tests.engine.models import TINY, logical_weights
 from tests.engine.native_cases import needs_machine_code
 
 
@@ -37,13 +37,6 @@ def placement(linear: str = "auto", **changes: Any) -> Placement:
 def no_machine_code(monkeypatch):
     for module in (target, sync):
         monkeypatch.setattr(module, "unavailable", lambda: "out of luck")
-
-
-def runs_natively(engine: Engine) -> bool:
-    static = engine._group.loops[0]._core.runner._static
-    is_native = isinstance(static.context.kernels, CpuKernels)
-    assert is_native == (static.attention is native_attention)
-    return is_native
 
 
 def pick(head_dim: int = 16, *, attention: str = "auto", linear: str = "auto", **changes: Any):
@@ -123,61 +116,6 @@ def test_names_of_backends():
     assert tuple(BACKENDS) == ATTENTION_BACKENDS
     assert set(BACKENDS) == {"auto", "native", "pallas", "tpu", "xla_rows", *PORTABLE}
     assert set(LINEAR_BACKENDS) == {"auto", "native", "xla"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attention_backend": "xlaa"}, "unknown attention_backend 'xlaa'; did you mean 'xla'?"),
-        ({"linear_backend": "nativ"}, "unknown linear_backend 'nativ'; did you mean 'native'?"),
-        ({"attention_backend": None}, "attention_backend must be the name of a backend, got None"),
-    ],
-)
-def test_names_that_are_none(options, message):
-    """Refused before weights are looked at: there are none here."""
-    with pytest.raises(InvalidConfigError, match=re.escape(message)):
-        Engine(model_config=TINY, weights={}, **options)
-
-
-def generate(**options: Any):
-    """Answers of requests that are batched, chunked, retracted and share prefixes."""
-    prompts = random_prompts(16, 3, 90)
-    prompts += [[*prompt, 5, 6] for prompt in prompts[:8]]
-    params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
-    with Engine(
-        model_config=TINY,
-        weights=spread_weights(),
-        max_running_requests=12,
-        batch_buckets=(12,),
-        page_size=4,
-        num_kv_tokens=480,
-        chunked_prefill_size=64,
-        token_buckets=(64,),
-        init_new_token_ratio=0.0,
-        min_new_token_ratio=0.0,
-        **options,
-    ) as engine:
-        outputs = engine.generate_requests(prompts, params)
-        engine.check_integrity()
-        state = engine.get_internal_state()
-        scored = engine.score([[*p, *o.output_ids] for p, o in zip(prompts, outputs, strict=True)])
-        assert state.counters.num_retractions > 0
-        return outputs, scored, runs_natively(engine), state.memory.contiguous_kv_bytes
-
-
-@pytest.mark.slow
-@needs_machine_code
-def test_both_ways_give_the_same_answers(no_machine_code, monkeypatch):
-    portable = generate()
-    assert not portable[2]
-    monkeypatch.undo()
-    native = generate()
-    assert native[2:] == (True, 0)
-    for one, other in zip(native[0], portable[0], strict=True):
-        assert one.output_ids == other.output_ids
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-    for one, other in zip(native[1], portable[1], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @needs_machine_code

@@ -20,6 +20,7 @@ from sgljax_engine.runner import compiled
 from sgljax_engine.runner.widths import CANDIDATES
 from tests.engine.determinism_cases import (
     MODEL,
+    Asked,
     Interrupter,
     Way,
     ask,
@@ -35,11 +36,12 @@ from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.threads import LIMIT_S, start
 
-NUM_WAYS, NUM_PORTABLE_WAYS = 9, 2
-"""Three of each geometry; one of two of them, since portable code takes long to compile."""
+NUM_WAYS, NUM_PORTABLE_WAYS = 18, 2
+"""Six of each geometry; one of two of them, since portable code takes long to compile."""
 
 REQUESTS = requests(200, MODEL.vocab_size)
-PLAIN = [each for each in REQUESTS if not each.params.changes_logits][:40]
+UNCHANGED = [each for each in REQUESTS if not each.params.changes_logits]
+PLAIN = UNCHANGED[:40]
 """They need fewer programs."""
 
 ALONE: dict[str, Any] = {
@@ -101,13 +103,21 @@ def backend(request):
 
 
 def ways(backend: str, count: int, num_fast: int) -> list[Any]:
-    """A backend with each way; the first ones are of the fast tier."""
-    marks = [() if index < num_fast else (pytest.mark.slow,) for index in range(count)]
-    return [pytest.param(backend, index, marks=marks[index]) for index in range(count)]
+    """A backend with each way; the first ones are of the fast tier, most are of the soak."""
+    tiers = (
+        () if i < num_fast else pytest.mark.slow if i < 5 else pytest.mark.soak
+        for i in range(count)
+    )
+    return [pytest.param(backend, index, marks=marks) for index, marks in enumerate(tiers)]
 
 
 NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
 PORTABLE = pytest.mark.parametrize("backend", ["portable"], indirect=True)
+
+
+def asked_of(backend: str) -> list[Asked]:
+    """Requests of all kinds; changed logits are no matter of the backend: one has them."""
+    return REQUESTS if backend == "native" else UNCHANGED
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +132,7 @@ def alone(backend, tmp_path_factory):
         if known := file.read():
             return pickle.loads(known)
         with make_engine(ALONE) as engine:
-            found = run(engine, REQUESTS, Way({}))
+            found = run(engine, asked_of(backend), Way({}))
         file.write(pickle.dumps(found))
         return found
 
@@ -134,15 +144,15 @@ def alone(backend, tmp_path_factory):
 )
 def test_no_bit_differs(backend, alone, index):
     """Of requests, however they are batched, chunked, cached, retracted and interrupted."""
-    way, asked = WAYS[index], REQUESTS
-    if backend == "portable" and index % len(GEOMETRIES):
-        # Changed logits are no matter of the backend: one geometry has them.
-        asked = [each for each in REQUESTS if not each.params.changes_logits]
-        assert way.order is not None
-        way = way._replace(order=[i for i in way.order if i < len(asked)])
+    way, asked = WAYS[index], asked_of(backend)
+    assert way.order is not None
+    way = way._replace(order=[i for i in way.order if i < len(asked)])
     with make_engine(way.options) as engine:
-        expected = [alone[REQUESTS.index(each)] for each in asked]
-        check_bits(run(engine, asked, way), expected)
+        check_bits(run(engine, asked, way), alone)
+        if backend == "portable":  # Large pools are read in rows, small ones retract.
+            kv_memory = engine._group.loops[0]._core.runner.kv_memory
+            assert bool(kv_memory.contiguous_kv) == (index == 0)
+            assert index == 0 or engine.get_internal_state().counters.num_retractions
         if isinstance(way.interrupt, Interrupter):
             assert len(way.interrupt.counts) >= 3, "of the ways to interrupt"
 
@@ -158,7 +168,7 @@ def test_every_width_from_1_to_64():
             params=dataclasses.replace(each.params, max_new_tokens=index + 1, ignore_eos=True),
             top_logprobs=0,
         )
-        for index, each in enumerate(x for x in REQUESTS if not x.params.changes_logits)
+        for index, each in enumerate(UNCHANGED)
     ][:64]
     with make_engine(ALONE) as engine:
         expected = run(engine, asked, Way({}))
@@ -178,23 +188,6 @@ def test_the_requests_differ(alone):
     """Else they would agree for the wrong reason."""
     assert len({bits.tokens for bits in alone}) > 100
     assert sum(len(bits.tokens) for bits in alone) > 3000
-
-
-@pytest.mark.slow
-@PORTABLE
-@pytest.mark.usefixtures("backend")
-def test_small_pools_retract_and_read_pages():
-    """While large ones read rows."""
-    optimistic = {"init_new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
-    for way, has_contiguous_kv in ((WAYS[0], True), (WAYS[1], False)):
-        with make_engine({**way.options, **optimistic}) as engine:
-            run(engine, PLAIN, Way({}))
-            state = engine.get_internal_state()
-            assert (
-                bool(engine._group.loops[0]._core.runner.kv_memory.contiguous_kv)
-                == has_contiguous_kv
-            )
-            assert bool(state.counters.num_retractions) != has_contiguous_kv
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.experts import Experts, MixOptions, Routing, mix, route, shards_width
 from sgljax_engine.layers.kernels import CpuKernels, Options, XlaKernels
 from sgljax_engine.layers.ragged import block_size
+from tests.engine.paged_cases import spread
 
 WAYS = {
     "ragged_dot": (XlaKernels(), Layout.TOKENS_FIRST, False),
@@ -26,7 +27,7 @@ WAYS = {
 }
 """Kernels, layout, and whether results must be batch-invariant."""
 
-NUM_DRAWS = 1000
+NUM_DRAWS = 200
 
 
 class Shape(NamedTuple):
@@ -106,16 +107,15 @@ def draw(shape: Shape, rng: np.random.Generator, kind: int):
     return x, Routing(weights, numbers), is_used
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize(("shape", "way"), spread(SHAPES, list(WAYS)))
 def test_random_choices_against_a_loop(shape, way):
-    """1,000 of each way."""
+    """200 of each shape."""
     rng = np.random.default_rng(1)
     experts = weights_of(shape)
     run, layout = mix_of(way)
     stored = placed(experts, layout)
     num_none = 0
-    for index in range(NUM_DRAWS // len(SHAPES)):
+    for index in range(NUM_DRAWS):
         x, routing, is_used = draw(shape, rng, kind=index % 4)
         got = np.asarray(run(x, routing, stored, is_used))
         wanted = expected_mix(x, routing, experts, is_used)

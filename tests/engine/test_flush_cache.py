@@ -1,4 +1,4 @@
-"""Flushing the cache: the specification's four cases, and when a flush is refused."""
+"""When a flush of the cache is refused; the specification's cases are in server/test_seed_cases."""
 
 from __future__ import annotations
 
@@ -16,54 +16,6 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=20)
 def engine():
     with make_engine() as engine:
         yield engine
-
-
-def test_1_flush_cache_after_generation(engine):
-    fresh = engine.get_internal_state()
-    engine.generate_requests(PROMPTS, GREEDY)
-    used = engine.get_internal_state()
-    assert used.tree_cache_size == used.cached_kv_tokens > 0
-    assert used.forward_ct_decode > 0
-    assert used.new_token_ratio < fresh.new_token_ratio
-    answer = engine.flush_cache()
-    assert (answer.success, answer.error_msg) == (True, "")
-    assert answer.flushed_items == used.cached_kv_tokens
-    state = engine.get_internal_state()
-    assert state.available_kv_tokens == fresh.available_kv_tokens == state.total_kv_tokens
-    assert state.tree_cache_size == state.req_to_token_pool_used == state.forward_ct_decode == 0
-    assert state.new_token_ratio == state.init_new_token_ratio == fresh.new_token_ratio
-
-
-def test_2_flush_cache_clears_scheduling_state(engine):
-    engine.generate_requests(PROMPTS, GREEDY)
-    assert engine.flush_cache().success
-    state = engine.get_internal_state()
-    assert state.running_batch_size == state.waiting_queue_size == state.num_prefilling == 0
-    assert state.cur_batch_is_none
-    assert state.last_batch_is_none
-    assert state.chunked_req_is_none
-    assert state.running_rids == state.waiting_rids == ()
-
-
-def test_3_generation_works_after_flush(engine):
-    before = [out.output_ids for out in engine.generate_requests(PROMPTS, GREEDY)]
-    assert engine.flush_cache().success
-    outputs = engine.generate_requests(PROMPTS, GREEDY)
-    assert [out.output_ids for out in outputs] == before
-    assert all(out.num_cached_tokens == 0 for out in outputs)
-
-
-def test_4_multiple_flush_cycles(engine):
-    expected = None
-    for _ in range(3):
-        outputs = [out.output_ids for out in engine.generate_requests(PROMPTS, GREEDY)]
-        expected = expected or outputs
-        assert outputs == expected
-        assert engine.flush_cache().flushed_items > 0
-        state = engine.get_internal_state()
-        assert state.available_kv_tokens == state.total_kv_tokens
-        assert state.cached_kv_tokens == state.forward_ct_decode == 0
-        assert engine.flush_cache().flushed_items == 0
 
 
 class TestWithRequests:

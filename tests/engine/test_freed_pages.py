@@ -19,11 +19,13 @@ from tests.engine.native_cases import needs_machine_code
 from tests.engine.paged_cases import RaggedCase, case_of
 
 PAGE = 16
-OPTIONS = (
-    AttentionOptions(scale=0.2, sliding_window=1),
-    AttentionOptions(scale=0.2, sliding_window=20),
-    AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0),
+CASES = (
+    pytest.param(1, AttentionOptions(scale=0.2, sliding_window=20), id="decode"),
+    pytest.param(
+        16, AttentionOptions(scale=0.5, sliding_window=70, logit_softcap=2.0), id="prefill"
+    ),
 )
+"""Queries of a block, and options."""
 BACKENDS: dict[str, Any] = {
     **PORTABLE,
     "ordered": ordered_backend("cpu"),
@@ -52,8 +54,7 @@ def case_without(options: AttentionOptions, num_queries: int, head_dim: int) -> 
     return case._replace(layer=layer, tables=tables)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"window-{options.sliding_window}")
-@pytest.mark.parametrize("num_queries", [1, 16])
+@pytest.mark.parametrize(("num_queries", "options"), CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_reading(backend, num_queries, options):
     case = case_without(options, num_queries, head_dim=128 if backend == "tpu" else 16)
@@ -61,8 +62,7 @@ def test_reading(backend, num_queries, options):
 
 
 @needs_machine_code
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"window-{options.sliding_window}")
-@pytest.mark.parametrize("num_queries", [1, 16])
+@pytest.mark.parametrize(("num_queries", "options"), CASES)
 def test_jit_compiled_kernels(num_queries, options):
     case = case_without(options, num_queries, head_dim=16)
     case.check(case.run(native_attention, options), options, atol=2e-5)

@@ -15,12 +15,12 @@ from tests.devices import run_python
     [
         "sizes",
         "auto",
-        "routing",
         "moves",
         "ids",
         "faults",
-        "gpu_kernel",
-        "tpu_kernel",
+        pytest.param("routing", marks=pytest.mark.slow),
+        pytest.param("gpu_kernel", marks=pytest.mark.slow),
+        pytest.param("tpu_kernel", marks=pytest.mark.slow),
         pytest.param("trainers_weights", marks=pytest.mark.slow),
         pytest.param("scores", marks=pytest.mark.slow),
         pytest.param("checkpoints", marks=pytest.mark.slow),
@@ -32,14 +32,14 @@ def test_on_eight_devices(case, tmp_path):
     run("tests.engine.group_cases", case, *([str(tmp_path)] if case == "checkpoints" else []))
 
 
-@pytest.mark.parametrize("step", [31, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [31, pytest.param(3, marks=pytest.mark.soak)])
 def test_refusals_interrupts_and_faults(step):
     """Nothing hangs or is left behind; callers are interrupted at every so many places."""
     run("tests.engine.group_faults", step)
 
 
 @pytest.mark.parametrize(
-    ("num_examples", "num_steps"), [(300, 8), pytest.param(60, 40, marks=pytest.mark.slow)]
+    ("num_examples", "num_steps"), [(300, 8), pytest.param(60, 40, marks=pytest.mark.soak)]
 )
 def test_interrupt_machine(num_examples, num_steps):
     """As for one engine, with adapters, stop strings and interrupted callers too."""

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.threads import LIMIT_S
 
 SCRIPT = """
@@ -37,6 +39,7 @@ engine.generate(input_ids=[1], sampling_params={{"max_new_tokens": 2}})
 """
 
 
+@pytest.mark.slow
 def test_under_unusual_jax_settings(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(cache=str(tmp_path))],
@@ -96,6 +99,7 @@ print("ok")
 """
 
 
+@pytest.mark.slow
 def test_collections_and_the_end_of_the_interpreter(tmp_path):
     """In a process of its own: on a failure nothing but its end would get the threads out."""
     result = subprocess.run(

@@ -345,5 +345,6 @@ def machine(
 
 
 TestInterruptMachine = machine(num_examples=20)
-TestInterruptMachineForLong = pytest.mark.first(pytest.mark.slow(machine(num_examples=120)))
-TestDraftingMachine = pytest.mark.slow(machine(num_examples=60, kind=DraftingMachine))
+TestDraftingMachine = pytest.mark.slow(machine(num_examples=15, kind=DraftingMachine))
+TestInterruptMachineForLong = pytest.mark.soak(machine(num_examples=500))
+TestDraftingMachineForLong = pytest.mark.soak(machine(num_examples=200, kind=DraftingMachine))

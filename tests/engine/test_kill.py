@@ -19,7 +19,6 @@ from tests.engine.models import TINY, spread_weights
 from tests.engine.rollout_to_kill import NUM_LONG, NUM_REQUESTS, OPTIONS, PARAMS, PROMPTS, RIDS
 from tests.threads import LIMIT_S
 
-NUM_KILLS = 20
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,11 +72,13 @@ class Rollouts:
         self._process.communicate(timeout=LIMIT_S)
 
 
-@pytest.mark.first
-@pytest.mark.slow
-def test_twenty_rollouts_survive_kill_9(engine, expected, tmp_path):
-    rollouts, chance = Rollouts(), random.Random(0)
-    for number in range(NUM_KILLS):
+@pytest.mark.parametrize(
+    "num_kills",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.soak)],
+)
+def test_rollouts_survive_kill_9(engine, expected, tmp_path, num_kills):
+    rollouts, chance = Rollouts(), random.Random(num_kills)
+    for number in range(num_kills):
         folder = tmp_path / str(number)
         # The long requests begin last, so there is always something left to do.
         num_finished = chance.randrange(NUM_REQUESTS - NUM_LONG)

@@ -17,8 +17,6 @@ from tests.devices import run_python
         pytest.param("outputs", marks=pytest.mark.slow),
         pytest.param("families", marks=pytest.mark.slow),
         pytest.param("states", marks=pytest.mark.slow),
-        pytest.param("more_families", marks=pytest.mark.slow),
-        pytest.param("deterministic", marks=pytest.mark.slow),
     ],
 )
 def test_on_eight_devices(case):

@@ -27,7 +27,7 @@ def engine():
 def test_time_to_first_token_begins_with_the_call(engine):
     with held(engine):
         answer = start(lambda: engine.generate(None, GREEDY, [1, 2, 3]))
-        wait_for(lambda: not engine._group.loops[0]._commands.empty())
+        wait_for(lambda: not engine._group.loops[0]._tasks.empty())
         time.sleep(WAIT_S)
     meta = answer.result()["meta_info"]
     assert WAIT_S <= meta["time_to_first_token"] < meta["e2e_latency"]
@@ -45,11 +45,12 @@ def test_time_to_first_token_is_that_of_one_dispatch(engine):
 def test_time_to_first_token_of_a_request_without_tokens(engine):
     with held(engine):
         answer = start(lambda: engine.generate_requests([[6]], SamplingParams())[0])
-        while engine._group.loops[0]._commands.empty():
-            time.sleep(0.001)
-        add = engine._group.loops[0]._commands.get()
-        engine._group.submit(add)
-        engine._group.submit(cmd.AbandonRequests(add.requests, Future()))
+        tasks = engine._group.loops[0]._tasks
+        wait_for(lambda: not tasks.empty())
+        add = tasks.get()
+        tasks.put(add)
+        engine._group.submit(cmd.AbandonRequests(add.command.requests, Future()))
+        wait_for(lambda: tasks.qsize() == 2)
     output = answer.result()
     assert output.output_ids == []
     assert output.time_to_first_token_s is None

@@ -363,7 +363,7 @@ class TestScoring:
         with Engine(model_config=TINY, weights=WEIGHTS, chunked_prefill_size=16) as chunked:
             runner, commands = (
                 chunked._group.loops[0]._core.runner,
-                chunked._group.loops[0]._commands,
+                chunked._group.loops[0]._tasks,
             )
             updates: list[threading.Thread] = []
             real = runner.prefill

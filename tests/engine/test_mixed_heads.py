@@ -14,8 +14,7 @@ from tests.devices import run_python
     "case",
     [
         "refusals",
-        "gpu_kernel",
-        pytest.param("four_devices", marks=pytest.mark.slow),
+        pytest.param("gpu_kernel", marks=pytest.mark.slow),
         pytest.param("eight_devices", marks=pytest.mark.slow),
         pytest.param("shared_keys", marks=pytest.mark.slow),
         pytest.param("deterministic", marks=pytest.mark.slow),

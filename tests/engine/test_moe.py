@@ -207,6 +207,7 @@ def test_unused_rows_take_no_experts():
             np.testing.assert_allclose(scored, output.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_follows_float32():
     """It runs on XLA's loop over blocks."""
     weights, prompts = spread_weights(TINY_MOE), random_prompts(4, 30, 40)

@@ -11,7 +11,7 @@ from sgljax_engine.attention.base import AttentionOptions, BlockTables
 from sgljax_engine.attention.cpu import native_attention, native_write_kv
 from sgljax_engine.cache.kv_pages import LayerKV, write_kv
 from tests.engine.native_cases import lanes, needs_machine_code
-from tests.engine.paged_cases import ragged_case
+from tests.engine.paged_cases import ragged_case, spread
 
 __all__ = ["lanes"]
 pytestmark = [needs_machine_code, pytest.mark.usefixtures("lanes")]
@@ -34,11 +34,7 @@ CASES = [  # options, page size, query heads, kv heads, head_dim
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "num_queries",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 16],
-)
+@pytest.mark.parametrize(("case", "num_queries"), spread(CASES, [16, 1, 5]))
 def test_ragged_blocks(case, num_queries):
     name, page_size, num_heads, num_kv_heads, head_dim = case
     options = OPTIONS[name]

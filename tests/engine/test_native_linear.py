@@ -119,25 +119,26 @@ def test_embed(dtype):
 
 
 class TestPack:
-    SHAPES = ((1, 1), (9, 16), (16, 17), (40, 64), (3, 40, 33), (2, 5, 300), (130, 700))
+    SHAPES = ((1, 1), (9, 16), (16, 17), (3, 40, 33), (130, 700))
+    CASES = tuple(
+        (source, target, (row + column) % 2 == 0)
+        for row, source in enumerate(DTYPES)
+        for column, target in enumerate(DTYPES)
+    )
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_is_the_portable_form(self, shape):
         wide = jnp.asarray(draw(*shape))
-        for source in DTYPES:
-            for target in DTYPES:
-                x = wide.astype(source)
-                wanted = portable_pack(x.astype(target))
-                np.testing.assert_array_equal(unpack(wanted, shape[-1]), x.astype(target))
-                for is_by_output in (False, True):
-                    rows = x.swapaxes(-1, -2) if is_by_output else x
-                    run = functools.partial(
-                        pack, dtype=jnp.dtype(target), is_by_output=is_by_output
-                    )
-                    found, is_finite = jax.jit(run)(rows)
-                    assert is_finite
-                    assert found.dtype == target
-                    np.testing.assert_array_equal(found, wanted)
+        for source, target, is_by_output in self.CASES:
+            x = wide.astype(source)
+            wanted = portable_pack(x.astype(target))
+            np.testing.assert_array_equal(unpack(wanted, shape[-1]), x.astype(target))
+            rows = x.swapaxes(-1, -2) if is_by_output else x
+            run = functools.partial(pack, dtype=jnp.dtype(target), is_by_output=is_by_output)
+            found, is_finite = jax.jit(run)(rows)
+            assert is_finite
+            assert found.dtype == target
+            np.testing.assert_array_equal(found, wanted)
 
     def test_overflow_is_not_finite(self):
         run = functools.partial(pack, dtype=jnp.dtype("float16"), is_by_output=False)

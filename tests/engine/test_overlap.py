@@ -113,7 +113,7 @@ def test_a_step_that_fails_keeps_no_answer_back(engine, monkeypatch):
             start(lambda ids=ids, new=new: engine.generate_requests([ids], greedy(new)))
             for ids, new in (([1, 2], 4), ([3, 4], 8))
         ]
-        wait_for(lambda: engine._group.loops[0]._commands.qsize() == 2)
+        wait_for(lambda: engine._group.loops[0]._tasks.qsize() == 2)
     assert len(callers[0].result(LIMIT_S)[0].output_ids) == 4
     with pytest.raises(EngineStepError, match="planted fault"):
         callers[1].result(LIMIT_S)

@@ -49,6 +49,7 @@ def test_bytes_count_what_is_stored():
     ]
 
 
+@pytest.mark.slow
 def test_pages_move_between_layouts(tmp_path, monkeypatch):
     """Sleep and checkpoints of an engine with packed pages; another has one head a row."""
     interpreted = backend_of(TpuAttention(interpret=True), TINY.head_dims)

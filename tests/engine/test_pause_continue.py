@@ -1,4 +1,4 @@
-"""Pausing and continuing generation: the specification's four cases, and what else a pause does."""
+"""Pausing generation; the specification's four cases are in server/test_seed_cases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from sgljax_engine import EngineShutdownError, EngineStateError, InvalidRequestError, SamplingParams
-from sgljax_engine.core import interruptions
+from sgljax_engine.core.commands import pause
 from tests.engine.interrupts import (
     LONG,
     NUM_TOKENS,
@@ -48,72 +48,6 @@ def engine(shared):
 def expected(shared):
     """What the prompts give when nobody interrupts."""
     return [out.output_ids for out in shared.generate_requests(PROMPTS, LONG)]
-
-
-def test_1_pause_generation_retract_mode(engine, expected):
-    calls = start_all(engine, PROMPTS)
-    busy = engine.get_internal_state()
-    engine.pause_generation(mode="retract")
-    state = engine.get_internal_state()
-    assert (busy.running_batch_size, busy.waiting_queue_size) == (4, 0)
-    assert (state.running_batch_size, state.waiting_queue_size) == (0, 4)
-    assert state.waiting_rids == busy.running_rids
-    assert state.is_paused
-    assert state.pause_mode == "retract"
-    assert state.available_kv_tokens == state.total_kv_tokens > busy.available_kv_tokens
-    engine.continue_generation()
-    outputs = results(calls)
-    assert tokens_of(outputs) == expected
-    assert [out.num_retractions for out in outputs] == [1, 1, 1, 1]
-    assert not engine.get_internal_state().is_paused
-
-
-def test_2_pause_generation_in_place_mode(engine, expected):
-    calls = start_all(engine, PROMPTS)
-    busy = engine.get_internal_state()
-    engine.pause_generation(mode="in_place")
-    with running():
-        state = engine.get_internal_state()
-    assert state.running_batch_size == busy.running_batch_size == 4
-    assert state.running_rids == busy.running_rids
-    assert state.waiting_rids == busy.waiting_rids == ()
-    assert state.available_kv_tokens == busy.available_kv_tokens < state.total_kv_tokens
-    assert state.counters.num_output_tokens == busy.counters.num_output_tokens
-    engine.continue_generation()
-    outputs = results(calls)
-    assert tokens_of(outputs) == expected
-    assert [out.num_retractions for out in outputs] == [0, 0, 0, 0]
-
-
-def test_3_pause_continue_multiple_cycles(engine, expected):
-    calls = start_all(engine, PROMPTS)
-    for cycle in range(6):
-        mode = ("retract", "in_place")[cycle % 2]
-        engine.pause_generation(mode=mode)
-        state = engine.get_internal_state()
-        assert state.pause_mode == mode
-        size = {"retract": state.waiting_queue_size, "in_place": state.running_batch_size}[mode]
-        assert size == 4
-        tokens = state.counters.num_output_tokens
-        engine.continue_generation()
-        wait_until(engine, lambda s, n=tokens: s.counters.num_output_tokens > n)
-    outputs = results(calls)
-    assert tokens_of(outputs) == expected
-    assert {out.num_retractions for out in outputs} == {3}
-
-
-def test_4_pause_generation_abort_mode(engine, expected):
-    calls = start_all(engine, PROMPTS)
-    engine.pause_generation(mode="abort")
-    outputs = results(calls)
-    state = engine.get_internal_state()
-    assert state.running_batch_size == state.waiting_queue_size == 0
-    for out, whole in zip(outputs, expected, strict=True):
-        assert out.finish is not None
-        assert out.finish.type == "abort"
-        assert out.output_ids
-        assert out.output_ids == whole[: len(out.output_ids)]
-        assert len(out.logprobs) == len(out.token_weight_versions) == len(out.output_ids)
 
 
 class TestNewRequests:
@@ -224,7 +158,7 @@ class TestLife:
 
             with monkeypatch.context() as patch:
                 if place == "commit":
-                    patch.setattr(interruptions, "apply_pause_mode", fail)
+                    patch.setattr(pause, "apply_pause_mode", fail)
                 else:
                     patch.setattr(engine._group.loops[0]._core.runner.kv_memory, "wait", fail)
                 with pytest.raises(RuntimeError, match="planted fault"):
@@ -270,7 +204,7 @@ class TestLife:
         calls = start_all(engine, PROMPTS)
         with held(engine):
             pause = start(lambda: engine.pause_generation(mode="wait"))
-            wait_for(lambda: not engine._group.loops[0]._commands.empty())
+            wait_for(lambda: not engine._group.loops[0]._tasks.empty())
             engine._group.request_stop()
         with pytest.raises(EngineShutdownError):
             pause.result(LIMIT_S)

@@ -175,7 +175,7 @@ class TestGroup:
 
     @pytest.mark.slow
     def test_a_groups_prefill_takes_a_fraction_of_the_time(self):
-        """Less work than `benchmarks/throughput/prefix_sharing.py`, so less of a difference."""
+        """With a larger model and more samples the difference is larger."""
         model = dataclasses.replace(
             MODEL, hidden_size=256, intermediate_size=768, num_layers=3, num_heads=8, head_dim=32
         )

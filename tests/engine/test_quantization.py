@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,14 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgljax_engine import Engine, EngineConfig, InvalidConfigError, SamplingParams, preview_engine
+from sgljax_engine import (
+    Engine,
+    EngineConfig,
+    InvalidConfigError,
+    SamplingParams,
+    WeightSyncError,
+    preview_engine,
+)
 from sgljax_engine.kernels.cpu import chain
 from sgljax_engine.models.registry import get_model
 from sgljax_engine.placement.shardings import is_quantized
 from sgljax_engine.weights.quantize import Quantized
 from tests.engine.models import TINY, TINY_MOE, random_prompts, spread_weights
 
-INT8: dict[str, Any] = {"quantization": "int8", "max_running_requests": 8}
+FEW: dict[str, Any] = {
+    "max_running_requests": 8,
+    "batch_buckets": (8,),
+    "token_buckets": (256,),
+    "chunked_prefill_size": 256,
+}
+"""One program of each kind."""
+INT8: dict[str, Any] = {"quantization": "int8"}
 BACKENDS = {
     "native": {},
     "xla": {"linear_backend": "xla"},
@@ -42,30 +57,45 @@ def rounded(model, weights):
 
 
 def scores(model, weights, **options):
-    with Engine(model_config=model, weights=weights, **options) as engine:
+    with Engine(model_config=model, weights=weights, **FEW, **options) as engine:
         params = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
         outputs = [out.output_ids for out in engine.generate_requests(PROMPTS, [params] * 6)]
         return np.concatenate(engine.score(PROMPTS)), outputs
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", [TINY, TIED], ids=["untied", "tied"])
-def test_is_the_rounded_model(model, backend):
+@functools.cache
+def _floats(is_tied):
+    """Scores and tokens of the rounded weights, and scores of the plain ones, in float32."""
+    model = TIED if is_tied else TINY
+    weights = spread_weights(model)
+    plain, _ = scores(model, weights)
+    return *scores(model, rounded(model, weights)), plain
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "backend"),
+    [
+        (True, "native"),
+        pytest.param(False, "native", marks=pytest.mark.slow),
+        pytest.param(True, "xla", marks=pytest.mark.slow),
+        pytest.param(False, "all_xla", marks=pytest.mark.slow),
+    ],
+)
+def test_is_the_rounded_model(is_tied, backend):
     if backend == "native" and chain.unavailable() is not None:
         pytest.skip(f"no JIT-compiled CPU kernels here: {chain.unavailable()}")
-    weights = spread_weights(model)
-    found, tokens = scores(model, weights, **INT8, **BACKENDS[backend])
-    wanted, expected = scores(model, rounded(model, weights), max_running_requests=8)
+    model = TIED if is_tied else TINY
+    found, tokens = scores(model, spread_weights(model), **INT8, **BACKENDS[backend])
+    wanted, expected, plain = _floats(is_tied)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     assert tokens == expected
-    plain, _ = scores(model, weights, max_running_requests=8)
     assert np.abs(plain - wanted).max() > 1e-3, "rounding shows"
 
 
 def test_updates_make_new_factors():
     weights = spread_weights()
     larger = {name: 3.0 * np.asarray(weight) for name, weight in weights.items()}
-    with Engine(model_config=TINY, weights=weights, **INT8) as engine:
+    with Engine(model_config=TINY, weights=weights, **FEW, **INT8) as engine:
         assert engine.find_differing_weights(weights) == []
         before = engine.get_weights_checksum()
         engine.update_weights(larger, verify=True)
@@ -78,18 +108,12 @@ def test_updates_make_new_factors():
         np.testing.assert_array_equal(np.concatenate(engine.score(PROMPTS)), found)
         engine.update_weights(weights)
         assert engine.get_weights_checksum() == before
-    wanted, _ = scores(TINY, larger, **INT8)
-    np.testing.assert_array_equal(found, wanted)
-
-
-def test_weights_that_are_not_finite_are_refused():
-    weights = spread_weights()
-    bad = weights | {"model.layers.0.mlp.up_proj.weight": np.full((64, 32), np.nan, np.float32)}
-    with Engine(model_config=TINY, weights=weights, **INT8) as engine:
-        before = engine.get_weights_checksum()
-        with pytest.raises(Exception, match=r"up_proj\.weight"):
+        bad = weights | {"model.layers.0.mlp.up_proj.weight": np.full((64, 32), np.nan, np.float32)}
+        with pytest.raises(WeightSyncError, match=r"up_proj\.weight"):
             engine.update_weights(bad)
         assert engine.get_weights_checksum() == before
+    wanted, _ = scores(TINY, larger, **INT8)
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_whole_numbers_and_factors():
@@ -120,7 +144,7 @@ def test_experts_are_refused():
 
 
 @pytest.mark.skipif(chain.unavailable() is not None, reason="no JIT-compiled CPU kernels here")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_width_weights_and_keys(dtype):
     """Stored in the dtype, computed with in float32."""
     weights = {name: np.asarray(w, np.float32) for name, w in spread_weights().items()}
@@ -131,7 +155,7 @@ def test_half_width_weights_and_keys(dtype):
     found, _ = scores(TINY, weights, dtype=dtype)
     wanted, _ = scores(TINY, kept)  # score keeps keys in activations, which are float32
     np.testing.assert_allclose(found, wanted, atol=2e-5)
-    with Engine(model_config=TINY, weights=weights, dtype=dtype) as engine:
+    with Engine(model_config=TINY, weights=weights, dtype=dtype, **FEW) as engine:
         state = engine._group.loops[0]._core.runner
         assert {x.dtype.name for x in jax.tree.leaves(state.kv_memory.state({}).kv)} <= {dtype}
         params = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)

@@ -152,7 +152,7 @@ TestRadixMachine.settings = MACHINES
 
 
 def test_forty_thousand_random_operations():
-    """`benchmarks/exactness/radix_soak.py` does a million."""
+    """Enough of them for every kind of change."""
     totals = random_operations(seed=0, count=40_000)
     assert totals.operations == 40_000
     assert min(totals.evictions, totals.hits, totals.merges, totals.resets) > 100

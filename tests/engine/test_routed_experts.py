@@ -107,7 +107,6 @@ class TestOutputs:
             {},
             {"num_kv_tokens": 128, "chunked_prefill_size": 16},
             pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
-            pytest.param({"attention_backend": "xla"}, marks=pytest.mark.slow),
             pytest.param({"enable_deterministic_sampling": True}, marks=pytest.mark.slow),
             pytest.param({"page_size": 16, "decode_steps": 1}, marks=pytest.mark.slow),
         ],
@@ -160,6 +159,7 @@ class TestOutputs:
         assert output.routed_experts is not None
         assert output.routed_experts.shape == (1, NUM_LAYERS, NUM_CHOSEN)
 
+    @pytest.mark.slow
     def test_no_new_programs_after_warmup(self, routed):
         with make(forbid_compile=True, max_model_len=MAX_LEN) as engine:
             engine.warmup()
@@ -284,10 +284,11 @@ from sgljax_engine import Engine
 from tests.engine.models import TINY_MOE, spread_weights
 from tests.engine.test_routed_experts import GREEDY, OPTIONS, make, prompts
 
-with make(mesh=Mesh(np.asarray(jax.devices()[:1]), ("tp",))) as engine:
+few = {"batch_buckets": (4,), "token_buckets": (64,), "chunked_prefill_size": 64}
+with make(mesh=Mesh(np.asarray(jax.devices()[:1]), ("tp",)), **few) as engine:
     wanted = engine.generate_requests(prompts(), GREEDY)
 mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("fsdp", "tp"))
-with make(mesh=mesh) as engine:
+with make(mesh=mesh, **few) as engine:
     for output, want in zip(engine.generate_requests(prompts(), GREEDY), wanted, strict=True):
         assert output.output_ids == want.output_ids
         np.testing.assert_array_equal(output.routed_experts, want.routed_experts)

@@ -97,7 +97,8 @@ def test_random_rows(backend):
 @pytest.mark.slow
 def test_random_rows_of_all_vocabularies(backend):
     """Of ten thousand: `python -m tests.engine.filter_cases`."""
-    assert sum(map(backend.check, random_cases(2, 416, VOCABULARIES))) == 416
+    for case in random_cases(2, 416, VOCABULARIES):
+        backend.check_kept(case)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every row of the sampling table on a real engine. docs/sampling.md names these tests."""
+"""Every row of the table of docs/sampling.md on a real engine."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class TestPauses:
         version = engine.weight_version
         update = begin(
             lambda: engine.update_weights(NEW, mode="wait"),
-            lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None,
+            lambda: bool(engine._group.loops[0]._core.pauses._pending),
         )
         engine.sleep(preserve_state=preserve_state)
         with pytest.raises(EngineStateError, match=r"waited for 4 .* sleep keeps them from fin"):
@@ -427,7 +427,7 @@ class TestTheEnd:
         engine = make_engine()
         with held(engine):
             asked = [start(call) for call in (engine.sleep, engine.wake_up)]
-            wait_for(lambda: engine._group.loops[0]._commands.qsize() == 2)
+            wait_for(lambda: engine._group.loops[0]._tasks.qsize() == 2)
             engine._group.request_stop()
         for future in asked:  # before the end or not at all
             with contextlib.suppress(EngineShutdownError):

@@ -129,9 +129,16 @@ class TestLevel2:
 
 
 class TestUpdateAsleep:
-    @pytest.mark.parametrize("mode", ["retract", "in_place"])
-    @pytest.mark.parametrize("donate", [False, True])
-    @pytest.mark.parametrize(("level", "preserve_state"), DEPTHS)
+    @pytest.mark.parametrize(
+        ("level", "preserve_state", "donate", "mode"),
+        [
+            (1, False, False, "in_place"),
+            (1, True, True, "in_place"),
+            (2, False, True, "retract"),
+            (2, True, False, "in_place"),
+            (2, True, True, "retract"),
+        ],
+    )
     def test_brings_the_weights_back(
         self, engine, reference, expected, level, preserve_state, donate, mode
     ):

@@ -33,7 +33,6 @@ from tests.engine import test_adapters, test_window_pages
 from tests.engine.determinism_cases import using
 from tests.engine.interrupts import wait_until
 from tests.engine.models import (
-    MIXED_HEADS,
     SHARED_KEYS,
     TINY,
     TINY_MOE,
@@ -107,15 +106,13 @@ native = pytest.mark.skipif(target.unavailable() is not None, reason="no JIT-com
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (MIXED_HEADS, {}),
         (SHARED_KEYS, {}),
         (TINY_MOE, {"enable_return_routed_experts": True}),
         (test_window_pages.MODEL, {"page_size": 4, "max_model_len": 512}),
-        (TINY, {"quantization": "int8"}),
-        (TINY, {"dtype": "bfloat16"}),
-        (TINY, {"disable_radix_cache": True, "page_size": 1}),
+        (TINY, {"quantization": "int8", "disable_radix_cache": True}),
+        (TINY, {"dtype": "bfloat16", "page_size": 1}),
     ],
-    ids=["mixed heads", "shared keys", "experts", "windows", "int8", "bfloat16", "no prefix cache"],
+    ids=["shared keys", "experts", "windows", "int8", "bfloat16"],
 )
 def test_models(model, options):
     long = dataclasses.replace(PARAMS[2], max_new_tokens=90, seed=9)
@@ -292,12 +289,11 @@ def test_nothing_is_compiled_after_warm_up():
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
-        ("native", TINY),
         ("native", test_window_pages.MODEL),
         ("native", TINY_MOE),
         ("portable", TINY),
     ],
-    ids=["tiny", "windows", "experts", "portable"],
+    ids=["windows", "experts", "portable"],
 )
 def test_measuring_changes_no_page(backend, model):
     """Though it takes steps, on pages that may be in use."""

@@ -41,10 +41,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("portable", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
 def backend(request):
     with using(request.param) as name:
         yield name
+
+
+NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
+BOTH = pytest.mark.parametrize(
+    "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @functools.cache
@@ -72,6 +78,7 @@ def run_twice(expected: Any, asked: Sequence[Asked], **options: Any) -> EngineCo
         return engine.get_internal_state().counters
 
 
+@BOTH
 def test_some_requests(backend):
     """Of settings that need no further programs, so that this is fast."""
     del backend
@@ -84,6 +91,7 @@ def test_some_requests(backend):
 
 
 @pytest.mark.slow
+@NATIVE
 def test_all_requests(expected):
     """200 of all sampling kinds."""
     counters = run_twice(expected, REQUESTS)
@@ -92,6 +100,7 @@ def test_all_requests(expected):
 
 
 @pytest.mark.slow
+@NATIVE
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_each_drafter(expected, drafter):
     counters = run_twice(expected, PLAIN[:40], speculative_drafters=(drafter,))
@@ -101,6 +110,7 @@ def test_each_drafter(expected, drafter):
 
 
 @pytest.mark.slow
+@NATIVE
 @pytest.mark.parametrize("num_drafts", [2, 30])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
@@ -111,6 +121,7 @@ def test_each_width(expected, num_drafts):
 
 
 @pytest.mark.slow
+@NATIVE
 def test_siblings(backend):
     """Samples of one prompt draft from each other."""
     del backend
@@ -128,8 +139,14 @@ def test_siblings(backend):
         assert engine.get_internal_state().counters.num_accepted_siblings > 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@NATIVE
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 8)),
+    ],
+)
 def test_interruptions(expected, seed):
     """Pauses, retractions, updates and sleep; drafts of an older policy are only drafts."""
     interrupt = Interrupter(seed, spread_weights(MODEL))

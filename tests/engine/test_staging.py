@@ -136,9 +136,7 @@ def test_requests_in_flight_are_treated_as_the_mode_says(engine, mode):
 
 def wait_for_command(engine):
     """Until something is queued for an engine that is held."""
-    wait_for(
-        lambda: not engine._group.loops[0]._commands.empty() or engine._group.loops[0]._is_closed
-    )
+    wait_for(lambda: not engine._group.loops[0]._tasks.empty() or engine._group.loops[0]._is_closed)
     assert not engine._group.loops[0]._is_closed
 
 

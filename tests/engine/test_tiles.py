@@ -29,8 +29,10 @@ def bits(x: jax.typing.ArrayLike) -> np.ndarray:
 
 
 class TestTiles:
-    @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24, 31])
-    @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,), (2, 0)])
+    @pytest.mark.parametrize(
+        ("num_tokens", "shape"),
+        [(1, ()), (7, (3,)), (8, (2, 5)), (9, (0,)), (24, (2, 0)), (31, ())],
+    )
     def test_join_undoes_split(self, num_tokens, shape):
         x = draw(num_tokens, *shape)
         tiles = Tiles(8, num_tokens, jnp.int32(num_tokens))
@@ -88,7 +90,7 @@ class TestTiles:
     def test_without_widths_all_go_together(self):
         assert tokens_in_tiles((), 5, jnp.int32(5)) == Together()
 
-    @pytest.mark.parametrize("num_tokens", [1, 3, 16, 40, 200])
+    @pytest.mark.parametrize("num_tokens", [1, 16, 40])
     def test_bits_depend_on_neither_number_nor_place(self, num_tokens):
         """A product, a norm and a softmax: all that may round otherwise with the shape."""
         x, weight = draw(200, 48), draw(48, 64, seed=1)
@@ -110,8 +112,8 @@ class TestTiles:
 
 
 class TestOrderedSum:
-    @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 37, 48, 64, 127, 254, 1024])
     @pytest.mark.parametrize("axis", [0, 1, -1])
+    @pytest.mark.parametrize("size", [1, 15, 16, 17, 254, 1024])
     def test_is_the_sum(self, size, axis):
         x = np.moveaxis(draw(size, 3, 4), 0, axis)
         out = jax.jit(ordered_sum, static_argnames="axis")(x, axis=axis)
@@ -119,7 +121,7 @@ class TestOrderedSum:
         assert out.shape == expected.shape
         np.testing.assert_allclose(out, expected, atol=1e-6 * size)
 
-    @pytest.mark.parametrize("size", [37, 48, 256])
+    @pytest.mark.parametrize("size", [37, 256])
     def test_order_depends_on_the_size_alone(self, size):
         """Same bits whatever the batch, along either axis, compiled or not."""
         x = draw(300, size)

@@ -62,6 +62,7 @@ def _small_chunks(monkeypatch):
     monkeypatch.setattr(kernel, "_MAX_CHUNK_TOKENS", 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "options"), spread([*SHAPES, *PACKED], list(OPTIONS)))
 def test_reading(shape, options):
     case = case_of({**SHAPES, **PACKED}[shape])

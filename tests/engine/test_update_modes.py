@@ -149,7 +149,7 @@ class TestModes:
     def test_wait(self, engine, reference, old_outputs):
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
+        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
         late = start(lambda: engine.generate_requests([[7, 8]], SHORT)[0])
         wait_for(lambda: engine.get_internal_state().waiting_queue_size == 1)
         version = update.result(LIMIT_S)
@@ -207,7 +207,7 @@ class TestInPause:
         """Or whoever pauses and updates would wait for it in vain, behind it in the queue."""
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
+        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
         engine.pause_generation(mode)
         with pytest.raises(EngineStateError, match="keeps them from finishing"):
             update.result(LIMIT_S)
@@ -219,7 +219,7 @@ class TestInPause:
         calls = start_all(engine, PROMPTS)
         version = engine.weight_version
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
+        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
         engine.pause_generation("abort")
         assert update.result(LIMIT_S) == version + 1
         assert len(results(calls)) == 4
@@ -263,7 +263,7 @@ class TestOrder:
         calls = start_all(engine, PROMPTS[:1])
         version = engine.weight_version
         first = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
+        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
         second = start(lambda: engine.update_weights(OLD, mode="abort"))
         assert first.result(LIMIT_S) == version + 1
         assert second.result(LIMIT_S) == version + 2
@@ -312,7 +312,7 @@ class TestOrder:
     def test_dropping_the_engine_ends_its_threads(self):
         engine = make_engine()
         engine.update_weights(NEW)
-        threads = engine._group.loops[0]._thread, engine._group._updates.thread
+        threads = engine._group.loops[0]._thread, engine._group._weights.thread
         assert all(thread.is_alive() for thread in threads)
         del engine
         gc.collect()
@@ -324,12 +324,12 @@ class TestOrder:
         engine = make_engine()
         calls = start_all(engine, PROMPTS)
         update = start(lambda: engine.update_weights(NEW, mode="wait"))
-        wait_for(lambda: engine._group.loops[0]._core.pauses.waiting_drain is not None)
+        wait_for(lambda: bool(engine._group.loops[0]._core.pauses._pending))
         engine.shutdown()
         for call in (update, *calls):
             with pytest.raises(EngineShutdownError):
                 call.result(LIMIT_S)
-        assert not engine._group._updates.thread.is_alive()
+        assert not engine._group._weights.thread.is_alive()
         with pytest.raises(EngineShutdownError):
             engine.update_weights(NEW)
 

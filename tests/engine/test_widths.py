@@ -86,13 +86,10 @@ def hidden_bits(model: Model, ids: np.ndarray, width: int) -> np.ndarray:
     return np.asarray(out, np.float32).view(np.uint32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [
-        pytest.param(TINY, "float32", marks=pytest.mark.slow),
-        pytest.param(TINY, "bfloat16", marks=pytest.mark.slow),
-        (ODD, "float32"),
-    ],
+    [(TINY, "bfloat16"), (ODD, "float32")],
 )
 def test_those_that_agree_do(config, dtype):
     """In batches of any size too, down to one token and to a single tile."""

@@ -96,9 +96,7 @@ class TestEngine:
         "options",
         [
             {},
-            pytest.param({"attention_backend": "xla"}, marks=pytest.mark.slow),
             pytest.param({"attention_backend": "xla_rows"}, marks=pytest.mark.slow),
-            pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
             pytest.param({"num_kv_tokens": 520}, marks=pytest.mark.slow),  # so that some retract
         ],
         ids=str,
@@ -337,6 +335,7 @@ def test_a_model_whose_layers_all_slide():
     assert memory.saved_window_bytes > 3 * memory.kv_bytes
 
 
+@pytest.mark.slow
 def test_layers_of_two_shapes_in_two_pools():
     """Gemma 4's: heads of full layers differ, and shared keys are in the pool of their own kind."""
     attention = AttentionConfig(
@@ -375,7 +374,10 @@ def test_layers_of_two_shapes_in_two_pools():
     np.testing.assert_array_equal(found[0], found[1])
 
 
-@pytest.mark.slow
-def test_interrupt_machine():
+@pytest.mark.parametrize(
+    "num_examples",
+    [pytest.param(20, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)],
+)
+def test_interrupt_machine(num_examples):
     """As of an engine whose layers all have the same pages."""
-    run_python("-W", "ignore", "-m", "tests.engine.window_machine", "120", num_devices=1)
+    run_python("-W", "ignore", "-m", "tests.engine.window_machine", num_examples, num_devices=1)

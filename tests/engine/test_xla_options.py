@@ -23,4 +23,4 @@ def test_an_option_that_xla_has_dropped_is_left_out():
 
 def test_other_refusals_are_errors():
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
-        xla_options.known_option(True, "xla_cpu_use_fusion_emitters", "perhaps")
+        xla_options.known_option(True, "xla_cpu_prefer_vector_width", "perhaps")

@@ -346,7 +346,7 @@ def test_a_post_that_nobody_waits_for_converges(sampler, other_model, retries):
         await sampler.weight_sync(wanted)
         with held(engine):
             task = asyncio.create_task(sampler.post_weight_sync(wanted))
-            while engine._group.loops[0]._commands.empty():
+            while engine._group.loops[0]._tasks.empty():
                 await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -24,7 +24,7 @@ _HEAD = """# Recipes of Tunix
 <!-- Written by `python -m tests.recipes.page`; do not edit. -->
 
 The recipes in [Tunix's repository](https://github.com/google/tunix) at {commit}, with our engine
-named and nothing else changed, as [Your Tunix recipe](recipe.md) has it:
+named and nothing else changed, as [Use it from Tunix](tunix.md) has it:
 **{num_running} of {num_all} run.**
 
 Each was run small: its family of models with random weights, its LoRA rule, its fields of

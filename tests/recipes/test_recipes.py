@@ -41,7 +41,7 @@ def test_the_page_is_written_from_the_table():
     assert page.render(outcomes) == page_text()
     num_running = page.num_running(outcomes)
     assert num_running >= 24
-    newcomers = page.OUTPUT.with_name("recipe.md").read_text(encoding="utf-8")
+    newcomers = page.OUTPUT.with_name("tunix.md").read_text(encoding="utf-8")
     assert f"{num_running} of {len(RECIPES)} run" in newcomers
 
 

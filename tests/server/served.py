@@ -103,7 +103,7 @@ def start_generating(
 
     with held(engine):
         calls = [start(lambda ids=ids: call(list(ids))) for ids in prompts]
-        wait_for(lambda: engine._group.loops[0]._commands.qsize() >= len(prompts))
+        wait_for(lambda: engine._group.loops[0]._tasks.qsize() >= len(prompts))
     num = before.num_first_tokens + len(prompts)
     wait_until(engine, lambda state: state.counters.num_first_tokens >= num)
     return calls

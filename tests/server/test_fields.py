@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from pydantic import ValidationError
 
+from sgljax_engine import FOREIGN_FIELDS, SamplingParams
 from sgljax_engine.server.fields import FOREIGN_FIELD
 from sgljax_engine.server.openai.messages import Message
 from sgljax_engine.server.openai.schemas import ChatRequest, CompletionRequest
+from sgljax_engine.server.sglang.schemas import SGLangSampling
 from sgljax_engine.server.vllm import Tokenize
 from tests.server.served import served_golden
 
@@ -51,6 +54,14 @@ def served():
 def test_the_page_is_up_to_date():
     text = maker.OUTPUT.read_text(encoding="utf-8")
     assert text == maker.render(text), "run python docs/make_server_fields.py"
+
+
+def test_what_the_page_says_of_sampling_params():
+    """The fields of `SamplingParams` and SGLang's names; else refused as the engine refuses."""
+    own = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert SGLangSampling.model_fields.keys() == own | maker.SGLANG_NAMES.keys()
+    foreign = FOREIGN_FIELDS.keys() - maker.SGLANG_NAMES.keys()
+    assert SGLangSampling.foreign == {name: FOREIGN_FIELDS[name] for name in foreign}
 
 
 @pytest.mark.parametrize("body", BODIES)

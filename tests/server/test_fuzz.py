@@ -20,13 +20,10 @@ from tests.threads import LIMIT_S, wait_for
 
 QUICK_COMPILE = "that answers are those of the schema"
 
-NUM_EXAMPLES = 2000
-NUM_RAW = 1500
 HEAL_EVERY = 20
 
 # Hypothesis would shrink what depends on the server's state.
 FUZZ = settings(
-    max_examples=NUM_EXAMPLES,
     phases=[Phase.generate],
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -84,15 +81,18 @@ def tamed(path: str, body: Any, rng: random.Random) -> Any:
     return CORE[path] | {name: body[name] for name in kept}
 
 
-@pytest.mark.slow
-def test_requests_that_the_schema_allows_and_others(served):
+@pytest.mark.parametrize(
+    "num_examples",
+    [pytest.param(2000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)],
+)
+def test_requests_that_the_schema_allows_and_others(served, num_examples):
     """Over all routes, on one server that stays as earlier requests left it."""
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
     count = 0
     rng = random.Random(0)
     statuses: collections.Counter[tuple[str, int]] = collections.Counter()
 
-    @FUZZ
+    @settings(FUZZ, max_examples=num_examples)
     @given(case=schema.as_strategy())
     def run(case: Any) -> None:
         nonlocal count
@@ -110,9 +110,9 @@ def test_requests_that_the_schema_allows_and_others(served):
             assert response.json()["error"]["message"]
 
     run()
-    assert count >= NUM_EXAMPLES
+    assert count >= num_examples
     for path in CORE:
-        assert statuses[path, 200] > NUM_EXAMPLES / 200, statuses
+        assert statuses[path, 200] > num_examples / 200, statuses
     assert_whole(served)
 
 
@@ -144,13 +144,16 @@ def mutated(rng: random.Random) -> bytes:
     return request
 
 
-@pytest.mark.slow
-def test_raw_bodies_and_clients_that_stop(served):
+@pytest.mark.parametrize(
+    "num_clients",
+    [pytest.param(1500, marks=pytest.mark.slow), pytest.param(15_000, marks=pytest.mark.soak)],
+)
+def test_raw_bodies_and_clients_that_stop(served, num_clients):
     """Random bytes, cut and mutated requests, and clients that leave at any moment."""
     rng = random.Random(0)
     open_ones: list[socket.socket] = []
     with contextlib.ExitStack() as sockets:
-        for _ in range(NUM_RAW):
+        for _ in range(num_clients):
             client = socket.create_connection(("127.0.0.1", served.server.port), timeout=LIMIT_S)
             sockets.callback(client.close)
             request = mutated(rng)

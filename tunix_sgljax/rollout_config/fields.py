@@ -154,16 +154,15 @@ SGLANG_JAX_FIELDS = _table(
         "mem_fraction_static",
         "mapped",
         "mem_fraction_static",
-        "of the memory that the weights leave free. At Tunix's default of 0.2 the engine's default "
-        "applies, which is also 0.2",
+        "of the memory that the weights leave free; both defaults are 0.2",
     ),
     ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
     (
         "disable_radix_cache",
         "mapped",
         "disable_radix_cache",
-        "its default, True, keeps the engine's default, which shares. Turn sharing off with "
-        "`SglJaxRollout(disable_radix_cache=True)`",
+        "its default, True, shares all the same; `SglJaxRollout(disable_radix_cache=True)` does "
+        "not",
     ),
     (
         "enable_deterministic_sampling",
@@ -251,8 +250,7 @@ VLLM_FIELDS = _table(
         "hbm_utilization",
         "translated",
         "mem_fraction_static",
-        "of the memory that the weights leave free, not of all. At Tunix's default of 0.2 the "
-        "engine's default applies, which is also 0.2",
+        "of the memory that the weights leave free, not of all; both defaults are 0.2",
     ),
     ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
     ("tpu_backend_type", "named", None, "it is always JAX"),
@@ -261,9 +259,8 @@ VLLM_FIELDS = _table(
         "logprobs_mode",
         "translated",
         None,
-        '`SglJaxRollout(logprobs_mode=...)`: "raw_logprobs" is the mode of that name; at the '
-        "default, \"processed_logprobs\", the rollout's own default applies: the trainer's "
-        "log-probs, which are the same without filters",
+        '`SglJaxRollout(logprobs_mode=...)`: "raw_logprobs" is that mode; the default gives the '
+        "trainer's log-probs, which are the same without filters",
     ),
     ("hf_config_path", "named", None, "shape and weights come from the actor"),
     ("additional_config", "named", None, "settings of vLLM's TPU plugin and of MaxText"),

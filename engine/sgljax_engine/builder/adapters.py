@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from sgljax_engine.config import LORA_TARGETS, LoraConfig
-from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.models.spec import ParamKind, ParamSpec
 from sgljax_engine.placement.shardings import Placement
@@ -19,6 +18,7 @@ from sgljax_engine.weights.adapters import (
     empty_slots,
     plan_adapter,
 )
+from sgljax_engine.weights.rules import WeightSource
 from sgljax_engine.weights.sync import TargetSpec
 
 _WITH_SLOTS = (ParamKind.LINEAR, ParamKind.HEAD)

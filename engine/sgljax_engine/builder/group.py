@@ -23,7 +23,6 @@ from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.group import BuiltGroup, EngineGroup
 from sgljax_engine.core.request_groups import RequestGroups
 from sgljax_engine.core.router import Router
-from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import InvalidConfigError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model
@@ -43,6 +42,7 @@ from sgljax_engine.scheduler.scheduler import Scheduler
 from sgljax_engine.speculation.drafters import Drafter
 from sgljax_engine.weights import sync
 from sgljax_engine.weights.adapters import AdapterSlots, slot_shapes
+from sgljax_engine.weights.rules import WeightSource
 from sgljax_engine.weights.served import ServedSource
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def _build_core(
     tokenizer: Tokenizer | None,
     groups: RequestGroups,
     drafters: Mapping[str, Drafter],
-    place: int,
+    index: int,
 ) -> EngineCore:
     speculator = make_speculator(config.speculation, drafters, parts)
     costs = None if speculator is None else speculator.costs
@@ -250,6 +250,6 @@ def _build_core(
         memory=parts.memory.report,
         tokenizer=tokenizer,
         groups=groups,
-        place=place,
+        index=index,
         speculator=speculator,
     )

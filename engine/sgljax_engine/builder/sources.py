@@ -10,7 +10,6 @@ from typing import Any
 
 from sgljax_engine.checks import require
 from sgljax_engine.config import EngineConfig
-from sgljax_engine.core.weight_updates import WeightSource
 from sgljax_engine.errors import EngineError, InvalidConfigError, WeightLoadError
 from sgljax_engine.model_config import ModelConfig
 from sgljax_engine.models.registry import get_model, load_model_config
@@ -20,7 +19,7 @@ from sgljax_engine.observability.progress import ProgressListener, reporting
 from sgljax_engine.weights import loader
 from sgljax_engine.weights.hf_json import read_json
 from sgljax_engine.weights.hf_layout import find_weight_files
-from sgljax_engine.weights.rules import Rule, RuleTable, WeightRule, check_rules
+from sgljax_engine.weights.rules import Rule, RuleTable, WeightRule, WeightSource, check_rules
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 

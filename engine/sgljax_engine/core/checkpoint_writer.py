@@ -18,7 +18,7 @@ from sgljax_engine.checkpoint.manager import CheckpointManager, SaveReport
 from sgljax_engine.checkpoint.prefix import PrefixCheckpoint, merge_prefixes
 from sgljax_engine.checkpoint.structures import EngineCheckpoint, SchedulerCheckpoint
 from sgljax_engine.core import commands as cmd
-from sgljax_engine.core.engines import Engines
+from sgljax_engine.core.command import Ask
 from sgljax_engine.core.snapshot import (
     PrefixSnapshot,
     Restoration,
@@ -53,20 +53,20 @@ class SaveJob(NamedTuple):
 class CheckpointWriter:
     """Writes checkpoints, on the thread of a `Worker`."""
 
-    def __init__(self, model: ModelConfig, engines: Engines) -> None:
+    def __init__(self, model: ModelConfig, ask: Ask) -> None:
         """Writes nothing yet.
 
         Args:
             model: The engines', which a checkpoint names.
-            engines: Those whose requests are written.
+            ask: Asks the engines whose requests are written.
         """
         self._model = model
-        self._engines = engines
+        self._ask = ask
         self._manager: tuple[tuple[Path, str | None], CheckpointManager] | None = None
 
     def save(self, job: SaveJob) -> SaveReport:
         """Has a snapshot taken, and writes what changed since the last one in the same folder."""
-        snapshots = self._engines.ask(functools.partial(cmd.TakeSnapshot, job.include_kv))
+        snapshots = self._ask(functools.partial(cmd.TakeSnapshot, job.include_kv))
         checkpoint = self._checkpoint(snapshots)
         del snapshots
         key = (job.path.absolute(), job.compression)
@@ -78,8 +78,8 @@ class CheckpointWriter:
         first = snapshots[0]
         digest = first.weights.digest()  # before all else: until then it holds the weights
         copied = [
-            self._copy_prefix(place, snapshot.prefix)
-            for place, snapshot in enumerate(snapshots)
+            self._copy_prefix(index, snapshot.prefix)
+            for index, snapshot in enumerate(snapshots)
             if snapshot.prefix is not None
         ]
         prefix = merge_prefixes([each for each in copied if each is not None])
@@ -107,14 +107,14 @@ class CheckpointWriter:
             timestamp=time.time(),
         )
 
-    def _copy_prefix(self, place: int, prefix: PrefixSnapshot) -> PrefixCheckpoint | None:
+    def _copy_prefix(self, index: int, prefix: PrefixSnapshot) -> PrefixCheckpoint | None:
         """Has an engine's pages copied a few at a time, between its dispatches."""
         copied: set[int] = set()
         chunks: list[tuple[np.ndarray, Any]] = []
         done = 0
         while done < len(prefix.stamps):
             make = functools.partial(cmd.CopyPages, prefix.stamps[done:])
-            part = self._engines.ask(make, place)
+            part = self._ask(make, index)
             done += part.num_done
             copied.update(part.pages)
             chunks += part.contents.chunks if part.contents is not None else ()

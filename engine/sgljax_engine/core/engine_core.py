@@ -1,18 +1,16 @@
 """Requests and steps: what an engine does, without its thread.
 
-`core.loop` runs it on the engine thread. A test may run it on its own: `core.handlers.handle` does
-a command, `EngineCore.step` takes a step. `core.interruptions` has pauses and updates.
+`core.loop` runs it on the engine thread. A test may do so on its own: `Task.run` does a task, and
+`EngineCore.step` takes a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from sgljax_engine.cache.pool import PagePool
-from sgljax_engine.core import commands as cmd
-from sgljax_engine.core import routed
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.pause import PauseState
 from sgljax_engine.core.request_groups import RequestGroups
@@ -23,12 +21,11 @@ from sgljax_engine.errors import (
     EngineError,
     EngineStateError,
     EngineStepError,
-    InvalidRequestError,
     forget_locals,
 )
 from sgljax_engine.observability.metrics import EngineState, MemoryReport
 from sgljax_engine.observability.trace import Recorder
-from sgljax_engine.processing.futures import Answer, reject
+from sgljax_engine.processing.futures import Answer
 from sgljax_engine.processing.output_processor import OutputProcessor
 from sgljax_engine.processing.tokenizer import Tokenizer
 from sgljax_engine.runner.batch import pick_bucket
@@ -42,16 +39,6 @@ from sgljax_engine.types import FinishReason, Request, RequestStatus, SchedulerO
 logger = logging.getLogger(__name__)
 
 
-def refuse_ids(answers: Iterable[Answer], taken: Sequence[str]) -> None:
-    """Refuses requests of a call that has ids of others.
-
-    An error each: raised on two threads, one would mix up their frames.
-    """
-    for answer in answers:
-        message = f"rid {taken[0]!r} is the id of another request"
-        reject(answer.future, InvalidRequestError(message))
-
-
 class EngineCore:
     """Scheduler, runner and output processor, and what joins them. For one thread.
 
@@ -60,7 +47,7 @@ class EngineCore:
             parts. Any thread may read `sleep_manager.asleep` and `serving.version`.
         counters: Totals, kept by `stats`.
         recorder: Notes what is done. Any thread may start and stop it.
-        place: Index of the engine in its group.
+        index: The engine's, in its group.
         has_no_room: Whether the last step started none of the requests that wait.
         steps_left: How many steps may still be taken; None for no limit. For tests.
     """
@@ -76,7 +63,7 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         adapters: AdapterRegistry,
         groups: RequestGroups,
-        place: int,
+        index: int,
         speculator: Speculator | None = None,
     ) -> None:
         """Starts idle. `outputs.connect` comes before the first request.
@@ -90,7 +77,7 @@ class EngineCore:
             tokenizer: For output text.
             adapters: Those that the weights hold.
             groups: Calls of which the engine has requests; those of all engines of its group.
-            place: Index of the engine in its group.
+            index: The engine's, in its group.
             speculator: The scheduler's; None without speculation.
         """
         self.scheduler = scheduler
@@ -102,7 +89,7 @@ class EngineCore:
         self.counters = self.stats.counters
         self.outputs = OutputProcessor(tokenizer, self.recorder, self._finished)
         self.groups = groups
-        self.place = place
+        self.index = index
         self.sleep_manager = SleepManager(runner, pool, self.counters)
         self.serving = ServingWeights(runner, self.sleep_manager, adapters)
         self.pauses = PauseState()
@@ -131,7 +118,8 @@ class EngineCore:
             # What the last step produced is sent while the device runs this one.
             pending = self.runner.dispatch(plan, self.outputs.flush, is_timed=self.recorder.is_on)
             result = pending.wait()
-            routed.read_after_step(self.runner, plan, result)
+            if self.runner.routed_reader is not None:
+                self.runner.routed_reader.read_after_step(plan, result)
         except Exception as error:  # fails these requests; the thread lives on
             self._fail_step(plan, error)
             return
@@ -234,23 +222,6 @@ class EngineCore:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def add(self, command: cmd.AddRequests) -> None:
-        """Queues requests together: all of them, unless an id is taken or there are no weights."""
-        requests, answers = command.requests, command.answers
-        taken = [] if command.are_known else self.groups.add([requests])
-        if taken:
-            refuse_ids(answers, taken)
-            return
-        for request, answer in zip(requests, answers, strict=True):
-            try:
-                self.check_takes_requests()
-                self.check_can_serve(request)
-            except Exception as error:  # a refusal, or a bug, which costs this request alone
-                self.groups.withdraw(request)
-                reject(answer.future, error)
-                continue
-            self.take_in(request, answer)
-
     def check_can_serve(self, request: Request) -> None:
         """Finds the request's adapter slot.
 
@@ -288,8 +259,9 @@ class EngineCore:
     def end(self, requests: Iterable[Request], reason: FinishReason) -> int:
         """Ends those of these requests that are unfinished and answers them; returns how many."""
         ended = [request for request in requests if self.outputs.holds(request)]
-        if reason.type != "error":
-            routed.read_before_end(self.runner, ended)
+        reader = self.runner.routed_reader
+        if reason.type != "error" and reader is not None and self.runner.kv_memory.is_allocated:
+            reader.read_before_end(ended)
         for request in ended:
             self.scheduler.finish(request, reason)
             self.outputs.finish(request)

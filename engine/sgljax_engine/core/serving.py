@@ -5,14 +5,13 @@ Engine thread only, but for what says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 
-from sgljax_engine.core import commands as cmd
 from sgljax_engine.core.adapters import AdapterRegistry
 from sgljax_engine.core.sleep import SleepManager
-from sgljax_engine.errors import EngineStateError, WeightsLostError, WeightSyncError
+from sgljax_engine.errors import EngineStateError
 from sgljax_engine.runner.host_arrays import to_device
 from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.weights.adapters import slots_of
@@ -62,25 +61,9 @@ class ServingWeights:
 
     # ------------------------------------------------------------------ updates
 
-    def check_swap(self, command: cmd.SwapWeights | cmd.SwapAdapter) -> None:
-        """Raises EngineStateError when an adapter has no weights to be beside, or no slot."""
-        if isinstance(command, cmd.SwapAdapter):
-            if not self.are_held:
-                raise EngineStateError(
-                    "the engine has no weights to load an adapter beside: update_weights first"
-                )
-            self.adapters.reserve(command.name)
-
-    def swap(
-        self, command: cmd.SwapWeights | cmd.SwapAdapter, made: Mapping[str, jax.Array]
-    ) -> None:
-        """Serves what `make_weights` made, from the next dispatch on.
-
-        Weights that sleep are awake afterwards.
-        """
+    def swap(self, made: Mapping[str, jax.Array]) -> None:
+        """Serves other arrays from the next dispatch on. Sleeping weights are awake afterwards."""
         self._runner.swap_weights(made)
-        if isinstance(command, cmd.SwapAdapter):
-            self.adapters.add(command.name, self.adapters.reserve(command.name))
         self._sleep_manager.weights_came()
         self._runner.weight_version += 1
         self._digest = None
@@ -159,24 +142,3 @@ class ServingWeights:
             if self._digest is not None and self._digest[0] == self.version:
                 self._digest = (version, self._digest[1])
             self._runner.weight_version = version
-
-
-def make_weights(
-    command: cmd.SwapWeights | cmd.SwapAdapter, serving: Sequence[ServingWeights]
-) -> list[dict[str, jax.Array]]:
-    """The weights of each engine of a group after a swap. Changes none of those that serve.
-
-    Raises:
-        WeightsLostError: when a donating update failed half-way; it took the serving weights apart.
-    """
-    if isinstance(command, cmd.SwapAdapter):
-        slot = serving[0].adapters.reserve(command.name)
-        slots = command.build([each.slots for each in serving], slot)
-        return [each.with_slots(new) for each, new in zip(serving, slots, strict=True)]
-    try:
-        made = command.build([each.on_device for each in serving])
-        return [each.with_adapters(new) for each, new in zip(serving, made, strict=True)]
-    except WeightsLostError as error:
-        if serving[0].sleep_on_host:  # where nothing was taken apart
-            raise WeightSyncError(str(error)) from error
-        raise

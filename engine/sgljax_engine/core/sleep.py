@@ -25,7 +25,7 @@ from sgljax_engine.runner.runner import ModelRunner
 from sgljax_engine.runner.saved_pages import SavedPages
 
 
-class Kept(NamedTuple):
+class HostCopies(NamedTuple):
     """Copies on the host; None for what is not kept."""
 
     weights: Mapping[str, HostArray] | None
@@ -52,7 +52,7 @@ class SleepManager:
         self._runner = runner
         self._kv_memory = runner.kv_memory
         self._pool = pool
-        self._kept = Kept(None, None)
+        self._kept = HostCopies(None, None)
         self.asleep: tuple[SleepTag, ...] = ()
         self.refuses_requests = False
 
@@ -73,7 +73,7 @@ class SleepManager:
         in_pages = 0 if pages is None else pages.nbytes
         return in_pages + (0 if weights is None else num_bytes(dict(weights)))
 
-    def keep(self, *, weights: bool, pages: bool) -> Kept:
+    def keep(self, *, weights: bool, pages: bool) -> HostCopies:
         """Copies to the host what is to be kept; changes nothing else.
 
         What sleeps already stays as it is, kept or not.
@@ -87,7 +87,7 @@ class SleepManager:
                 kept_weights = self._runner.weights_to_host()
             if pages:
                 kept_pages = self.copy_pages(self._pool.used_pages)
-        return Kept(kept_weights, kept_pages)
+        return HostCopies(kept_weights, kept_pages)
 
     def copy_pages(self, pages: Sequence[int]) -> SavedPages | None:
         """Copies used pages, and perhaps others, to the host; None if they have no contents.
@@ -102,7 +102,7 @@ class SleepManager:
         with _copying():
             return self._kv_memory.save_pages(pages, self._window_pages)
 
-    def sleep(self, kept: Kept, *, refuses_requests: bool) -> int:
+    def sleep(self, kept: HostCopies, *, refuses_requests: bool) -> int:
         """Gives back the memory of what is awake; returns its bytes. Cannot fail.
 
         Args:
@@ -183,7 +183,7 @@ class SleepManager:
         self._woke(SLEEP_TAGS)
 
     def _woke(self, tags: Sequence[SleepTag]) -> None:
-        self._kept = Kept(
+        self._kept = HostCopies(
             None if "weights" in tags else self._kept.weights,
             None if "kv_cache" in tags else self._kept.pages,
         )

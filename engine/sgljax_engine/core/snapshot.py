@@ -67,9 +67,9 @@ class PrefixSnapshot(NamedTuple):
         places: dict[int, int] = {-1: -1}
         kept: list[tuple[int, tuple[int, ...]]] = []
         pages: list[int] = []
-        for place, (parent, tokens, page) in enumerate(self.nodes):
+        for index, (parent, tokens, page) in enumerate(self.nodes):
             if page in copied and parent in places:
-                places[place] = len(kept)
+                places[index] = len(kept)
                 kept.append((places[parent], tokens))
                 pages.append(page)
         if not kept:
@@ -157,14 +157,14 @@ class Restoration(NamedTuple):
         """The requests that go on, for which a group chooses engines."""
         return [each.request for each in self.requests if each.is_unfinished]
 
-    def part(self, place: int, num_engines: int) -> Restoration:
+    def part(self, index: int, num_engines: int) -> Restoration:
         """What one engine takes: its requests, and the pages that they begin with.
 
         A single engine takes all pages.
         """
         if num_engines == 1:
             return self
-        own = [each for each in self.requests if each.request.engine == place]
+        own = [each for each in self.requests if each.request.engine == index]
         wanted = [each.request.prompt_ids + each.request.output_ids for each in own]
         prefix = self.prefix_cache
         prefix = None if prefix is None else prefix.of_sequences(wanted)

@@ -1,9 +1,13 @@
-"""Reads the experts that tokens went through out of the KV pages. Engine thread only."""
+"""Reads the experts that tokens went through out of the KV pages. Engine thread only.
+
+They are read before a request loses its pages.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +17,9 @@ from sgljax_engine.cache.kv_pages import routed_width
 from sgljax_engine.runner.compiled import ProgramCall
 from sgljax_engine.runner.program_context import ProgramContext
 from sgljax_engine.runner.saved_pages import chunk_ids, chunk_size
-from sgljax_engine.types import Request
+from sgljax_engine.types import Request, SchedulerOutput, StepOutput
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
 """Pages are read in chunks of about this size, so that one program serves any number of them."""
@@ -58,6 +64,28 @@ class RoutedReader:
     def warm_call(self) -> ProgramCall:
         """A call of the program."""
         return ProgramCall("read_routed", (np.zeros(self._chunk, np.int32),))
+
+    def read_after_step(self, plan: SchedulerOutput, result: StepOutput) -> None:
+        """Reads the experts of requests that a step ends.
+
+        And of those with stop strings, which may be answered after any step without the engine
+        thread. The scheduler must not have taken the step's results yet.
+        """
+        self.read(
+            [
+                (request, request.kv_len + len(row.token_ids))
+                for request, row in zip(plan.decode, result.rows, strict=True)
+                if row.stopped or len(row.token_ids) == request.num_remaining or request.params.stop
+            ]
+        )
+
+    def read_before_end(self, requests: Iterable[Request]) -> None:
+        """Reads the experts of requests that are about to be ended, if all of them are there."""
+        complete = [r for r in requests if r.pages and r.num_computed == r.kv_len]
+        try:
+            self.read([(request, request.kv_len) for request in complete])
+        except Exception:  # they are answered without; the next step finds out what is broken
+            logger.exception("reading the experts of ended requests failed")
 
     def read(self, wanted: Sequence[tuple[Request, int]]) -> None:
         """Fills `Request.routed` up to so many tokens of each request; waits for the device.

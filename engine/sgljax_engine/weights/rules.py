@@ -85,6 +85,13 @@ class Match(NamedTuple):
     into: int | None = None
 
 
+class WeightSource(NamedTuple):
+    """Named arrays, and the rules that map them onto the engine's parameters."""
+
+    arrays: Any
+    rules: Sequence[WeightRule]
+
+
 def check_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
     """Returns the rules; raises WeightSyncError for anything else."""
     checked = tuple(rules)

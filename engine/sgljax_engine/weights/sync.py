@@ -403,14 +403,15 @@ def _shape_problems(spec: SourceSpec, step: Step, wanted: tuple[int, ...]) -> li
         return [f"{where}: a LoRA pair of a weight that is cut into num_parts is not supported"]
     if not jnp.issubdtype(spec.dtype, jnp.floating):
         return [f"{where}: dtype {spec.dtype.name} is not a floating-point type"]
+    dtype = jax.dtypes.canonicalize_dtype(spec.dtype)  # of NumPy's float64, JAX warns else
     try:
-        shape = jax.eval_shape(
-            lambda x: _mapped_axes(x, step), jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-        ).shape
+        found = jax.eval_shape(
+            lambda x: _mapped_axes(x, step), jax.ShapeDtypeStruct(spec.shape, dtype)
+        )
     except Exception as error:  # a user's hook may raise anything
         return [f"{where}: {error}"]
-    if not _is_regrouping(shape, wanted):
-        return [f"{where}: shapes do not fit{_after(spec, step, wanted, shape)}"]
+    if not _is_regrouping(found.shape, wanted):
+        return [f"{where}: shapes do not fit{_after(spec, step, wanted, found.shape)}"]
     return []
 
 

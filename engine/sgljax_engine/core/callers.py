@@ -1,0 +1,155 @@
+"""The callers' side of the engine threads: hands over commands and requests, and waits.
+
+Any thread. No object here keeps an answer: an error refers to the frames that it passed, and one
+that a frame refers to would keep all of them, and what their callers hold, until a collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import queue
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from sgljax_engine.checkpoint.structures import EngineCheckpoint
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.checkpoint_writer import make_restoration
+from sgljax_engine.core.group import Asked, EngineGroup
+from sgljax_engine.errors import EngineShutdownError
+from sgljax_engine.outputs import RequestOutput
+from sgljax_engine.processing.futures import Answer, done_queue
+from sgljax_engine.processing.input_processor import RequestFactory
+from sgljax_engine.processing.streams import AsyncTokenStream, TokenStream
+from sgljax_engine.types import Request
+
+_T = TypeVar("_T")
+
+
+class Callers:
+    """Submits to a group of engines. Whoever stops waiting for requests aborts them.
+
+    A caller may be interrupted anywhere: then its requests are aborted, submitted or not.
+
+    Their threads end when its client is gone: when the engine is, and all streams that it opened.
+    """
+
+    def __init__(self, group: EngineGroup) -> None:
+        """Talks to a group that runs."""
+        self._group = group
+        finalizer = weakref.finalize(self, group.request_stop)
+        finalizer.atexit = False  # the group stops itself at exit
+
+    def ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
+        """Has the engine thread or a worker do something, and waits for its answer."""
+        try:
+            return self._group.ask(make)
+        finally:
+            del make
+
+    async def async_ask(self, make: Callable[[Future[_T]], Asked]) -> _T:
+        """`ask` for asyncio. Cancelling the task does not take back what was asked."""
+        future: Future[_T] = Future()
+        answer = asyncio.wrap_future(future)
+        try:
+            asked = make(future)
+            self._group.check_may_wait(asked)
+            self._group.submit(asked)
+            del asked
+            return await answer
+        finally:
+            del future, make, answer
+
+    def generate(self, requests: list[Request]) -> list[RequestOutput]:
+        """Submits requests and waits for all outputs."""
+        answers, futures = _answers(requests)
+        done = done_queue(futures)
+        try:
+            self._submit(requests, answers)
+            return list(_results(futures, done))
+        except BaseException:
+            self.abandon(requests)
+            raise
+        finally:
+            futures.clear()
+            del answers  # not cleared: the command that has the list may wait still
+
+    async def async_generate(self, requests: list[Request]) -> list[RequestOutput]:
+        """`generate` for asyncio."""
+        answers, futures = _answers(requests)
+        waits = list(map(asyncio.wrap_future, futures))
+        try:
+            self._submit(requests, answers)
+            return await asyncio.gather(*waits)
+        except BaseException:
+            self.abandon(requests)
+            raise
+        finally:
+            futures.clear()
+            waits.clear()
+            del answers
+
+    def stream(self, requests: list[Request]) -> TokenStream:
+        """Submits requests and returns the iterator over their pieces."""
+        pieces = TokenStream(requests, self.abandon)
+        try:
+            self._submit(requests, pieces.make_answers())
+            return pieces
+        except BaseException:
+            self.abandon(requests)
+            raise
+
+    def async_stream(self, requests: list[Request]) -> AsyncTokenStream:
+        """`stream` for the running event loop."""
+        pieces = AsyncTokenStream(requests, self.abandon)
+        try:
+            self._submit(requests, pieces.make_answers())
+            return pieces
+        except BaseException:
+            self.abandon(requests)
+            raise
+
+    def restore(
+        self, checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
+    ) -> None:
+        """Has the engines take in the requests of a checkpoint; all, or none.
+
+        Raises:
+            CheckpointError: when an id is in use.
+            EngineStateError: when requests are refused.
+        """
+        restoration = make_restoration(checkpoint, requests, answers)
+        try:
+            self.ask(functools.partial(cmd.Restore, restoration, self._group.num_engines))
+        except BaseException:
+            self.abandon(restoration.unfinished)  # an interrupted caller has no futures
+            raise
+
+    def abandon(self, requests: list[Request]) -> None:
+        """Aborts requests that nobody waits for; does not wait for it."""
+        with contextlib.suppress(EngineShutdownError):
+            self._group.submit(cmd.AbandonRequests(requests, Future()))
+
+    def _submit(self, requests: list[Request], answers: list[Answer]) -> None:
+        command = cmd.AddRequests(requests, answers)
+        self._group.check_may_wait(command)
+        self._group.submit(command)
+
+
+def _answers(requests: list[Request]) -> tuple[list[Answer], list[Future[RequestOutput]]]:
+    answers = [Answer(Future()) for _ in requests]
+    return answers, [answer.future for answer in answers]
+
+
+def _results(
+    futures: Sequence[Future[RequestOutput]], done: queue.SimpleQueue[int]
+) -> Iterator[RequestOutput]:
+    """Waits for one after another; the first in order that failed ends the call."""
+    over: set[int] = set()
+    for index in range(len(futures)):
+        while index not in over:
+            over.add(done.get())
+        yield futures[index].result()

@@ -1,0 +1,68 @@
+"""What callers ask of the engines: one class for each command, one file for each noun."""
+
+from sgljax_engine.core.command import Command, Part, PerEngineCommand, Task
+from sgljax_engine.core.commands.adapters import (
+    BuildAdapter,
+    CompareAdapter,
+    SwapAdapter,
+    UnloadAdapter,
+)
+from sgljax_engine.core.commands.cache import FlushCache, ReleaseKV
+from sgljax_engine.core.commands.checkpoint import CopyPages, Restore, TakeSnapshot
+from sgljax_engine.core.commands.inspect import CheckIntegrity, GetState, Run, Warmup
+from sgljax_engine.core.commands.pause import Continue, Drain, EndDrain, Pause
+from sgljax_engine.core.commands.requests import (
+    AbandonRequests,
+    Abort,
+    AddRequests,
+    EndAnswered,
+    Score,
+    TakeOver,
+)
+from sgljax_engine.core.commands.sleep import Sleep, WakeUp
+from sgljax_engine.core.commands.weights import (
+    BuildWeights,
+    ChecksumWeights,
+    CompareWeights,
+    SwapWeights,
+    Weights,
+)
+from sgljax_engine.core.transaction import GroupCommand
+
+__all__ = [
+    "AbandonRequests",
+    "Abort",
+    "AddRequests",
+    "BuildAdapter",
+    "BuildWeights",
+    "CheckIntegrity",
+    "ChecksumWeights",
+    "Command",
+    "CompareAdapter",
+    "CompareWeights",
+    "Continue",
+    "CopyPages",
+    "Drain",
+    "EndAnswered",
+    "EndDrain",
+    "FlushCache",
+    "GetState",
+    "GroupCommand",
+    "Part",
+    "Pause",
+    "PerEngineCommand",
+    "ReleaseKV",
+    "Restore",
+    "Run",
+    "Score",
+    "Sleep",
+    "SwapAdapter",
+    "SwapWeights",
+    "TakeOver",
+    "TakeSnapshot",
+    "Task",
+    "UnloadAdapter",
+    "WakeUp",
+    "Warmup",
+    "Weights",
+]

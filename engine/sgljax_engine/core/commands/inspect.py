@@ -1,0 +1,87 @@
+"""Commands that look at the engines, and those that wait for them to do nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from sgljax_engine.core.command import PerEngineCommand
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.transaction import GroupCommand
+from sgljax_engine.observability.combined import combine_states
+from sgljax_engine.observability.metrics import EngineState
+from sgljax_engine.observability.progress import ProgressListener
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GetState(PerEngineCommand):
+    """One consistent look at each engine."""
+
+    future: Future[EngineState]
+
+    def run(self, core: EngineCore) -> EngineState:
+        """The engine's."""
+        return core.state()
+
+    def combine(self, answers: Sequence[EngineState]) -> EngineState:
+        """The group's."""
+        return combine_states(answers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CheckIntegrity(PerEngineCommand):
+    """Fail with EngineError if the book-keeping contradicts itself."""
+
+    future: Future[None]
+
+    def run(self, core: EngineCore) -> None:
+        """Looks at queues, pages and who waits."""
+        core.check_integrity()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Run(GroupCommand):
+    """Call a function once, while no engine dispatches; answers with its result."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
+
+    def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[Any]:
+        """Calls it."""
+        del prepared
+        return [self.function()] * len(cores)
+
+    def commit(self, core: EngineCore, prepared: Any) -> Any:
+        """Its result."""
+        del core
+        return prepared
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Warmup(PerEngineCommand):
+    """Compile every bucket; answers with the number of new programs."""
+
+    include_score: bool
+    include_table: bool
+    progress: ProgressListener | None
+    future: Future[int]
+
+    def run(self, core: EngineCore) -> int:
+        """Compiles and runs all buckets; returns how many were new."""
+        core.check_awake()
+        try:
+            return core.warmup.run(
+                include_score=self.include_score,
+                include_table=self.include_table,
+                progress=self.progress,
+            )
+        except BaseException:
+            if core.runner.kv_memory.recover():  # a program that failed had taken the pages
+                core.lose_kv()
+            raise
+
+    def combine(self, answers: Sequence[int]) -> int:
+        """The programs of all engines."""
+        return sum(answers)

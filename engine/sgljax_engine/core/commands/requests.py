@@ -1,0 +1,195 @@
+"""Commands about requests: adding, ending and scoring them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Self
+
+import numpy as np
+
+from sgljax_engine.core.command import Command, PerEngineCommand, Recipients, Task
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.errors import InvalidRequestError
+from sgljax_engine.io_struct import AbortReq
+from sgljax_engine.processing.futures import Answer, reject
+from sgljax_engine.types import FinishReason, Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AddRequests(Command):
+    """Queue requests together: all of them, unless an id is taken or there are no weights.
+
+    Attributes:
+        requests: In the caller's order.
+        answers: `answers[i]` gets the output of `requests[i]`, or an error of its own.
+    """
+
+    requests: list[Request]
+    answers: list[Answer]
+
+    def hand_out(self, group: Recipients) -> None:
+        """Gives each request an engine."""
+        taken = group.groups.add([self.requests])
+        if taken:
+            for answer in self.answers:
+                # An error each: raised on two threads, one would mix up their frames.
+                message = f"rid {taken[0]!r} is the id of another request"
+                reject(answer.future, InvalidRequestError(message))
+            return
+        group.route(self.requests)
+        parts = [TakeIn([], []) for _ in range(group.num_engines)]
+        for request, answer in zip(self.requests, self.answers, strict=True):
+            parts[request.engine].requests.append(request)
+            parts[request.engine].answers.append(answer)
+        for index, part in enumerate(parts):
+            if part.requests:
+                group.give(index, part)
+
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Answers each request with an error of its own."""
+        _refuse(self.answers, make_error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TakeIn(Task):
+    """Queue an engine's part of the requests of a call, which `RequestGroups` has."""
+
+    requests: list[Request]
+    answers: list[Answer]
+
+    def run(self, core: EngineCore) -> None:
+        """Queues each request, or answers it with why not."""
+        for request, answer in zip(self.requests, self.answers, strict=True):
+            try:
+                core.check_takes_requests()
+                core.check_can_serve(request)
+            except Exception as error:  # a refusal, or a bug, which costs this request alone
+                core.groups.withdraw(request)
+                reject(answer.future, error)
+                continue
+            core.take_in(request, answer)
+
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Answers each request with an error of its own."""
+        _refuse(self.answers, make_error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TakeOver(Task):
+    """Queue requests that another engine of the group had accepted, and not started."""
+
+    requests: list[Request]
+    answers: list[Answer]
+
+    def run(self, core: EngineCore) -> None:
+        """Queues all of them: they were checked."""
+        for request, answer in zip(self.requests, self.answers, strict=True):
+            core.take_in(request, answer)
+
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Answers each request with an error of its own."""
+        _refuse(self.answers, make_error)
+
+
+def _refuse(answers: Sequence[Answer], make_error: Callable[[], BaseException]) -> None:
+    for answer in answers:
+        reject(answer.future, make_error())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EndAnswered(Task):
+    """End a request that was answered while it ran: with a stop string, or with an error."""
+
+    request: Request
+    reason: FinishReason
+
+    def run(self, core: EngineCore) -> None:
+        """Ends it, if it is not finished."""
+        core.end([self.request], self.reason)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AbandonRequests(PerEngineCommand):
+    """End requests that nobody waits for any more; finished ones are no error."""
+
+    requests: list[Request]
+    future: Future[int]
+
+    def hand_out(self, group: Recipients) -> None:
+        """Tells the engines; from then on the ids may be used again."""
+        PerEngineCommand.hand_out(self, group)
+        group.groups.answered(self.requests)
+
+    def parts(self, num_engines: int) -> list[Self]:
+        """Each engine ends its own."""
+        return [
+            dataclasses.replace(self, requests=[r for r in self.requests if r.engine == index])
+            for index in range(num_engines)
+        ]
+
+    def run(self, core: EngineCore) -> int:
+        """Ends them; returns how many were unfinished."""
+        return core.end(self.requests, FinishReason("abort", message="aborted by the caller"))
+
+    def combine(self, answers: Sequence[int]) -> int:
+        """All that were ended."""
+        return sum(answers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Abort(PerEngineCommand):
+    """End the requests that a caller names; answers with their number."""
+
+    request: AbortReq
+    future: Future[int]
+
+    def run(self, core: EngineCore) -> int:
+        """Ends them; returns how many were unfinished."""
+        rid = self.request.rid
+        found = core.scheduler.requests() if rid is None else core.find(rid)
+        return core.end(found, FinishReason("abort", message=self.request.message))
+
+    def combine(self, answers: Sequence[int]) -> int:
+        """All that were ended."""
+        return sum(answers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Score(PerEngineCommand):
+    """Log-probs of given token sequences, from each one's start on."""
+
+    sequences: list[list[int]]
+    starts: list[int]
+    temperature: float
+    lora: str | None
+    future: Future[list[np.ndarray]]
+
+    def parts(self, num_engines: int) -> list[Self]:
+        """Neighbouring sequences for each engine, of about as many tokens.
+
+        Neighbours often share a prompt, whose computation they share on one engine.
+        """
+        lengths = [len(sequence) for sequence in self.sequences]
+        total, done = sum(lengths), 0
+        parts: list[tuple[list[list[int]], list[int]]] = [([], []) for _ in range(num_engines)]
+        for sequence, start, length in zip(self.sequences, self.starts, lengths, strict=True):
+            index = min(done * num_engines // max(total, 1), num_engines - 1)
+            parts[index][0].append(sequence)
+            parts[index][1].append(start)
+            done += length
+        return [
+            dataclasses.replace(self, sequences=sequences, starts=starts)
+            for sequences, starts in parts
+        ]
+
+    def run(self, core: EngineCore) -> list[np.ndarray]:
+        """Scores its sequences, in order."""
+        core.check_awake()
+        slot = core.serving.adapters.find(self.lora)
+        return core.runner.scorer.score(self.sequences, self.starts, self.temperature, slot)
+
+    def combine(self, answers: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
+        """Those of all sequences, in order."""
+        return [each for answer in answers for each in answer]

@@ -1,0 +1,119 @@
+"""Commands that give the devices' memory back, and take it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from sgljax_engine.core.commands.pause import refuse_if_held
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.sleep import HostCopies
+from sgljax_engine.core.transaction import GroupCommand
+from sgljax_engine.errors import EngineStateError
+from sgljax_engine.io_struct import SLEEP_TAGS, SleepTag
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sleep(GroupCommand):
+    """Give the devices' memory back; answers with its bytes.
+
+    Attributes:
+        level: 1 keeps the weights on the host, 2 gives them up.
+        preserve_state: Keep weights, KV pages and prefix cache on the host, whatever the level.
+        refuse_requests: Refuse requests that come; else they wait.
+        future: Gets the bytes.
+    """
+
+    level: int
+    preserve_state: bool
+    refuse_requests: bool
+    future: Future[int]
+
+    def prepare(self, core: EngineCore) -> tuple[float, HostCopies] | None:
+        """Copies to the host what is to be kept; None if everything sleeps already."""
+        manager, serving = core.sleep_manager, core.serving
+        if manager.asleep == SLEEP_TAGS:
+            logger.warning("sleep: the engine sleeps already; nothing was changed")
+            return None
+        started_s = time.perf_counter()
+        keeps_all = self.preserve_state
+        if self.level == 2 and not keeps_all and serving.adapters.names:
+            raise EngineStateError(
+                "sleep(level=2) would give up the adapters "
+                f"{', '.join(map(repr, serving.adapters.names))} with the weights: unload them "
+                "before, or sleep with level=1"
+            )
+        core.runner.kv_memory.wait()
+        return started_s, manager.keep(weights=keeps_all or self.level == 1, pages=keeps_all)
+
+    def commit(self, core: EngineCore, prepared: tuple[float, HostCopies] | None) -> int:
+        """Gives the devices' memory back; returns its bytes."""
+        if prepared is None:
+            return 0
+        started_s, copies = prepared
+        manager = core.sleep_manager
+        if not self.preserve_state and "kv_cache" not in manager.asleep:
+            core.retract_all()
+            core.pool.reset_cache()
+        core.serving.forget_unmade_digest()
+        num_bytes = manager.sleep(copies, refuses_requests=self.refuse_requests)
+        core.counters.num_sleeps += 1
+        core.counters.sleep_s += time.perf_counter() - started_s
+        core.recorder.begin("asleep", {"level": self.level})
+        refuse_if_held(core)
+        return num_bytes
+
+    def combine(self, answers: Sequence[int]) -> int:
+        """The bytes of all engines."""
+        return sum(answers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class WakeUp(GroupCommand):
+    """Take the memory of these tags again; answers with its bytes."""
+
+    tags: tuple[SleepTag, ...]
+    future: Future[int]
+
+    def prepare(self, core: EngineCore) -> tuple[list[SleepTag], int]:
+        """Takes the memory of those tags that sleep; with its bytes."""
+        manager = core.sleep_manager
+        asleep: list[SleepTag] = [tag for tag in manager.asleep if tag in self.tags]
+        if not asleep:
+            logger.warning("wake_up: %s is awake; nothing was changed", list(self.tags))
+            return [], 0
+        return asleep, manager.prepare_wake_up(asleep)
+
+    def commit(self, core: EngineCore, prepared: tuple[list[SleepTag], int]) -> int:
+        """Drops the copies of what is awake again; returns the bytes taken."""
+        manager = core.sleep_manager
+        tags, num_bytes = prepared
+        if not tags:
+            return 0
+        manager.wake_up(tags)
+        if not core.runner.weights and "weights" not in manager.asleep:
+            core.serving.were_given_up()
+            logger.warning("wake_up: the engine has no weights until update_weights succeeds")
+        if not manager.asleep:
+            core.recorder.end("asleep")
+        return num_bytes
+
+    def rollback(
+        self,
+        core: EngineCore,
+        prepared: tuple[list[SleepTag], int] | None,
+        error: BaseException,
+    ) -> None:
+        """Sleeps on."""
+        del error
+        if prepared is not None:  # what could not be taken was given back at once
+            core.sleep_manager.undo_wake_up(prepared[0])
+
+    def combine(self, answers: Sequence[int]) -> int:
+        """The bytes of all engines."""
+        return sum(answers)

@@ -1,0 +1,184 @@
+"""Commands about weights: swapping them between two dispatches, and looking at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from sgljax_engine.core.command import PerEngineCommand
+from sgljax_engine.core.commands.pause import apply_pause_mode, end_drain
+from sgljax_engine.core.engine_core import EngineCore
+from sgljax_engine.core.serving import ServingWeights
+from sgljax_engine.core.transaction import GroupCommand
+from sgljax_engine.errors import (
+    EngineError,
+    EngineStateError,
+    WeightsLostError,
+    WeightSyncError,
+)
+from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.weights.rules import WeightRule
+
+Weights = dict[str, jax.Array]
+BuildWeights = Callable[[Sequence[Weights]], Sequence[Mapping[str, jax.Array]]]
+"""Makes the new weights of each engine; gets the serving ones, which it may take apart."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Swap(GroupCommand):
+    """Serve other weights, or other adapters, from the next dispatch on.
+
+    Attributes:
+        mode: What becomes of requests that have started.
+        flush_cache: Refuse if keys and values of the old weights would be used on.
+    """
+
+    mode: PauseMode
+    flush_cache: bool
+
+    # ------------------------------------------------------------------ what is swapped
+
+    def check(self, serving: ServingWeights) -> None:
+        """Raises EngineStateError when nothing can be swapped in."""
+
+    def make(self, serving: Sequence[ServingWeights]) -> Sequence[Mapping[str, jax.Array]]:
+        """All arrays that each engine serves afterwards. Changes none of those that serve.
+
+        Raises:
+            WeightsLostError: when a donating update failed half-way; it took the serving weights
+                apart.
+        """
+        raise NotImplementedError
+
+    def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> int | None:
+        """Serves them; returns the slot of the adapter that changed, None if all weights did."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ the transaction
+
+    def prepare(self, core: EngineCore) -> float:
+        """Looks whether it can be done; returns when it began."""
+        num_running = len(core.scheduler.running)
+        if self.flush_cache and self.mode == "in_place" and num_running:
+            raise EngineStateError(
+                f"flush_cache=True with mode='in_place': {num_running} running request(s) would "
+                "go on with keys and values of the old weights"
+            )
+        self.check(core.serving)
+        return time.perf_counter()
+
+    def together(
+        self, cores: Sequence[EngineCore], prepared: Sequence[float]
+    ) -> list[tuple[float, Mapping[str, jax.Array]]]:
+        """Makes what all engines serve; whatever fails leaves the old weights in all of them."""
+        made = self.make([core.serving for core in cores])
+        return list(zip(prepared, made, strict=True))
+
+    def commit(self, core: EngineCore, prepared: tuple[float, Mapping[str, jax.Array]]) -> int:
+        """Serves other weights; returns their version."""
+        started_s, made = prepared
+        slot = self.serve(core.serving, made)
+        if not core.sleep_manager.asleep:
+            core.recorder.end("asleep")
+        self._forget_computed(core, slot)
+        core.stats.swapped(started_s, core.serving.version, self.mode)
+        end_drain(core)
+        return core.serving.version
+
+    def rollback(self, core: EngineCore, prepared: float | None, error: BaseException) -> None:
+        """The old weights serve on, unless a donating update lost them."""
+        del prepared
+        if isinstance(error, WeightsLostError):
+            core.serving.were_lost(str(error))
+            core.fail_all(EngineStateError(str(error)))
+        end_drain(core)
+
+    def _forget_computed(self, core: EngineCore, slot: int | None) -> None:
+        """Nothing that other weights, or another adapter, computed is ever matched again.
+
+        Pages of requests that run on are theirs alone from now on, since the cache takes no page
+        from before its reset.
+        """
+        core.pool.reset_cache(slot)
+        # "wait" found nobody to wait for, or no weights to wait under.
+        apply_pause_mode(core, "retract" if self.mode == "wait" else self.mode, slot)
+        for request in core.scheduler.waiting:
+            if not request.output_ids and slot in (None, request.adapter):
+                request.prompt_logprobs = None  # scored when it starts again
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SwapWeights(Swap):
+    """Serve other weights; answers with the new weight version.
+
+    Attributes:
+        build: Makes them, or hands over those that were made already.
+        future: Gets the version.
+    """
+
+    build: BuildWeights
+    future: Future[int]
+
+    def make(self, serving: Sequence[ServingWeights]) -> list[dict[str, jax.Array]]:
+        """The new weights of each engine, with the adapters that it has."""
+        try:
+            made = self.build([each.on_device for each in serving])
+            return [each.with_adapters(new) for each, new in zip(serving, made, strict=True)]
+        except WeightsLostError as error:
+            if serving[0].sleep_on_host:  # where nothing was taken apart
+                raise WeightSyncError(str(error)) from error
+            raise
+
+    def serve(self, serving: ServingWeights, made: Mapping[str, jax.Array]) -> None:
+        """Serves them."""
+        serving.swap(made)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ChecksumWeights(PerEngineCommand):
+    """Checksums of the serving weights by name."""
+
+    future: Future[dict[str, str]]
+
+    def run(self, core: EngineCore) -> dict[str, str]:
+        """The engine's."""
+        core.check_awake()
+        return core.runner.checksum_weights()()
+
+    def combine(self, answers: Sequence[dict[str, str]]) -> dict[str, str]:
+        """Those of all engines, which must agree."""
+        if any(answer != answers[0] for answer in answers):
+            raise EngineError("the engines of the group serve different weights (a bug)")
+        return answers[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CompareWeights(GroupCommand):
+    """Names of serving weights whose bits differ from those of a mapped source."""
+
+    source: Any
+    rules: Sequence[WeightRule]
+    future: Future[list[str]]
+
+    def prepare(self, core: EngineCore) -> None:
+        """Looks whether there are weights."""
+        core.check_awake()
+
+    def together(self, cores: Sequence[EngineCore], prepared: Sequence[None]) -> list[list[str]]:
+        """Compares those of each engine."""
+        del prepared
+        return [core.runner.differing_weights(self.source, self.rules) for core in cores]
+
+    def commit(self, core: EngineCore, prepared: list[str]) -> list[str]:
+        """What was found."""
+        del core
+        return prepared
+
+    def combine(self, answers: Sequence[list[str]]) -> list[str]:
+        """Those that differ in any engine."""
+        return sorted({name for answer in answers for name in answer})

@@ -1,0 +1,411 @@
+"""The thread that makes new weights and adapters, and has the engines swap them in.
+
+Jobs are done one after another, in the order of their calls. An update is a staging and a
+publishing without a pause in between: weights are made beside those that serve, which may take long
+and may fail, and are swapped in between two steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from sgljax_engine.core import commands as cmd
+from sgljax_engine.core.command import Ask
+from sgljax_engine.core.commands.weights import BuildWeights, Weights
+from sgljax_engine.core.workers import Worker
+from sgljax_engine.errors import EngineShutdownError, EngineStateError, InvalidRequestError
+from sgljax_engine.io_struct import PauseMode
+from sgljax_engine.observability.trace import UPDATES_TRACK, Recorder
+from sgljax_engine.weights import sync
+from sgljax_engine.weights.adapters import AdapterSlots, plan_adapter
+from sgljax_engine.weights.rules import WeightSource
+from sgljax_engine.weights.served import ServedSource
+from sgljax_engine.weights.staged import StagedWeights
+from sgljax_engine.weights.sync import SyncPlan, WeightMaker
+
+Split = Callable[[Mapping[str, jax.Array]], list[dict[str, jax.Array]]]
+"""Gives each engine its part of weights that were made for all; copies nothing."""
+
+
+class WeightJob(Protocol):
+    """What a caller asks of the worker."""
+
+    @property
+    def future(self) -> Future[Any]:
+        """Gets the result."""
+        ...
+
+    def do(self, worker: WeightsWorker) -> Any:
+        """Its result; what it raises is the caller's. On the worker's thread."""
+        ...
+
+
+class UpdateJob(NamedTuple):
+    """One `update_weights` call.
+
+    Attributes:
+        load: Reads the source; called on the worker's thread.
+        mode: What becomes of requests that have started.
+        flush_cache: See `commands.weights.Swap`.
+        donate: Make each weight in the place of the old one.
+        verify: Compare checksums of the new weights and the source.
+        check_finite: Refuse weights that hold NaN or infinity.
+        future: Gets the new weight version.
+    """
+
+    load: Callable[[], WeightSource]
+    mode: PauseMode
+    flush_cache: bool
+    donate: bool
+    verify: bool
+    check_finite: bool
+    future: Future[int]
+
+    def do(self, worker: WeightsWorker) -> int:
+        """Makes the new weights and has them swapped in; returns their version."""
+        return worker.update(self)
+
+
+class StageJob(NamedTuple):
+    """One `stage_weights` call; see `UpdateJob`."""
+
+    load: Callable[[], WeightSource]
+    verify: bool
+    check_finite: bool
+    future: Future[StagedWeights]
+
+    def do(self, worker: WeightsWorker) -> StagedWeights:
+        """Makes weights beside those that serve."""
+        return worker.stage(self)
+
+
+class PublishJob(NamedTuple):
+    """One `publish_weights` call; see `UpdateJob`."""
+
+    staged: StagedWeights
+    mode: PauseMode
+    flush_cache: bool
+    future: Future[int]
+
+    def do(self, worker: WeightsWorker) -> int:
+        """Has staged weights served; returns their version, the same one whenever it is asked."""
+        return worker.publish(self)
+
+
+class DiscardJob(NamedTuple):
+    """One `discard_weights` call; gets whether anything was freed."""
+
+    staged: StagedWeights
+    future: Future[bool]
+
+    def do(self, worker: WeightsWorker) -> bool:
+        """Frees staged weights; False if they were published or discarded before."""
+        worker.check_own(self.staged)
+        return self.staged.discard()
+
+
+class AdapterJob(NamedTuple):
+    """One `load_adapter` call; see `UpdateJob`.
+
+    Attributes:
+        name: Name of the adapter.
+        load: Reads the source; called on the worker's thread.
+        mode: What becomes of requests that have started with an adapter of this name.
+        flush_cache: See `commands.weights.Swap`.
+        check_finite: Refuse pairs that hold NaN or infinity.
+        future: Gets the new weight version.
+    """
+
+    name: str
+    load: Callable[[], WeightSource]
+    mode: PauseMode
+    flush_cache: bool
+    check_finite: bool
+    future: Future[int]
+
+    def do(self, worker: WeightsWorker) -> int:
+        """Has an adapter loaded; returns the version of the weights with it."""
+        build = worker.plan_adapter(self.name, self.load, check_finite=self.check_finite)
+        make = functools.partial(cmd.SwapAdapter, self.mode, self.flush_cache, self.name, build)
+        return worker.swap(make, self.mode, "load_adapter")
+
+
+class CompareJob(NamedTuple):
+    """One `find_differing_adapter` call; gets the names of projections that differ."""
+
+    name: str
+    load: Callable[[], WeightSource]
+    future: Future[list[str]]
+
+    def do(self, worker: WeightsWorker) -> list[str]:
+        """Names of projections whose adapter is not what the source makes of it."""
+        build = worker.plan_adapter(self.name, self.load, check_finite=False)
+        return worker.ask(functools.partial(cmd.CompareAdapter, self.name, build))
+
+
+class _NewWeights:
+    """What an update, or a staging, has planned: weights that are made now, or at the swap."""
+
+    def __init__(self, plan: SyncPlan, arrays: Mapping[str, Any], *, verify: bool) -> None:
+        """Makes nothing yet.
+
+        Args:
+            plan: From `WeightMaker.plan`.
+            arrays: The source's.
+            verify: Compare checksums of the new weights and the source.
+        """
+        self.plan = plan
+        self.arrays = arrays
+        self.verify = verify
+        self.made: dict[str, jax.Array] | None = None
+
+    def make(self) -> dict[str, jax.Array]:
+        """Makes them beside those that serve."""
+        return sync.apply(self.plan, self.arrays, verify=self.verify)
+
+    def take(self, olds: Sequence[Weights], *, donate: bool) -> dict[str, jax.Array]:
+        """Those that were made, which nobody else holds then; else makes them now."""
+        made, self.made = self.made, None
+        if made is not None:
+            return made
+        if donate:
+            return sync.apply_donating(self.plan, self.arrays, olds, verify=self.verify)
+        return self.make()
+
+
+class WeightsWorker:
+    """Does the jobs about weights, on a thread of its own.
+
+    Attributes:
+        ask: Asks the engines.
+    """
+
+    def __init__(
+        self,
+        *,
+        maker: WeightMaker,
+        served: ServedSource,
+        slots: Sequence[AdapterSlots] | None,
+        split: Split,
+        ask: Ask,
+        check_open: Callable[[], None],
+        recorder: Recorder,
+        name: str,
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            maker: Plans; from now on used by this object alone.
+            served: What the weights that serve were made of.
+            slots: The room for adapters that each engine has; None without.
+            split: Gives each engine its part.
+            ask: Asks the engines that serve the weights.
+            check_open: Raises EngineShutdownError once they are shut down.
+            recorder: Notes what is done.
+            name: Name of the thread.
+        """
+        self._maker = maker
+        self._served = served
+        self._slots = slots
+        self._split = split
+        self.ask = ask
+        self._check_open = check_open
+        self._recorder = recorder
+        self._compiled: tuple[SyncPlan, Any] | None = None
+        self._owner = object()  # not this object: staged weights must not keep the engine
+        self._staged: weakref.WeakSet[StagedWeights] = weakref.WeakSet()
+        self._worker: Worker[WeightJob] = Worker(lambda job: job.do(self), name)
+        self.thread = self._worker.thread
+
+    def put(self, job: WeightJob) -> None:
+        """Queues a job. The caller serialises."""
+        self._worker.put(job)
+
+    def stop(self) -> None:
+        """Ends the thread and frees what is staged; when no job can come any more."""
+        self._worker.stop()
+        for staged in list(self._staged):
+            staged.discard()
+
+    # ------------------------------------------------------------------ on the worker's thread
+
+    def update(self, job: UpdateJob) -> int:
+        """Makes the new weights and has them swapped in; returns their version."""
+        began = time.perf_counter()
+        planned = self._plan(job.load, check_finite=job.check_finite, verify=job.verify)
+        plan, arrays = planned.plan, planned.arrays
+        # The checksums of `verify` are those of all weights.
+        changed = plan if job.verify else self._served.changed(plan, arrays)
+        new = _NewWeights(changed, arrays, verify=job.verify)
+        if self._is_made_here(new, job):
+            new.made = new.make()
+        build = self._whole(planned, new, donate=job.donate)
+        submitted = time.perf_counter()
+        version = self._serve(build, job.mode, job.flush_cache, "update_weights")
+        del build
+        self._served.remember(plan, arrays)
+        del arrays
+        if self._recorder.is_on:
+            ended, args = time.perf_counter(), {"weight_version": version}
+            self._recorder.slice(UPDATES_TRACK, "prepare weights", began, submitted, args)
+            self._recorder.slice(UPDATES_TRACK, "wait for the swap", submitted, ended, args)
+        return version
+
+    def stage(self, job: StageJob) -> StagedWeights:
+        """Makes weights beside those that serve."""
+        new = self._plan(job.load, check_finite=job.check_finite, verify=job.verify)
+        if new.plan.is_on_one_device:
+            made = new.make()
+        else:
+            made = self.ask(functools.partial(cmd.Run, new.make))  # see `_is_made_here`
+        del new
+        staged = StagedWeights(self._owner, self._split(made))
+        self._staged.add(staged)
+        return staged
+
+    def publish(self, job: PublishJob) -> int:
+        """Has staged weights served; returns their version, the same one whenever it is asked."""
+        staged = job.staged
+        self.check_own(staged)
+        if staged.weight_version is not None:
+            return staged.weight_version
+        if staged.state == "discarded":
+            raise EngineStateError("these staged weights were discarded; stage_weights makes new")
+        self._check_open()
+        version = self._serve(staged.build, job.mode, job.flush_cache, "publish_weights")
+        staged.published(version)
+        return version
+
+    def check_own(self, staged: StagedWeights) -> None:
+        """Raises InvalidRequestError for weights of another engine."""
+        if not staged.is_of(self._owner):
+            raise InvalidRequestError("staged must be weights that this engine staged itself")
+
+    def swap(
+        self, make: Callable[[Future[int]], cmd.GroupCommand], mode: PauseMode, name: str
+    ) -> int:
+        """Has all engines swap weights or an adapter; returns the new version.
+
+        With mode "wait" started requests finish first, and no others start. Whatever fails, engines
+        that still stand are let go.
+
+        Args:
+            make: Makes the command.
+            mode: What becomes of requests that have started.
+            name: The caller's method, for an error.
+        """
+        if mode != "wait":
+            return self.ask(make)
+        try:
+            self.ask(functools.partial(cmd.Drain, name))
+            return self.ask(make)
+        except BaseException:
+            with contextlib.suppress(EngineShutdownError):
+                self.ask(cmd.EndDrain)
+            raise
+
+    def plan_adapter(
+        self, name: str, load: Callable[[], WeightSource], *, check_finite: bool
+    ) -> cmd.BuildAdapter:
+        """Plans an adapter's pairs in the slots of each engine.
+
+        Raises:
+            EngineStateError: for an engine without adapters.
+        """
+        self._check_open()
+        if self._slots is None:
+            raise EngineStateError(
+                f"adapter {name!r} finds no slot: the engine was made with max_loras=0"
+            )
+        with self._worker.reading():
+            source = load()
+            planned = [
+                plan_adapter(source.arrays, source.rules, slots, self._maker.targets)
+                for slots in self._slots
+            ]
+            del source
+            arrays = planned[0][1]
+            sync.await_source(arrays)
+        plans = [plan for plan, _ in planned]
+
+        def build(servings: Sequence[Weights], slot: int) -> list[Weights]:
+            return [
+                plan.build(arrays, serving, slot, check_finite=check_finite)
+                for plan, serving in zip(plans, servings, strict=True)
+            ]
+
+        return build
+
+    def _plan(
+        self, load: Callable[[], WeightSource], *, check_finite: bool, verify: bool
+    ) -> _NewWeights:
+        """Reads a source."""
+        self._check_open()
+        with self._worker.reading():
+            source = load()
+            plan, arrays = self._maker.plan(source.arrays, source.rules, check_finite=check_finite)
+            del source
+            sync.await_source(arrays)
+        return _NewWeights(plan, arrays, verify=verify)
+
+    def _serve(self, build: BuildWeights, mode: PauseMode, flush_cache: bool, name: str) -> int:
+        """Has weights swapped in. From the first step on they are of no source that is known."""
+        make = functools.partial(cmd.SwapWeights, mode, flush_cache, build)
+        try:
+            return self.swap(make, mode, name)
+        finally:
+            self._served.forget()
+            del make, build
+
+    def _is_made_here(self, new: _NewWeights, job: UpdateJob) -> bool:
+        """Whether an update's weights are made on the worker's thread, or at the swap.
+
+        An engine thread must make them in two cases, while those of a group all wait. A donating
+        update takes old weights apart. And weights that are spread over devices need one order of
+        programs: two threads may queue theirs in different orders on different devices, and these
+        then wait for one another.
+
+        The engine thread also does it when engine and source share a CPU, because two programs at
+        once hold each other up there. The first update of a kind is made by the worker even so,
+        since it compiles.
+        """
+        if job.donate:
+            return False
+        kind = self._kind_on_shared_cores(new, job.mode)
+        if not new.plan.is_on_one_device or (kind is not None and kind == self._compiled):
+            return False
+        self._compiled = kind
+        return True
+
+    def _kind_on_shared_cores(
+        self, new: _NewWeights, mode: PauseMode
+    ) -> tuple[SyncPlan, Any] | None:
+        """What the update's one program is compiled for, if decoding and source share a CPU.
+
+        Also None for an update that waits for requests to finish: its source is read at once.
+        """
+        if not new.plan.is_on_own_cpus or new.verify or mode == "wait":
+            return None
+        placement = sync.placement(new.plan, new.arrays)
+        return None if placement is None else (new.plan, placement)
+
+    def _whole(self, planned: _NewWeights, new: _NewWeights, *, donate: bool) -> BuildWeights:
+        """What is changed, with the weights that serve on, for each engine."""
+        kept = planned.plan.names - new.plan.names
+
+        def build(olds: Sequence[Weights]) -> list[dict[str, jax.Array]]:
+            if kept and not all(kept <= old.keys() for old in olds):  # they sleep, or were lost
+                return self._split(sync.apply(planned.plan, planned.arrays))
+            rests = [{name: old[name] for name in kept} for old in olds]
+            made = self._split(new.take(olds, donate=donate))
+            return [rest | each for rest, each in zip(rests, made, strict=True)]
+
+        return build

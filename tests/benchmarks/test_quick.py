@@ -1,0 +1,56 @@
+"""Benchmarks end to end on tiny sizes: that they run, and what they write."""
+
+import json
+
+import pytest
+
+from benchmarks.hardware import step_parts
+from benchmarks.interruption import interruptions, sleep_wake
+from benchmarks.throughput import growth, options
+
+QUICK_COMPILE = "that the benchmark runs and what it writes, not its numbers"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Tunix
+]
+
+
+def written(main, tmp_path, name, *arguments):
+    main(["--quick", "--output-dir", str(tmp_path), *arguments])
+    assert "- Machine: " in (tmp_path / f"{name}.md").read_text()
+    return json.loads((tmp_path / f"{name}.json").read_text())
+
+
+def test_pauses(tmp_path):
+    latencies = written(interruptions.main, tmp_path, "interruptions")["latencies"]
+    modes = [(each["mode"], each["max_dispatch_s"]) for each in latencies]
+    assert modes == [(mode, s) for s in (1.0, 0.1) for mode in ("retract", "in_place")]
+    assert all(len(each["pauses_s"]) == 3 for each in latencies)
+
+
+def test_sleeps_and_saves(tmp_path):
+    data = written(sleep_wake.main, tmp_path, "sleep_wake")
+    kept, given_up = data["cycles"]
+    assert kept["device_bytes"] == given_up["device_bytes"]
+    assert kept["host_bytes"] > given_up["host_bytes"]
+    assert [each["with_kv"] for each in data["saves"]] == [False, True]
+
+
+def test_parts_of_a_step(tmp_path):
+    data = written(step_parts.main, tmp_path, "step_parts_tiny", "--model", "tiny")
+    assert 2 <= data["num_rows"] <= 4
+    measured = {part["part"]: part["measured_s"] for part in data["parts"]}
+    assert list(measured)[::5] == ["projections", "host"]
+    assert measured["projections"] > 0
+
+
+def test_growth_with_the_batch(tmp_path):
+    data = written(growth.main, tmp_path, "growth", "--series", "batch")
+    assert list(data["runs_s"]["batch"]["tiny"]) == ["1", "2"]
+    assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
+
+
+def test_experts(tmp_path):
+    data = written(options.main, tmp_path, "moe", "--pairs", "1", "--tables", "moe")
+    assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]
