@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tunix_sgljax.training.loading import type_name
+from tunix_sgljax.training.loading import field_types, section_of, type_name
 from tunix_sgljax.training.schema import TrainConfig
 
 OUTPUT = Path(__file__).with_name("training.md")
@@ -33,10 +32,10 @@ def _lists(
     kind: type = TrainConfig, prefix: str = "", described: list[type] | None = None
 ) -> Iterator[str]:
     described = [] if described is None else described
-    docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
+    docs, hints = attribute_docs(kind), field_types(kind)
     rows, sections = [], []
     for field in dataclasses.fields(kind):
-        section = _section_of(hints[field.name])
+        section = section_of(hints[field.name])
         if section is None:
             kind_of = type_name(hints[field.name]).removesuffix(" or null")
             rows.append(f"- `{field.name}` ({_default(field, kind_of)}): {docs[field.name]}")
@@ -59,13 +58,6 @@ def attribute_docs(kind: type) -> dict[str, str]:
         name: " ".join(words.split())
         for name, words in zip(entries[::2], entries[1::2], strict=True)
     }
-
-
-def _section_of(annotation: Any) -> type | None:
-    for kind in (annotation, *typing.get_args(annotation)):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return kind
-    return None
 
 
 def _default(field: dataclasses.Field[Any], kind: str) -> str:

@@ -10,13 +10,14 @@ training changes is how often a sample is, so the table shows both.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
 from absl import logging as absl_logging
 
 from tunix_sgljax.training import RunResult, load_config, run
-from tunix_sgljax.training.report import ProgressReporter
+from tunix_sgljax.training.report import print_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/grpo_addition.yaml"
 
@@ -27,7 +28,6 @@ def train(steps: int, batch_size: int, every: int, held_out: int, output_dir: Pa
     config = load_config(
         CONFIG,
         [
-            "title=GRPO on addition, evaluated on held-out sums",
             f"num_batches={steps}",
             f"batch_size={batch_size}",
             f"output_dir={output_dir}",
@@ -38,10 +38,7 @@ def train(steps: int, batch_size: int, every: int, held_out: int, output_dir: Pa
             "eval_rollout_config={temperature: 0}",
         ],
     )
-    progress = ProgressReporter(steps)
-    result = run(config, on_step=progress.show)
-    progress.close()
-    return result
+    return run(config, on_step=functools.partial(print_step, num_steps=steps))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -31,20 +31,19 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
+from addition_plot import write_plot
 from addition_task import Tokenizer, exact_match, load_checkpoint, problem_batches
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.training import TrainConfig, load_config
-from tunix_sgljax.training.records import StepRecorder, settings_of
 from tunix_sgljax.training.report import (
-    ProgressReporter,
     StepRecord,
-    format_summary,
-    format_table,
+    StepRecorder,
+    format_report,
+    print_step,
     summarize,
     write_json,
-    write_plot,
 )
-from tunix_sgljax.training.rollouts import SeededVanillaRollout, TimedRollout, weight_version_of
+from tunix_sgljax.training.rollouts import SeededVanillaRollout, TimedRollout
 from tunix_sgljax.training.schema import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,10 +114,7 @@ def train(config: TrainConfig, on_step: Callable[[StepRecord], None]) -> list[St
     """Trains with Tunix's `GRPOLearner` and returns what happened at each step."""
     recorder = StepRecorder(on_step)
     timed_rollout = functools.partial(
-        TimedRollout,
-        engine=choose_rollout(config),
-        weight_version=weight_version_of,
-        on_generate=recorder.add_rollout,
+        TimedRollout, engine=choose_rollout(config), on_generate=recorder.add_rollout
     )
     cluster = make_cluster(config, timed_rollout)
     cluster.with_external_metrics_logger(recorder.add_metrics)
@@ -134,8 +130,7 @@ def train(config: TrainConfig, on_step: Callable[[StepRecord], None]) -> list[St
     try:
         learner.train(problem_batches(config.num_batches, config.batch_size, config.seed))
     finally:
-        if isinstance(timed.inner, SglJaxRollout):
-            timed.inner.close()
+        timed.close()
     return recorder.records
 
 
@@ -178,19 +173,16 @@ def main(argv: list[str] | None = None) -> int:
         f"{config.batch_size} prompts x {config.num_generations}, on {device}. "
         "The first step compiles."
     )
-    progress = ProgressReporter(config.num_batches)
-    records = train(config, progress.show)
-    progress.close()
+    records = train(config, functools.partial(print_step, num_steps=config.num_batches))
 
     output_dir = Path(config.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / "records.json", settings_of(config, device), records)
-    title = f"{config.title}, rollout by {config.rollout_engine} (seed {config.seed})"
+    write_json(output_dir / "records.json", config, records)
+    title = f"GRPO on addition, rollout by {config.rollout_engine} (seed {config.seed})"
     write_plot(output_dir / "training.png", title, records)
-    print(f"\n{format_table(records)}\n\n{format_summary(records)}")
+    print(f"\n{format_report(records)}")
     print(f"wrote {output_dir / 'records.json'} and {output_dir / 'training.png'}")
 
-    if config.num_batches >= full_steps and summarize(records).gain < MIN_GAIN:
+    if config.num_batches >= full_steps and summarize(records)["gain"] < MIN_GAIN:
         print(f"WARNING: the mean reward did not rise by {MIN_GAIN}", file=sys.stderr)
         return int(args.check)
     return 0

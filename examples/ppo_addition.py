@@ -10,13 +10,14 @@ the critic, one output in place of its logits. `configs/ppo_addition.yaml` has a
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
 from absl import logging as absl_logging
 
 from tunix_sgljax.training import load_config, run
-from tunix_sgljax.training.report import ProgressReporter, format_summary, format_table
+from tunix_sgljax.training.report import format_report, print_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/ppo_addition.yaml"
 
@@ -44,11 +45,8 @@ def main(argv: list[str] | None = None) -> int:
             f"output_dir={args.output_dir}",
         ],
     )
-    progress = ProgressReporter(args.steps)
-    result = run(config, on_step=progress.show)
-    progress.close()
-    print(f"\n{format_table(result.records)}\n\n{format_summary(result.records)}")
-    print(f"wrote {' and '.join(map(str, result.files))}")
+    result = run(config, on_step=functools.partial(print_step, num_steps=args.steps))
+    print(f"\n{format_report(result.records)}\nwrote {result.file}")
     return 0
 
 

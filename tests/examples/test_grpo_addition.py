@@ -117,7 +117,6 @@ def test_lora_differs_from_the_baseline_in_what_is_trained():
     assert full.actor_model_config.lora_config is None
     changed = dataclasses.replace(
         lora,
-        title=full.title,
         actor_model_config=full.actor_model_config,
         rl_training_config=full.rl_training_config,
         output_dir=full.output_dir,

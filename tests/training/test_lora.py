@@ -13,15 +13,14 @@ from flax import nnx
 
 from sgljax_engine import InvalidConfigError
 from tests.training.test_train import check_steps, read_records, train
-from tests.training.tiny import write_config
+from tests.training.tiny import shape_of, write_config
 from tunix_sgljax.checkpoints.lora_settings import read_settings
 from tunix_sgljax.checkpoints.tunix import find_step, read_checkpoint
 from tunix_sgljax.training import load_config
 from tunix_sgljax.training.cluster import make_cluster, make_meshes, make_optimizers, rollout_engine
 from tunix_sgljax.training.lora import abstract_actor, apply_lora
 from tunix_sgljax.training.memory import estimate_memory
-from tunix_sgljax.training.models import find_model, load_policy
-from tunix_sgljax.training.tokenizers import load_tokenizer
+from tunix_sgljax.training.models import find_model, load_policy, load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
 
@@ -63,13 +62,14 @@ def num_bytes(state):
 @pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
 @pytest.mark.parametrize("family", QUANTISED)
 def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
-    overrides = [
-        f"actor_model_config.family={family}",
-        f"{KEY}.module_path={QUANTISED[family]}",
-    ]
+    model: dict[str, Any] = {
+        "actor_model_config__family": family,
+        "actor_model_config__shape": shape_of(family),
+    }
+    overrides = [f"{KEY}.module_path={QUANTISED[family]}"]
     overrides += [] if qtype is None else [f"{KEY}.weight_qtype={qtype}"]
-    config = config_of(tmp_path, *overrides)
-    full = memory_of(config_of(tmp_path, *overrides[:1], actor_model_config__lora_config=None))
+    config = config_of(tmp_path, *overrides, **model)
+    full = memory_of(config_of(tmp_path, **model, actor_model_config__lora_config=None))
     actor, found = actor_of(config), memory_of(config)
     pairs = num_bytes(nnx.state(actor, nnx.LoRAParam))
     assert found.policy == num_bytes(nnx.state(actor, nnx.Param))
@@ -81,7 +81,7 @@ def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
     if qtype is not None:
         assert found.policy < full.policy
     for override in ("grpo_config.beta=0", "sgljax_config.lora=adapter"):
-        assert memory_of(config_of(tmp_path, *overrides, override)).reference == 0
+        assert memory_of(config_of(tmp_path, *overrides, override, **model)).reference == 0
 
 
 def test_abstract_pairs_are_the_actors(tmp_path):
@@ -243,6 +243,7 @@ def test_quantised_bases_are_trained_beside(tmp_path, offloads):
         tmp_path,
         actor_model_config__lora_config=LORA | {"weight_qtype": "nf4"},
         actor_model_config__family="llama3",
+        actor_model_config__shape=shape_of("llama3"),
         offload_to_cpu=offloads,
         rl_training_config__checkpoint_root_directory=str(tmp_path / "checkpoints"),
     )

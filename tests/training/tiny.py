@@ -8,19 +8,27 @@ from typing import Any
 
 import yaml
 
+
+def shape_of(family: str) -> dict[str, Any]:
+    """The fields of a tiny model's `ModelConfig` in Tunix, with tied embeddings."""
+    return {
+        "num_layers": 2,
+        "vocab_size": 64,
+        "embed_dim": 32,
+        "hidden_dim": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "norm_eps": 1e-6,
+        "rope_theta": 1_000_000,
+        "weight_tying" if family == "llama3" else "use_tied_embedding": True,
+    }
+
+
 _CONFIG: dict[str, Any] = {
-    "title": "tiny",
     "actor_model_config": {
         "family": "qwen3",
-        "shape": {
-            "num_layers": 2,
-            "vocab_size": 64,
-            "embed_dim": 32,
-            "hidden_dim": 48,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 8,
-        },
+        "shape": shape_of("qwen3"),
     },
     "tokenizer_config": {"function": "tiny_task:Tokenizer"},
     "task": {

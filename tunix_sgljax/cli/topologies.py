@@ -196,7 +196,6 @@ def _from_config(
     """Model, engine and mesh of a config for `train`, whose files need not exist."""
     from tunix_sgljax.model_config import to_model_config
     from tunix_sgljax.rollout.options import engine_options_of
-    from tunix_sgljax.training.checks import meshes_of
     from tunix_sgljax.training.loading import load_config
     from tunix_sgljax.training.models import find_model
 
@@ -208,8 +207,7 @@ def _from_config(
         options["dtype"] = section.dtype
     if args.tp is not None:
         options["tp_size"] = args.tp
-    trainer, rollout = meshes_of(train)
-    mesh = rollout or trainer
+    mesh = train.rollout_mesh
     return model, _engine_config(args, options), mesh.shape, tuple(mesh.axis_names)
 
 

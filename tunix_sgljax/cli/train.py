@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import threading
 import warnings
 from pathlib import Path
@@ -79,7 +80,7 @@ def _dry_run(config: TrainConfig) -> int:
 
 def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int:
     emit(
-        f"{config.title}: {config.training_mode.upper()}, rollout by {config.rollout_engine}, "
+        f"{config.training_mode.upper()}, rollout by {config.rollout_engine}, "
         f"{config.num_steps} steps of {config.batch_size} prompts. Loads JAX, Tunix and the model."
     )
     import jax
@@ -87,32 +88,29 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
 
     from tunix_sgljax.observability.bars import is_interactive
     from tunix_sgljax.observability.progress import Progress
-    from tunix_sgljax.training import report
     from tunix_sgljax.training.loop import run as run_training
+    from tunix_sgljax.training.report import print_eval, print_step
 
     absl_logging.set_verbosity(absl_logging.ERROR)
     emit(f"on {jax.devices()[0].device_kind}; the first step compiles")
-    steps = report.ProgressReporter(config.num_steps, is_quiet=is_quiet)
     stop = threading.Event()
-    try:
-        with (
-            Progress(enabled=not is_quiet and is_interactive()) as progress,
-            warnings.catch_warnings(),
-            interrupt.current().on_interrupt(stop.set),
-        ):
-            # From Tunix's PPOLearner; `whole_numbers` ensures that nothing is lost.
-            warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
-            result = run_training(
-                config,
-                on_step=steps.show,
-                on_eval=steps.show_eval,
-                should_stop=stop.is_set,
-                # Without a terminal, lines instead of bars.
-                progress=progress if progress.is_enabled or is_quiet else None,
-                timeline=timeline,
-            )
-    finally:
-        steps.close()
+    show_step = functools.partial(print_step, num_steps=config.num_steps)
+    with (
+        Progress(enabled=not is_quiet and is_interactive()) as progress,
+        warnings.catch_warnings(),
+        interrupt.current().on_interrupt(stop.set),
+    ):
+        # From Tunix's PPOLearner; `whole_numbers` ensures that nothing is lost.
+        warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
+        result = run_training(
+            config,
+            on_step=(lambda record: None) if is_quiet else show_step,
+            on_eval=(lambda record: None) if is_quiet else print_eval,
+            should_stop=stop.is_set,
+            # Without a terminal, lines instead of bars.
+            progress=progress if progress.is_enabled or is_quiet else None,
+            timeline=timeline,
+        )
     _tell(config, result)
     if timeline is not None and timeline.is_file():
         emit(f"wrote {timeline}; open it in https://ui.perfetto.dev")
@@ -120,11 +118,10 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
 
 
 def _tell(config: TrainConfig, result: RunResult) -> None:
-    from tunix_sgljax.training import report
+    from tunix_sgljax.training.report import format_report
 
     if result.records:
-        table, summary = report.format_table(result.records), report.format_summary(result.records)
-        emit(f"\n{table}\n\n{summary}")
+        emit(f"\n{format_report(result.records)}")
     elif not result.was_stopped:
         emit(
             f"nothing to train: the checkpoint holds {result.resumed_from} steps of "
@@ -132,5 +129,5 @@ def _tell(config: TrainConfig, result: RunResult) -> None:
         )
     for record in result.evals:
         emit(f"held out, after {record.num_steps} steps: {record.reward:.3f}")
-    for path in result.files:
-        emit(f"wrote {path}")
+    if result.file is not None:
+        emit(f"wrote {result.file}")

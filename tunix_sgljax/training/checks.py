@@ -5,37 +5,38 @@ The sections that are Tunix's are checked by Tunix's classes, when a run is prep
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import inspect
 import math
 import re
 import string
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.training.schema import MeshConfig, TrainConfig
+from tunix_sgljax.training.schema import MeshConfig, ModelSection, TaskSection, TrainConfig
+
+T = TypeVar("T")
 
 FAMILIES = ("qwen2", "qwen3", "llama3")
 """Tunix models that `family` and `model_path` can name."""
 
-CRITIC_FAMILIES = ("qwen2", "qwen3")
-"""Families that support a critic: Tunix 0.1.7 cannot ask its Llama 3 for values."""
-
-_CHOICES = {
+_MODEL, _TRAINING = "actor_model_config", "rl_training_config"
+_LIMITS: dict[str, int | tuple[str, ...]] = {
     "rollout_engine": ("sgljax", "vanilla"),
     "training_mode": ("grpo", "ppo"),
-    "actor_model_config.family": FAMILIES,
-    "actor_model_config.dtype": ("float32", "bfloat16", "float16"),
-    "actor_model_config.remat": ("none", "block", "decoder"),
-    "actor_model_config.lora_config.weight_qtype": ("int8", "int4", "nf4"),
-}
-_AT_LEAST = {
+    f"{_MODEL}.family": FAMILIES,
+    f"{_MODEL}.dtype": ("float32", "bfloat16", "float16"),
+    f"{_MODEL}.remat": ("none", "block", "decoder"),
+    f"{_MODEL}.lora_config.weight_qtype": ("int8", "int4", "nf4"),
     "seed": 0,
     "batch_size": 1,
     "num_batches": 1,
-    "actor_model_config.rng_seed": 0,
-    "actor_model_config.lora_config.rank": 1,
+    f"{_MODEL}.rng_seed": 0,
+    f"{_MODEL}.lora_config.rank": 1,
 }
+"""What a key may be: one of some words, or a number that is not less."""
 
 
 def check_config(config: TrainConfig) -> None:
@@ -44,31 +45,19 @@ def check_config(config: TrainConfig) -> None:
     Raises:
         InvalidConfigError: names the key, its value and its limit.
     """
-    for key, choices in _CHOICES.items():
-        value = value_of(config, key)
-        if value is not None and value not in choices:
-            raise InvalidConfigError(unknown_choice(key, value, choices))
-    for key, low in _AT_LEAST.items():
-        value = value_of(config, key)
-        if value is not None and value < low:
-            raise InvalidConfigError(f"{key} must be at least {low}, got {value}")
-    _check_model(config)
-    _check_lora(config)
-    _check_task(config)
-    _check_batches(config)
-    _check_meshes(config)
-    if config.training_mode == "ppo" and config.eval_rollout_config:
-        raise InvalidConfigError(
-            "eval_rollout_config must be empty with PPO: Tunix's PPOLearner evaluates with the "
-            f"sampling of training; got {config.eval_rollout_config}"
-        )
-
-
-def value_of(config: Any, key: str) -> Any:
-    """The value at a dotted key; None where a section on the way is null."""
-    for name in key.split("."):
-        config = None if config is None else getattr(config, name)
-    return config
+    for key, limit in _LIMITS.items():
+        value: Any = config
+        for name in key.split("."):
+            value = None if value is None else getattr(value, name)
+        if value is None:
+            continue
+        if isinstance(limit, int):
+            if value < limit:
+                raise InvalidConfigError(f"{key} must be at least {limit}, got {value}")
+        elif value not in limit:
+            raise InvalidConfigError(unknown_choice(key, value, limit))
+    for problem in _contradictions(config):
+        raise InvalidConfigError(problem)
 
 
 def unknown_choice(key: str, value: str, choices: Iterable[str]) -> str:
@@ -79,71 +68,96 @@ def unknown_choice(key: str, value: str, choices: Iterable[str]) -> str:
     return f"{key} must not be {value!r}; {hint}"
 
 
-def meshes_of(config: TrainConfig) -> tuple[MeshConfig, MeshConfig | None]:
-    """The trainer's mesh, and the rollout's own."""
-    return config.actor_model_config.mesh, config.rollout_model_config.mesh
+def make_checked(kind: Callable[..., T], section: str, values: Mapping[str, Any]) -> T:
+    """An object of one of Tunix's classes, or what it says against the values.
+
+    Raises:
+        InvalidConfigError: names the section.
+    """
+    names: Collection[str] = inspect.signature(kind).parameters
+    if dataclasses.is_dataclass(kind):
+        names = {field.name for field in dataclasses.fields(kind)}
+    refuse_unknown(section, values, names)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise InvalidConfigError(f"{section}: {error}") from None
 
 
-def _check_model(config: TrainConfig) -> None:
-    model, section = config.actor_model_config, "actor_model_config"
-    if (model.family is None) != (model.shape is None):
-        raise InvalidConfigError(
-            f"{section}.family and shape belong together, got {model.family} and {model.shape}"
+def refuse_unknown(section: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses keys of a section that are not known, with the nearest one."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {section}.{near[0]}?" if near else ""
+            raise InvalidConfigError(f"unknown key {section}.{name}{hint}")
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    yield from _of_model(config.actor_model_config)
+    tokenizer = config.tokenizer_config
+    path = tokenizer.tokenizer_path
+    if tokenizer.function and path:
+        yield f"tokenizer_config.tokenizer_path must be null with function, got {path}"
+    if not (tokenizer.function or path or config.actor_model_config.model_path):
+        yield f"tokenizer_config.tokenizer_path must be given where {_MODEL}.model_path is null"
+    yield from _of_task(config.task)
+    yield from _of_batches(config)
+    for section in ("actor_model_config", "rollout_model_config"):
+        yield from _of_mesh(f"{section}.mesh", getattr(config, section).mesh)
+    # Tunix shards the rows that it trains on over "fsdp".
+    trainer = config.actor_model_config.mesh
+    num_fsdp = dict(zip(trainer.axis_names, trainer.shape, strict=True))["fsdp"]
+    rows = config.micro_batch_size * config.num_generations
+    if rows % num_fsdp:
+        yield (
+            f"{_MODEL}.mesh.shape has {num_fsdp} devices along fsdp, which must divide the {rows} "
+            "rows of a micro batch of the trainer"
         )
+    if config.training_mode == "ppo" and config.eval_rollout_config:
+        yield (
+            "eval_rollout_config must be empty with PPO: Tunix's PPOLearner evaluates with the "
+            f"sampling of training; got {config.eval_rollout_config}"
+        )
+
+
+def _of_model(model: ModelSection) -> Iterator[str]:
+    if (model.family is None) == bool(model.shape):
+        yield (f"{_MODEL}.family and shape belong together, got {model.family} and {model.shape}")
     if model.model_path is None and (model.family is None) == (model.model_name is None):
-        raise InvalidConfigError(
-            f"{section} must have one of model_path, model_name, and family with shape; got "
+        yield (
+            f"{_MODEL} must have one of model_path, model_name, and family with shape; got "
             f"model_name={model.model_name}, family={model.family}"
         )
     if model.model_path is not None and (model.family or model.checkpoint):
         extra = "family" if model.family else "checkpoint"
-        raise InvalidConfigError(f"{section}.{extra} must be null with model_path, which has both")
-    tokenizer = config.tokenizer_config
-    if tokenizer.function and tokenizer.tokenizer_path:
-        raise InvalidConfigError(
-            "tokenizer_config.tokenizer_path must be null with function, got "
-            f"{tokenizer.tokenizer_path}"
-        )
-    if not (tokenizer.function or tokenizer.tokenizer_path or model.model_path):
-        raise InvalidConfigError(
-            f"tokenizer_config.tokenizer_path must be given where {section}.model_path is null"
-        )
-
-
-def _check_lora(config: TrainConfig) -> None:
-    lora, section = config.actor_model_config.lora_config, "actor_model_config.lora_config"
+        yield f"{_MODEL}.{extra} must be null with model_path, which has both"
+    lora, key = model.lora_config, f"{_MODEL}.lora_config"
     if lora is None:
         return
     if not (math.isfinite(lora.alpha) and lora.alpha > 0):
-        raise InvalidConfigError(f"{section}.alpha must be finite and above 0, got {lora.alpha}")
+        yield f"{key}.alpha must be finite and above 0, got {lora.alpha}"
     try:
         re.compile(lora.module_path)
     except re.error as error:
-        raise InvalidConfigError(
-            f"{section}.module_path {lora.module_path!r} is no regular expression: {error}"
-        ) from None
+        yield f"{key}.module_path {lora.module_path!r} is no regular expression: {error}"
 
 
-def _check_task(config: TrainConfig) -> None:
-    task = config.task
+def _of_task(task: TaskSection) -> Iterator[str]:
     if not task.reward_functions:
-        raise InvalidConfigError("task.reward_functions must name at least one, got []")
-    if task.prompt_template is not None:
-        try:
-            names = [name for _, name, _, _ in string.Formatter().parse(task.prompt_template)]
-        except ValueError as error:
-            raise InvalidConfigError(
-                f"task.prompt_template {task.prompt_template!r} is no template: {error}"
-            ) from None
+        yield "task.reward_functions must name at least one, got []"
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(task.prompt_template)]
         if not any(names):
-            raise InvalidConfigError(
-                f"task.prompt_template must name a column in braces, got {task.prompt_template!r}"
-            )
+            yield f"task.prompt_template must name a column in braces, got {task.prompt_template!r}"
+    except ValueError as error:
+        yield f"task.prompt_template {task.prompt_template!r} is no template: {error}"
     if task.system_prompt is not None and not task.chat:
-        raise InvalidConfigError("task.system_prompt needs task.chat=true")
+        yield "task.system_prompt needs task.chat=true"
 
 
-def _check_batches(config: TrainConfig) -> None:
+def _of_batches(config: TrainConfig) -> Iterator[str]:
     full, given = config.batch_size, config.rl_training_config
     for name, whole, of in (
         ("mini_batch_size", full, "batch_size"),
@@ -153,35 +167,22 @@ def _check_batches(config: TrainConfig) -> None:
     ):
         size = given.get(name)
         if size and whole % size:
-            raise InvalidConfigError(
-                f"rl_training_config.{name} must divide {of} ({whole}), got {size}"
-            )
-    if given.get("checkpoint_root_directory") and config.algorithm.get("num_iterations", 1) > 1:
-        raise InvalidConfigError(
-            "rl_training_config.checkpoint_root_directory must be null with num_iterations "
-            f"{config.algorithm['num_iterations']}: Tunix 0.1.7 resumes at the wrong place of the "
-            "data"
+            yield f"{_TRAINING}.{name} must divide {of} ({whole}), got {size}"
+    num_iterations = config.algorithm.get("num_iterations", 1)
+    if given.get("checkpoint_root_directory") and num_iterations > 1:
+        yield (
+            f"{_TRAINING}.checkpoint_root_directory must be null with num_iterations "
+            f"{num_iterations}: Tunix 0.1.7 resumes at the wrong place of the data"
         )
 
 
-def _check_meshes(config: TrainConfig) -> None:
-    trainer, rollout = meshes_of(config)
-    for section, mesh in (("actor", trainer), ("rollout", rollout)):
-        key = f"{section}_model_config.mesh"
-        if mesh is None:
-            continue
-        if sorted(mesh.axis_names) != ["fsdp", "tp"]:
-            raise InvalidConfigError(
-                f"{key}.axis_names must be fsdp and tp, by which Tunix's models are sharded, got "
-                f"{mesh.axis_names}"
-            )
-        if len(mesh.shape) != 2 or min(mesh.shape) < 1:
-            raise InvalidConfigError(f"{key}.shape must have two sizes >= 1, got {mesh.shape}")
-    # Tunix shards the rows that it trains on over "fsdp".
-    num_fsdp = dict(zip(trainer.axis_names, trainer.shape, strict=True))["fsdp"]
-    rows = config.micro_batch_size * config.num_generations
-    if rows % num_fsdp:
-        raise InvalidConfigError(
-            f"actor_model_config.mesh.shape has {num_fsdp} devices along fsdp, which must divide "
-            f"the {rows} rows of a micro batch of the trainer"
+def _of_mesh(key: str, mesh: MeshConfig | None) -> Iterator[str]:
+    if mesh is None:
+        return
+    if sorted(mesh.axis_names) != ["fsdp", "tp"]:
+        yield (
+            f"{key}.axis_names must be fsdp and tp, by which Tunix's models are sharded, got "
+            f"{mesh.axis_names}"
         )
+    if len(mesh.shape) != 2 or min(mesh.shape) < 1:
+        yield f"{key}.shape must have two sizes >= 1, got {mesh.shape}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,18 +27,14 @@ from tunix_sgljax.factory import RLCluster
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
 from tunix_sgljax.rollout.options import rollout_options
-from tunix_sgljax.training.checks import meshes_of
-from tunix_sgljax.training.lora import apply_lora
+from tunix_sgljax.training.checks import make_checked, refuse_unknown
+from tunix_sgljax.training.lora import apply_lora, checkpoint_root
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
-from tunix_sgljax.training.resuming import checkpoint_root
 from tunix_sgljax.training.rewards import whole_numbers
 from tunix_sgljax.training.rollouts import SeededVanillaRollout
 from tunix_sgljax.training.schema import MeshConfig, TrainConfig
 
 T = TypeVar("T")
-
-RolloutEngine = Callable[..., BaseRollout]
-"""What `ClusterConfig.rollout_engine` takes."""
 
 _OPTIMIZER_KEYS = {
     *("opt_type", "learning_rate", "schedule_type", "peak_value", "init_value", "end_value"),
@@ -56,7 +51,7 @@ def check_sections(config: TrainConfig) -> None:
     """
     make_algorithm(config)
     rollout_configs(config, None)
-    _training_config(config, *make_optimizers(config))
+    _training_config(config)
     if config.rollout_engine == "sgljax":
         options = rollout_options(config.sgljax_config)
         longest, needed = options.get("max_model_len"), sum(config.max_tokens)
@@ -73,7 +68,8 @@ def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Me
     Raises:
         InvalidConfigError: there are too few devices.
     """
-    devices, (trainer, rollout) = jax.devices(), meshes_of(config)
+    devices, trainer = jax.devices(), config.actor_model_config.mesh
+    rollout = config.rollout_model_config.mesh
     num_trainer = math.prod(trainer.shape)
     needed = num_trainer + (0 if rollout is None else math.prod(rollout.shape))
     if needed > len(devices):
@@ -85,8 +81,10 @@ def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Me
     return made, made if rollout is None else _make_mesh(rollout, devices[num_trainer:needed])
 
 
-def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> RolloutEngine:
-    """The rollout engine: the line that a user changes in their own program."""
+def rollout_engine(
+    config: TrainConfig, progress: Progress | None = None
+) -> Callable[..., BaseRollout]:
+    """What `ClusterConfig.rollout_engine` takes: the line that a user changes in a program."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
     options = {"random_seed": config.seed} | rollout_options(config.sgljax_config)
@@ -117,7 +115,7 @@ def rollout_configs(config: TrainConfig, eos_tokens: list[int] | None) -> dict[M
         if config.rollout_engine == "vanilla" and values.get("temperature") == 0:
             values["top_p"] = None  # vanilla's greedy; with a top_p it would return nothing
         name = "rollout_config" if mode is Mode.TRAIN else "eval_rollout_config"
-        configs[mode] = _make(RolloutConfig, name, values)
+        configs[mode] = make_checked(RolloutConfig, name, values)
     if configs[Mode.TRAIN].temperature == 0:
         raise InvalidConfigError(
             "rollout_config.temperature must be above 0: greedy completions have no advantages; "
@@ -148,7 +146,7 @@ def make_optimizer(
         default = values.get("warmup_ratio", 0.0) * total
         values["warmup_steps"] = int(values.get("warmup_steps") or default)
         values["learning_rate"] = _call(key, make_schedule, {"init_value": 0.0, **values})
-    _refuse_unknown(key, section, known)
+    refuse_unknown(key, section, known)
     max_norm = values.pop("max_grad_norm", None)
     optimizer = _call(key, function, values)
     if max_norm is None:
@@ -160,26 +158,32 @@ def make_optimizers(
     config: TrainConfig,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """Optimizers of the policy and of the critic, which takes the policy's if it has none."""
-    given, name = config.rl_training_config, "actor_optimizer_config"
-    section = {"learning_rate": 1e-6, **(given.get(name) or {})}
-    actor = make_optimizer(f"rl_training_config.{name}", section, config.num_updates)
+    given, sections = config.rl_training_config, {}
+    sections["actor_optimizer_config"] = {
+        "learning_rate": 1e-6,
+        **(given.get("actor_optimizer_config") or {}),
+    }
     name = "critic_optimizer_config"
-    of_critic = given.get(name) or section
-    return actor, make_optimizer(f"rl_training_config.{name}", of_critic, config.num_updates)
+    sections[name] = given.get(name) or sections["actor_optimizer_config"]
+    actor, critic = (
+        make_optimizer(f"rl_training_config.{name}", section, config.num_updates)
+        for name, section in sections.items()
+    )
+    return actor, critic
 
 
 def make_algorithm(config: TrainConfig) -> GRPOConfig | PPOConfig:
     """Tunix's config of the learner that `training_mode` names."""
     if config.training_mode == "ppo":
-        return _make(PPOConfig, "ppo_config", config.ppo_config)
-    return _make(GRPOConfig, "grpo_config", config.grpo_config)
+        return make_checked(PPOConfig, "ppo_config", config.ppo_config)
+    return make_checked(GRPOConfig, "grpo_config", config.grpo_config)
 
 
 def make_cluster(
     config: TrainConfig,
     spec: ModelSpec,
     tokenizer: Any,
-    engine: RolloutEngine,
+    engine: Callable[..., BaseRollout],
     perf_config: PerfMetricsConfig | None = None,
 ) -> RLCluster:
     """The cluster with loaded models; `perf_config` makes Tunix trace its steps."""
@@ -204,7 +208,7 @@ def make_cluster(
             rollout_engine=engine,  # pyright: ignore[reportArgumentType]  a partial will do
             offload_to_cpu=config.offload_to_cpu,
             rollout_config=rollout_configs(config, eos_tokens),
-            training_config=_training_config(config, *make_optimizers(config)),
+            training_config=_training_config(config),
         ),
         perf_config=perf_config,
     )
@@ -225,17 +229,7 @@ def make_learner(
     return GRPOLearner(cluster, algorithm, reward_fns)
 
 
-def close_rollout(rollout: BaseRollout) -> None:
-    """Ends the engine of a rollout that has one."""
-    if isinstance(rollout, SglJaxRollout):
-        rollout.close()
-
-
-def _training_config(
-    config: TrainConfig,
-    optimizer: optax.GradientTransformation,
-    critic_optimizer: optax.GradientTransformation,
-) -> RLTrainingConfig:
+def _training_config(config: TrainConfig) -> RLTrainingConfig:
     given, name = dict(config.rl_training_config), "rl_training_config"
     for key in ("actor_optimizer_config", "critic_optimizer_config"):
         given.pop(key, None)
@@ -245,14 +239,14 @@ def _training_config(
         ("profiler_options", ProfilerOptions),
     ):
         if given.get(key):
-            given[key] = _make(kind, f"{name}.{key}", given[key])
+            given[key] = make_checked(kind, f"{name}.{key}", given[key])
     if given.get("metrics_logging_options"):
         options = given["metrics_logging_options"]
         options.log_dir = str(Path(options.log_dir).expanduser().absolute())
     if "data_sharding_axis" in given:
         given["data_sharding_axis"] = tuple(given["data_sharding_axis"])
-    root = checkpoint_root(config)
-    return _make(
+    root, (optimizer, critic_optimizer) = checkpoint_root(config), make_optimizers(config)
+    return make_checked(
         RLTrainingConfig,
         name,
         {
@@ -269,25 +263,11 @@ def _training_config(
     )
 
 
-def _make(kind: type[T], section: str, values: Mapping[str, Any]) -> T:
-    """An object of one of Tunix's classes, or what it says against the values."""
-    names: Collection[str] = inspect.signature(kind).parameters
-    if dataclasses.is_dataclass(kind):
-        names = {field.name for field in dataclasses.fields(kind)}
-    _refuse_unknown(section, values, names)
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise InvalidConfigError(f"{section}: {error}") from None
-
-
 def _call(key: str, function: Callable[..., T], values: Mapping[str, Any]) -> T:
     """Calls a function with those of the values that it takes."""
     names = inspect.signature(function).parameters
-    try:
-        return function(**{name: value for name, value in values.items() if name in names})
-    except (TypeError, ValueError) as error:
-        raise InvalidConfigError(f"{key}: {error}") from None
+    taken = {name: value for name, value in values.items() if name in names}
+    return make_checked(function, key, taken)
 
 
 def _function_of(module: Any, key: str, name: str) -> Callable[..., Any]:
@@ -297,14 +277,6 @@ def _function_of(module: Any, key: str, name: str) -> Callable[..., Any]:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InvalidConfigError(f"{key} {name!r} is no function of {module.__name__}{hint}")
     return function
-
-
-def _refuse_unknown(section: str, values: Mapping[str, Any], known: Collection[str]) -> None:
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {section}.{near[0]}?" if near else ""
-            raise InvalidConfigError(f"unknown key {section}.{name}{hint}")
 
 
 def _make_mesh(section: MeshConfig, devices: list[Any]) -> jax.sharding.Mesh:

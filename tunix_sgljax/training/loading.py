@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.training.checks import check_config
@@ -30,16 +31,22 @@ from tunix_sgljax.training.schema import (
 
 logger = logging.getLogger(__name__)
 
-INPUT_PATHS = (
-    "actor_model_config.model_path",
-    "actor_model_config.checkpoint",
-    "tokenizer_config.tokenizer_path",
-    "task.code_dir",
+_MODEL, _TOKENIZER, _TASK = "actor_model_config", "tokenizer_config", "task"
+_DATASETS = ((_TASK, "dataset"), (_TASK, "eval_dataset"))
+_INPUT_PATHS = (
+    *((_MODEL, "model_path"), (_MODEL, "checkpoint"), (_TOKENIZER, "tokenizer_path")),
+    *((_TASK, "code_dir"), *_DATASETS),
 )
 """Input paths: relative to the config file, or if from the command line, to the working folder."""
 
-_DATASETS = ("task.dataset", "task.eval_dataset")
-_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_TYPE_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "keys and values",
+    list: "a list of strings",
+}
 _UNREAD: dict[type, tuple[str, ...]] = {
     ModelSection: (
         *("model_id", "model_source", "model_download_path", "intermediate_ckpt_dir"),
@@ -75,15 +82,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise InvalidConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(given, DictConfig):
         raise InvalidConfigError(f"{path} must hold keys and values, got {type(given).__name__}")
-    parts = []
-    for part, folder in (
-        (given, path.resolve().parent),
-        (_parse_overrides(overrides), Path.cwd()),
-    ):
-        read = _read_tunix(OmegaConf.to_container(part, resolve=False))
-        check_names(read)
-        parts.append(_make_absolute(OmegaConf.create(read), folder))
-    config = _to_config(OmegaConf.merge(*parts))
+    changes = _parse_overrides(overrides)
+    try:
+        _make_absolute(given, path.resolve().parent)
+        _make_absolute(changes, Path.cwd())
+        merged = OmegaConf.to_container(OmegaConf.merge(given, changes), resolve=True)
+    except OmegaConfBaseException as error:
+        raise InvalidConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    config = _build(TrainConfig, merged)
     check_config(config)
     return config
 
@@ -93,63 +99,24 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def check_names(given: Any, kind: type = TrainConfig, prefix: str = "") -> None:
-    """Refuses keys that the schema does not have.
-
-    Raises:
-        InvalidConfigError: names the key with its path and the nearest known one.
-    """
-    if not isinstance(given, Mapping):
-        return  # a wrong type, or null; found later
-    fields = _field_types(kind)
-    for name, value in given.items():
-        if name not in fields:
-            raise InvalidConfigError(_unknown_key(str(name), prefix, list(fields)))
-        section = _section_of(fields[name])
-        if section is not None:
-            check_names(value, section, f"{prefix}{name}.")
-
-
-def field_rows(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Every key with its type, in words, and its default; sections in the order of the schema."""
-    types_of = _field_types(kind)
-    for field in dataclasses.fields(kind):
-        section = _section_of(types_of[field.name])
-        if section is not None:
-            yield from field_rows(section, f"{prefix}{field.name}.")
-            continue
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        yield f"{prefix}{field.name}", type_name(types_of[field.name]), default
-
-
-def type_name(annotation: Any) -> str:
-    """A field's type in words."""
-    args = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
-    if isinstance(annotation, types.UnionType):
-        return f"{type_name(args[0])} or null"
-    origin = typing.get_origin(annotation)
-    if origin is list:
-        return {int: "a list of integers", str: "a list of strings"}[args[0]]
-    if origin is dict or dataclasses.is_dataclass(annotation):
-        return "keys and values"
-    return _TYPE_NAMES[annotation]
-
-
-def is_function(value: str) -> bool:
-    """Whether a dataset is "module:function" rather than a file."""
-    module, colon, name = value.rpartition(":")
-    return bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
+def field_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Every key of the schema, sections in its order."""
+    for name, annotation in field_types(kind).items():
+        section = section_of(annotation)
+        if section is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from field_keys(section, f"{prefix}{name}.")
 
 
 @functools.cache
-def _field_types(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
+    """The types of a section's keys."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _section_of(annotation: Any) -> type | None:
+def section_of(annotation: Any) -> type | None:
     """The dataclass of a field that holds one or null."""
     for kind in (annotation, *typing.get_args(annotation)):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -157,42 +124,19 @@ def _section_of(annotation: Any) -> type | None:
     return None
 
 
-def _read_tunix(given: Any, kind: type = TrainConfig, prefix: str = "") -> Any:
-    """Reads what Tunix's files say otherwise: meshes as text, no LoRA as {}, "" for null."""
-    if not isinstance(given, Mapping):
-        return given
-    fields, read = _field_types(kind), {}
-    for name, value in given.items():
-        if name in _UNREAD.get(kind, ()):
-            if value:
-                text = "%s%s=%r is not read: it is for Tunix's own loader of models"
-                logger.warning(text, prefix, name, value)
-            continue
-        section = _section_of(fields.get(name))
-        if section is not None:
-            value = _read_tunix(value, section, f"{prefix}{name}.")
-            if value == {} and type(None) in typing.get_args(fields[name]):
-                value = None
-        elif kind is MeshConfig and isinstance(value, str) and value.startswith("("):
-            try:
-                value = list(ast.literal_eval(value))
-            except (SyntaxError, ValueError, TypeError):
-                raise InvalidConfigError(f"{prefix}{name} {value!r} is no tuple") from None
-        elif value == "" and kind in _UNREAD:
-            value = None
-        read[name] = value
-    return read
+def type_name(annotation: Any) -> str:
+    """A field's type in words."""
+    if isinstance(annotation, types.UnionType):
+        return f"{type_name(typing.get_args(annotation)[0])} or null"
+    if annotation == list[int]:
+        return "a list of integers"
+    return _TYPE_NAMES[typing.get_origin(annotation) or annotation]
 
 
-def _unknown_key(name: str, prefix: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"unknown key {prefix}{name}; did you mean {prefix}{near[0]}?"
-    everywhere = {key.rpartition(".")[2]: key for key, _, _ in field_rows()}
-    near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
-    if near:
-        return f"unknown key {prefix}{name}; did you mean {everywhere[near[0]]}?"
-    return f"unknown key {prefix}{name}; known here: {', '.join(known)}"
+def is_function(value: str) -> bool:
+    """Whether a dataset is "module:function" rather than a file."""
+    module, colon, name = value.rpartition(":")
+    return bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
@@ -207,51 +151,74 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         raise InvalidConfigError(f"cannot read the overrides {list(overrides)}: {text}") from None
 
 
-def _make_absolute(given: DictConfig, folder: Path) -> DictConfig:
-    for key in (*INPUT_PATHS, *_DATASETS):
-        section, _, name = key.partition(".")
+def _make_absolute(given: DictConfig, folder: Path) -> None:
+    for key in _INPUT_PATHS:
+        section, name = key
         node = given.get(section)
         if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, name):
             continue
         value = node.get(name)
-        if isinstance(value, str) and not (key in _DATASETS and is_function(value)):
+        is_path = isinstance(value, str) and value != ""
+        if is_path and not (key in _DATASETS and is_function(value)):
             node[name] = os.path.normpath(folder / Path(value).expanduser())
-    return given
 
 
-def _to_config(given: Any) -> TrainConfig:
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
-        # A merge with ??? in the file would keep the default.
-        missing = sorted(OmegaConf.missing_keys(given) | OmegaConf.missing_keys(merged))
-        if missing:
-            raise InvalidConfigError(
-                f"{missing[0]} must be given, in the file or as {missing[0]}=..."
-            )
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise InvalidConfigError(_wrong_value(error, given)) from None
-    assert isinstance(config, TrainConfig)
-    return config
+def _build(kind: type, given: Any, prefix: str = "") -> Any:
+    """A section from keys and values, read as Tunix's files have them."""
+    if not isinstance(given, Mapping):
+        raise InvalidConfigError(f"{prefix[:-1]} must be keys and values, got {given!r}")
+    annotations, values = field_types(kind), {}
+    for name, value in given.items():
+        if name in _UNREAD.get(kind, ()):
+            if value:
+                text = "%s%s=%r is not read: it is for Tunix's own loader of models"
+                logger.warning(text, prefix, name, value)
+        elif name not in annotations:
+            raise InvalidConfigError(_unknown_key(str(name), prefix, list(annotations)))
+        else:
+            value = None if value == "" and kind in _UNREAD else value
+            values[name] = _convert(annotations[name], value, f"{prefix}{name}")
+    for field in dataclasses.fields(kind):
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in values:
+            raise _missing(f"{prefix}{field.name}")
+    return kind(**values)
 
 
-def _wrong_value(error: OmegaConfBaseException, given: Any) -> str:
-    """Names the key, its value, and what is expected."""
-    key = (error.full_key or "").partition("[")[0]
-    if not key:
-        # OmegaConf does not say where a value stands in place of a section.
-        container: Any = OmegaConf.to_container(given, resolve=False)
-        for name, annotation in _field_types(TrainConfig).items():
-            value = container.get(name, {})
-            if type_name(annotation) == "keys and values" and not isinstance(value, Mapping):
-                return f"{name} must be keys and values, got {value!r}"
-        return str(error).splitlines()[0]
-    kind: Any = TrainConfig
-    for name in key.split("."):
-        section = _section_of(kind)
-        if section is None:
-            break
-        kind = _field_types(section)[name]
-    if not isinstance(error, ValidationError):
-        return f"{error.full_key}: {str(error).splitlines()[0]}"
-    return f"{error.full_key} must be {type_name(kind)}, got {error.value!r}"
+def _convert(annotation: Any, value: Any, key: str) -> Any:
+    """The value of a key: meshes may be text, and no LoRA {}."""
+    is_optional = isinstance(annotation, types.UnionType)
+    section = section_of(annotation)
+    if value == "???":
+        raise _missing(key)
+    if is_optional and (value is None or (section is not None and value == {})):
+        return None
+    if section is not None:
+        return _build(section, value, f"{key}.")
+    kind = typing.get_args(annotation)[0] if is_optional else annotation
+    if kind is float and type(value) is int:
+        return float(value)
+    if isinstance(value, str) and value.startswith("(") and typing.get_origin(kind) is list:
+        with contextlib.suppress(SyntaxError, TypeError, ValueError):
+            value = list(ast.literal_eval(value))
+    is_right = type(value) is (typing.get_origin(kind) or kind)
+    if is_right and isinstance(value, list):
+        is_right = all(type(item) is typing.get_args(kind)[0] for item in value)
+    if not is_right:
+        raise InvalidConfigError(f"{key} must be {type_name(annotation)}, got {value!r}")
+    return value
+
+
+def _missing(key: str) -> InvalidConfigError:
+    return InvalidConfigError(f"{key} must be given, in the file or as {key}=...")
+
+
+def _unknown_key(name: str, prefix: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"unknown key {prefix}{name}; did you mean {prefix}{near[0]}?"
+    everywhere = {key.rpartition(".")[2]: key for key in field_keys()}
+    near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
+    if near:
+        return f"unknown key {prefix}{name}; did you mean {everywhere[near[0]]}?"
+    return f"unknown key {prefix}{name}; known here: {', '.join(known)}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from tunix.rl.rl_cluster import Mode, RLCluster
 from tunix.rl.rl_learner import TrainingInputT
@@ -20,29 +17,25 @@ from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
 from tunix_sgljax.observability.timeline import Timeline
 from tunix_sgljax.training.cluster import (
     check_sections,
-    close_rollout,
     make_cluster,
     make_learner,
     make_meshes,
     make_optimizers,
     rollout_engine,
 )
+from tunix_sgljax.training.lora import check_resume, keep_lora_settings
 from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
-from tunix_sgljax.training.models import ModelSpec, find_model
-from tunix_sgljax.training.records import StepRecorder, settings_of
-from tunix_sgljax.training.report import EvalRecord, StepRecord, write_json, write_plot
-from tunix_sgljax.training.resuming import check_resume, keep_lora_settings
-from tunix_sgljax.training.rollouts import TimedRollout, weight_version_of
+from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
+from tunix_sgljax.training.report import EvalRecord, StepRecord, StepRecorder, write_json
+from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.schema import TrainConfig
 from tunix_sgljax.training.task import Task, batches, load_task, to_batch
-from tunix_sgljax.training.tokenizers import load_tokenizer
 
 _SKIPPED_STEPS = 1
 """Steps of a run before the one that a timeline records: the first ones compile."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunResult:
+class RunResult(NamedTuple):
     """The result of a run.
 
     Attributes:
@@ -50,14 +43,14 @@ class RunResult:
         evals: Evaluations between the steps, and a last one at the end.
         resumed_from: Number of steps in the checkpoint.
         was_stopped: Whether `should_stop` ended it early.
-        files: Files that it wrote.
+        file: records.json; None without records.
     """
 
     records: list[StepRecord]
     evals: list[EvalRecord]
     resumed_from: int
     was_stopped: bool
-    files: list[Path]
+    file: Path | None
 
 
 class Prepared(NamedTuple):
@@ -97,9 +90,8 @@ def run(
 ) -> RunResult:
     """Trains as the config says, with Tunix's learner.
 
-    Resumes from the newest checkpoint of `checkpoint_root_directory`, if there is one. Writes
-    records.json and, if matplotlib is installed, training.png. Metrics of the engine's rollouts go
-    to Tunix's loggers.
+    Resumes from the newest checkpoint of `checkpoint_root_directory`, if there is one, and writes
+    records.json. Metrics of the engine's rollouts go to Tunix's loggers.
 
     Args:
         config: From `load_config`.
@@ -120,17 +112,14 @@ def run(
     recorder = StepRecorder(on_step, on_eval)
     tracer = None if timeline is None else Timeline()
     timed = functools.partial(
-        TimedRollout,
-        engine=rollout_engine(config, progress),
-        weight_version=weight_version_of,
-        on_generate=recorder.add_rollout,
+        TimedRollout, engine=rollout_engine(config, progress), on_generate=recorder.add_rollout
     )
     perf_config = None if tracer is None else tracer.perf_config
     cluster = make_cluster(config, prepared.spec, prepared.tokenizer, timed, perf_config)
-    worker = cluster.rollout
+    worker, task = cluster.rollout, prepared.task
     assert isinstance(worker, TimedRollout)
     try:
-        learner = make_learner(config, cluster, prepared.task.reward_fns)
+        learner = make_learner(config, cluster, task.reward_fns)
         done = cluster.actor_trainer.train_steps // config.updates_per_step
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
@@ -140,22 +129,19 @@ def run(
             tracer.record_steps(cluster, timeline, first_step=done + _SKIPPED_STEPS, num_steps=1)
         recorder.start(done + 1)
         if done < config.num_steps:
-            rows, size = prepared.task.eval_rows, config.batch_size
+            rows, size = task.eval_rows, config.batch_size
             held_out = [to_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
-            learner.train(_TrainingData(config, prepared.task, should_stop), held_out or None)
+            learner.train(_TrainingData(config, task, should_stop), held_out or None)
         was_stopped = done + len(recorder.records) < config.num_steps
-        if prepared.task.eval_rows and not was_stopped:
-            reward = evaluate(cluster, prepared.task)
-            recorder.evals.append(EvalRecord(num_steps=config.num_steps, reward=reward))
+        if task.eval_rows and not was_stopped:
+            recorder.evals.append(EvalRecord(config.num_steps, evaluate(cluster, task)))
     finally:
-        close_rollout(worker.inner)
-    return RunResult(
-        records=recorder.records,
-        evals=recorder.evals,
-        resumed_from=done,
-        was_stopped=was_stopped,
-        files=_write(config, recorder),
-    )
+        worker.close()
+    file = None
+    if recorder.records:
+        file = Path(config.output_dir) / "records.json"
+        write_json(file, config, recorder.records, recorder.evals)
+    return RunResult(recorder.records, recorder.evals, done, was_stopped, file)
 
 
 def _check_timeline(config: TrainConfig) -> None:
@@ -193,23 +179,9 @@ class _TrainingData:
     def __iter__(self) -> Iterator[TrainingInputT]:
         config = self._config
         seed = config.seed if config.task.shuffle else None
-        drawn = batches(self._task.rows, config.batch_size, shuffle_seed=seed, num_batches=None)
+        drawn = batches(self._task.rows, config.batch_size, seed)
         yield next(drawn)  # Tunix looks at its size before it trains
         for batch in drawn:
             if self._should_stop():
                 return
             yield batch
-
-
-def _write(config: TrainConfig, recorder: StepRecorder) -> list[Path]:
-    if not recorder.records:
-        return []
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    device = jax.devices()[0].device_kind
-    files = [folder / "records.json"]
-    write_json(files[0], settings_of(config, device), recorder.records, recorder.evals)
-    with contextlib.suppress(ImportError):
-        write_plot(folder / "training.png", config.title, recorder.records, recorder.evals)
-        files.append(folder / "training.png")
-    return files

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +13,6 @@ from flax import nnx
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.model_config import engine_dtype
 from tunix_sgljax.rollout.options import engine_config_of
-from tunix_sgljax.training.checks import meshes_of
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec, abstract_critic
 from tunix_sgljax.training.schema import TrainConfig
@@ -22,8 +20,7 @@ from tunix_sgljax.training.schema import TrainConfig
 _FLOAT32 = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes on one device of the trainer's mesh, without activations other than logits.
 
     Attributes:
@@ -50,12 +47,12 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The sum of all parts, as if all existed at once."""
-        return sum(dataclasses.asdict(self).values())
+        return sum(self)
 
     def __str__(self) -> str:
         """A line for each part, in GB."""
-        rows = [*dataclasses.asdict(self).items(), ("total", self.total)]
-        return "\n".join(f"  {name:<15}{size / 1e9:9.3f} GB" for name, size in rows)
+        rows = {**self._asdict(), "total": self.total}
+        return "\n".join(f"  {name:<15}{size / 1e9:9.3f} GB" for name, size in rows.items())
 
 
 def estimate_memory(
@@ -68,9 +65,9 @@ def estimate_memory(
 
     Args:
         config: Config of the run.
-        spec: The run's model.
+        spec: Its model.
         mesh: The trainer's mesh.
-        optimizers: Optimizers of the policy and of the critic.
+        optimizers: Of the policy and of the critic.
 
     Raises:
         InvalidConfigError: a parameter cannot be split over the mesh.
@@ -87,13 +84,15 @@ def estimate_memory(
     if config.training_mode == "ppo":
         critic = _shards(nnx.state(abstract_critic(spec), nnx.Param), mesh, dtype)
         of_critic = 2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic))
+    num_tokens = config.micro_batch_size * config.num_generations * sum(config.max_tokens)
+    num_logits = num_tokens * spec.config.vocab_size
     return MemoryEstimate(
         policy=_num_bytes([trained, frozen]),
         gradients=_num_bytes(trained),
         optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, trained)),
         reference=_num_bytes(reference) if config.has_reference_model else 0,
         critic=of_critic,
-        logits=_logits_bytes(config, spec, mesh),
+        logits=2 * num_logits * _FLOAT32 // mesh.size,
         **_engine_bytes(config, spec.config, base, dtype),
     )
 
@@ -120,18 +119,12 @@ def _num_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _logits_bytes(config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh) -> int:
-    tokens = config.micro_batch_size * config.num_generations * sum(config.max_tokens)
-    return 2 * tokens * spec.config.vocab_size * _FLOAT32 // mesh.size
-
-
 def _engine_bytes(
     config: TrainConfig, model: Any, params: nnx.State, dtype: np.dtype | None
 ) -> dict[str, int]:
     if config.rollout_engine == "vanilla":
         return {"engine_weights": 0, "kv_cache": 0}
-    trainer, rollout = meshes_of(config)
-    mesh = rollout or trainer
+    mesh = config.rollout_mesh
     num_shards = dict(zip(mesh.axis_names, mesh.shape, strict=True))["tp"]
     num_copies = max(num_shards // model.num_kv_heads, 1)  # of each kv head
     leaves = jax.tree.leaves(params)

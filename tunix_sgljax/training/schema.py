@@ -12,39 +12,6 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShapeConfig:
-    """The shape of a model, by the names of Tunix's `ModelConfig`.
-
-    Attributes:
-        num_layers: Decoder layers.
-        vocab_size: Rows of the embedding table.
-        embed_dim: Width of the residual stream.
-        hidden_dim: Width of the MLP.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        norm_eps: Added under the root of RMSNorm.
-        rope_theta: Base of the rotary embedding; Tunix 0.1.7 ignores it for Qwen3 and Llama 3.
-        use_tied_embedding: The output projection is the embedding table.
-        num_experts: Experts of each layer; null for a dense model.
-        num_experts_per_tok: Experts that a token goes through.
-    """
-
-    num_layers: int
-    vocab_size: int
-    embed_dim: int
-    hidden_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float = 1e-6
-    rope_theta: int = 1_000_000
-    use_tied_embedding: bool = True
-    num_experts: int | None = None
-    num_experts_per_tok: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Trains a low-rank pair beside each chosen weight, whose own values stay as they are.
 
@@ -83,7 +50,7 @@ class ModelSection:
         model_name: A model that Tunix knows, for its shape: "qwen3-0.6b". With `model_path` the two
             must agree.
         family: "qwen2", "qwen3" or "llama3", with `shape`, for a model that has no name.
-        shape: See `family`.
+        shape: Fields of the family's `ModelConfig` in Tunix.
         checkpoint: A safetensors file of parameters by their Tunix names, for a `model_name` or a
             `family`; without it and `model_path` the model starts with random weights.
         rng_seed: Seed of random weights.
@@ -96,7 +63,7 @@ class ModelSection:
     model_path: str | None = None
     model_name: str | None = None
     family: str | None = None
-    shape: ShapeConfig | None = None
+    shape: dict[str, Any] = dataclasses.field(default_factory=dict)
     checkpoint: str | None = None
     rng_seed: int = 0
     dtype: str | None = None
@@ -142,11 +109,10 @@ class TaskSection:
         dataset_args: Keywords of that function.
         eval_dataset: Held-out rows, likewise.
         eval_dataset_args: Likewise.
-        prompt_column: The column that is the prompt.
-        prompt_template: Builds the prompt from a row instead: "Q: {question} A:".
+        prompt_template: Builds the prompt from the columns of a row: "Q: {question} A:".
         chat: Render the prompt as a user's message with the tokenizer's chat template.
         system_prompt: A system message before it.
-        columns: Columns for the reward functions; null takes all but the prompt's.
+        columns: Columns for the reward functions; null takes all but `prompts`.
         reward_functions: "module:function" or the name of a built-in one; rewards are added.
         shuffle: Draw the rows in another order each epoch.
         code_dir: A folder to import modules from, such as the task's.
@@ -156,8 +122,7 @@ class TaskSection:
     dataset_args: dict[str, Any] = dataclasses.field(default_factory=dict)
     eval_dataset: str | None = None
     eval_dataset_args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    prompt_column: str = "prompts"
-    prompt_template: str | None = None
+    prompt_template: str = "{prompts}"
     chat: bool = False
     system_prompt: str | None = None
     columns: list[str] | None = None
@@ -171,18 +136,13 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-        title: Title of the plot.
         seed: Seed of data order, sampling, the critic's head and new LoRA pairs.
         training_mode: "grpo" or "ppo".
         rollout_engine: The sampler: "sgljax", or "vanilla", Tunix's own.
         offload_to_cpu: Keep models in host memory while they are not used.
         batch_size: Prompts of a step.
         num_batches: Batches of prompts to train on, each followed by one weight sync.
-        output_dir: Where records.json and training.png are written.
-        actor_model_config: See below.
-        rollout_model_config: See below.
-        tokenizer_config: See below.
-        task: See below.
+        output_dir: Where records.json is written.
         grpo_config: Fields of Tunix's `GRPOConfig`.
         ppo_config: Fields of Tunix's `PPOConfig`.
         rl_training_config: Fields of Tunix's `RLTrainingConfig`, with `actor_optimizer_config` and
@@ -192,7 +152,6 @@ class TrainConfig:
         sgljax_config: Keywords of `SglJaxRollout`, engine options among them.
     """
 
-    title: str = "training"
     seed: int = 0
     training_mode: str = "grpo"
     rollout_engine: str = "sgljax"
@@ -210,6 +169,11 @@ class TrainConfig:
     rollout_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     eval_rollout_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     sgljax_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rollout_mesh(self) -> MeshConfig:
+        """The rollout's own mesh, or the trainer's."""
+        return self.rollout_model_config.mesh or self.actor_model_config.mesh
 
     @property
     def algorithm(self) -> dict[str, Any]:
