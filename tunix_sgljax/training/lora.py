@@ -77,15 +77,15 @@ def abstract_actor(spec: ModelSpec, section: LoraConfig) -> AbstractActor:
     paths = _module_paths(pairs)
     if _EMBEDDER in paths:
         raise InvalidConfigError(
-            f"lora_config.module_path {section.module_path!r} fits the embedding, beside which Tunix "
-            "cannot train a pair; '.*(attn|mlp).*' leaves it out"
+            f"lora_config.module_path {section.module_path!r} fits the embedding, beside which "
+            "Tunix cannot train a pair; '.*(attn|mlp).*' leaves it out"
         )
     if not paths:
         everything = LoraConfig(rank=1, alpha=1.0, module_path=".*")
         paths = _module_paths(nnx.state(_abstract(spec, everything), nnx.LoRAParam))
         raise InvalidConfigError(
-            f"lora_config.module_path {section.module_path!r} fits no projection of the model; it must "
-            f"match the whole of a path: {', '.join(p for p in paths if p != _EMBEDDER)}"
+            f"lora_config.module_path {section.module_path!r} fits no projection of the model; it "
+            f"must match the whole of a path: {', '.join(p for p in paths if p != _EMBEDDER)}"
         )
     return AbstractActor(pairs, nnx.state(made, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
 
