@@ -86,8 +86,7 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
     import jax
     from absl import logging as absl_logging
 
-    from tunix_sgljax.observability.bars import is_interactive
-    from tunix_sgljax.observability.progress import Progress
+    from tunix_sgljax.observability.progress import Progress, is_interactive
     from tunix_sgljax.training.loop import run as run_training
     from tunix_sgljax.training.report import print_eval, print_step
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError
 from tunix_sgljax import padding
-from tunix_sgljax.exactness import mismatch_plot
 from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.model_config import coarser_dtype, compute_dtype
 from tunix_sgljax.rollout import SglJaxRollout
@@ -208,17 +206,6 @@ class MismatchReport:
             "worst": self.worst._asdict(),
             "per_position": self.per_position.to_dict(),
         }
-
-    def plot(self, path: str | Path) -> None:
-        """Draws differences by position and by token, as an SVG file.
-
-        Raises:
-            InvalidRequestError: for a path that does not end in .svg.
-        """
-        if Path(path).suffix != ".svg":
-            raise InvalidRequestError(f"path must end in .svg, got {str(path)!r}")
-        text = mismatch_plot.draw(self.difference, self.is_compared, self.default_tolerance)
-        Path(path).write_text(text)
 
     def __str__(self) -> str:
         """A table of a few lines."""
