@@ -17,6 +17,7 @@ from tunix.models import automodel
 
 from sgljax_engine import (
     InvalidConfigError,
+    ModelConfig,
     WeightLoadError,
     find_weight_files,
     load_model_config,
@@ -188,6 +189,14 @@ def _read_folder(folder: str) -> tuple[str, Any]:
             f"{folder} holds {', '.join(beside)} beside the model's {', '.join(files.names)}: "
             "Tunix would read them too; move them away"
         )
+    config = tunix_config(model)
+    as_trained(model, config)
+    return family, config
+
+
+def tunix_config(model: ModelConfig) -> Any:
+    """Tunix's ModelConfig of a model that the engine describes, of a known architecture."""
+    family = _ARCHITECTURES[model.architecture]
     shape = {
         "num_layers": model.num_layers,
         "vocab_size": model.vocab_size,
@@ -205,9 +214,7 @@ def _read_folder(folder: str) -> tuple[str, Any]:
             "num_experts": model.moe.num_experts,
             "num_experts_per_tok": model.moe.num_experts_per_token,
         }
-    config = _make_config(family, shape)
-    as_trained(model, config)
-    return family, config
+    return _make_config(family, shape)
 
 
 def _make_config(family: str, shape: Mapping[str, Any]) -> Any:
