@@ -38,7 +38,7 @@ from tunix_sgljax.training import TrainConfig, load_config
 from tunix_sgljax.training.report import (
     StepRecord,
     StepRecorder,
-    format_report,
+    format_summary,
     print_step,
     summarize,
     write_json,
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     write_json(output_dir / "records.json", config, records)
     title = f"GRPO on addition, rollout by {config.rollout_engine} (seed {config.seed})"
     write_plot(output_dir / "training.png", title, records)
-    print(f"\n{format_report(records)}")
+    print(f"\n{format_summary(records)}")
     print(f"wrote {output_dir / 'records.json'} and {output_dir / 'training.png'}")
 
     if config.num_batches >= full_steps and summarize(records)["gain"] < MIN_GAIN:

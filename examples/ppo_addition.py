@@ -17,7 +17,7 @@ from pathlib import Path
 from absl import logging as absl_logging
 
 from tunix_sgljax.training import load_config, run
-from tunix_sgljax.training.report import format_report, print_step
+from tunix_sgljax.training.report import format_summary, print_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/ppo_addition.yaml"
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         ],
     )
     result = run(config, on_step=functools.partial(print_step, num_steps=args.steps))
-    print(f"\n{format_report(result.records)}\nwrote {result.file}")
+    print(f"\n{format_summary(result.records)}\nwrote {result.file}")
     return 0
 
 

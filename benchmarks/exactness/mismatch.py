@@ -195,10 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "|---|---:|---:|",
         *(f"| {change} | {most:.2e} | {mean:.2e} |" for change, (most, mean) in selves.items()),
     ]
-    summaries = {
-        name: {key: value for key, value in report.to_dict().items() if key != "per_position"}
-        for name, report in reports.items()
-    }
+    summaries = {name: report.to_dict() for name, report in reports.items()}
     write_results(
         output_dir(args) / "mismatch.md",
         "Log-probs of the rollout against Tunix's trainer",

@@ -117,10 +117,10 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
 
 
 def _tell(config: TrainConfig, result: RunResult) -> None:
-    from tunix_sgljax.training.report import format_report
+    from tunix_sgljax.training.report import format_summary
 
     if result.records:
-        emit(f"\n{format_report(result.records)}")
+        emit(f"\n{format_summary(result.records)}")
     elif not result.was_stopped:
         emit(
             f"nothing to train: the checkpoint holds {result.resumed_from} steps of "

@@ -1,4 +1,4 @@
-"""What happened in a training run: a record and a line per step, a table, and records.json."""
+"""What happened in a training run: a record and a line per step, and records.json."""
 
 from __future__ import annotations
 
@@ -146,31 +146,22 @@ def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
     return {
         "first_reward": first,
         "last_reward": last,
-        **_medians(warm),
+        **{name: _median(name, warm) for name in ("rollout_s", "tokens_per_s", "step_s")},
         "total_s": sum(record.step_s for record in records),
         "gain": last - first,
     }
 
 
-def format_report(records: Sequence[StepRecord]) -> str:
-    """A row for every `WINDOW` steps, with medians of the times; and the reward in one line."""
-    lines = ["    steps   reward   rollout s   tokens/s   step s"]
-    for start in range(0, len(records), WINDOW):
-        rows = records[start : start + WINDOW]
-        steps, reward = f"{rows[0].step}-{rows[-1].step}", _mean_reward(rows)
-        rollout_s, tokens_per_s, step_s = _medians(rows).values()
-        lines.append(
-            f"{steps:>9}{reward:>9.3f}{rollout_s:>12.2f}{tokens_per_s:>11.0f}{step_s:>9.2f}"
-        )
+def format_summary(records: Sequence[StepRecord]) -> str:
+    """The run in one line; without a gain where the first steps are the last ones too."""
     summary, window = summarize(records), min(WINDOW, len(records))
-    line = (
+    if len(records) < 2 * window:
+        plural = "s" if len(records) > 1 else ""
+        return f"mean reward {_mean_reward(records):.3f} in {len(records)} step{plural}"
+    return (
         f"mean reward first {window} steps {summary['first_reward']:.3f}, "
         f"last {window} steps {summary['last_reward']:.3f}, gain {summary['gain']:+.3f}"
     )
-    if len(records) < 2 * window:  # the first steps are the last ones too
-        plural = "s" if len(records) > 1 else ""
-        line = f"mean reward {_mean_reward(records):.3f} in {len(records)} step{plural}"
-    return "\n".join([*lines, "", line])
 
 
 def write_json(
@@ -194,6 +185,5 @@ def _mean_reward(records: Sequence[StepRecord]) -> float:
     return float(np.mean([record.reward for record in records]))
 
 
-def _medians(records: Sequence[StepRecord]) -> dict[str, float]:
-    names = ("rollout_s", "tokens_per_s", "step_s")
-    return {name: float(np.median([getattr(r, name) for r in records])) for name in names}
+def _median(name: str, records: Sequence[StepRecord]) -> float:
+    return float(np.median([getattr(record, name) for record in records]))
