@@ -158,18 +158,13 @@ def make_optimizers(
     config: TrainConfig,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """Optimizers of the policy and of the critic, which takes the policy's if it has none."""
-    given, sections = config.rl_training_config, {}
-    sections["actor_optimizer_config"] = {
-        "learning_rate": 1e-6,
-        **(given.get("actor_optimizer_config") or {}),
-    }
-    name = "critic_optimizer_config"
-    sections[name] = given.get(name) or sections["actor_optimizer_config"]
-    actor, critic = (
-        make_optimizer(f"rl_training_config.{name}", section, config.num_updates)
-        for name, section in sections.items()
+    given, key, total = config.rl_training_config, "rl_training_config", config.num_updates
+    of_actor = {"learning_rate": 1e-6, **(given.get("actor_optimizer_config") or {})}
+    of_critic = given.get("critic_optimizer_config") or of_actor
+    return (
+        make_optimizer(f"{key}.actor_optimizer_config", of_actor, total),
+        make_optimizer(f"{key}.critic_optimizer_config", of_critic, total),
     )
-    return actor, critic
 
 
 def make_algorithm(config: TrainConfig) -> GRPOConfig | PPOConfig:

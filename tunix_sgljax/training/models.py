@@ -320,7 +320,9 @@ def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
     adapter = TokenizerAdapter(tokenizer)
     if section.pad_token is not None:
         if section.pad_token not in tokenizer.get_vocab():
-            raise InvalidConfigError(f"pad_token {section.pad_token!r} is no token")
+            raise InvalidConfigError(
+                f"tokenizer_config.pad_token {section.pad_token!r} is no token"
+            )
         adapter.tokenizer.pad_token = section.pad_token
     return adapter
 
