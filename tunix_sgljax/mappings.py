@@ -176,12 +176,7 @@ def lora_in_axes(name: str) -> tuple[int, ...]:
 
 
 def lora_factor(name: str, num_in: int) -> float:
-    """By what a layer of Tunix's own models multiplies a weight, but not its LoRA pair.
-
-    Args:
-        name: The weight's dotted name.
-        num_in: Its inputs.
-    """
+    """By what a layer of Tunix's own models multiplies a weight, but not its LoRA pair."""
     return num_in**-0.5 if name == _LAYER_INPUTS else 1.0
 
 

@@ -174,9 +174,6 @@ class MismatchReport:
     def rows_off(self, tolerance: float | None = None) -> dict[int, int]:
         """Rows with a token that differs by more than a tolerance.
 
-        Args:
-            tolerance: As in `is_within`.
-
         Returns:
             The position of the first such token by row.
         """

@@ -148,9 +148,6 @@ def log_rollout_metrics(cluster: tunix_cluster.RLCluster) -> RolloutMetrics:
     Biases, an external logger. A step lasts from the end of the previous weight sync to the end of
     its own, including rollouts of evaluations in between.
 
-    Args:
-        cluster: A cluster with a SglJaxRollout.
-
     Returns:
         The logging object; `stop` ends it.
 
@@ -165,12 +162,7 @@ class RolloutMetrics:
     """Made by `log_rollout_metrics`."""
 
     def __init__(self, observers: RolloutObservers, cluster: tunix_cluster.RLCluster) -> None:
-        """Starts from the totals so far.
-
-        Args:
-            observers: Observers of the rollout.
-            cluster: Cluster that gets the metrics.
-        """
+        """Starts from the totals so far."""
         self._observers = observers
         self._cluster = cluster
         self._before = observers.totals()

@@ -38,10 +38,6 @@ class Task(NamedTuple):
 def load_task(section: TaskSection, tokenizer: Any) -> Task:
     """Reads the data and finds the reward functions.
 
-    Args:
-        section: The config's section `task`.
-        tokenizer: Tunix's `TokenizerAdapter`, for chat templates.
-
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
     """
