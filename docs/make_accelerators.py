@@ -36,7 +36,7 @@ class Report:
     Attributes:
         model: The model's name.
         where: The devices, as its heading has them.
-        arguments: What `tunix-sgljax aot` is asked; `--markdown` is added.
+        arguments: What `tunix-sgljax aot` is asked.
         note: What to know about it.
     """
 
@@ -53,7 +53,7 @@ class Report:
     @property
     def command(self) -> str:
         """The command that makes it."""
-        return f"tunix-sgljax aot {self.arguments} --markdown"
+        return f"tunix-sgljax aot {self.arguments}"
 
 
 _ROOM = "`num_kv_tokens` is left to the engine, which takes a share of the free memory."

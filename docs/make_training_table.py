@@ -1,4 +1,4 @@
-"""Writes the tables of docs/training.md from the schema of configs and its docstrings.
+"""Writes the lists of keys in docs/training.md from the schema of configs and its docstrings.
 
     python docs/make_training_table.py
 
@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tunix_sgljax.training.loading import type_name
+from tunix_sgljax.training.loading import field_types, section_of, type_name
 from tunix_sgljax.training.schema import TrainConfig
 
 OUTPUT = Path(__file__).with_name("training.md")
@@ -23,30 +22,32 @@ _BEGIN, _END = "<!-- fields: made by docs/make_training_table.py -->\n", "<!-- e
 
 
 def render(text: str) -> str:
-    """The text of docs/training.md with its tables made anew."""
+    """The text of docs/training.md with its lists made anew."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    return head + _BEGIN + "\n" + "\n".join(_tables()) + "\n" + _END + tail
+    return head + _BEGIN + "\n" + "\n".join(_lists()) + "\n" + _END + tail
 
 
-def _tables(kind: type = TrainConfig, prefix: str = "") -> Iterator[str]:
-    docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
+def _lists(
+    kind: type = TrainConfig, prefix: str = "", described: list[type] | None = None
+) -> Iterator[str]:
+    described = [] if described is None else described
+    docs, hints = attribute_docs(kind), field_types(kind)
     rows, sections = [], []
     for field in dataclasses.fields(kind):
-        section = _section_of(hints[field.name])
+        section = section_of(hints[field.name])
         if section is None:
-            key, words = f"{prefix}{field.name}", type_name(hints[field.name])
-            rows.append(f"| `{key}` | {words} | {_default(field)} | {docs[field.name]} |")
+            kind_of = type_name(hints[field.name]).removesuffix(" or null")
+            rows.append(f"- `{field.name}` ({_default(field, kind_of)}): {docs[field.name]}")
         else:
             sections.append((section, f"{prefix}{field.name}."))
     if rows:
-        title = prefix.removesuffix(".") or "The whole run"
-        first_line = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-        intro = "" if not prefix else f"\n{first_line}\n"
-        yield f"### {title}\n{intro}\n| key | type | default | meaning |\n|---|---|---|---|"
+        yield f"### {prefix.removesuffix('.') or 'The whole run'}\n"
         yield "\n".join(rows) + "\n"
     for section, below in sections:
-        yield from _tables(section, below)
+        if section not in described:
+            described.append(section)
+            yield from _lists(section, below, described)
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
@@ -54,27 +55,20 @@ def attribute_docs(kind: type) -> dict[str, str]:
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.split(r"^    (\w+): ", text, flags=re.MULTILINE)[1:]
     return {
-        name: " ".join(words.split()).replace("|", "\\|")
+        name: " ".join(words.split())
         for name, words in zip(entries[::2], entries[1::2], strict=True)
     }
 
 
-def _section_of(annotation: Any) -> type | None:
-    for kind in (annotation, *typing.get_args(annotation)):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return kind
-    return None
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
+def _default(field: dataclasses.Field[Any], kind: str) -> str:
     value = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     if value is dataclasses.MISSING:
-        return "must be given"
-    if value is None or isinstance(value, bool):
-        return {None: "`null`", True: "`true`", False: "`false`"}[value]
-    return f"`{value}`"
+        return f"{kind}, required"
+    if value is None or value == {}:
+        return kind
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":

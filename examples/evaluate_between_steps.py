@@ -10,13 +10,14 @@ training changes is how often a sample is, so the table shows both.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
 from absl import logging as absl_logging
 
 from tunix_sgljax.training import RunResult, load_config, run
-from tunix_sgljax.training.report import ProgressReporter
+from tunix_sgljax.training.report import print_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/grpo_addition.yaml"
 
@@ -27,21 +28,17 @@ def train(steps: int, batch_size: int, every: int, held_out: int, output_dir: Pa
     config = load_config(
         CONFIG,
         [
-            "title=GRPO on addition, evaluated on held-out sums",
-            f"training.steps={steps}",
-            f"training.batch_size={batch_size}",
-            f"training.output_dir={output_dir}",
-            f"training.eval_every_n_steps={every}",
+            f"num_batches={steps}",
+            f"batch_size={batch_size}",
+            f"output_dir={output_dir}",
+            f"rl_training_config.eval_every_n_steps={every}",
             f"task.dataset_args={{num: {num}, seed: 0}}",
             "task.eval_dataset=addition_task:held_out_rows",
             f"task.eval_dataset_args={{num: {held_out}, seed: 1, num_train: {num}, train_seed: 0}}",
-            "rollout.eval={temperature: 0}",
+            "eval_rollout_config={temperature: 0}",
         ],
     )
-    progress = ProgressReporter(steps)
-    result = run(config, on_step=progress.show)
-    progress.close()
-    return result
+    return run(config, on_step=functools.partial(print_step, num_steps=steps))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -31,21 +31,20 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 
+from addition_plot import write_plot
 from addition_task import Tokenizer, exact_match, load_checkpoint, problem_batches
 from tunix_sgljax import SglJaxRollout
 from tunix_sgljax.training import TrainConfig, load_config
-from tunix_sgljax.training.records import StepRecorder, settings_of
 from tunix_sgljax.training.report import (
-    ProgressReporter,
     StepRecord,
+    StepRecorder,
     format_summary,
-    format_table,
+    print_step,
     summarize,
     write_json,
-    write_plot,
 )
-from tunix_sgljax.training.rollouts import SeededVanillaRollout, TimedRollout, weight_version_of
-from tunix_sgljax.training.schema import LoraSection
+from tunix_sgljax.training.rollouts import SeededVanillaRollout, TimedRollout
+from tunix_sgljax.training.schema import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 MIN_GAIN = 0.2  # by which `--check` tells that the policy has learnt
@@ -55,13 +54,10 @@ def choose_rollout(config: TrainConfig) -> Callable[..., BaseRollout]:
     """Returns the rollout engine that the config names: the one line that differs."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
-    options = dict(config.engine.options)
-    if config.lora is not None:
-        options["lora"] = config.lora.mode
-    return functools.partial(SglJaxRollout, **options, random_seed=config.seed)
+    return functools.partial(SglJaxRollout, **config.sgljax_config, random_seed=config.seed)
 
 
-def add_lora(base: qwen3.Qwen3, lora: LoraSection, seed: int) -> qwen3.Qwen3:
+def add_lora(base: qwen3.Qwen3, lora: LoraConfig, seed: int) -> qwen3.Qwen3:
     """Returns a policy with LoRA pairs beside the weights of the base, which it shares."""
     provider = qwix.LoraProvider(
         module_path=lora.module_path,
@@ -76,17 +72,16 @@ def add_lora(base: qwen3.Qwen3, lora: LoraSection, seed: int) -> qwen3.Qwen3:
 
 def make_cluster(config: TrainConfig, rollout_engine: Callable[..., BaseRollout]) -> RLCluster:
     """Returns Tunix's cluster: the policy, its reference, and the rollout engine, on one device."""
-    training, sampling = config.training, config.rollout
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    optimizer = training.optimizer
-    assert optimizer.max_grad_norm is not None
-    assert config.model.checkpoint is not None
-    checkpoint = Path(config.model.checkpoint)
+    optimizer = config.rl_training_config["actor_optimizer_config"]
+    max_prompt_length, max_tokens_to_generate = config.max_tokens
+    assert config.actor_model_config.checkpoint is not None
+    checkpoint = Path(config.actor_model_config.checkpoint)
     reference = load_checkpoint(checkpoint, mesh)
-    if config.lora is None:
+    if config.actor_model_config.lora_config is None:
         actor = load_checkpoint(checkpoint, mesh)
     else:
-        actor = add_lora(reference, config.lora, config.seed)
+        actor = add_lora(reference, config.actor_model_config.lora_config, config.seed)
     return RLCluster(
         actor=actor,
         reference=reference,
@@ -95,21 +90,21 @@ def make_cluster(config: TrainConfig, rollout_engine: Callable[..., BaseRollout]
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
             rollout_engine=rollout_engine,  # pyright: ignore[reportArgumentType]  a partial will do
             rollout_config=RolloutConfig(
-                max_tokens_to_generate=sampling.max_tokens_to_generate,
-                max_prompt_length=sampling.max_prompt_length,
-                kv_cache_size=sampling.max_prompt_length + sampling.max_tokens_to_generate,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
+                max_tokens_to_generate=max_tokens_to_generate,
+                max_prompt_length=max_prompt_length,
+                kv_cache_size=max_prompt_length + max_tokens_to_generate,
+                temperature=config.rollout_config["temperature"],
+                top_p=config.rollout_config["top_p"],
             ),
             training_config=RLTrainingConfig(
                 actor_optimizer=optax.chain(
-                    optax.clip_by_global_norm(optimizer.max_grad_norm),
-                    optax.adam(optimizer.learning_rate),
+                    optax.clip_by_global_norm(optimizer["max_grad_norm"]),
+                    optax.adam(optimizer["learning_rate"]),
                 ),
-                eval_every_n_steps=training.steps + 1,
-                max_steps=training.steps,
+                eval_every_n_steps=config.num_batches + 1,
+                max_steps=config.num_batches,
                 # All prompts in one call: continuous batching needs the whole batch at once.
-                rollout_micro_batch_size=training.batch_size,
+                rollout_micro_batch_size=config.batch_size,
             ),
         ),
     )
@@ -117,13 +112,9 @@ def make_cluster(config: TrainConfig, rollout_engine: Callable[..., BaseRollout]
 
 def train(config: TrainConfig, on_step: Callable[[StepRecord], None]) -> list[StepRecord]:
     """Trains with Tunix's `GRPOLearner` and returns what happened at each step."""
-    grpo = config.algorithm.grpo
     recorder = StepRecorder(on_step)
     timed_rollout = functools.partial(
-        TimedRollout,
-        engine=choose_rollout(config),
-        weight_version=weight_version_of,
-        on_generate=recorder.add_rollout,
+        TimedRollout, engine=choose_rollout(config), on_generate=recorder.add_rollout
     )
     cluster = make_cluster(config, timed_rollout)
     cluster.with_external_metrics_logger(recorder.add_metrics)
@@ -131,20 +122,15 @@ def train(config: TrainConfig, on_step: Callable[[StepRecord], None]) -> list[St
     cluster.actor_trainer.config.max_steps = None
     learner = GRPOLearner(
         rl_cluster=cluster,
-        algo_config=GRPOConfig(
-            num_generations=grpo.num_generations, beta=grpo.beta, epsilon=grpo.epsilon
-        ),
+        algo_config=GRPOConfig(**config.grpo_config),
         reward_fns=exact_match,
     )
     timed = cluster.rollout
     assert isinstance(timed, TimedRollout)
     try:
-        learner.train(
-            problem_batches(config.training.steps, config.training.batch_size, config.seed)
-        )
+        learner.train(problem_batches(config.num_batches, config.batch_size, config.seed))
     finally:
-        if isinstance(timed.inner, SglJaxRollout):
-            timed.inner.close()
+        timed.close()
     return recorder.records
 
 
@@ -170,36 +156,33 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     given = {
         "rollout_engine": args.rollout,
-        "training.steps": args.steps,
+        "num_batches": args.steps,
         "seed": args.seed,
-        "training.output_dir": args.output_dir,
-        "lora.rank": args.lora,
+        "output_dir": args.output_dir,
+        "actor_model_config.lora_config.rank": args.lora,
     }
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
     name = "grpo_addition" if args.lora is None else "grpo_addition_lora"
     path = args.config or ROOT / f"configs/{name}.yaml"
-    config, full_steps = load_config(path, overrides), load_config(path).training.steps
-    training, device = config.training, jax.devices()[0].device_kind
+    config, full_steps = load_config(path, overrides), load_config(path).num_batches
+    device = jax.devices()[0].device_kind
     absl_logging.set_verbosity(absl_logging.ERROR)
 
     print(
-        f"GRPO on addition, rollout by {config.rollout_engine}, {training.steps} steps of "
-        f"{training.batch_size} prompts x {config.algorithm.grpo.num_generations}, on {device}. "
+        f"GRPO on addition, rollout by {config.rollout_engine}, {config.num_batches} steps of "
+        f"{config.batch_size} prompts x {config.num_generations}, on {device}. "
         "The first step compiles."
     )
-    progress = ProgressReporter(training.steps)
-    records = train(config, progress.show)
-    progress.close()
+    records = train(config, functools.partial(print_step, num_steps=config.num_batches))
 
-    output_dir = Path(training.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / "records.json", settings_of(config, device), records)
-    title = f"{config.title}, rollout by {config.rollout_engine} (seed {config.seed})"
+    output_dir = Path(config.output_dir)
+    write_json(output_dir / "records.json", config, records)
+    title = f"GRPO on addition, rollout by {config.rollout_engine} (seed {config.seed})"
     write_plot(output_dir / "training.png", title, records)
-    print(f"\n{format_table(records)}\n\n{format_summary(records)}")
+    print(f"\n{format_summary(records)}")
     print(f"wrote {output_dir / 'records.json'} and {output_dir / 'training.png'}")
 
-    if training.steps >= full_steps and summarize(records).gain < MIN_GAIN:
+    if config.num_batches >= full_steps and summarize(records)["gain"] < MIN_GAIN:
         print(f"WARNING: the mean reward did not rise by {MIN_GAIN}", file=sys.stderr)
         return int(args.check)
     return 0

@@ -10,13 +10,14 @@ the critic, one output in place of its logits. `configs/ppo_addition.yaml` has a
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
 from absl import logging as absl_logging
 
 from tunix_sgljax.training import load_config, run
-from tunix_sgljax.training.report import ProgressReporter, format_summary, format_table
+from tunix_sgljax.training.report import format_summary, print_step
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/ppo_addition.yaml"
 
@@ -39,16 +40,13 @@ def main(argv: list[str] | None = None) -> int:
         CONFIG,
         [
             f"rollout_engine={args.rollout}",
-            f"training.steps={args.steps}",
-            f"training.batch_size={args.batch_size}",
-            f"training.output_dir={args.output_dir}",
+            f"num_batches={args.steps}",
+            f"batch_size={args.batch_size}",
+            f"output_dir={args.output_dir}",
         ],
     )
-    progress = ProgressReporter(args.steps)
-    result = run(config, on_step=progress.show)
-    progress.close()
-    print(f"\n{format_table(result.records)}\n\n{format_summary(result.records)}")
-    print(f"wrote {' and '.join(map(str, result.files))}")
+    result = run(config, on_step=functools.partial(print_step, num_steps=args.steps))
+    print(f"\n{format_summary(result.records)}\nwrote {result.file}")
     return 0
 
 

@@ -65,16 +65,8 @@ class RLCluster(tunix_cluster.RLCluster):
     ) -> None:
         """Takes Tunix's arguments and one more.
 
-        Args:
-            actor: The policy being trained, or its path.
-            tokenizer: A tokenizer, or Tunix's adapter of one.
-            cluster_config: Tunix's ClusterConfig.
-            critic: The critic of PPO.
-            reference: The frozen policy of the KL penalty.
-            reward: A reward model.
-            perf_config: See Tunix.
-            rollout_worker: Used instead of `cluster_config.rollout_engine`: the result of
-                `create_sgljax_rollout`, or any other BaseRollout.
+        `rollout_worker` is used instead of `cluster_config.rollout_engine`: the result of
+        `create_sgljax_rollout`, or any other BaseRollout.
 
         Raises:
             InvalidConfigError: when `rollout_worker` is not a BaseRollout.
@@ -108,17 +100,8 @@ class RLCluster(tunix_cluster.RLCluster):
     ) -> jax.Array:
         """Tunix's method; without a reference model it uses the rollout's frozen base.
 
-        The frozen base needs a LoRA actor and a rollout with lora="adapter".
-
-        Args:
-            prompt_tokens: [B, P] int32, left-padded.
-            completion_tokens: [B, C] int32, right-padded.
-            pad_id: See Tunix.
-            eos_id: See Tunix.
-            micro_batch_size: Micro-batch size of the reference model; the engine batches by itself.
-
-        Returns:
-            [B, C] float32.
+        The frozen base needs a LoRA actor and a rollout with lora="adapter". The engine batches by
+        itself: `micro_batch_size` is the reference model's.
 
         Raises:
             InvalidConfigError: without a reference model and such a rollout.
@@ -165,16 +148,7 @@ class GrpoLearner(tunix_grpo.GRPOLearner):
         metric_fns: Sequence[Callable[..., Any]] | None = None,
         data_shuffle_seed: int | None = None,
     ) -> None:
-        """Takes the arguments of `tunix.rl.grpo.grpo_learner.GRPOLearner`.
-
-        Args:
-            rl_cluster: The cluster that samples and trains.
-            reward_fns: One or several; each gets prompts and completions, and the other columns of
-                the dataset by name, and returns a reward for each completion.
-            grpo_config: Tunix's GRPOConfig, which it calls `algo_config`.
-            metric_fns: More metrics.
-            data_shuffle_seed: See Tunix.
-        """
+        """Takes the arguments of Tunix's learner; `grpo_config` is its `algo_config`."""
         super().__init__(
             rl_cluster,  # by position: its name differs between releases of Tunix
             grpo_config,

@@ -176,12 +176,7 @@ def lora_in_axes(name: str) -> tuple[int, ...]:
 
 
 def lora_factor(name: str, num_in: int) -> float:
-    """The factor of a layer of Tunix's own models on a weight, but not on its LoRA pair.
-
-    Args:
-        name: The weight's dotted name.
-        num_in: Its inputs.
-    """
+    """The factor by which a layer of Tunix's own models multiplies a weight, not its LoRA pair."""
     return num_in**-0.5 if name == _LAYER_INPUTS else 1.0
 
 

@@ -194,13 +194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "| | max | mean |",
         "|---|---:|---:|",
         *(f"| {change} | {most:.2e} | {mean:.2e} |" for change, (most, mean) in selves.items()),
-        "",
-        "![Differences by position and by token, `trainer_logprobs`](mismatch.svg)",
     ]
-    summaries = {
-        name: {key: value for key, value in report.to_dict().items() if key != "per_position"}
-        for name, report in reports.items()
-    }
+    summaries = {name: report.to_dict() for name, report in reports.items()}
     write_results(
         output_dir(args) / "mismatch.md",
         "Log-probs of the rollout against Tunix's trainer",
@@ -217,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "scores all rows in one batch",
         ],
     )
-    next(iter(reports.values())).plot(output_dir(args) / "mismatch.svg")
 
 
 if __name__ == "__main__":

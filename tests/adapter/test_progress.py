@@ -15,8 +15,7 @@ from tunix.sft.hooks import TrainingHooks
 
 from sgljax_engine import EngineProgress
 from tunix_sgljax.observability import phases
-from tunix_sgljax.observability.bars import is_interactive
-from tunix_sgljax.observability.progress import Progress, describe
+from tunix_sgljax.observability.progress import Progress, describe, is_interactive
 from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
 
 RUNNING = EngineProgress(
@@ -183,37 +182,11 @@ def test_what_the_rollout_bar_says():
 # ------------------------------------------------------------------ training
 
 
-def trainer(max_steps: int | None) -> Any:
-    """The part of Tunix's trainer that hooks see."""
-    made = types.SimpleNamespace(
-        config=types.SimpleNamespace(max_steps=max_steps), train_steps=0, training_hooks=None
-    )
+def trainer() -> Any:
+    """The part of Tunix's trainer that takes hooks."""
+    made = types.SimpleNamespace(training_hooks=None)
     made.with_training_hooks = lambda hooks: setattr(made, "training_hooks", hooks)
     return made
-
-
-def test_the_training_bar_follows_the_steps(capsys):
-    made = trainer(max_steps=2)
-    with Progress(True) as progress:
-        hooks = progress.training(2)
-        for step in (1, 2):
-            hooks.on_train_start(made)
-            made.train_steps = step
-            hooks.on_train_end(made)
-    drawn = capsys.readouterr().err
-    assert "Training: 100%" in drawn
-    assert "2/2" in drawn
-
-
-def test_the_training_bar_leaves_the_terminal_to_tunix(monkeypatch):
-    """Tunix draws one in a terminal if max_steps is set."""
-    for max_steps, is_drawn in ((2, False), (None, True)):
-        terminal = Terminal()
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with Progress() as progress:
-            hooks = progress.training(2)
-            hooks.on_train_start(trainer(max_steps))
-        assert ("Training" in terminal.getvalue()) == is_drawn
 
 
 def test_hooks_are_added_behind_those_that_are_there():
@@ -226,7 +199,7 @@ def test_hooks_are_added_behind_those_that_are_there():
         def on_train_start(self, train_ctx: Any) -> None:
             calls.append(self._name)
 
-    made = trainer(None)
+    made = trainer()
     for name in "abc":
         add_training_hooks(made, Noting(name))
     assert isinstance(made.training_hooks, TrainingHooks)

@@ -34,7 +34,6 @@ SOUND = Facts(
     cache=Cache(path="cache", num_files=0, num_bytes=0, is_writable=True),
     model=Model(
         path="model",
-        num_tensors=9,
         has_tokenizer=True,
         has_chat_template=True,
         pad_id=0,
@@ -91,20 +90,6 @@ CASES: list[tuple[Callable[[Facts], Iterator[Finding]], Facts, str, str, str]] =
         "problem",
         "numpy (>=2) is not installed",
         'pip install "numpy>=2"',
-    ),
-    (
-        checks.check_jaxlib,
-        with_versions(jaxlib="0.9.1"),
-        "problem",
-        "jaxlib 0.9.1 does not go with jax 0.10.2",
-        'pip install --upgrade "jax==0.10.2"',
-    ),
-    (
-        checks.check_jaxlib,
-        with_versions(**{"jax-cuda12-plugin": "0.8.0"}),
-        "problem",
-        "jax-cuda12-plugin 0.8.0 does not go with",
-        'pip install --upgrade "jax[cuda12]==0.10.2"',
     ),
     (
         checks.check_jax_starts,
@@ -340,7 +325,7 @@ def test_pathways_is_known_by_its_runtime_or_by_what_is_asked_for():
 
 def test_findings_put_problems_first():
     facts = dataclasses.replace(
-        with_versions(jaxlib="0.9.1"), available_bytes=1, variables={"JAX_DEBUG_NANS": "1"}
+        with_versions(numpy="1.26.4"), available_bytes=1, variables={"JAX_DEBUG_NANS": "1"}
     )
     levels = [finding.level for finding in checks.find_all(facts)]
     assert levels == ["problem", "note", "note"]
@@ -421,17 +406,6 @@ def test_report_is_what_the_engine_then_does(preview):
     specs = get_model(other_model.architecture).param_specs(other_model)
     norms = sum(math.prod(spec.shape) for name, spec in specs.items() if "norm" in name)
     assert (other.weights_bytes - 4 * norms) * 2 == preview.weights_bytes - 4 * norms
-
-
-def test_json(facts_here, capsys):
-    assert doctor("--json", "--engine", "dtype=bfloat16") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["versions"]["jax"]
-    assert report["preview"]["dtype"] == "bfloat16"
-    assert report["is_example"]
-    (finding,) = report["findings"]
-    assert finding["level"] == "note"
-    assert "bfloat16 is slow" in finding["message"]
 
 
 def broken(tmp_path: Path, **changes: Any) -> Path:

@@ -19,6 +19,7 @@ from tunix_sgljax.cli import main as cli
 from tunix_sgljax.cli import tunix as command
 from tunix_sgljax.cli import tunix_sections as sections
 from tunix_sgljax.cli.tunix_pipeline import with_sgljax_engine
+from tunix_sgljax.rollout import options
 
 QUICK_COMPILE = "what reaches Tunix's pipelines and what they print, not what they learn"
 
@@ -88,7 +89,7 @@ def test_a_recipe_runs_with_our_engine(lora, folder, monkeypatch, capsys):
         assert (config.temperature, config.top_k) == (0.9, 50)
         assert config.max_tokens_to_generate == 8
         assert rollout.weight_update_mode == "in_place"
-        engine = rollout._engine_config
+        engine = rollout._builder.engine_config
         assert (engine.cache.page_size, engine.scheduler.max_running_requests) == (8, 4)
     for *_, rollout in calls[:1]:
         rollout.close()
@@ -208,7 +209,7 @@ def test_help_behind_the_pipeline_is_the_commands(capsys):
     [
         ({"page_sise": 8}, "'page_sise'.*page_size"),
         ({"weigth_update_mode": "wait"}, "takes no 'weigth_update_mode'; did you mean 'weight_up"),
-        ({"mesh": "(2,4)"}, "takes no 'mesh'; Tunix's pipeline decides it"),
+        ({"mesh": "(2,4)"}, "takes no 'mesh'; the pipeline decides it"),
         ({"page_size": 0}, "sgljax_config: page_size must be"),
         ({"weight_update_mode": "soon"}, "sgljax_config: weight_update_mode must be one of"),
         ({"sampling_params": {"min_p": 2}}, "sgljax_config: min_p must be"),
@@ -220,7 +221,7 @@ def test_help_behind_the_pipeline_is_the_commands(capsys):
 )
 def test_bad_options_name_their_key(section, message):
     with pytest.raises(InvalidConfigError, match=message):
-        sections.rollout_options(section)
+        options.rollout_options(section)
 
 
 def test_a_section_that_is_no_mapping():

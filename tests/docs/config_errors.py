@@ -28,7 +28,7 @@ from tunix_sgljax.cli.tunix_model import BaseTensors, TunixModel
 from tunix_sgljax.model_config import to_model_config
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec
-from tunix_sgljax.training.schema import LoraSection
+from tunix_sgljax.training.schema import LoraConfig
 
 PRODUCERS = Producers()
 produces = PRODUCERS.named
@@ -212,7 +212,7 @@ def _(_: Parts):
 def _(parts: Parts):
     spec = ModelSpec("qwen3", type(parts.model), parts.model.config)
     with ref.deprecations_ignored():  # of qwix
-        abstract_actor(spec, LoraSection(rank=8, alpha=16.0, module_path="q_proj"))
+        abstract_actor(spec, LoraConfig(rank=8, alpha=16.0, module_path="q_proj"))
 
 
 @produces("tensor_parallel_size")

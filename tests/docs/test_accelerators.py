@@ -40,7 +40,7 @@ def test_the_sections_are_the_reports():
 def test_the_command_is_one_of_aot(heading):
     program, *argv = shlex.split(REPORTS[heading].command)
     args = make_parser(argv).parse_args(argv)
-    assert (program, args.command, args.markdown) == ("tunix-sgljax", "aot", True)
+    assert (program, args.command, args.json) == ("tunix-sgljax", "aot", False)
 
 
 def test_a_report_is_replaced_and_others_are_kept():

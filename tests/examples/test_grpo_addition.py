@@ -96,40 +96,38 @@ def test_exact_match_judges_only_the_sum():
 
 def test_config_is_the_baseline():
     config = load_config(CONFIG)
-    grpo, rollout, optimizer = config.algorithm.grpo, config.rollout, config.training.optimizer
-    assert (config.training.steps, config.training.batch_size, config.seed) == (50, 16, 0)
-    assert (grpo.num_generations, grpo.beta, grpo.epsilon) == (8, 0.02, 0.2)
-    assert (optimizer.opt_type, optimizer.learning_rate, optimizer.max_grad_norm) == (
-        "adam",
-        1e-4,
-        1.0,
-    )
-    assert (rollout.temperature, rollout.top_p) == (1.0, 1.0)
-    assert (rollout.max_prompt_length, rollout.max_tokens_to_generate) == (
-        MAX_PROMPT_LENGTH,
-        MAX_NEW_TOKENS,
-    )
-    assert config.engine.options == {"page_size": 16, "max_running_requests": 128}
+    grpo, rollout = config.grpo_config, config.rollout_config
+    assert (config.num_batches, config.batch_size, config.seed) == (50, 16, 0)
+    assert grpo == {"num_generations": 8, "beta": 0.02, "epsilon": 0.2}
+    assert config.rl_training_config["actor_optimizer_config"] == {
+        "opt_type": "adam",
+        "learning_rate": 1e-4,
+        "max_grad_norm": 1.0,
+    }
+    assert (rollout["temperature"], rollout["top_p"]) == (1.0, 1.0)
+    assert config.max_tokens == (MAX_PROMPT_LENGTH, MAX_NEW_TOKENS)
+    assert config.sgljax_config == {"page_size": 16, "max_running_requests": 128}
 
 
 def test_lora_differs_from_the_baseline_in_what_is_trained():
     full, lora = load_config(CONFIG), load_config(LORA_CONFIG)
-    assert full.lora is None
-    assert lora.lora is not None
-    assert (lora.lora.rank, lora.lora.mode) == (8, "merged")
-    optimizer = dataclasses.replace(
-        lora.training.optimizer, learning_rate=full.training.optimizer.learning_rate
+    section = lora.actor_model_config.lora_config
+    assert section is not None
+    assert (section.rank, lora.sgljax_config.pop("lora")) == (8, "merged")
+    assert full.actor_model_config.lora_config is None
+    changed = dataclasses.replace(
+        lora,
+        actor_model_config=full.actor_model_config,
+        rl_training_config=full.rl_training_config,
+        output_dir=full.output_dir,
     )
-    training = dataclasses.replace(
-        lora.training, optimizer=optimizer, output_dir=full.training.output_dir
-    )
-    assert dataclasses.replace(lora, title=full.title, lora=None, training=training) == full
+    assert changed == full
 
 
 def test_example_and_command_train_on_the_same_problems():
     config = load_config(CONFIG)
     rows = addition_task.problem_rows(**config.task.dataset_args)
-    assert len(rows) == config.training.steps * config.training.batch_size
+    assert len(rows) == config.num_batches * config.batch_size
     for i, batch in enumerate(addition_task.problem_batches(3, 16, config.seed)):
         assert [row["prompts"] for row in rows[16 * i : 16 * (i + 1)]] == list(batch["prompts"])
         assert [row["answer"] for row in rows[16 * i : 16 * (i + 1)]] == list(batch["answer"])
@@ -175,8 +173,8 @@ def test_checkpoint_of_another_model_is_refused(tmp_path, mesh):
 )
 def test_two_steps_with_vanilla(tmp_path, capsys, config_steps, expected_code):
     config = tmp_path / "config.yaml"
-    changes = [f"training.steps={config_steps}", "training.batch_size=2"]
-    changes.append("algorithm.grpo.num_generations=4")
+    changes = [f"num_batches={config_steps}", "batch_size=2"]
+    changes.append("grpo_config.num_generations=4")
     config.write_text(to_yaml(load_config(CONFIG, changes)))
     output_dir = tmp_path / "out"
     arguments = ["--config", config, "--output-dir", output_dir, "--rollout", "vanilla"]
@@ -210,13 +208,13 @@ def test_lora_trains_pairs_alone(tmp_path, monkeypatch):
         return cluster
 
     monkeypatch.setattr(grpo_addition, "make_cluster", watched)
-    changes = ["training.batch_size=2", "engine.options.max_running_requests=16"]
+    changes = ["batch_size=2", "sgljax_config.max_running_requests=16"]
     (tmp_path / "config.yaml").write_text(to_yaml(load_config(LORA_CONFIG, changes)))
     arguments = ["--config", str(tmp_path / "config.yaml"), "--lora", "4", "--steps", "2"]
     arguments += ["--output-dir", str(tmp_path)]
     assert grpo_addition.main(arguments) == 0
     content = json.loads((tmp_path / "records.json").read_text())
-    assert content["settings"]["lora"]["rank"] == 4
+    assert content["settings"]["actor_model_config"]["lora_config"]["rank"] == 4
     assert [step["weight_version"] for step in content["steps"]] == [0, 1]
     ((model, timed),) = models
     report = timed.inner.lora_report

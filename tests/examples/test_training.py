@@ -19,7 +19,7 @@ def test_ppo_on_addition(tmp_path, capsys):
     arguments = ["--steps", "2", "--batch-size", "4", "--output-dir", str(tmp_path)]
     assert ppo_addition.main(arguments) == 0
     content = json.loads((tmp_path / "records.json").read_text())
-    assert content["settings"]["algorithm"]["name"] == "ppo"
+    assert content["settings"]["training_mode"] == "ppo"
     assert [step["weight_version"] for step in content["steps"]] == [0, 1]
     assert all(step["num_tokens"] > 4 for step in content["steps"])
     assert " in 2 steps" in capsys.readouterr().out

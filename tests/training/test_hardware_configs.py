@@ -18,7 +18,8 @@ from sgljax_engine import InvalidConfigError
 root, rows = Path(sys.argv[1]), sys.argv[2]
 tokenizer = root / "tests/golden/qwen3_gqa_tied"
 for name in ("qwen3_0p6b_gpu", "llama3p2_3b_tpu_host", "qwen3_8b_tpu_host", "qwen3_8b_pathways"):
-    given = ["model.path=null", f"tokenizer.path={tokenizer}", "tokenizer.pad_token=null"]
+    given = ["actor_model_config.model_path=null", "tokenizer_config.pad_token=null"]
+    given += [f"tokenizer_config.tokenizer_path={tokenizer}"]
     given += [f"task.dataset={rows}"]
     config = load_config(root / f"configs/{name}.yaml", given)
     prepared = prepare(config)
@@ -26,7 +27,8 @@ for name in ("qwen3_0p6b_gpu", "llama3p2_3b_tpu_host", "qwen3_8b_tpu_host", "qwe
     print(json.dumps([name, prepared.memory.policy, prepared.memory.total, meshes]))
     if name == "qwen3_0p6b_gpu":
         try:
-            prepare(load_config(root / f"configs/{name}.yaml", [*given, "mesh.shape=[1,16]"]))
+            given += ["actor_model_config.mesh.shape=[1,16]"]
+            prepare(load_config(root / f"configs/{name}.yaml", given))
         except InvalidConfigError as error:
             print(json.dumps(str(error)))
 """
@@ -92,21 +94,23 @@ from sgljax_engine.weights.plan import WeightPlanner
 from tunix_sgljax.mappings import WeightMapper, find_mapping
 from tunix_sgljax.model_config import to_model_config
 from tunix_sgljax.training import load_config
-from tunix_sgljax.training.checks import engine_options
+from tunix_sgljax.rollout.options import engine_options_of
 from tunix_sgljax.training.loop import make_meshes
 from tunix_sgljax.training.models import find_model
 
 root, rows = Path(sys.argv[1]), sys.argv[2]
 tokenizer = root / "tests/golden/qwen3_gqa_tied"
-given = ["model.path=null", f"tokenizer.path={tokenizer}", "tokenizer.pad_token=null"]
+given = ["actor_model_config.model_path=null", "tokenizer_config.pad_token=null"]
+given += [f"tokenizer_config.tokenizer_path={tokenizer}"]
 given += [f"task.dataset={rows}"]
 config = load_config(root / "configs/qwen3_8b_pathways.yaml", given)
 trainer, mesh = make_meshes(config)
 assert not set(trainer.devices.flat) & set(mesh.devices.flat)
-spec = find_model(config.model)
-max_len = config.rollout.max_prompt_length + config.rollout.max_tokens_to_generate
+spec = find_model(config.actor_model_config)
+max_len = sum(config.max_tokens)
 model = to_model_config(spec.config, context_length=max_len)
-options = engine_options(config) | {"dtype": config.model.dtype, "max_model_len": max_len}
+options = engine_options_of(config.sgljax_config) | {"max_model_len": max_len}
+options["dtype"] = config.actor_model_config.dtype
 engine = EngineConfig.from_options(options)
 
 # The simulated devices become TPUs of other hosts, whose free memory nobody knows.
@@ -120,7 +124,7 @@ assert (preview.platform, preview.prefill_attention, preview.linear) == ("tpu", 
 engine = EngineConfig.from_options(options | {"attention_backend": "xla"})
 assert preview.free_bytes is preview.problem is None
 
-group = submeshes.place(model, mesh, config.model.dtype)
+group = submeshes.place(model, mesh, config.actor_model_config.dtype)
 (placement,) = group.engines
 definition = get_model(model.architecture)
 targets = placement.weight_targets(definition.param_specs(model))
@@ -131,7 +135,7 @@ params = nnx.state(spec.abstract(), nnx.Param)
 shardings = nnx.to_flat_state(nnx.get_named_sharding(params, trainer))
 state = {
     ".".join(map(str, path)): jax.ShapeDtypeStruct(
-        param.shape, config.model.dtype, sharding=sharding.get_value()
+        param.shape, config.actor_model_config.dtype, sharding=sharding.get_value()
     )
     for (path, param), (_, sharding) in zip(nnx.to_flat_state(params), shardings)
 }
@@ -147,7 +151,7 @@ for name, weight in made.items():
     assert list(there.values()) == list(here.values()), name
 
 # All programs, lowered for weights and pages that are shapes alone.
-runner, memory = build_shapes(model, engine, config.model.dtype, mesh)
+runner, memory = build_shapes(model, engine, config.actor_model_config.dtype, mesh)
 assert runner.weights == weights and memory == preview.memory
 state, lowered = runner.kv_memory.state(weights), []
 read = ProgramCall("read_pages", (PageIds(np.zeros(2, np.int32)),))

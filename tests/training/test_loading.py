@@ -5,17 +5,26 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sgljax_engine import InvalidConfigError
 from tests.training.tiny import write_config
 from tunix_sgljax.training import TrainConfig, load_config, to_yaml
-from tunix_sgljax.training.loading import field_rows
+from tunix_sgljax.training.loading import field_keys
 
 ROOT = Path(__file__).parents[2]
 OF_EXAMPLES = {"grpo_async", "grpo_remote_agent", "grpo_tools"}
 """Read by the example of that name alone, whose tests load them."""
 SHIPPED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in OF_EXAMPLES)
-NEEDED = ["model.path=null", "tokenizer.path=anywhere", "task.dataset=rows.jsonl"]
+NEEDED = [
+    "actor_model_config.model_path=null",
+    "tokenizer_config.tokenizer_path=anywhere",
+    "task.dataset=rows.jsonl",
+]
+
+
+MODEL, TRAINING = "actor_model_config", "rl_training_config"
+MESH, LORA = f"{MODEL}.mesh", f"{MODEL}.lora_config"
 
 
 def overrides_for(path):
@@ -50,11 +59,11 @@ def test_shipped_config_loads_and_prints_itself(path, tmp_path):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_config_refuses_a_wrong_name(path):
-    with pytest.raises(InvalidConfigError, match=r"did you mean training\.batch_size\?"):
-        load_config(path, [*overrides_for(path), "training.batchsize=4"])
+    with pytest.raises(InvalidConfigError, match=r"did you mean batch_size\?"):
+        load_config(path, [*overrides_for(path), "batchsize=4"])
 
 
-@pytest.mark.parametrize("key", ["model.path", "task.dataset"])
+@pytest.mark.parametrize("key", ["actor_model_config.model_path", "task.dataset"])
 def test_what_must_be_given_is_asked_for(key):
     others = [text for text in NEEDED if not text.startswith(key)]
     with pytest.raises(InvalidConfigError, match=f"{re.escape(key)} must be given"):
@@ -65,19 +74,14 @@ def test_what_must_be_given_is_asked_for(key):
     ("override", "message"),
     [
         ("stepz=3", "unknown key stepz"),
-        ("modell.path=x", "unknown key modell; did you mean model?"),
-        ("algorithm.grpo.betta=0.1", "did you mean algorithm.grpo.beta?"),
-        ("model.shape.layers=3", "unknown key model.shape.layers; did you mean"),
-        ("steps=3", "unknown key steps; did you mean training.steps?"),
-        ("rollout.eval.temprature=1", "did you mean rollout.eval.temperature?"),
-        ("engine.page_size=16", "unknown key engine.page_size; known here: options"),
-        ("engine.options.page_sise=16", "unknown engine option 'page_sise'; did you mean"),
-        ("engine.sampling_params.min_q=0.1", "engine.sampling_params: unknown"),
+        ("taskk.columns=[x]", "unknown key taskk; did you mean task?"),
+        ("reward_functions=[a]", "unknown key reward_functions; did you mean task.reward"),
         (
-            "model.lora_config.rank=8",
-            "unknown key model.lora_config; LoRA is the section lora",
+            "tokenizer_config.chat=true",
+            "unknown key tokenizer_config.chat; did you mean task.chat?",
         ),
-        ("lora.lora_alpha=8", "unknown key lora.lora_alpha; did you mean lora.alpha?"),
+        ("task.pages=16", "unknown key task.pages; known here: dataset"),
+        (f"{LORA}.lora_alpha=8", f"unknown key {LORA}.lora_alpha; did you mean {LORA}.alpha?"),
     ],
 )
 def test_unknown_key_is_refused_with_the_nearest(tmp_path, override, message):
@@ -88,23 +92,20 @@ def test_unknown_key_is_refused_with_the_nearest(tmp_path, override, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.steps=many", "training.steps must be an integer, got 'many'"),
-        ("training.steps=2.5", "training.steps must be an integer, got 2.5"),
-        ("training.steps=true", "training.steps must be an integer, got True"),
-        ("training.steps=null", "training.steps must be an integer, got None"),
-        ("training.steps=[1]", "training.steps must be an integer, got [1]"),
-        ("rollout.top_k=[1]", "rollout.top_k must be an integer or null, got [1]"),
-        ("rollout.eval.temperature=x", "rollout.eval.temperature must be a number, got 'x'"),
+        ("num_batches=many", "num_batches must be an integer, got 'many'"),
+        ("num_batches=2.5", "num_batches must be an integer, got 2.5"),
+        ("num_batches=true", "num_batches must be an integer, got True"),
+        ("num_batches=null", "num_batches must be an integer, got None"),
+        ("task.columns=3", "task.columns must be a list of strings or null, got 3"),
         ("task.chat=perhaps", "task.chat must be true or false, got 'perhaps'"),
-        ("mesh.shape=[1,a]", "mesh.shape[1] must be a list of integers, got 'a'"),
-        ("mesh.shape=3", "mesh.shape must be a list of integers, got 3"),
-        ("model.name=[a]", "model.name must be a string or null, got"),
-        ("training=3", "training must be keys and values, got 3"),
-        ("training.optimizer=adam", "training.optimizer must be keys and values, got 'adam'"),
-        ("engine.options=3", "engine.options must be keys and values, got 3"),
-        ("title=${sede}", "title: Interpolation key 'sede' not found"),
-        ("training.steps", "an override must be key=value, got 'training.steps'"),
-        ("training.steps=[", "cannot read the overrides ['training.steps=[']"),
+        (f"{MESH}.shape=[1,a]", f"{MESH}.shape must be a list of integers, got [1, 'a']"),
+        (f"{MESH}.shape='(1,'", f"{MESH}.shape must be a list of integers, got '(1,'"),
+        ("actor_model_config.model_name=[a]", "model_name must be a string or null, got"),
+        ("grpo_config=3", "grpo_config must be keys and values, got 3"),
+        ("task=3", "task must be keys and values, got 3"),
+        ("output_dir=${sede}", "output_dir: Interpolation key 'sede' not found"),
+        ("num_batches", "an override must be key=value, got 'num_batches'"),
+        ("num_batches=[", "cannot read the overrides ['num_batches=[']"),
     ],
 )
 def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
@@ -115,57 +116,38 @@ def test_wrong_type_names_key_value_and_type(tmp_path, override, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("training.steps=0", "training.steps must be at least 1, got 0"),
+        ("num_batches=0", "num_batches must be at least 1, got 0"),
         ("rollout_engine=vanila", "rollout_engine must not be 'vanila'; did you mean 'vanilla'?"),
-        ("algorithm.name=dpo", "algorithm.name must not be 'dpo'; did you mean 'ppo'?"),
-        ("algorithm.ppo.gamma=0.5", "algorithm.ppo.gamma=0.5 is read by nothing: algorithm.name"),
-        ("algorithm.grpo.num_generations=1", "num_generations must be at least 2, got 1"),
-        ("training.mini_batch_size=3", "must divide training.batch_size (2), got 3"),
-        ("training.train_micro_batch_size=4", "must divide training.mini_batch_size (2), got 4"),
-        ("training.rollout_micro_batch_size=3", "must divide training.batch_size (2), got 3"),
-        ("training.compute_logps_micro_batch_size=3", "must divide training.batch_size (2), got 3"),
-        ("training.eval_every_n_steps=1", "task.eval_dataset belong together, got 1 and None"),
-        ("rollout.temperature=0", "rollout.temperature must be above 0"),
-        ("rollout.top_p=1.5", "rollout: top_p"),
-        ("rollout.kv_cache_size=64", "rollout.kv_cache_size=64 is read by nothing"),
-        ("rollout_engine=vanilla rollout.kv_cache_size=15", "(16), got 15"),
-        ("engine.options.max_model_len=15", "max_tokens_to_generate (16), got 15"),
-        ("engine.options.page_size=0", "engine.options: page_size"),
-        ("engine.logprobs_mode=raw", "engine.logprobs_mode must not be 'raw'"),
-        ("model.family=null", "model.family and model.shape belong together"),
-        ("model.name=qwen3-0.6b", "model must have one of path, name, and family with shape"),
-        ("lora.rank=0 lora.alpha=1", "lora.rank must be at least 1, got 0"),
-        ("lora.rank=4 lora.alpha=0", "lora.alpha must be finite and above 0, got 0"),
-        ("lora.rank=4 lora.alpha=.inf", "lora.alpha must be finite and above 0, got inf"),
-        ("lora.rank=4 lora.alpha=8 lora.module_path=(", "lora.module_path '(' is no regular"),
-        ("lora.rank=4 lora.alpha=8 lora.weight_qtype=int3", "lora.weight_qtype must not be 'int3'"),
-        ("model.path=x", "model.family must be null with model.path"),
-        ("tokenizer.path=x", "tokenizer.path must be null with tokenizer.function"),
-        ("tokenizer.function=null", "tokenizer.path must be given where model.path is null"),
+        ("training_mode=dpo", "training_mode must not be 'dpo'; did you mean 'ppo'?"),
+        (f"{TRAINING}.mini_batch_size=3", "must divide batch_size (2), got 3"),
+        (f"{TRAINING}.train_micro_batch_size=4", "must divide mini_batch_size (2), got 4"),
+        (f"{TRAINING}.rollout_micro_batch_size=3", "must divide batch_size (2), got 3"),
+        (f"{TRAINING}.compute_logps_micro_batch_size=3", "must divide batch_size (2), got 3"),
+        (f"{MODEL}.family=null", "actor_model_config.family and shape belong together"),
+        (f"{MODEL}.model_name=qwen3-0.6b", "must have one of model_path, model_name, and family"),
+        (f"{LORA}.rank=0 {LORA}.alpha=1", "lora_config.rank must be at least 1, got 0"),
+        (f"{LORA}.rank=4 {LORA}.alpha=0", "alpha must be finite and above 0, got 0"),
+        (f"{LORA}.rank=4 {LORA}.alpha=.inf", "alpha must be finite and above 0, got inf"),
+        (f"{LORA}.rank=4 {LORA}.alpha=8 {LORA}.module_path=(", "module_path '(' is no regular"),
+        (f"{LORA}.rank=4 {LORA}.alpha=8 {LORA}.weight_qtype=int3", "must not be 'int3'"),
+        (f"{MODEL}.model_path=x", "actor_model_config.family must be null with model_path"),
+        ("tokenizer_config.tokenizer_path=x", "tokenizer_path must be null with function"),
+        ("tokenizer_config.function=null", "must be given where actor_model_config.model_path is"),
         ("task.reward_functions=[]", "task.reward_functions must name at least one"),
         ("task.prompt_template=Hello", "must name a column in braces, got 'Hello'"),
         ('task.prompt_template="{a"', "is no template"),
         ("task.system_prompt=Hello", "task.system_prompt needs task.chat=true"),
-        ("mesh.shape=[1]", "mesh.shape must have a size for each of mesh.axis_names"),
-        ("mesh.shape=[0,1]", "mesh.shape must have sizes of at least 1, got [0, 1]"),
-        ("mesh.axis_names=[data,tp]", "mesh.axis_names must be fsdp and tp"),
-        ("mesh.shape=[3,1]", "3 devices along fsdp, which must divide the 8 rows"),
-        ("training.optimizer.weight_decay=0.1", "needs opt_type adamw, got adam"),
-        ("training.optimizer.warmup_steps=1", "schedule_type is constant, which takes no"),
+        (f"{MESH}.shape=[1]", f"{MESH}.shape must have two sizes >= 1, got [1]"),
+        (f"{MESH}.shape=[0,1]", f"{MESH}.shape must have two sizes >= 1, got [0, 1]"),
+        (f"{MESH}.axis_names=[data,tp]", f"{MESH}.axis_names must be fsdp and tp"),
+        (f"{MESH}.shape=[3,1]", "3 devices along fsdp, which must divide the 8 rows"),
         (
-            "training.optimizer.schedule_type=linear training.optimizer.warmup_steps=2",
-            "warmup_steps must be below decay_steps (2), got 2",
-        ),
-        ("training.optimizer.max_grad_norm=0", "max_grad_norm must be null or above 0, got 0"),
-        ("training.optimizer.learning_rate=-1", "learning_rate must be at least 0, got -1"),
-        ("training.critic_optimizer.b1=0.5", "critic_optimizer.b1=0.5 is read by nothing: GRPO"),
-        (
-            "training.checkpoint_root_directory=x algorithm.grpo.num_iterations=2",
+            f"{TRAINING}.checkpoint_root_directory=x grpo_config.num_iterations=2",
             "must be null with num_iterations 2",
         ),
         (
-            "algorithm.name=ppo algorithm.grpo.num_generations=8 rollout.eval.temperature=0",
-            "rollout.eval must be null with PPO",
+            "training_mode=ppo eval_rollout_config.temperature=0",
+            "eval_rollout_config must be empty with PPO",
         ),
     ],
 )
@@ -175,12 +157,36 @@ def test_contradictions_are_refused(tmp_path, overrides, message):
 
 
 def test_overrides_win_and_the_rest_stays(tmp_path):
-    config = load(tmp_path, "training.steps=7", "rollout.eval={temperature: 0.5}", "seed=3")
-    assert config.training.steps == 7
-    assert config.training.batch_size == 2
-    assert config.rollout.eval is not None
-    assert (config.rollout.eval.temperature, config.rollout.eval.top_p) == (0.5, 1.0)
-    assert config.seed == 3
+    config = load(tmp_path, "num_batches=7", "grpo_config.beta=0.5", "seed=3")
+    assert (config.num_batches, config.batch_size, config.seed) == (7, 2, 3)
+    assert config.grpo_config == {"num_generations": 4, "beta": 0.5}
+
+
+def test_sections_of_tunix_files_are_read(tmp_path, caplog):
+    """As its base config has them: meshes as text, {} for no LoRA, and how to find the model."""
+    text = (ROOT / "tests/cli/tunix_recipe/base.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    names = ("actor_model_config", "rollout_model_config", "tokenizer_config", "rollout_config")
+    sections = {name: recipe[name] for name in (*names, "rl_training_config", "grpo_config")}
+    sections["tokenizer_config"]["tokenizer_path"] = "anywhere"
+    sections["actor_model_config"]["mesh"]["shape"] = "(2,1)"
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**sections, "batch_size": 2, "task": {"dataset": "x.jsonl"}}))
+    config = load_config(path)
+    model = config.actor_model_config
+    assert (model.model_path, model.model_name, model.lora_config) == (None, "qwen3-tiny", None)
+    assert (model.mesh.shape, model.mesh.axis_names) == ([2, 1], ["fsdp", "tp"])
+    assert config.rollout_model_config.mesh is None
+    assert config.max_tokens == (64, 8)
+    assert (config.num_updates, config.num_steps) == (2, 2)
+    assert "actor_model_config.model_id='local/qwen3-tiny' is not read" in caplog.text
+    assert load_config(write_copy(tmp_path, config)) == config
+
+
+def write_copy(folder, config):
+    path = folder / "copy.yaml"
+    path.write_text(to_yaml(config))
+    return path
 
 
 def test_interpolation_follows_an_override(tmp_path):
@@ -195,9 +201,9 @@ def test_paths_are_relative_to_where_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(elsewhere)
     path = write_config(folder, task__dataset="../rows.jsonl", task__dataset_args={})
     assert load_config(path).task.dataset == str(tmp_path / "rows.jsonl")
-    changed = load_config(path, ["task.dataset=rows.jsonl", "model.checkpoint=a/b.safetensors"])
+    changed = load_config(path, ["task.dataset=rows.jsonl", f"{MODEL}.checkpoint=a/b.safetensors"])
     assert changed.task.dataset == str(elsewhere / "rows.jsonl")
-    assert changed.model.checkpoint == str(elsewhere / "a/b.safetensors")
+    assert changed.actor_model_config.checkpoint == str(elsewhere / "a/b.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -220,5 +226,5 @@ def test_documentation_is_up_to_date():
     spec.loader.exec_module(maker)
     text = maker.OUTPUT.read_text(encoding="utf-8")
     assert text == maker.render(text), "run python docs/make_training_table.py"
-    rows = re.findall(r"^\| `([a-z_.0-9]+)` \|", text, re.MULTILINE)
-    assert sorted(rows) == sorted(key for key, _, _ in field_rows())
+    rows = re.findall(r"^- `([a-z_0-9]+)` \(", text, re.MULTILINE)
+    assert set(rows) == {key.rpartition(".")[2] for key in field_keys()}

@@ -13,38 +13,42 @@ from flax import nnx
 
 from sgljax_engine import InvalidConfigError
 from tests.training.test_train import check_steps, read_records, train
-from tests.training.tiny import write_config
+from tests.training.tiny import shape_of, write_config
 from tunix_sgljax.checkpoints.lora_settings import read_settings
 from tunix_sgljax.checkpoints.tunix import find_step, read_checkpoint
 from tunix_sgljax.training import load_config
 from tunix_sgljax.training.cluster import make_cluster, make_meshes, make_optimizers, rollout_engine
 from tunix_sgljax.training.lora import abstract_actor, apply_lora
 from tunix_sgljax.training.memory import estimate_memory
-from tunix_sgljax.training.models import find_model, load_policy
-from tunix_sgljax.training.tokenizers import load_tokenizer
+from tunix_sgljax.training.models import find_model, load_policy, load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix and orbax
 
 QUICK_COMPILE = "files, steps, memory and messages of trainings, not what they learn"
 
 LORA = {"rank": 4, "alpha": 8.0}
+KEY = "actor_model_config.lora_config"
 QUANTISED = {"qwen3": ".*mlp.*", "llama3": ".*(attn|mlp).*"}
 """What Tunix 0.1.7 can compute with quantised, by family."""
 
 
 def config_of(tmp_path, *overrides, **changes):
-    return load_config(write_config(tmp_path, **({"lora": LORA} | changes)), overrides)
+    return load_config(
+        write_config(tmp_path, **({"actor_model_config__lora_config": LORA} | changes)), overrides
+    )
 
 
 def actor_of(config) -> Any:
-    spec = find_model(config.model)
-    policy = load_policy(config.model, spec, make_meshes(config)[0])
-    return apply_lora(policy, config.lora, config.seed)
+    spec = find_model(config.actor_model_config)
+    policy = load_policy(config.actor_model_config, spec, make_meshes(config)[0])
+    return apply_lora(policy, config.actor_model_config.lora_config, config.seed)
 
 
 def memory_of(config):
     mesh = make_meshes(config)[0]
-    return estimate_memory(config, find_model(config.model), mesh, make_optimizers(config))
+    return estimate_memory(
+        config, find_model(config.actor_model_config), mesh, make_optimizers(config)
+    )
 
 
 def num_bytes(state):
@@ -58,10 +62,14 @@ def num_bytes(state):
 @pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
 @pytest.mark.parametrize("family", QUANTISED)
 def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
-    overrides = [f"model.family={family}", f"lora.module_path={QUANTISED[family]}"]
-    overrides += [] if qtype is None else [f"lora.weight_qtype={qtype}"]
-    config = config_of(tmp_path, *overrides)
-    full = memory_of(config_of(tmp_path, *overrides[:1], lora=None))
+    model: dict[str, Any] = {
+        "actor_model_config__family": family,
+        "actor_model_config__shape": shape_of(family),
+    }
+    overrides = [f"{KEY}.module_path={QUANTISED[family]}"]
+    overrides += [] if qtype is None else [f"{KEY}.weight_qtype={qtype}"]
+    config = config_of(tmp_path, *overrides, **model)
+    full = memory_of(config_of(tmp_path, **model, actor_model_config__lora_config=None))
     actor, found = actor_of(config), memory_of(config)
     pairs = num_bytes(nnx.state(actor, nnx.LoRAParam))
     assert found.policy == num_bytes(nnx.state(actor, nnx.Param))
@@ -72,14 +80,16 @@ def test_memory_is_that_of_the_actor(tmp_path, family, qtype):
     assert found.total < full.total
     if qtype is not None:
         assert found.policy < full.policy
-    for override in ("algorithm.grpo.beta=0", "lora.mode=adapter"):
-        assert memory_of(config_of(tmp_path, *overrides, override)).reference == 0
+    for override in ("grpo_config.beta=0", "sgljax_config.lora=adapter"):
+        assert memory_of(config_of(tmp_path, *overrides, override, **model)).reference == 0
 
 
 def test_abstract_pairs_are_the_actors(tmp_path):
-    config = config_of(tmp_path, "model.remat=block")
-    assert config.lora is not None
-    abstract = abstract_actor(find_model(config.model), config.lora)
+    config = config_of(tmp_path, "actor_model_config.remat=block")
+    assert config.actor_model_config.lora_config is not None
+    abstract = abstract_actor(
+        find_model(config.actor_model_config), config.actor_model_config.lora_config
+    )
     for state, kind in ((abstract.pairs, nnx.LoRAParam), (abstract.base, nnx.Param)):
         real = nnx.state(actor_of(config), kind)
         shapes = {key: (leaf.shape, leaf.dtype) for key, leaf in nnx.to_flat_state(state)}
@@ -96,9 +106,10 @@ def base_buffers(model):
 
 @pytest.mark.parametrize("qtype", [None, "int8"])
 def test_the_frozen_model_begins_with_the_actors_arrays(tmp_path, qtype):
-    overrides = [] if qtype is None else ["lora.weight_qtype=int8", "lora.module_path=.*mlp.*"]
+    int8 = [f"{KEY}.weight_qtype=int8", f"{KEY}.module_path=.*mlp.*"]
+    overrides = [] if qtype is None else int8
     config = config_of(tmp_path, *overrides)
-    engine, spec = rollout_engine(config), find_model(config.model)
+    engine, spec = rollout_engine(config), find_model(config.actor_model_config)
     cluster: Any = make_cluster(config, spec, load_tokenizer(config), engine)
     frozen = cluster.inference_worker.get_model("reference")
     assert base_buffers(frozen) == base_buffers(cluster.actor_trainer.model)
@@ -110,27 +121,39 @@ def test_the_frozen_model_begins_with_the_actors_arrays(tmp_path, qtype):
     ("overrides", "message"),
     [
         (
-            "lora.module_path=q_proj",
+            f"{KEY}.module_path=q_proj",
             "fits no projection of the model; it must match the",
         ),
-        ("lora.module_path=q_proj", "layers/<layer>/attn/q_proj, layers/<layer>/attn/v_proj"),
-        ("lora.module_path=.*", "fits the embedding, beside which Tunix cannot train a pair"),
-        ("lora.mode=mixed", "lora.mode: lora must be one of"),
-        ("lora.weight_qtype=int8", "Tunix's qwen3 cannot compute with all of these"),
+        (
+            f"{KEY}.module_path=q_proj",
+            "layers/<layer>/attn/q_proj, layers/<layer>/attn/v_proj",
+        ),
+        (
+            f"{KEY}.module_path=.*",
+            "fits the embedding, beside which Tunix cannot train a pair",
+        ),
+        ("sgljax_config.lora=mixed", "sgljax_config: lora must be one of"),
+        (
+            f"{KEY}.weight_qtype=int8",
+            "Tunix's qwen3 cannot compute with all of these",
+        ),
     ],
 )
 def test_what_the_model_does_not_have_is_refused(tmp_path, capsys, overrides, message):
-    path = write_config(tmp_path, lora=LORA)
+    path = write_config(tmp_path, actor_model_config__lora_config=LORA)
     assert train(path, "--dry-run", *overrides.split()) == 2
     assert message in capsys.readouterr().err
 
 
 def test_an_untied_output_projection_may_have_a_pair(tmp_path):
     config = config_of(
-        tmp_path, "lora.module_path=.*lm_head.*", "model.shape.use_tied_embedding=false"
+        tmp_path,
+        f"{KEY}.module_path=.*lm_head.*",
+        "actor_model_config.shape.use_tied_embedding=false",
     )
-    assert config.lora is not None
-    pairs = nnx.to_flat_state(abstract_actor(find_model(config.model), config.lora).pairs)
+    model = config.actor_model_config
+    assert model.lora_config is not None
+    pairs = nnx.to_flat_state(abstract_actor(find_model(model), model.lora_config).pairs)
     assert {key[0] for key, _ in pairs} == {"lm_head"}
 
 
@@ -140,13 +163,17 @@ def test_an_untied_output_projection_may_have_a_pair(tmp_path):
 @pytest.mark.slow
 def test_pairs_alone_are_trained_and_saved_and_a_run_resumes(tmp_path, capsys):
     checkpoints = tmp_path / "checkpoints"
-    path = write_config(tmp_path, lora=LORA, training__checkpoint_root_directory=str(checkpoints))
+    path = write_config(
+        tmp_path,
+        actor_model_config__lora_config=LORA,
+        rl_training_config__checkpoint_root_directory=str(checkpoints),
+    )
     config = load_config(path)
     first = {
         ".".join(map(str, key)): np.asarray(leaf[...])
         for key, leaf in nnx.to_flat_state(nnx.state(actor_of(config), nnx.LoRAParam))
     }
-    assert train(path, "training.steps=1") == 0
+    assert train(path, "num_batches=1") == 0
     check_steps(read_records(tmp_path), [1], [0])
     assert json.loads((checkpoints / "lora.json").read_text()) == {
         "rank": 4,
@@ -168,35 +195,44 @@ def test_pairs_alone_are_trained_and_saved_and_a_run_resumes(tmp_path, capsys):
 def check_refusals(tmp_path, path, checkpoints, capsys):
     """Runs that would go on with other pairs than the checkpoint's, or none."""
     for override, message in (
-        ("lora.alpha=4", "was trained with LoraSettings(rank=4, alpha=8.0"),
-        ("lora.rank=2", "but lora is LoraSettings(rank=2, alpha=8.0"),
-        ("lora=null", "holds LoRA pairs, but lora is null"),
+        (
+            f"{KEY}.alpha=4",
+            "was trained with LoraSettings(rank=4, alpha=8.0",
+        ),
+        (
+            f"{KEY}.rank=2",
+            "but lora_config is LoraSettings(rank=2, alpha=8.0",
+        ),
+        (f"{KEY}=null", "holds LoRA pairs, but lora_config is null"),
     ):
         assert train(path, "--dry-run", override) == 2
         assert message in capsys.readouterr().err
     (checkpoints / "lora.json").unlink()  # as of another program
-    assert train(path, "--dry-run", "lora.rank=2") == 2
+    assert train(path, "--dry-run", f"{KEY}.rank=2") == 2
     assert "k_proj.w_lora_a has shape (32, 4) there and (32, 2) in the" in capsys.readouterr().err
-    assert train(path, "--dry-run", "lora.module_path=.*mlp.*") == 2
+    assert train(path, "--dry-run", f"{KEY}.module_path=.*mlp.*") == 2
     assert "k_proj.w_lora_a has shape (32, 4) there and None in the" in capsys.readouterr().err
     assert train(path, "--dry-run") == 0
     shutil.rmtree(checkpoints)
     assert read_settings(checkpoints) is None
-    assert train(path, "--dry-run", "lora.rank=2") == 0
+    assert train(path, "--dry-run", f"{KEY}.rank=2") == 0
 
 
 @pytest.mark.slow
 def test_a_full_checkpoint_is_no_base_of_pairs(tmp_path, capsys):
-    path = write_config(tmp_path, training__checkpoint_root_directory=str(tmp_path / "full"))
-    assert train(path, "training.steps=1") == 0
+    path = write_config(
+        tmp_path, rl_training_config__checkpoint_root_directory=str(tmp_path / "full")
+    )
+    assert train(path, "num_batches=1") == 0
     assert not (tmp_path / "full/lora.json").exists()
-    assert train(path, "lora={rank: 4, alpha: 8}") == 2
-    assert "holds whole models, but lora is given" in capsys.readouterr().err
+    assert train(path, f"{KEY}={{rank: 4, alpha: 8}}") == 2
+    assert "holds whole models, but lora_config is given" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_vanilla_trains_the_same_pairs(tmp_path):
-    assert train(write_config(tmp_path, lora=LORA), "rollout_engine=vanilla") == 0
+    path = write_config(tmp_path, actor_model_config__lora_config=LORA)
+    assert train(path, "rollout_engine=vanilla") == 0
     check_steps(read_records(tmp_path), [1, 2], [None, None])
 
 
@@ -205,10 +241,11 @@ def test_vanilla_trains_the_same_pairs(tmp_path):
 def test_quantised_bases_are_trained_beside(tmp_path, offloads):
     path = write_config(
         tmp_path,
-        lora=LORA | {"weight_qtype": "nf4"},
-        model__family="llama3",
+        actor_model_config__lora_config=LORA | {"weight_qtype": "nf4"},
+        actor_model_config__family="llama3",
+        actor_model_config__shape=shape_of("llama3"),
         offload_to_cpu=offloads,
-        training__checkpoint_root_directory=str(tmp_path / "checkpoints"),
+        rl_training_config__checkpoint_root_directory=str(tmp_path / "checkpoints"),
     )
     assert train(path) == 0
     if not offloads:  # that brings updates of its own
@@ -223,12 +260,13 @@ def test_quantised_bases_are_trained_beside(tmp_path, offloads):
 def test_ppo_trains_pairs_and_all_of_the_critic(tmp_path):
     path = write_config(
         tmp_path,
-        lora=LORA,
-        algorithm={"name": "ppo", "ppo": {"beta": 0.04}},
+        actor_model_config__lora_config=LORA,
+        training_mode="ppo",
+        ppo_config={"beta": 0.04},
         task__reward_functions=["tiny_task:first_is_even"],
-        training__batch_size=8,
-        training__checkpoint_root_directory=str(tmp_path / "checkpoints"),
-        training__save_interval_steps=1,
+        batch_size=8,
+        rl_training_config__checkpoint_root_directory=str(tmp_path / "checkpoints"),
+        rl_training_config__checkpointing_options={"save_interval_steps": 1},
     )
     assert train(path) == 0
     check_steps(read_records(tmp_path), [1, 2], [0, 1])
@@ -252,5 +290,5 @@ def test_settings_that_cannot_be_read(tmp_path):
 
 
 def test_rank_and_alpha_must_be_given(tmp_path):
-    with pytest.raises(InvalidConfigError, match=r"lora\.alpha must be given"):
-        config_of(tmp_path, lora={"rank": 4})
+    with pytest.raises(InvalidConfigError, match=r"lora_config\.alpha must be given"):
+        config_of(tmp_path, actor_model_config__lora_config={"rank": 4})

@@ -26,7 +26,12 @@ def test_new_pairs_change_nothing_and_follow_the_seed(tmp_path):
 def test_adapters_need_no_reference_model(tmp_path, offloads):
     rewards = []
     for mode in ("merged", "adapter"):
-        path = write_config(tmp_path, lora=LORA | {"mode": mode}, offload_to_cpu=offloads)
-        assert train(path, "training.steps=3", "algorithm.grpo.beta=0.5", "seed=2") == 0
+        path = write_config(
+            tmp_path,
+            actor_model_config__lora_config=LORA,
+            sgljax_config__lora=mode,
+            offload_to_cpu=offloads,
+        )
+        assert train(path, "num_batches=3", "grpo_config.beta=0.5", "seed=2") == 0
         rewards.append([step["reward"] for step in read_records(tmp_path)["steps"]])
     np.testing.assert_allclose(rewards[0], rewards[1], atol=0.05)

@@ -40,17 +40,19 @@ def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
         tmp_path,
         task__eval_dataset="tiny_task:rows",
         task__eval_dataset_args={"num": 2, "start": 30},
-        training__eval_every_n_steps=1,
-        rollout__eval={"temperature": 0.0},
-        training__metrics_log_dir=str(tmp_path / "metrics"),
+        rl_training_config__eval_every_n_steps=1,
+        eval_rollout_config={"temperature": 0.0},
+        rl_training_config__metrics_logging_options={
+            "log_dir": str(tmp_path / "metrics"),
+            "flush_every_n_steps": 1,
+        },
     )
     timeline = tmp_path / "step.pftrace"
     assert train(path, "--timeline", str(timeline)) == 0
     content = read_records(tmp_path)
     check_steps(content, [1, 2], [0, 1])
     assert [record["num_steps"] for record in content["evaluations"]] == [0, 1, 2]
-    assert content["settings"]["training"]["steps"] == 2
-    assert (tmp_path / "out/training.png").read_bytes().startswith(b"\x89PNG")
+    assert content["settings"]["num_batches"] == 2
     output = capsys.readouterr()
     assert "held out, after 2 steps" in output.out
     assert f"wrote {tmp_path / 'out/records.json'}" in output.out
@@ -67,7 +69,7 @@ def test_grpo_with_evaluation_between_steps(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_pad_and_end_token_may_be_one(tmp_path, caplog):
-    path = write_config(tmp_path, tokenizer__function="tiny_task:EndPaddingTokenizer")
+    path = write_config(tmp_path, tokenizer_config__function="tiny_task:EndPaddingTokenizer")
     assert train(path) == 0
     check_steps(read_records(tmp_path), [1, 2], [0, 1])
     assert caplog.text.count("pad and end tokens are both 1") == 1
@@ -75,7 +77,7 @@ def test_pad_and_end_token_may_be_one(tmp_path, caplog):
 
 def test_quiet(tmp_path, capsys):
     path = write_config(tmp_path)
-    assert train(path, "--quiet", "training.steps=1") == 0
+    assert train(path, "--quiet", "num_batches=1") == 0
     output = capsys.readouterr()
     assert "step 1/1" not in output.out
     assert not output.err
@@ -85,7 +87,7 @@ def test_quiet(tmp_path, capsys):
     ("override", "message"),
     [
         ("rollout_engine=vanilla", "a timeline is of the engine 'sgljax'"),
-        ("training.steps=1", "needs training.steps >= 2, got 1"),
+        ("num_batches=1", "needs num_batches >= 2, got 1"),
     ],
 )
 def test_steps_that_no_timeline_can_have(tmp_path, capsys, override, message):
@@ -104,12 +106,12 @@ def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
     checkpoints = tmp_path / "checkpoints"
     path = write_config(
         tmp_path,
-        training__checkpoint_root_directory=str(checkpoints),
-        training__mini_batch_size=1,
-        training__save_interval_steps=100,
-        algorithm__grpo={"num_generations": 4, "beta": 0.0},
+        rl_training_config__checkpoint_root_directory=str(checkpoints),
+        rl_training_config__mini_batch_size=1,
+        rl_training_config__checkpointing_options={"save_interval_steps": 100},
+        grpo_config={"num_generations": 4, "beta": 0.0},
     )
-    assert train(path, "training.steps=1") == 0
+    assert train(path, "num_batches=1") == 0
     check_steps(read_records(tmp_path), [1], [0])
     assert (checkpoints / "actor/2").is_dir()
     assert train(path) == 0
@@ -126,11 +128,12 @@ def test_resumes_from_the_newest_checkpoint(tmp_path, capsys):
 def test_ppo_trains_policy_and_critic(tmp_path):
     path = write_config(
         tmp_path,
-        algorithm={"name": "ppo", "ppo": {"beta": 0.04}},
+        training_mode="ppo",
+        ppo_config={"beta": 0.04},
         task__reward_functions=["tiny_task:first_is_even"],
-        training__batch_size=8,
-        training__checkpoint_root_directory=str(tmp_path / "checkpoints"),
-        training__save_interval_steps=1,
+        batch_size=8,
+        rl_training_config__checkpoint_root_directory=str(tmp_path / "checkpoints"),
+        rl_training_config__checkpointing_options={"save_interval_steps": 1},
     )
     assert train(path) == 0
     check_steps(read_records(tmp_path), [1, 2], [0, 1])
@@ -150,8 +153,8 @@ def value_head(folder, step):
 
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_ppo_refuses_fractions_of_rewards(tmp_path, capsys):
-    path = write_config(tmp_path, algorithm={"name": "ppo", "ppo": {"beta": 0.0}})
-    assert train(path, "training.batch_size=8") == 2
+    path = write_config(tmp_path, training_mode="ppo", ppo_config={"beta": 0.0})
+    assert train(path, "batch_size=8") == 2
     assert "share_of_even must return whole numbers with PPO, got 0." in capsys.readouterr().err
 
 
@@ -166,7 +169,7 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 def test_interrupt_finishes_the_step(tmp_path, capsys):
     path = write_config(tmp_path, task__reward_functions=["tiny_task:interrupting"])
-    assert train(path, "training.steps=50", "algorithm.grpo.beta=0") == 130
+    assert train(path, "num_batches=50", "grpo_config.beta=0") == 130
     content = read_records(tmp_path)
     assert 1 <= len(content["steps"]) <= 2
     output = capsys.readouterr()
@@ -195,8 +198,11 @@ def test_print_config_prints_what_loads_again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.stepz=2", "unknown key training.stepz; did you mean training.steps?"),
-        ("mesh.shape=[1,4096]", "mesh.shape [1, 4096] take 4096 devices, but there are"),
+        ("num_batchez=2", "unknown key num_batchez; did you mean num_batches?"),
+        (
+            "actor_model_config.mesh.shape=[1,4096]",
+            "meshes of [1, 4096] take 4096 devices",
+        ),
         ("task.dataset=rows.jsonl", "task.dataset_args needs a function as task.dataset"),
         ("task.dataset=tiny_task:rosw", "task.dataset of tiny_task must not be 'rosw'"),
         ("task.dataset=no_task:rows", "there is no module 'no_task'"),
@@ -204,9 +210,9 @@ def test_print_config_prints_what_loads_again(tmp_path, capsys):
         ("task.dataset_args={num: 0}", "holds no rows"),
         ("task.reward_functions=[exactmatch]", "did you mean 'exact_match'?"),
         ("task.columns=[answr]", "task.columns must not be 'answr'; did you mean 'answer'?"),
-        ("task.prompt_column=question", "task.prompt_column must not be 'question'"),
+        ("actor_model_config.shape.layers=3", "unknown key actor_model_config.shape.layers; did"),
         ("task.prompt_template='{prompt}'", "must not be 'prompt'; did you mean 'prompts'?"),
-        ("model.checkpoint=missing.safetensors", "missing.safetensors is no file"),
+        ("actor_model_config.checkpoint=missing.safetensors", "missing.safetensors is no file"),
     ],
 )
 def test_dry_run_says_what_is_wrong(tmp_path, capsys, override, message):

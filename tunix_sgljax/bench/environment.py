@@ -7,7 +7,6 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = ("google-tunix", "jax", "jaxlib", "flax", "numpy", "tunix-sgljax")
@@ -25,20 +24,15 @@ class Environment:
     versions: dict[str, str]
 
 
-def describe_environment(device: str, more_packages: Sequence[str] = ()) -> Environment:
-    """Returns this machine, with the JAX device that a run reported.
-
-    Args:
-        device: JAX's name for the device.
-        more_packages: Packages to list in addition to `PACKAGES`.
-    """
+def describe_environment(device: str) -> Environment:
+    """Returns this machine, with JAX's name of the device of a run."""
     return Environment(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         cpu=cpu_model(),
         num_cores=num_cores(),
         device=device,
         python=platform.python_version(),
-        versions={name: importlib.metadata.version(name) for name in (*PACKAGES, *more_packages)},
+        versions={name: importlib.metadata.version(name) for name in PACKAGES},
     )
 
 

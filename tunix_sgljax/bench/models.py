@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tunix.models.qwen3.model import ModelConfig as TunixConfig
 from tunix.models.qwen3.model import Qwen3
 
 from sgljax_engine import ModelConfig
 from tunix_sgljax.bench.shapes import PAD_ID
-from tunix_sgljax.training.models import find_model, load_policy
+from tunix_sgljax.training.models import find_model, load_policy, tunix_config
 from tunix_sgljax.training.schema import ModelSection
 
 _PAD_LOGIT_SCALE = 0.1
@@ -27,23 +27,10 @@ def make_tunix_model(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float3
     The pad token's embedding is small, so that greedy decoding does not choose it: the vanilla
     sampler would then hide the token from later steps, and outputs would differ.
     """
-    tunix_config = TunixConfig(
-        num_layers=config.num_layers,
-        vocab_size=config.vocab_size,
-        embed_dim=config.hidden_size,
-        hidden_dim=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rope_theta=int(config.rope.theta),
-        norm_eps=config.rms_norm_eps,
-        use_tied_embedding=config.tie_word_embeddings,
-        dtype=dtype,
-        param_dtype=dtype,
-    )
+    shape = dataclasses.replace(tunix_config(config), dtype=dtype, param_dtype=dtype)
     # Shapes first and values later: Tunix's own initialisation leaves MLPs zero, and would hold
     # memory that a peak measurement then includes.
-    model = nnx.eval_shape(lambda: Qwen3(tunix_config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Qwen3(shape, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     rng = np.random.default_rng(seed)
 
@@ -66,6 +53,6 @@ def load_tunix_model(folder: str | Path, dtype: str) -> nnx.Module:
     Raises:
         InvalidConfigError: for a model that Tunix or its loader lacks.
     """
-    section = ModelSection(path=str(folder), dtype=dtype)
+    section = ModelSection(model_path=str(folder), dtype=dtype)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     return load_policy(section, find_model(section), mesh)

@@ -98,14 +98,9 @@ class SglJaxPeer(EnginePeer):
         weight_update_mode: Literal["retract", "in_place"] = "retract",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Builds the engine; its programs are compiled by `start` or on first use.
+        """Builds the engine for the largest workload that it will run.
 
-        Args:
-            model: The Tunix model.
-            workload: The largest workload that it will run.
-            decode_steps: Option of the engine.
-            weight_update_mode: Option of the rollout.
-            options: More options of the engine.
+        Its programs are compiled by `start` or on first use. `options` are the engine's.
         """
         from tunix_sgljax import create_sgljax_rollout
 

@@ -17,21 +17,16 @@ class Comparison:
     Attributes:
         name: Name of the sampler.
         runs_s: Seconds of its runs.
-        our_runs_s: Seconds of our run of each pair.
+        ratios: For each pair, how many times as long it took as ours.
         num_agreed: Leading greedy tokens of some prompts that are equal with both.
         num_greedy: Total number of these tokens.
     """
 
     name: str
     runs_s: Sequence[float]
-    our_runs_s: Sequence[float]
+    ratios: Sequence[float]
     num_agreed: int
     num_greedy: int
-
-    @property
-    def ratios(self) -> list[float]:
-        """For each pair, how many times as long it took as ours."""
-        return [theirs / ours for theirs, ours in zip(self.runs_s, self.our_runs_s, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +44,6 @@ class Measurement:
         compile_s: Seconds of it spent compiling, or reading compiled programs from the cache.
         num_compiles: Number of compiled programs.
         memory: Memory that the engine took.
-        peak_bytes: Peak memory of the process by the end; None if unknown.
         against: Another sampler.
     """
 
@@ -63,21 +57,18 @@ class Measurement:
     compile_s: float
     num_compiles: int
     memory: MemoryReport
-    peak_bytes: int | None
     against: Comparison | None = None
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Useful tokens per second in the median run."""
-        return self.useful_tokens / statistics.median(self.runs_s)
+    def tokens_per_s(self, runs_s: Sequence[float]) -> float:
+        """Useful tokens per second in the median of some runs."""
+        return self.useful_tokens / statistics.median(runs_s)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived values."""
-        values: dict[str, Any] = dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}
+        values = dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s(self.runs_s)}
         if self.against is not None:
             values["against"] |= {
-                "tokens_per_s": self.useful_tokens / statistics.median(self.against.runs_s),
-                "ratios": self.against.ratios,
+                "tokens_per_s": self.tokens_per_s(self.against.runs_s),
                 "median_ratio": statistics.median(self.against.ratios),
             }
         return values
@@ -85,36 +76,31 @@ class Measurement:
 
 def format_table(measurements: Sequence[Measurement]) -> list[str]:
     """A Markdown table with a line for each workload."""
-    against = next((m.against for m in measurements if m.against is not None), None)
     columns = ["workload", "requests", "useful tokens/s", "first token s (median, longest)"]
     columns += ["latency s (median, longest)", "start s", "compile s", "KV cache MB"]
+    against = measurements[0].against
     if against is not None:
         columns += [f"{against.name} tokens/s", f"times {against.name} (pairs)"]
-    rows = [_row(measurement) for measurement in measurements]
-    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *map(_row, measurements)]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def _row(measurement: Measurement) -> list[str]:
-    memory = measurement.memory
+    memory, against = measurement.memory, measurement.against
     cells = [
         measurement.workload,
         str(measurement.num_requests),
-        f"{measurement.tokens_per_s:.1f}",
+        f"{measurement.tokens_per_s(measurement.runs_s):.1f}",
         _spread(measurement.first_token_s),
         _spread(measurement.latency_s),
         f"{measurement.start_s:.1f}",
         f"{measurement.compile_s:.1f}",
         f"{(memory.kv_bytes + memory.contiguous_kv_bytes) / 1e6:.1f}",
     ]
-    against = measurement.against
     if against is not None:
-        median = statistics.median(against.runs_s)
         pairs = ", ".join(f"{ratio:.2f}" for ratio in against.ratios)
-        cells += [
-            f"{measurement.useful_tokens / median:.1f}",
-            f"{statistics.median(against.ratios):.2f} ({pairs})",
-        ]
+        cells.append(f"{measurement.tokens_per_s(against.runs_s):.1f}")
+        cells.append(f"{statistics.median(against.ratios):.2f} ({pairs})")
     return cells
 
 

@@ -1,4 +1,4 @@
-"""Tunix's vanilla sampler as a peer, and the base of samplers with fixed batches."""
+"""Tunix's vanilla sampler as a peer."""
 
 from __future__ import annotations
 
@@ -16,50 +16,11 @@ from tunix_sgljax.bench.workloads import Workload
 VANILLA = "vanilla"
 
 
-class BatchPeer:
-    """A peer that takes fixed batches, one after the other.
+class VanillaPeer:
+    """Tunix's vanilla sampler: compiled, left-padded to the longest prompt of the workload.
 
-    A subclass defines how to run one batch.
+    It takes fixed batches, one after the other.
     """
-
-    def __init__(self, kind: str, workload: Workload, batch_size: int | None) -> None:
-        total = len(workload.output_lengths)
-        self.batch_size = total if batch_size is None else batch_size
-        self.name = kind if batch_size is None else f"{kind}, micro-batch"
-
-    def run_batch(self, prompts: list[list[int]], num_steps: int, is_greedy: bool) -> list[Any]:
-        """Returns `num_steps` tokens for each prompt."""
-        raise NotImplementedError
-
-    def start(self, workload: Workload) -> None:
-        """Answers one token of each request. By default nothing is compiled."""
-        self.first_token_s(workload)
-
-    def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
-        """Answers all requests, batch by batch."""
-        outputs: list[list[int]] = []
-        for prompts, lengths in batches(workload, self.batch_size):
-            rows = self.run_batch(prompts, max(lengths), is_greedy)
-            outputs += [
-                np.asarray(row)[:length].tolist() for row, length in zip(rows, lengths, strict=True)
-            ]
-        return outputs
-
-    def first_token_s(self, workload: Workload) -> list[float]:
-        """Seconds of a run with one step, which favours micro-batches."""
-        seconds: list[float] = []
-        start = time.perf_counter()
-        for prompts, _ in batches(workload, self.batch_size):
-            self.run_batch(prompts, 1, False)
-            seconds += [time.perf_counter() - start] * len(prompts)
-        return seconds
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class VanillaPeer(BatchPeer):
-    """Tunix's vanilla sampler: compiled, left-padded to the longest prompt of the workload."""
 
     def __init__(
         self, model: Any, config: ModelConfig, workload: Workload, batch_size: int | None
@@ -72,7 +33,8 @@ class VanillaPeer(BatchPeer):
             workload: The largest workload that it will run.
             batch_size: Requests in a batch; None for all.
         """
-        super().__init__(VANILLA, workload, batch_size)
+        self.batch_size = batch_size or len(workload.output_lengths)
+        self.name = VANILLA if batch_size is None else f"{VANILLA}, micro-batch"
         self._model = model
         self._max_prompt_len = workload.max_prompt_len
         self._cache_config = CacheConfig(
@@ -95,19 +57,38 @@ class VanillaPeer(BatchPeer):
         sampler = self._make_sampler()
         end_tokens = list(range(self._vocab_size))
         for prompts, lengths in batches(workload, self.batch_size):
-            self._call(sampler, prompts, max(lengths), False, end_tokens)
+            self._run(sampler, prompts, max(lengths), end_tokens=end_tokens)
 
-    def run_batch(self, prompts: list[list[int]], num_steps: int, is_greedy: bool) -> list[Any]:
-        """Runs the compiled sampler."""
-        return self._call(self._sampler, prompts, num_steps, is_greedy, None)
+    def generate(self, workload: Workload, *, is_greedy: bool = False) -> list[list[int]]:
+        """Answers all requests, batch by batch."""
+        outputs: list[list[int]] = []
+        for prompts, lengths in batches(workload, self.batch_size):
+            rows = self._run(self._sampler, prompts, max(lengths), is_greedy=is_greedy)
+            outputs += [
+                np.asarray(row)[:length].tolist() for row, length in zip(rows, lengths, strict=True)
+            ]
+        return outputs
 
-    def _call(
+    def first_token_s(self, workload: Workload) -> list[float]:
+        """Seconds of a run with one step, which favours micro-batches."""
+        seconds: list[float] = []
+        start = time.perf_counter()
+        for prompts, _ in batches(workload, self.batch_size):
+            self._run(self._sampler, prompts, 1)
+            seconds += [time.perf_counter() - start] * len(prompts)
+        return seconds
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _run(
         self,
         sampler: Sampler,
         prompts: list[list[int]],
         num_steps: int,
-        is_greedy: bool,
-        end_tokens: list[int] | None,
+        *,
+        is_greedy: bool = False,
+        end_tokens: list[int] | None = None,
     ) -> list[Any]:
         output = sampler(
             [IdTokenizer().decode(prompt) for prompt in prompts],

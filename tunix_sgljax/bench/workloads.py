@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -83,25 +83,14 @@ class Sizes:
     long_prompt: int = 2048
     long_output: int = 64
 
-    def scaled(
-        self, length: float, num_prompts: int | None = None, num_samples: int | None = None
-    ) -> Sizes:
-        """Sizes with all lengths times `length`, at least 1, and with other counts unless None."""
-        changes = {name: max(round(getattr(self, name) * length), 1) for name in _LENGTHS}
-        counts = {"num_prompts": num_prompts, "num_samples": num_samples}
-        changes |= {name: count for name, count in counts.items() if count is not None}
+    def scaled(self, factor: float) -> Sizes:
+        """Sizes with all lengths times a factor, at least 1."""
+        names = ("prompt_low", "prompt_high", "output_low", "output_high", "uniform_output")
+        names += ("long_prompt", "long_output")
+        changes = {name: max(round(getattr(self, name) * factor), 1) for name in names}
         return dataclasses.replace(self, **changes)
 
 
-_LENGTHS = (
-    "prompt_low",
-    "prompt_high",
-    "output_low",
-    "output_high",
-    "uniform_output",
-    "long_prompt",
-    "long_output",
-)
 FULL = Sizes()
 """Sizes of the reported tables."""
 
@@ -120,69 +109,14 @@ QUICK = Sizes(
 """A smoke test: every line of the harness in seconds."""
 
 
-def _prompts(rng: np.random.Generator, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
-    return [rng.integers(FIRST_TOKEN_ID, vocab_size, length).tolist() for length in lengths]
-
-
-def _grpo_prompts(rng: np.random.Generator, vocab_size: int, sizes: Sizes) -> list[list[int]]:
-    lengths = rng.integers(sizes.prompt_low, sizes.prompt_high + 1, sizes.num_prompts)
-    return _prompts(rng, vocab_size, lengths.tolist())
-
-
-def _make(
-    name: str, prompts: list[list[int]], num_samples: int, lengths: list[int], num_rows: int
-) -> Workload:
-    return Workload(
-        name=name,
-        prompts=tuple(map(tuple, prompts)),
-        num_samples=num_samples,
-        output_lengths=tuple(lengths),
-        num_rows=num_rows,
-    )
-
-
-def _rl_longtail(vocab_size: int, sizes: Sizes) -> Workload:
-    rng = np.random.default_rng(0)
-    prompts = _grpo_prompts(rng, vocab_size, sizes)
-    count = sizes.num_prompts * sizes.num_samples
-    median = 4 * sizes.output_low
-    lengths = rng.lognormal(np.log(median), 0.8, count).round()
-    lengths = np.clip(lengths, sizes.output_low, sizes.output_high).astype(int)
-    return _make("rl_longtail", prompts, sizes.num_samples, lengths.tolist(), count)
-
-
-def _rl_uniform(vocab_size: int, sizes: Sizes) -> Workload:
-    prompts = _grpo_prompts(np.random.default_rng(1), vocab_size, sizes)
-    lengths = [sizes.uniform_output] * (sizes.num_prompts * sizes.num_samples)
-    num_rows = min(sizes.uniform_rows, len(lengths))
-    return _make("rl_uniform", prompts, sizes.num_samples, lengths, num_rows)
-
-
-def _long_prompt(vocab_size: int, sizes: Sizes) -> Workload:
-    prompts = _prompts(np.random.default_rng(2), vocab_size, [sizes.long_prompt])
-    count = sizes.num_samples
-    return _make("long_prompt", prompts, count, [sizes.long_output] * count, count)
-
-
-def _long_prompt_single(vocab_size: int, sizes: Sizes) -> Workload:
-    prompts = _prompts(np.random.default_rng(2), vocab_size, [sizes.long_prompt])
-    return _make("long_prompt_single", prompts, 1, [sizes.long_output], 1)
-
-
-def _single_stream(vocab_size: int, sizes: Sizes) -> Workload:
-    prompts = _prompts(np.random.default_rng(3), vocab_size, [sizes.prompt_high])
-    return _make("single_stream", prompts, 1, [sizes.uniform_output], 1)
-
-
-_BUILDERS: dict[str, Callable[[int, Sizes], Workload]] = {
-    "rl_longtail": _rl_longtail,
-    "rl_uniform": _rl_uniform,
-    "long_prompt": _long_prompt,
-    "long_prompt_single": _long_prompt_single,
-    "single_stream": _single_stream,
+_SEEDS = {
+    "rl_longtail": 0,
+    "rl_uniform": 1,
+    "long_prompt": 2,
+    "long_prompt_single": 2,
+    "single_stream": 3,
 }
-
-WORKLOADS = tuple(_BUILDERS)
+WORKLOADS = tuple(_SEEDS)
 """Names, in the order of the tables.
 
 - `rl_longtail`: a GRPO step. 16 prompts of 64 to 128 tokens, 8 samples each, whose lengths are
@@ -208,6 +142,24 @@ def make_workload(
     Raises:
         ValueError: for an unknown name.
     """
-    if name not in _BUILDERS:
+    if name not in _SEEDS:
         raise ValueError(f"workload must be one of {list(WORKLOADS)}, got {name!r}")
-    return _BUILDERS[name](vocab_size, sizes or (QUICK if is_quick else FULL))
+    sizes = sizes or (QUICK if is_quick else FULL)
+    rng, is_long = np.random.default_rng(_SEEDS[name]), name.startswith("long")
+    lengths = [sizes.long_prompt if is_long else sizes.prompt_high]
+    if name.startswith("rl"):
+        lengths = rng.integers(sizes.prompt_low, sizes.prompt_high + 1, sizes.num_prompts).tolist()
+    prompts = [rng.integers(FIRST_TOKEN_ID, vocab_size, length).tolist() for length in lengths]
+    num_samples = 1 if "single" in name else sizes.num_samples
+    count = len(prompts) * num_samples
+    outputs = [sizes.long_output if is_long else sizes.uniform_output] * count
+    if name == "rl_longtail":
+        drawn = rng.lognormal(np.log(4 * sizes.output_low), 0.8, count).round()
+        outputs = np.clip(drawn, sizes.output_low, sizes.output_high).astype(int).tolist()
+    return Workload(
+        name=name,
+        prompts=tuple(map(tuple, prompts)),
+        num_samples=num_samples,
+        output_lengths=tuple(outputs),
+        num_rows=min(sizes.uniform_rows, count) if name == "rl_uniform" else count,
+    )

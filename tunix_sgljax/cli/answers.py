@@ -7,37 +7,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from sgljax_engine import EngineState
 from tunix_sgljax.cli.output import emit, say
 from tunix_sgljax.cli.prompts import Prompt
-
-
-class Writer(Protocol):
-    """Takes the answers in any order. A context manager."""
-
-    def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """Writes all samples of a prompt, as `Engine.generate` returns them."""
-        ...
-
-    def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """Writes the error of a refused prompt instead."""
-        ...
-
-    def __enter__(self) -> Writer:
-        """Returns itself."""
-        ...
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Ends."""
-        ...
 
 
 class _InOrder:
@@ -66,7 +40,7 @@ class TextWriter:
         self._order = _InOrder()
 
     def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """Writes all samples of a prompt as text."""
+        """Writes all samples of a prompt, as `Engine.generate` returns them."""
         lines: list[str] = []
         for sample, output in enumerate(outputs):
             of = f", sample {sample + 1}/{len(outputs)}" if len(outputs) > 1 else ""
@@ -76,7 +50,7 @@ class TextWriter:
         self._emit(index, lines)
 
     def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """Writes the error of a refused prompt to stderr."""
+        """Writes the error of a refused prompt instead, to stderr."""
         say(f"error: {prompt.label}: {error}")
         self._emit(index, [])
 
@@ -84,16 +58,7 @@ class TextWriter:
         for line in self._order.put(index, lines):
             emit(line)
 
-    def __enter__(self) -> TextWriter:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Does nothing."""
 
 
@@ -106,7 +71,7 @@ class JsonlWriter:
         self._order = _InOrder() if keep_order else None
 
     def write(self, index: int, prompt: Prompt, outputs: Sequence[dict[str, Any]]) -> None:
-        """Writes all samples of a prompt, each as a line of JSON."""
+        """Writes all samples of a prompt, as `Engine.generate` returns them."""
         self._put(
             index,
             [
@@ -116,7 +81,7 @@ class JsonlWriter:
         )
 
     def refuse(self, index: int, prompt: Prompt, error: Exception) -> None:
-        """Writes the error of a refused prompt to stderr and to the file."""
+        """Writes the error of a refused prompt instead, also to stderr."""
         say(f"error: {prompt.label}: {error}")
         self._put(index, [{**_head(index, prompt), "error": str(error)}])
 
@@ -125,18 +90,13 @@ class JsonlWriter:
         for line in lines if self._order is None else self._order.put(index, lines):
             self._file.write(line + "\n")
 
-    def __enter__(self) -> JsonlWriter:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+Writer = TextWriter | JsonlWriter
+"""Takes the answers in any order."""
 
 
 def _head(index: int, prompt: Prompt) -> dict[str, Any]:

@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   tunix-sgljax aot --model path/to/Qwen3-0.6B --topology v5e:1x1 --engine max_model_len=1024
   tunix-sgljax aot --model qwen3-8b --topology v5e:2x4 --tp 8 --engine max_model_len=4096
   tunix-sgljax aot --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4 --json > report.json
-  tunix-sgljax aot --model qwen3-0.6b --topology v6e:1x1 --engine max_model_len=1024 --markdown
+  tunix-sgljax aot --model qwen3-0.6b --topology v6e:1x1 --engine max_model_len=1024
   tunix-sgljax aot --config configs/qwen3_0p6b_gpu.yaml --topology h100:1
 
 The vendor's own compiler compiles here; nothing is run, and no weight is loaded. The exit code is 1
@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="largest",
         help="largest: decode, prefill and page copies of the largest batch; all: every program",
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="write JSON")
-    form.add_argument("--markdown", action="store_true", help="write a table")
+    parser.add_argument("--json", action="store_true", help="write JSON, with every operation")
     add_engine_options(parser)
 
 
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args)
 
     from sgljax_engine.aot import compile_programs
-    from tunix_sgljax.cli.aot_report import describe, markdown
+    from tunix_sgljax.cli.aot_report import describe
 
     report = compile_programs(
         target.model,
@@ -66,10 +64,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         emit(json.dumps(to_json(report, target.title, args.topology), indent=2))
-    elif args.markdown:
-        emit(markdown(report, target.title, args.topology))
     else:
-        emit("\n".join(describe(report, target.title, args.topology)))
+        emit(describe(report, target.title, args.topology))
     return 0 if report.problem is None else 1
 
 

@@ -1,4 +1,4 @@
-"""The report of `aot` as text and as a Markdown table."""
+"""The report of `aot` as a Markdown table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from sgljax_engine.aot import AotReport, Estimate, OpCount, ProgramReport
 
 NOT_RUN = "Compiled by the vendor's compiler, not yet run."
-_MAX_COPIES = 6
 _COLUMNS = (
     "program",
     "arguments",
@@ -27,31 +26,7 @@ _BASES = {
 }
 
 
-def describe(report: AotReport, title: str, topology: str) -> list[str]:
-    """The report's lines."""
-    preview, chip = report.preview, report.chip
-    lines = [
-        f"{title} on {topology} ({chip.title})",
-        f"  {preview.num_engines} engine(s) of {preview.tp_size} device(s), {preview.dtype}; "
-        f"{preview.num_parameters / 1e6:.1f} million parameters",
-        f"  attention: {preview.prefill_attention} for prefill, {preview.decode_attention} for "
-        f"decode; projections: {preview.linear}",
-        f"  {NOT_RUN}",
-        "",
-        "Memory of one device",
-        *(f"  {line}" for line in _memory_lines(report)),
-    ]
-    for program in report.programs:
-        lines += ["", *_program_lines(program)]
-    if report.estimates:
-        lines += ["", "Least time of a step at the chip's published rates: an estimate"]
-        lines += [f"  {_estimate_line(each)}" for each in report.estimates]
-        lines.append("  exchanges between devices and the host's work are left out")
-    verdict = "It fits." if report.problem is None else f"It does not fit: {report.problem}"
-    return [*lines, "", verdict]
-
-
-def markdown(report: AotReport, title: str, topology: str) -> str:
+def describe(report: AotReport, title: str, topology: str) -> str:
     """A table of the programs, with a line above and below it."""
     preview = report.preview
     rows = [list(_COLUMNS), ["---"] * len(_COLUMNS), *map(_cells, report.programs)]
@@ -80,48 +55,6 @@ def _memory_lines(report: AotReport) -> Iterator[str]:
     if report.programs and all(program.memory is not None for program in report.programs):
         yield f"with the program that needs most {size(report.needed_bytes)}"
     yield f"there are {size(report.chip.usable_bytes)} for programs"
-
-
-def _program_lines(program: ProgramReport) -> Iterator[str]:
-    yield f"{_title(program)}, compiled in {program.compile_s:.1f} s"
-    memory = program.memory
-    if memory is None:
-        yield f"  does not fit: {program.problem}"
-        return
-    yield (
-        f"  memory: arguments {size(memory.argument_bytes)}, temporaries "
-        f"{size(memory.temp_bytes)}, results {size(memory.output_bytes)} of which "
-        f"{size(memory.alias_bytes)} in place, code {size(memory.code_bytes)}; peak "
-        f"{size(memory.peak_bytes)}"
-    )
-    if program.flops is not None and program.memory_bytes is not None:
-        yield (
-            f"  counted in the program, the body of a loop once: {program.flops / 1e9:.2f} GFLOP, "
-            f"{size(program.memory_bytes)} to and from memory"
-        )
-    yield from _op_lines("exchanges", program.collectives)
-    yield from _op_lines("kernels", program.kernels)
-    yield from _op_lines("copies as large as a layer's KV or a weight", program.copies)
-
-
-def _op_lines(what: str, ops: Sequence[OpCount]) -> Iterator[str]:
-    if not ops:
-        yield f"  {what}: none"
-        return
-    yield f"  {what}:"
-    for op in ops[:_MAX_COPIES]:
-        array = f" of {op.array}" if op.array else ""
-        yield f"    {op.count} {op.name}{array}, {size(op.num_bytes)}{_place(op)}"
-    if len(ops) > _MAX_COPIES:
-        rest = ops[_MAX_COPIES:]
-        count, num_bytes = sum(op.count for op in rest), sum(op.num_bytes for op in rest)
-        yield f"    {count} others, {size(num_bytes)}"
-
-
-def _place(op: OpCount) -> str:
-    places = ["", ", each iteration", ", each iteration of an inner loop"]
-    place = places[min(op.num_loops, 2)]
-    return place + (", in a branch" if op.is_conditional else "")
 
 
 def _title(program: ProgramReport) -> str:

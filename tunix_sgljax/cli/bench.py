@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from tunix_sgljax.cli.interrupt import EXIT_INTERRUPTED
 from tunix_sgljax.cli.output import emit, say
 
 if TYPE_CHECKING:
-    from tunix_sgljax.bench.peers import EnginePeer, Peer
+    from tunix_sgljax.bench.peers import EnginePeer
     from tunix_sgljax.bench.report import Comparison, Measurement
     from tunix_sgljax.bench.workloads import Workload
 
@@ -33,7 +32,7 @@ EXAMPLES = """examples:
   tunix-sgljax bench --random small
   tunix-sgljax bench --random small --against vanilla --workloads rl_longtail
   tunix-sgljax bench --model Qwen3-0.6B --length-scale 4 --json bench.json
-  tunix-sgljax bench --random path/to/config.json --num-prompts 4 --repeats 1
+  tunix-sgljax bench --random path/to/config.json --repeats 1
 
 Workloads, whose lengths --length-scale multiplies:
   rl_longtail    a GRPO step: 16 prompts of 64 to 128 tokens, 8 samples each of 16 to 256
@@ -67,8 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few and short requests, to try it")
     parser.add_argument("--length-scale", type=float, default=1.0, help="times all lengths (1)")
-    parser.add_argument("--num-prompts", type=int, help="of the rl workloads (16)")
-    parser.add_argument("--num-samples", type=int, help="of each prompt (8)")
     parser.add_argument("--repeats", type=int, default=3, help="runs, or pairs of them (3)")
     parser.add_argument("--against", choices=(VANILLA,), help="compare with this sampler")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there")
@@ -78,10 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures; if interrupted, writes the results so far and returns 130."""
-    for name in ("repeats", "num_prompts", "num_samples", "length_scale"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise InvalidConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+    for name in ("repeats", "length_scale"):
+        if getattr(args, name) <= 0:
+            raise InvalidConfigError(
+                f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}"
+            )
     for name in ("max_model_len", "max_running_requests"):
         if name in read_pairs("--engine", args.engine):
             raise InvalidConfigError(f"--engine {name} is set by the workload")
@@ -90,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         Path(args.json).open("a").close()  # refused now, not after the measurement
 
-    from tunix_sgljax.bench.environment import describe_environment
     from tunix_sgljax.bench.report import format_table
 
     measurements: list[Measurement] = []
@@ -105,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         emit("\n".join(format_table(measurements)))
     if args.json is not None:
         import jax
+
+        from tunix_sgljax.bench.environment import describe_environment
 
         report = {
             "environment": dataclasses.asdict(describe_environment(jax.devices()[0].device_kind)),
@@ -128,11 +127,10 @@ def find_model(args: argparse.Namespace) -> tuple[ModelConfig, Path | None]:
     from sgljax_engine import load_model_config, model_config_from_hf
     from tunix_sgljax.bench.shapes import MODELS
 
-    folder = None
     if args.model is not None:
         folder = model_folder(args.model)
-        config = load_model_config(folder)
-    elif args.random in MODELS:
+        return load_model_config(folder), folder
+    if args.random in MODELS:
         config = MODELS[args.random].config
     elif Path(args.random).is_file():
         config = model_config_from_hf(json.loads(Path(args.random).read_text(encoding="utf-8")))
@@ -140,81 +138,70 @@ def find_model(args: argparse.Namespace) -> tuple[ModelConfig, Path | None]:
         raise InvalidConfigError(
             f"--random must be one of {', '.join(MODELS)}, or a config.json, got {args.random!r}"
         )
-    if args.against and args.random and config.architecture != "Qwen3ForCausalLM":
+    if args.against and config.architecture != "Qwen3ForCausalLM":
         raise UnsupportedModelError(
             f"--against with --random takes a Qwen3ForCausalLM, got {config.architecture}"
         )
-    return config, folder
+    return config, None
 
 
 def measure(
     args: argparse.Namespace, config: ModelConfig, folder: Path | None
 ) -> Iterator[Measurement]:
     """Runs the workloads one after the other."""
+    from tunix_sgljax.bench.measure import timed
+    from tunix_sgljax.bench.report import Measurement
     from tunix_sgljax.bench.workloads import FULL, QUICK, make_workload
 
-    sizes = (QUICK if args.quick else FULL).scaled(
-        args.length_scale, args.num_prompts, args.num_samples
-    )
-    for name in args.workloads:
-        workload = make_workload(name, config.vocab_size, sizes=sizes)
+    sizes = (QUICK if args.quick else FULL).scaled(args.length_scale)
+    workloads = [make_workload(name, config.vocab_size, sizes=sizes) for name in args.workloads]
+    for workload in workloads:
         if workload.max_model_len > config.context_length:
             raise InvalidConfigError(
-                f"{name} needs {workload.max_model_len} positions, the model has "
+                f"{workload.name} needs {workload.max_model_len} positions, the model has "
                 f"{config.context_length}: lower --length-scale"
             )
     model = _tunix_model(args, config, folder) if args.against else None
-    for name in args.workloads:
-        workload = make_workload(name, config.vocab_size, sizes=sizes)
+    for workload in workloads:
         start = time.perf_counter()
         with contextlib.closing(_make_ours(args, config, folder, model, workload)) as ours:
             ours.start(workload)
             start_s = time.perf_counter() - start
-            _tell(args, f"{name}: {workload.useful_tokens} tokens, started in {start_s:.1f} s")
-            yield _measure_one(args, config, model, workload, ours, start_s)
-
-
-def _measure_one(
-    args: argparse.Namespace,
-    config: ModelConfig,
-    model: Any,
-    workload: Workload,
-    ours: EnginePeer,
-    start_s: float,
-) -> Measurement:
-    from tunix_sgljax.bench.measure import timed
-    from tunix_sgljax.bench.report import Measurement
-
-    against = None
-    if model is not None:
-        from tunix_sgljax.bench.vanilla import VanillaPeer
-
-        with contextlib.closing(VanillaPeer(model, config, workload, None)) as peer:
-            against = _compare(args, ours, peer, workload)
-    runs_s = [timed(ours, workload) for _ in range(args.repeats)] if against is None else []
-    state = ours.engine.get_internal_state()
-    return Measurement(
-        workload=workload.name,
-        num_requests=len(workload.output_lengths),
-        useful_tokens=workload.useful_tokens,
-        runs_s=runs_s if against is None else against.our_runs_s,
-        first_token_s=[output.time_to_first_token_s or 0.0 for output in ours.outputs],
-        latency_s=[output.e2e_latency_s for output in ours.outputs],
-        start_s=start_s,
-        compile_s=state.compile_s,
-        num_compiles=state.num_compiles,
-        memory=state.memory,
-        peak_bytes=_peak_bytes(),
-        against=against,
-    )
+            tokens, against = workload.useful_tokens, None
+            _tell(args, f"{workload.name}: {tokens} tokens, started in {start_s:.1f} s")
+            if model is None:
+                runs_s = [timed(ours, workload) for _ in range(args.repeats)]
+            else:
+                runs_s, against = _compare(args, config, model, ours, workload)
+            state = ours.engine.get_internal_state()
+            yield Measurement(
+                workload=workload.name,
+                num_requests=len(workload.output_lengths),
+                useful_tokens=tokens,
+                runs_s=runs_s,
+                first_token_s=[output.time_to_first_token_s or 0.0 for output in ours.outputs],
+                latency_s=[output.e2e_latency_s for output in ours.outputs],
+                start_s=start_s,
+                compile_s=state.compile_s,
+                num_compiles=state.num_compiles,
+                memory=state.memory,
+                against=against,
+            )
 
 
 def _compare(
-    args: argparse.Namespace, ours: EnginePeer, peer: Peer, workload: Workload
-) -> Comparison:
+    args: argparse.Namespace,
+    config: ModelConfig,
+    model: Any,
+    ours: EnginePeer,
+    workload: Workload,
+) -> tuple[list[float], Comparison]:
+    """Seconds of our runs, and the other sampler in turns with them."""
     from tunix_sgljax.bench.measure import agreed_tokens, timed
     from tunix_sgljax.bench.report import Comparison
+    from tunix_sgljax.bench.vanilla import VanillaPeer
 
+    peer = VanillaPeer(model, config, workload, None)
     agreed, count = agreed_tokens(ours, peer, workload)
     if 0 in agreed:
         say(
@@ -223,15 +210,16 @@ def _compare(
         )
     timed(peer, workload)  # compiles
     runs: dict[str, list[float]] = {ours.name: [], peer.name: []}
+    ratios: list[float] = []
     for pair in range(args.repeats):
         for runner in (ours, peer) if pair % 2 == 0 else (peer, ours):
             runs[runner.name].append(timed(runner, workload))
-        ratio = runs[peer.name][-1] / runs[ours.name][-1]
-        _tell(args, f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratio:.2f} times ours")
-    return Comparison(
+        ratios.append(runs[peer.name][-1] / runs[ours.name][-1])
+        _tell(args, f"  {peer.name}: {runs[peer.name][-1]:.2f} s, {ratios[-1]:.2f} times ours")
+    return runs[ours.name], Comparison(
         name=peer.name,
         runs_s=runs[peer.name],
-        our_runs_s=runs[ours.name],
+        ratios=ratios,
         num_agreed=sum(agreed),
         num_greedy=count * len(agreed),
     )
@@ -250,14 +238,12 @@ def _make_ours(
 
     if folder is None and model is not None:  # the same weights as the other sampler
         return SglJaxPeer(model, workload, options=read_pairs("--engine", args.engine))
-    sizes = {
-        "max_model_len": workload.max_model_len,
-        "max_running_requests": workload.num_rows,
-    }
-    options = engine_config(args, sizes)
+    num_rows = workload.num_rows
+    sizes = {"max_model_len": workload.max_model_len, "max_running_requests": num_rows}
     source: dict[str, Any] = {"model_config": config} if folder is None else {"model_path": folder}
     progress = Progress(False if args.quiet else None)
-    return EnginePeer(Engine(**source, config=options, progress=progress), workload.num_rows)
+    options = engine_config(args, sizes)
+    return EnginePeer(Engine(**source, config=options, progress=progress), num_rows)
 
 
 def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | None) -> Any:
@@ -268,15 +254,6 @@ def _tunix_model(args: argparse.Namespace, config: ModelConfig, folder: Path | N
     if folder is None:
         return make_tunix_model(config, dtype=dtype)
     return load_tunix_model(folder, dtype)
-
-
-def _peak_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _tell(args: argparse.Namespace, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ EXAMPLES = """examples:
   tunix-sgljax doctor --model path/to/Qwen3-0.6B --engine dtype=bfloat16
   tunix-sgljax doctor --model qwen3-8b --topology v5e:2x4 --engine max_model_len=4096
   tunix-sgljax doctor --config configs/qwen3_8b_pathways.yaml --topology v6e:2x4
-  tunix-sgljax doctor --json > report.json
 
 With --topology it says whether the model fits devices that are not here (needs the extra [aot]).
 
@@ -42,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="look at this Hugging Face folder too; with --topology also a name that Tunix knows",
     )
-    parser.add_argument("--json", action="store_true", help="write JSON")
     add_target_options(parser, is_required=False)
     add_engine_options(parser)
 
@@ -62,10 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if not is_here:
         facts = dataclasses.replace(facts, **_look_there(args), topology=args.topology)
     findings = find_all(facts)
-    if args.json:
-        emit(json.dumps(to_json(facts, findings), indent=2))
-    else:
-        emit("\n".join([*describe(facts), "", *list_findings(findings)]))
+    emit("\n".join([*describe(facts), "", *list_findings(findings)]))
     return 1 if any(finding.level == "problem" for finding in findings) else 0
 
 
@@ -82,16 +76,6 @@ def _look_there(args: argparse.Namespace) -> dict[str, Any]:
         device_bytes=target.chip.usable_bytes,
     )
     return {"preview": preview, "title": target.title, "is_example": False}
-
-
-def to_json(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
-    """Facts and findings as JSON."""
-    values = dataclasses.asdict(facts)
-    values["accelerators"] = sorted(facts.accelerators)
-    if facts.preview is not None:
-        path = facts.preview.compilation_cache
-        values["preview"]["compilation_cache"] = None if path is None else str(path)
-    return {**values, "findings": [finding._asdict() for finding in findings]}
 
 
 def describe(facts: Facts) -> list[str]:
@@ -123,14 +107,9 @@ def _describe_pathways(facts: Facts) -> list[str]:
         "",
         "Pathways: this one process controls the devices of all hosts",
         f"  proxy (JAX_BACKEND_TARGET): {target}; runtime: {', '.join(runtimes)}",
-        "  pathwaysutils.initialize() comes before anything touches JAX; this command has called "
-        "it,",
-        "  as the others of tunix-sgljax do, and a program of your own must",
-        "  works with a stand-in for remote devices, on CPUs: generate, score, weight updates from",
-        "  other devices, pause, sleep in the memory of the devices' hosts",
-        "  not there: JIT-compiled CPU kernels; JAX's compilation cache, which pathwaysutils turns "
-        "off",
-        "  not tried: Pathways itself, and TPUs behind it",
+        "  pathwaysutils.initialize() comes before anything touches JAX, as in this command",
+        "  not there: JIT-compiled CPU kernels, and JAX's compilation cache",
+        "  not tried: Pathways itself, and TPUs behind it; only a stand-in on CPUs",
     ]
 
 

@@ -9,8 +9,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from packaging.version import Version
-
 from tunix_sgljax.cli.doctor_facts import Facts, required_here
 
 _GB = 1e9
@@ -51,17 +49,6 @@ def check_requirements(facts: Facts) -> Findings:
             yield _problem(f"{requirement.name} ({wanted}) is not installed", fix)
         elif not requirement.specifier.contains(version, prereleases=True):
             yield _problem(f"{requirement.name} {version} is not {wanted}", fix)
-
-
-def check_jaxlib(facts: Facts) -> Findings:
-    """Jaxlib and the plugins have JAX's own version, or one that JAX accepts."""
-    jax = facts.versions.get("jax")
-    for name in ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin"):
-        version = facts.versions.get(name)
-        if jax and version and Version(jax).release[:2] != Version(version).release[:2]:
-            extra = "" if name == "jaxlib" else f"[{name.split('-')[1]}]"
-            fix = f'pip install --upgrade "jax{extra}=={jax}"'
-            yield _problem(f"{name} {version} does not go with jax {jax}", fix)
 
 
 def check_jax_starts(facts: Facts) -> Findings:
@@ -234,7 +221,6 @@ def check_tokenizer(facts: Facts) -> Findings:
 
 CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     check_requirements,
-    check_jaxlib,
     check_jax_starts,
     check_pathways,
     check_accelerator_is_used,

@@ -9,7 +9,7 @@ import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -22,42 +22,18 @@ if TYPE_CHECKING:
 DISTRIBUTION = "tunix-sgljax"
 
 PACKAGES = (
-    "tunix-sgljax",
-    "google-tunix",
-    "jax",
-    "jaxlib",
-    "flax",
-    "numpy",
-    "optax",
-    "orbax-checkpoint",
-    "qwix",
-    "safetensors",
-    "tokenizers",
-    "transformers",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "libtpu",
-    "pathwaysutils",
-    "torch",
+    *("tunix-sgljax", "google-tunix", "jax", "jaxlib", "flax", "numpy", "optax"),
+    *("orbax-checkpoint", "qwix", "safetensors", "tokenizers", "transformers"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "pathwaysutils", "torch"),
 )
 """Packages shown if installed."""
 
 VARIABLES = (
-    "JAX_PLATFORMS",
-    "JAX_BACKEND_TARGET",
-    "XLA_FLAGS",
-    "LIBTPU_INIT_ARGS",
-    "XLA_PYTHON_CLIENT_PREALLOCATE",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_ALLOCATOR",
-    "CUDA_VISIBLE_DEVICES",
-    "TPU_VISIBLE_DEVICES",
-    "JAX_COMPILATION_CACHE_DIR",
-    "JAX_ENABLE_X64",
-    "JAX_DEFAULT_MATMUL_PRECISION",
-    "JAX_DISABLE_JIT",
-    "JAX_DEBUG_NANS",
-    "OMP_NUM_THREADS",
+    *("JAX_PLATFORMS", "JAX_BACKEND_TARGET", "XLA_FLAGS", "LIBTPU_INIT_ARGS"),
+    *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    *("XLA_PYTHON_CLIENT_ALLOCATOR", "CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_DEVICES"),
+    *("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"),
+    *("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "OMP_NUM_THREADS"),
 )
 """Environment variables that change what JAX does."""
 
@@ -78,8 +54,7 @@ class Device:
     bytes_in_use: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cache:
+class Cache(NamedTuple):
     """The compilation cache's folder."""
 
     path: str
@@ -99,7 +74,6 @@ class Model:
     path: str
     problem: str | None = None
     problem_kind: str | None = None
-    num_tensors: int = 0
     has_tokenizer: bool = False
     tokenizer_problem: str | None = None
     has_chat_template: bool = False
@@ -131,7 +105,6 @@ class Facts:
     requirements: tuple[str, ...]
     devices: tuple[Device, ...] = ()
     jax_problem: str | None = None
-    num_processes: int = 1
     accelerators: frozenset[str] = frozenset()
     num_cores: int = 1
     memory_bytes: int | None = None
@@ -157,10 +130,7 @@ class Facts:
 def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = True) -> Facts:
     """Gathers facts about this machine, and a model's folder if given.
 
-    Args:
-        folder: The folder.
-        config: The engine's configuration.
-        has_preview: Whether to say what an engine on this machine would use.
+    `has_preview` says whether to look at what an engine on this machine would use.
     """
     requirements = tuple(importlib.metadata.requires(DISTRIBUTION) or ())
     total, available = host_memory()
@@ -180,16 +150,20 @@ def gather(folder: Path | None, config: EngineConfig, *, has_preview: bool = Tru
         pathways.initialize()
         import jax
 
-        devices, num_processes = tuple(map(_describe, jax.devices())), jax.process_count()
+        devices = tuple(map(_describe, jax.devices()))
     except Exception as error:  # whatever JAX, a plugin or a driver raises
         return dataclasses.replace(facts, jax_problem=f"{type(error).__name__}: {error}")
     model = None if folder is None else look_at_model(folder)
-    facts = dataclasses.replace(facts, devices=devices, num_processes=num_processes, model=model)
+    facts = dataclasses.replace(facts, devices=devices, model=model)
     # A folder whose config.json alone is there can be planned for.
     if not has_preview or (model is not None and not model.vocab_size):
         return facts
+    from sgljax_engine import load_model_config, preview_engine
+    from tunix_sgljax.bench.shapes import QWEN3_0P6B
+
+    shape = QWEN3_0P6B if folder is None else load_model_config(folder)
     try:
-        preview = preview_of(folder, config)
+        preview = preview_engine(shape, folder=folder, config=config)
     except ValueError as error:
         return dataclasses.replace(facts, preview_problem=str(error))
     path = preview.compilation_cache
@@ -263,9 +237,7 @@ def look_at_cache(path: Path) -> Cache:
             is_writable = True
     except OSError:
         is_writable = False
-    return Cache(
-        path=str(path), num_files=len(sizes), num_bytes=sum(sizes), is_writable=is_writable
-    )
+    return Cache(str(path), len(sizes), sum(sizes), is_writable)
 
 
 def look_at_model(folder: Path) -> Model:
@@ -276,7 +248,7 @@ def look_at_model(folder: Path) -> Model:
     try:
         config = load_model_config(folder)
         known |= {"vocab_size": config.vocab_size, "eos_ids": config.eos_token_ids}
-        known["num_tensors"] = len(read_hf_tensors(folder))
+        read_hf_tensors(folder)
     except EngineError as error:
         return Model(**known, problem=str(error), problem_kind=type(error).__name__)
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
@@ -292,12 +264,3 @@ def look_at_model(folder: Path) -> Model:
     known |= {"eos_ids": tuple(sorted(eos)), "tokenizer_size": len(tokenizer)}
     has_template = tokenizer.chat_template is not None
     return Model(**known, has_chat_template=has_template, pad_id=tokenizer.pad_token_id)
-
-
-def preview_of(folder: Path | None, config: EngineConfig) -> EnginePreview:
-    """What an engine for a folder's model would use; without one, for Qwen3-0.6B's shape."""
-    from sgljax_engine import load_model_config, preview_engine
-    from tunix_sgljax.bench.shapes import QWEN3_0P6B
-
-    model = QWEN3_0P6B if folder is None else load_model_config(folder)
-    return preview_engine(model, folder=folder, config=config)

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             # Texts on the same terminal would break the bar.
             has_bar = args.output is not None
             bar = progress.rollout(engine, num_samples) if has_bar else contextlib.nullcontext()
-            with _writer(args, len(prompts)) as writer, bar:
+            with contextlib.closing(_writer(args, len(prompts))) as writer, bar:
                 asyncio.run(generate_all(job, prompts, writer, summary))
         if not args.quiet:
             say(summary.in_words(engine.get_internal_state()))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _QUIET = {"TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _AXIS_NAMES = ("data", "tp")
 _UNSET = "???"
+_INPUT_SECTIONS = ("actor_model_config", "tokenizer_config", "task")
 """What a config has for a value that the command line must give."""
 
 
@@ -194,22 +195,20 @@ def _from_config(
 ) -> tuple[ModelConfig, EngineConfig, list[int], tuple[str, ...]]:
     """Model, engine and mesh of a config for `train`, whose files need not exist."""
     from tunix_sgljax.model_config import to_model_config
-    from tunix_sgljax.training.checks import engine_options
+    from tunix_sgljax.rollout.options import engine_options_of
     from tunix_sgljax.training.loading import load_config
     from tunix_sgljax.training.models import find_model
 
     train = load_config(args.config, [*_unset_inputs(args.config), *args.overrides])
-    rollout = train.rollout
-    longest = rollout.max_prompt_length + rollout.max_tokens_to_generate
-    model = to_model_config(find_model(train.model).config, context_length=longest)
-    options = engine_options(train) | {"max_model_len": longest}
-    if train.model.dtype is not None:
-        options["dtype"] = train.model.dtype
+    section, longest = train.actor_model_config, sum(train.max_tokens)
+    model = to_model_config(find_model(section).config, context_length=longest)
+    options = engine_options_of(train.sgljax_config) | {"max_model_len": longest}
+    if section.dtype is not None:
+        options["dtype"] = section.dtype
     if args.tp is not None:
         options["tp_size"] = args.tp
-    mesh = train.mesh
-    config = _engine_config(args, options)
-    return model, config, mesh.rollout_shape or mesh.shape, tuple(mesh.axis_names)
+    mesh = train.rollout_mesh
+    return model, _engine_config(args, options), mesh.shape, tuple(mesh.axis_names)
 
 
 def _unset_inputs(path: Path) -> list[str]:
@@ -218,15 +217,15 @@ def _unset_inputs(path: Path) -> list[str]:
 
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
-        sections = [given.get(name) or {} for name in ("model", "tokenizer", "task")]
+        sections = [given.get(name) or {} for name in _INPUT_SECTIONS]
         model, tokenizer, task = ({**section} for section in sections)
     except (OSError, yaml.YAMLError, AttributeError, TypeError):
         return []  # `load_config` says what is wrong
     overrides = []
-    if model.get("path") == _UNSET:
-        overrides.append("model.path=null")
-        if not tokenizer.get("function") and tokenizer.get("path", _UNSET) == _UNSET:
-            overrides.append("tokenizer.path=unset")
+    if model.get("model_path") == _UNSET:
+        overrides.append("actor_model_config.model_path=null")
+        if not tokenizer.get("function") and tokenizer.get("tokenizer_path", _UNSET) == _UNSET:
+            overrides.append("tokenizer_config.tokenizer_path=unset")
     if task.get("dataset") == _UNSET:
         overrides.append("task.dataset=unset")
     return overrides

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import threading
 import warnings
 from pathlib import Path
@@ -19,10 +20,11 @@ SUMMARY = "Train with GRPO or PPO, as a config file says."
 EXAMPLES = """\
 examples:
   tunix-sgljax train --config configs/grpo_addition.yaml
-  tunix-sgljax train --config configs/grpo_addition.yaml training.steps=5 rollout_engine=vanilla
-  tunix-sgljax train --config configs/qwen3_0p6b_gpu.yaml model.path=Qwen3-0.6B --dry-run
+  tunix-sgljax train --config configs/grpo_addition.yaml num_batches=5 rollout_engine=vanilla
+  tunix-sgljax train --config configs/qwen3_0p6b_gpu.yaml --dry-run \
+    actor_model_config.model_path=Qwen3-0.6B
   tunix-sgljax train --config configs/ppo_addition.yaml --print-config
-  tunix-sgljax train --config configs/grpo_addition.yaml training.steps=3 --timeline step.pftrace
+  tunix-sgljax train --config configs/grpo_addition.yaml num_batches=3 --timeline step.pftrace
 """
 
 
@@ -66,9 +68,9 @@ def _dry_run(config: TrainConfig) -> int:
     from tunix_sgljax.training.loop import prepare
 
     prepared = prepare(config)
-    task = prepared.task
+    task, mesh = prepared.task, config.actor_model_config.mesh
     emit(
-        f"{prepared.spec.model_class.__name__} on a mesh of {config.mesh.shape}; "
+        f"{prepared.spec.model_class.__name__} on a mesh of {mesh.shape}; "
         f"{len(task.rows)} training rows, {len(task.eval_rows)} held out; first prompt: "
         f"{task.rows[0]['prompts']!r}\n"
         f"memory of a device, activations but for the logits left out:\n{prepared.memory}"
@@ -77,43 +79,37 @@ def _dry_run(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int:
-    training = config.training
     emit(
-        f"{config.title}: {config.algorithm.name.upper()}, rollout by {config.rollout_engine}, "
-        f"{training.steps} steps of {training.batch_size} prompts. Loads JAX, Tunix and the model."
+        f"{config.training_mode.upper()}, rollout by {config.rollout_engine}, "
+        f"{config.num_steps} steps of {config.batch_size} prompts. Loads JAX, Tunix and the model."
     )
     import jax
     from absl import logging as absl_logging
 
-    from tunix_sgljax.observability.bars import is_interactive
-    from tunix_sgljax.observability.progress import Progress
-    from tunix_sgljax.training import report
-    from tunix_sgljax.training.loop import TimelineSteps
+    from tunix_sgljax.observability.progress import Progress, is_interactive
     from tunix_sgljax.training.loop import run as run_training
+    from tunix_sgljax.training.report import print_eval, print_step
 
     absl_logging.set_verbosity(absl_logging.ERROR)
     emit(f"on {jax.devices()[0].device_kind}; the first step compiles")
-    steps = report.ProgressReporter(training.steps, is_quiet=is_quiet)
     stop = threading.Event()
-    try:
-        with (
-            Progress(enabled=not is_quiet and is_interactive()) as progress,
-            warnings.catch_warnings(),
-            interrupt.current().on_interrupt(stop.set),
-        ):
-            # From Tunix's PPOLearner; `whole_numbers` ensures that nothing is lost.
-            warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
-            result = run_training(
-                config,
-                on_step=steps.show,
-                on_eval=steps.show_eval,
-                should_stop=stop.is_set,
-                # Without a terminal, lines instead of bars.
-                progress=progress if progress.is_enabled or is_quiet else None,
-                timeline=None if timeline is None else TimelineSteps(path=timeline),
-            )
-    finally:
-        steps.close()
+    show_step = functools.partial(print_step, num_steps=config.num_steps)
+    with (
+        Progress(enabled=not is_quiet and is_interactive()) as progress,
+        warnings.catch_warnings(),
+        interrupt.current().on_interrupt(stop.set),
+    ):
+        # From Tunix's PPOLearner; `whole_numbers` ensures that nothing is lost.
+        warnings.filterwarnings("ignore", "scatter inputs", FutureWarning)
+        result = run_training(
+            config,
+            on_step=(lambda record: None) if is_quiet else show_step,
+            on_eval=(lambda record: None) if is_quiet else print_eval,
+            should_stop=stop.is_set,
+            # Without a terminal, lines instead of bars.
+            progress=progress if progress.is_enabled or is_quiet else None,
+            timeline=timeline,
+        )
     _tell(config, result)
     if timeline is not None and timeline.is_file():
         emit(f"wrote {timeline}; open it in https://ui.perfetto.dev")
@@ -121,17 +117,16 @@ def _train(config: TrainConfig, timeline: Path | None, *, is_quiet: bool) -> int
 
 
 def _tell(config: TrainConfig, result: RunResult) -> None:
-    from tunix_sgljax.training import report
+    from tunix_sgljax.training.report import format_summary
 
     if result.records:
-        table, summary = report.format_table(result.records), report.format_summary(result.records)
-        emit(f"\n{table}\n\n{summary}")
+        emit(f"\n{format_summary(result.records)}")
     elif not result.was_stopped:
         emit(
             f"nothing to train: the checkpoint holds {result.resumed_from} steps of "
-            f"{config.training.steps}"
+            f"{config.num_steps}"
         )
     for record in result.evals:
         emit(f"held out, after {record.num_steps} steps: {record.reward:.3f}")
-    for path in result.files:
-        emit(f"wrote {path}")
+    if result.file is not None:
+        emit(f"wrote {result.file}")

@@ -14,7 +14,7 @@ from tunix.utils import mesh as mesh_lib
 from sgljax_engine import InvalidConfigError
 from tunix_sgljax.cli import tunix_sections as sections
 from tunix_sgljax.cli.output import say
-from tunix_sgljax.rollout import SglJaxRollout
+from tunix_sgljax.rollout import SglJaxRollout, options
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(RolloutConfig))
 _OVERRIDE = "rollout_engine="
@@ -55,8 +55,8 @@ def with_sgljax_engine(pipeline: Any) -> Any:
                 # Tunix refuses overrides of keys that the base config does not have.
                 self._is_base_loaded = True
                 config.setdefault("rollout_engine", "")
-                if config.get(sections.SECTION) is None:
-                    config[sections.SECTION] = {}
+                if config.get(options.SECTION) is None:
+                    config[options.SECTION] = {}
             return config
 
         def _update_from_env_and_command_line(
@@ -68,8 +68,8 @@ def with_sgljax_engine(pipeline: Any) -> Any:
             self._uses_sgljax = engine == sections.ENGINE
             self._options: dict[str, Any] = {}
             if self._uses_sgljax:
-                section = sections.read_section(raw_keys, sections.SECTION)
-                self._options = sections.rollout_options(section)
+                section = sections.read_section(raw_keys, options.SECTION)
+                self._options = options.rollout_options(section)
             return changed
 
         def create_role_to_mesh(self) -> Any:

@@ -7,23 +7,16 @@ The sections are those of `tunix.cli`'s YAML files: `sgljax_config` is for this 
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from sgljax_engine import EngineConfig, InvalidConfigError
-from tunix_sgljax import sampling
-from tunix_sgljax.lora import check_lora_mode, check_scaling
-from tunix_sgljax.rollout import SglJaxRollout
+from sgljax_engine import InvalidConfigError
 
 ENGINE = "sgljax"
 """This engine's name in `rollout_engine`."""
-SECTION = "sgljax_config"
-"""Keywords of `SglJaxRollout`, engine options among them."""
-
 _FOREIGN_SECTIONS = {"sglang_jax": "sglang_jax_config", "vllm": "vllm_config"}
 _MESH_FIELDS = ("tensor_parallel_size", "data_parallel_size")
 _SIZES_BATCHES = {
@@ -35,15 +28,6 @@ _SIZES_BATCHES = {
     "max_running_requests",
 }
 """Fields of RolloutConfig and engine options that set how many sequences are decoded together."""
-_OBJECTS = {
-    "rollout_actor",
-    "tokenizer",
-    "mesh",
-    "rollout_config",
-    "model_config",
-    "progress",
-}
-"""Keywords of `SglJaxRollout` that Tunix passes, or that YAML cannot hold."""
 
 
 def plain(value: Any) -> Any:
@@ -82,36 +66,6 @@ def check_engine_name(name: Any) -> Any:
     if name not in known and near:
         raise InvalidConfigError(f"rollout_engine {name!r} is unknown; did you mean {near[0]!r}?")
     return name
-
-
-def rollout_options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `SglJaxRollout` that `sgljax_config` holds, checked before a model is loaded.
-
-    Raises:
-        InvalidConfigError: names the key that is unknown, or whose value is bad.
-    """
-    parameters = inspect.signature(SglJaxRollout).parameters.values()
-    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - _OBJECTS
-    ours = {name: value for name, value in section.items() if name in known}
-    for name in section:
-        if name not in known and name not in EngineConfig.option_names():
-            near = difflib.get_close_matches(str(name), known, n=1)
-            if near or name in _OBJECTS:
-                hint = f"did you mean {near[0]!r}?" if near else "Tunix's pipeline decides it"
-                raise InvalidConfigError(f"{SECTION} takes no {name!r}; {hint}")
-    try:
-        EngineConfig.from_options({k: v for k, v in section.items() if k not in known})
-        sampling.check_extra_params(ours.get("sampling_params") or {})
-        mode = sampling.check_logprobs_mode(ours.get("logprobs_mode", "trainer_logprobs"))
-        sampling.check_match_batch_size(ours.get("match_batch_size"), mode)
-        sampling.check_weight_update_mode(ours.get("weight_update_mode", "retract"))
-        check_lora_mode(ours.get("lora", "merged"))
-        check_scaling("lora_scaling", ours.get("lora_scaling"))
-        for name in ("release_kv_between_steps", "strict_config"):
-            sampling.check_flag(name, ours.get(name, False))
-    except ValueError as error:
-        raise InvalidConfigError(f"{SECTION}: {error}") from None
-    return dict(section)
 
 
 def recipe_section(config: Mapping[str, Any], named_engines: Sequence[str]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from sgljax_engine import InvalidRequestError
 from tunix_sgljax import padding
-from tunix_sgljax.exactness import mismatch_plot
 from tunix_sgljax.exactness.trainer_match import trainer_logps
 from tunix_sgljax.model_config import coarser_dtype, compute_dtype
 from tunix_sgljax.rollout import SglJaxRollout
@@ -51,7 +49,7 @@ class WorstToken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Statistics of the differences of some tokens; arrays hold one value per position.
+    """Statistics of the differences of some tokens.
 
     Attributes:
         num_tokens: Number of tokens.
@@ -62,12 +60,12 @@ class Statistics:
         ratio_quantiles: Quantiles of r, at `QUANTILES`.
     """
 
-    num_tokens: Any
-    max_abs: Any
-    mean_abs: Any
-    k1: Any
-    k3: Any
-    ratio_quantiles: Any
+    num_tokens: int
+    max_abs: float
+    mean_abs: float
+    k1: float
+    k3: float
+    ratio_quantiles: np.ndarray
 
     @classmethod
     def of(cls, sampler: np.ndarray, trainer: np.ndarray) -> Statistics:
@@ -95,7 +93,7 @@ class Statistics:
 
     def to_dict(self) -> dict[str, Any]:
         """The statistics as numbers and lists."""
-        return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
+        return dataclasses.asdict(self) | {"ratio_quantiles": self.ratio_quantiles.tolist()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,14 +139,9 @@ class MismatchReport:
     @property
     def overall(self) -> Statistics:
         """Statistics of all tokens."""
-        return self._statistics(slice(None))
-
-    @property
-    def per_position(self) -> Statistics:
-        """Statistics per completion position, [C]; ratio_quantiles [C, 5]. NaN without tokens."""
-        each = [self._statistics((slice(None), at)) for at in range(self.tokens.shape[1])]
-        names = [field.name for field in dataclasses.fields(Statistics)]
-        return Statistics(**{name: np.array([getattr(s, name) for s in each]) for name in names})
+        kept = self.is_compared
+        sampler, trainer = self.sampler[kept], self.trainer[kept]
+        return Statistics.of(sampler.astype(np.float64), trainer.astype(np.float64))
 
     @property
     def worst(self) -> WorstToken:
@@ -181,9 +174,6 @@ class MismatchReport:
     def rows_off(self, tolerance: float | None = None) -> dict[int, int]:
         """Rows with a token that differs by more than a tolerance.
 
-        Args:
-            tolerance: As in `is_within`.
-
         Returns:
             The position of the first such token by row.
         """
@@ -192,7 +182,7 @@ class MismatchReport:
         return {int(row): int(is_off[row].argmax()) for row in np.flatnonzero(is_off.any(axis=1))}
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers of `str`, and the same per position, for JSON."""
+        """The numbers of `str`, for JSON."""
         return {
             "dtype": self.dtype,
             "logprobs_mode": self.logprobs_mode,
@@ -206,19 +196,7 @@ class MismatchReport:
             "quantiles": list(QUANTILES),
             "overall": self.overall.to_dict(),
             "worst": self.worst._asdict(),
-            "per_position": self.per_position.to_dict(),
         }
-
-    def plot(self, path: str | Path) -> None:
-        """Draws differences by position and by token, as an SVG file.
-
-        Raises:
-            InvalidRequestError: for a path that does not end in .svg.
-        """
-        if Path(path).suffix != ".svg":
-            raise InvalidRequestError(f"path must end in .svg, got {str(path)!r}")
-        text = mismatch_plot.draw(self.difference, self.is_compared, self.default_tolerance)
-        Path(path).write_text(text)
 
     def __str__(self) -> str:
         """A table of a few lines."""
@@ -249,11 +227,6 @@ class MismatchReport:
                     f"  {what} in rows {list(rows)}: the trainer hides it from the tokens behind it"
                 )
         return "\n".join(lines)
-
-    def _statistics(self, where: Any) -> Statistics:
-        kept = self.is_compared[where]
-        sampler, trainer = self.sampler[where][kept], self.trainer[where][kept]
-        return Statistics.of(sampler.astype(np.float64), trainer.astype(np.float64))
 
 
 def mismatch_report(
@@ -344,7 +317,3 @@ def _computed_dtype(model: nnx.Module, graphdef: Any, state: Any) -> str:
 
     dtype = np.dtype(jax.eval_shape(logits, state, ids_BT, mask_BTS).dtype).name
     return coarser_dtype(dtype, compute_dtype(getattr(model, "config", None)) or dtype)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -106,13 +106,7 @@ class TrainerMatch:
     """
 
     def __init__(self, *, pad_id: int, eos_id: int, batch_size: int | None) -> None:
-        """Starts without any version.
-
-        Args:
-            pad_id: The tokenizer's padding id.
-            eos_id: The tokenizer's end id.
-            batch_size: See `trainer_logps`.
-        """
+        """Starts without any version."""
         self._pad_id = pad_id
         self._eos_id = eos_id
         self._batch_size = batch_size

@@ -6,9 +6,28 @@ Nothing else imports it.
 
 from __future__ import annotations
 
-from tunix_sgljax.experimental.requirement import require_experimental
+import importlib.util
+from importlib import metadata
+from pathlib import Path
 
-require_experimental()
+
+def _require_experimental() -> None:
+    """Raises ImportError without `tunix.experimental`, and names the required version."""
+    spec = importlib.util.find_spec("tunix")
+    file = Path("experimental", "rollout", "sampler.py")
+    if spec is not None and spec.origin and (Path(spec.origin).parent / file).is_file():
+        return
+    try:
+        found = f"google-tunix {metadata.version('google-tunix')} is installed"
+    except metadata.PackageNotFoundError:
+        found = "google-tunix is not installed"
+    raise ImportError(
+        "tunix_sgljax.experimental needs tunix.experimental, which Tunix has from 0.1.8 on (its "
+        f"repository's main branch; no release up to 0.1.7 has it), and {found}"
+    )
+
+
+_require_experimental()
 
 from tunix_sgljax.experimental.sampler import SglJaxSampler  # noqa: E402
 from tunix_sgljax.experimental.transport import InProcessSource, InProcessTransport  # noqa: E402

@@ -37,17 +37,7 @@ class SglJaxRolloutWorker(RolloutWorker):
         agent_factory: Any = None,
         max_concurrency: int = 64,
     ) -> None:
-        """Takes Tunix's arguments.
-
-        Args:
-            worker_id: See Tunix's worker, also for the arguments below.
-            sampler: The sampler.
-            tokenizer: The rollout's tokenizer, for episodes.
-            chat_parser: Turns messages into prompts.
-            config: Config of episodes.
-            env_pool: Pool of environments.
-            agent_factory: Makes agents.
-            max_concurrency: Maximum number of concurrent episodes.
+        """Takes the arguments of Tunix's worker.
 
         Raises:
             InvalidConfigError: for another sampler.

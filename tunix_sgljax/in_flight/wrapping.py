@@ -8,6 +8,7 @@ import jax
 from jaxtyping import PyTree
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
+from sgljax_engine import InvalidConfigError
 from tunix_sgljax.rollout import SglJaxRollout
 
 
@@ -55,3 +56,18 @@ def find_sgljax_rollout(worker: BaseRollout) -> SglJaxRollout | None:
     while isinstance(worker, RolloutWrapper):
         worker = worker.inner
     return worker if isinstance(worker, SglJaxRollout) else None
+
+
+def require_sgljax_rollout(cluster: Any, what: str) -> SglJaxRollout:
+    """The rollout of a cluster that samples with it.
+
+    Raises:
+        InvalidConfigError: for another engine's; `what` needs it.
+    """
+    rollout = find_sgljax_rollout(cluster.rollout)
+    if rollout is None:
+        raise InvalidConfigError(
+            f"{what} needs a cluster whose rollout is a SglJaxRollout, got "
+            f"{type(cluster.rollout).__name__}"
+        )
+    return rollout

@@ -1,4 +1,4 @@
-"""Progress bars for loading, warm-up, rollouts and training, in terminals and notebooks.
+"""Progress bars for loading, warm-up and rollouts, in terminals and notebooks.
 
 Nothing here writes unless the user makes a `Progress` and passes it on.
 """
@@ -6,25 +6,30 @@ Nothing here writes unless the user makes a `Progress` and passes it on.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from sgljax_engine import Engine, EngineProgress
-from tunix_sgljax.observability.bars import is_interactive
-
-if TYPE_CHECKING:
-    from tunix_sgljax.observability.training_hooks import TrainingBar
 
 REDRAW_S = 0.2
 """Seconds between two polls of a generating engine."""
 
 LOG_S = 10.0
 """The same for log files, where each drawing adds a line."""
+
+
+def is_interactive() -> bool:
+    """Whether stderr is a terminal, or this is IPython: then Tunix draws its own training bar."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        return True
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class Progress:
@@ -75,13 +80,6 @@ class Progress:
             if bar is not None:
                 bar.update(count)
 
-    def advanced_to(self, task: str, count: int) -> None:
-        """`count` units of the task are done in total."""
-        with self._lock:
-            bar = self._bars.get(task)
-            if bar is not None:
-                bar.update(count - bar.n)
-
     def finished(self, task: str) -> None:
         """Closes the task's bar."""
         with self._lock:
@@ -111,18 +109,6 @@ class Progress:
                 if not bar.num_calls:
                     del self._rollouts[id(engine)]
                     bar.close()
-
-    # ------------------------------------------------------------------ training
-
-    def training(self, num_steps: int) -> TrainingBar:
-        """Hooks for a Tunix trainer that draw a bar of its steps, unless Tunix draws one itself.
-
-        Tunix does so in terminals and notebooks if `max_steps` is set. Pass the hooks to
-        `training_hooks.add_training_hooks`.
-        """
-        from tunix_sgljax.observability.training_hooks import TrainingBar
-
-        return TrainingBar(self, num_steps)
 
     # ------------------------------------------------------------------ the end
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tunix.rl import rl_cluster as tunix_cluster
 
-from sgljax_engine import EngineCounters, InvalidConfigError
-from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
+from sgljax_engine import EngineCounters
+from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
 from tunix_sgljax.observability.observers import RolloutObservers, RolloutTotals
 
 PREFIX = "rollout"
@@ -48,8 +48,18 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _if_drafting(totals: StepTotals, value: float) -> float | None:
-    return value if totals.counters.num_verify_steps else None
+def _total(about: str, counter: str) -> Metric:
+    """One of the engine's counters, over the step."""
+    return Metric(about, lambda t: getattr(t.counters, counter), np.sum)
+
+
+def _if_drafting(about: str, counter: str) -> Metric:
+    """The same, without a value in a step that verified no drafts."""
+    return Metric(
+        about,
+        lambda t: getattr(t.counters, counter) if t.counters.num_verify_steps else None,
+        np.sum,
+    )
 
 
 METRICS: Mapping[str, Metric] = {
@@ -61,14 +71,10 @@ METRICS: Mapping[str, Metric] = {
     "seconds": Metric(
         "seconds in which a `generate` call was under way", lambda t: t.busy_s, np.sum
     ),
-    "requests": Metric(
-        "requests that ended, whatever the reason", lambda t: t.counters.num_finished, np.sum
-    ),
-    "output_tokens": Metric("tokens generated", lambda t: t.counters.num_output_tokens, np.sum),
-    "prefill_tokens": Metric(
-        "tokens prefilled, again after retractions included",
-        lambda t: t.counters.num_prefill_tokens,
-        np.sum,
+    "requests": _total("requests that ended, whatever the reason", "num_finished"),
+    "output_tokens": _total("tokens generated", "num_output_tokens"),
+    "prefill_tokens": _total(
+        "tokens prefilled, again after retractions included", "num_prefill_tokens"
     ),
     "cache_hit_rate": Metric(
         "tokens taken from the prefix cache, of those and the ones prefilled",
@@ -83,13 +89,9 @@ METRICS: Mapping[str, Metric] = {
         lambda t: _ratio(t.counters.used_kv_tokens, t.counters.num_dispatches * t.total_kv_tokens),
         np.mean,
     ),
-    "retractions": Metric(
-        "times that a running request lost its pages", lambda t: t.counters.num_retractions, np.sum
-    ),
-    "aborted": Metric("requests that were aborted", lambda t: t.counters.num_aborted, np.sum),
-    "failed_steps": Metric(
-        "device steps that failed", lambda t: t.counters.num_failed_steps, np.sum
-    ),
+    "retractions": _total("times that a running request lost its pages", "num_retractions"),
+    "aborted": _total("requests that were aborted", "num_aborted"),
+    "failed_steps": _total("device steps that failed", "num_failed_steps"),
     "time_to_first_token_s": Metric(
         "seconds from the call to a request's first token, mean",
         lambda t: _ratio(t.counters.time_to_first_token_s, t.counters.num_first_tokens),
@@ -100,24 +102,16 @@ METRICS: Mapping[str, Metric] = {
         lambda t: _ratio(t.counters.e2e_latency_s, t.counters.num_finished),
         np.mean,
     ),
-    "prefill_s": Metric(
-        "seconds that the engine thread spent dispatching prefill",
-        lambda t: t.counters.prefill_s,
-        np.sum,
+    "prefill_s": _total("seconds that the engine thread spent dispatching prefill", "prefill_s"),
+    "decode_s": _total(
+        "seconds that it spent in decode, waiting for the prefill before it included", "decode_s"
     ),
-    "decode_s": Metric(
-        "seconds that it spent in decode, waiting for the prefill before it included",
-        lambda t: t.counters.decode_s,
-        np.sum,
-    ),
-    "pauses": Metric("times that generation was paused", lambda t: t.counters.num_pauses, np.sum),
-    "pause_s": Metric("seconds that it was paused", lambda t: t.counters.pause_s, np.sum),
+    "pauses": _total("times that generation was paused", "num_pauses"),
+    "pause_s": _total("seconds that it was paused", "pause_s"),
     "sync_s": Metric(
         "seconds that the weight sync took, on the trainer's thread", lambda t: t.sync_s, np.sum
     ),
-    "update_s": Metric(
-        "seconds of it that the engine could not generate", lambda t: t.counters.update_s, np.sum
-    ),
+    "update_s": _total("seconds of it that the engine could not generate", "update_s"),
     "acceptance_length": Metric(
         "tokens that a row got from a step that may verify drafts, mean",
         lambda t: t.counters.acceptance_length or None,
@@ -128,25 +122,17 @@ METRICS: Mapping[str, Metric] = {
         lambda t: _ratio(t.counters.num_accepted_tokens, t.counters.num_draft_tokens),
         np.mean,
     ),
-    "accepted_history": Metric(
-        "right draft tokens from earlier answers",
-        lambda t: _if_drafting(t, t.counters.num_accepted_history),
-        np.sum,
+    "accepted_history": _if_drafting(
+        "right draft tokens from earlier answers", "num_accepted_history"
     ),
-    "accepted_siblings": Metric(
-        "right draft tokens from other samples of the group",
-        lambda t: _if_drafting(t, t.counters.num_accepted_siblings),
-        np.sum,
+    "accepted_siblings": _if_drafting(
+        "right draft tokens from other samples of the group", "num_accepted_siblings"
     ),
-    "accepted_ngram": Metric(
-        "right draft tokens from the request's own",
-        lambda t: _if_drafting(t, t.counters.num_accepted_ngram),
-        np.sum,
+    "accepted_ngram": _if_drafting(
+        "right draft tokens from the request's own", "num_accepted_ngram"
     ),
-    "speculation_saved_s": Metric(
-        "seconds that drafts saved, by the measured cost of a step",
-        lambda t: _if_drafting(t, t.counters.speculation_saved_s),
-        np.sum,
+    "speculation_saved_s": _if_drafting(
+        "seconds that drafts saved, by the measured cost of a step", "speculation_saved_s"
     ),
     "weight_version": Metric(
         "weight version after the step's sync", lambda t: t.weight_version, np.max
@@ -162,21 +148,13 @@ def log_rollout_metrics(cluster: tunix_cluster.RLCluster) -> RolloutMetrics:
     Biases, an external logger. A step lasts from the end of the previous weight sync to the end of
     its own, including rollouts of evaluations in between.
 
-    Args:
-        cluster: A cluster with a SglJaxRollout.
-
     Returns:
         The logging object; `stop` ends it.
 
     Raises:
         InvalidConfigError: for another rollout.
     """
-    rollout = find_sgljax_rollout(cluster.rollout)
-    if rollout is None:
-        raise InvalidConfigError(
-            "log_rollout_metrics needs a cluster whose rollout is a SglJaxRollout, got "
-            f"{type(cluster.rollout).__name__}"
-        )
+    rollout = require_sgljax_rollout(cluster, "log_rollout_metrics")
     return RolloutMetrics(rollout.observers, cluster)
 
 
@@ -184,12 +162,7 @@ class RolloutMetrics:
     """Made by `log_rollout_metrics`."""
 
     def __init__(self, observers: RolloutObservers, cluster: tunix_cluster.RLCluster) -> None:
-        """Starts from the totals so far.
-
-        Args:
-            observers: Observers of the rollout.
-            cluster: Cluster that gets the metrics.
-        """
+        """Starts from the totals so far."""
         self._observers = observers
         self._cluster = cluster
         self._before = observers.totals()

@@ -22,7 +22,7 @@ from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl import rl_cluster as tunix_cluster
 
 from sgljax_engine import Engine, InvalidConfigError, Recording
-from tunix_sgljax.in_flight.wrapping import find_sgljax_rollout
+from tunix_sgljax.in_flight.wrapping import require_sgljax_rollout
 from tunix_sgljax.observability.observers import HostSpan, RolloutObservers
 from tunix_sgljax.observability.perfetto_file import Counter, Slice, Track, write_trace
 from tunix_sgljax.observability.training_hooks import QuietHooks, add_training_hooks
@@ -88,7 +88,7 @@ class Timeline:
             self._recording = None
             if isinstance(target, tunix_cluster.RLCluster):
                 self._hook(target)
-                target = _rollout_of(target)
+                target = require_sgljax_rollout(target, "a timeline")
             if isinstance(target, Engine):
                 self._begin_engine(target)
                 return
@@ -151,7 +151,7 @@ class Timeline:
             raise InvalidConfigError(
                 f"no such folder to write a timeline to: {str(Path(path).parent)!r}"
             )
-        observers = _rollout_of(cluster).observers
+        observers = require_sgljax_rollout(cluster, "a timeline").observers
         if first_step == cluster.global_steps:
             self.start(cluster)
         end = functools.partial(self._step_ended, cluster, observers, Path(path))
@@ -362,13 +362,3 @@ class _StepWatch:
         step = self._cluster.global_steps
         if step in (self._first, self._last):
             self._end(step == self._last, self.updated)
-
-
-def _rollout_of(cluster: tunix_cluster.RLCluster) -> SglJaxRollout:
-    rollout = find_sgljax_rollout(cluster.rollout)
-    if rollout is None:
-        raise InvalidConfigError(
-            f"a timeline needs a cluster whose rollout is a SglJaxRollout, got "
-            f"{type(cluster.rollout).__name__}"
-        )
-    return rollout

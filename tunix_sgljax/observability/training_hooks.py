@@ -1,4 +1,4 @@
-"""Hooks of Tunix's trainer: several at once, and one that draws a bar."""
+"""Hooks of Tunix's trainer: several at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunix.sft.hooks import TrainingHooks
-
-from tunix_sgljax.observability.bars import Bars, is_interactive
 
 
 class QuietHooks(TrainingHooks):
@@ -71,28 +69,3 @@ def add_training_hooks(trainer: Any, hooks: TrainingHooks) -> None:
     """Adds hooks to a Tunix trainer (`cluster.actor_trainer`), after its existing ones."""
     before = trainer.training_hooks
     trainer.with_training_hooks(hooks if before is None else HooksChain([before, hooks]))
-
-
-class TrainingBar(QuietHooks):
-    """Draws a trainer's optimizer steps, unless Tunix does. Made by `Progress.training`."""
-
-    _TASK = "training"
-
-    def __init__(self, progress: Bars, num_steps: int) -> None:
-        """Draws nothing before training begins."""
-        self._progress = progress
-        self._num_steps = num_steps
-        self._is_drawn = False
-
-    def on_train_start(self, train_ctx: Any) -> None:
-        """Draws the bar when training begins."""
-        is_tunix_drawing = train_ctx.config.max_steps is not None and is_interactive()
-        if not self._is_drawn and not is_tunix_drawing:
-            self._is_drawn = True
-            self._progress.started(self._TASK, self._num_steps, "step")
-
-    def on_train_end(self, train_ctx: Any) -> None:
-        """Moves the bar; closes it after the last step."""
-        self._progress.advanced_to(self._TASK, train_ctx.train_steps)
-        if train_ctx.train_steps >= self._num_steps:
-            self._progress.finished(self._TASK)

@@ -72,11 +72,7 @@ class FieldChecker:
     """Warns once about each field that changes nothing, or refuses it. Any thread."""
 
     def __init__(self, *, is_strict: bool) -> None:
-        """Starts without any warnings.
-
-        Args:
-            is_strict: Refuse such fields.
-        """
+        """Starts without any warnings."""
         self._is_strict = is_strict
         self._named: set[str] = set()
         self._lock = threading.Lock()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
@@ -50,244 +51,121 @@ _NEW = (
 )
 
 
-def _table(
-    *rows: tuple[str, Treatment, str | None, str], prefix: str = ""
-) -> tuple[RolloutField, ...]:
-    """Builds fields from their names after a prefix, treatments, targets and texts."""
-    return tuple(
-        RolloutField(
-            name=prefix + name,
-            treatment=treatment,
-            target=target,
-            text=text,
-            is_new=prefix + name in _NEW,
+def _table(rows: str, prefix: str = "") -> tuple[RolloutField, ...]:
+    """Reads rows of name after the prefix | treatment | target, or - | text."""
+    fields = []
+    for row in re.sub(r"\n +", " ", rows.strip()).splitlines():
+        name, treatment, target, text = map(str.strip, row.split("|"))
+        fields.append(
+            RolloutField(
+                name=prefix + name,
+                treatment=cast(Treatment, treatment),
+                target=None if target == "-" else target,
+                text=text,
+                is_new=prefix + name in _NEW,
+            )
         )
-        for name, treatment, target, text in rows
-    )
+    return tuple(fields)
 
 
 SAMPLING_FIELDS = _table(
-    ("max_tokens_to_generate", "mapped", "max_new_tokens", ""),
-    ("temperature", "mapped", "temperature", "0 is greedy"),
-    ("top_p", "mapped", "top_p", "None means 1.0"),
-    ("top_k", "mapped", "top_k", "None, -1 and 0 keep all tokens"),
-    (
-        "seed",
-        "mapped",
-        "seed",
-        "of each row. None: fresh randomness in every call. An int or a JAX key: the run is "
-        "reproducible; draws depend on the seed, the number of earlier calls with it, and the row",
-    ),
-    (
-        "eos_tokens",
-        "mapped",
-        "stop_token_ids",
-        "instead of the end tokens of the tokenizer and of the folder that "
-        "`rollout_sglang_jax_model_version` or `rollout_vllm_model_version` names",
-    ),
-    (
-        "max_prompt_length",
-        "mapped",
-        None,
-        "width of the returned left-padded prompts; a longer prompt is never cut, the width "
-        "grows to the next power of two",
-    ),
-    (
-        "return_logprobs",
-        "mapped",
-        None,
-        "whether `logprobs` are returned: of softmax(logits / temperature), as Tunix's trainer "
-        "computes them, unless `logprobs_mode` says otherwise",
-    ),
+    """
+max_tokens_to_generate | mapped | max_new_tokens |
+temperature | mapped | temperature | 0 is greedy
+top_p | mapped | top_p | None means 1.0
+top_k | mapped | top_k | None, -1 and 0 keep all tokens
+seed | mapped | seed | of each row. None: fresh randomness in every call. An int or a JAX key: the
+  run is reproducible; draws depend on the seed, the number of earlier calls with it, and the row
+eos_tokens | mapped | stop_token_ids | instead of the end tokens of the tokenizer and of the folder
+  that `rollout_sglang_jax_model_version` or `rollout_vllm_model_version` names
+max_prompt_length | mapped | - | width of the returned left-padded prompts; a longer prompt is never
+  cut, the width grows to the next power of two
+return_logprobs | mapped | - | whether `logprobs` are returned: of softmax(logits / temperature), as
+  Tunix's trainer computes them, unless `logprobs_mode` says otherwise
+"""
 )
 """Fields read at every call."""
 
 MODEL_FIELDS = _table(
-    (
-        "data_type",
-        "mapped",
-        "dtype",
-        "of weights, activations and KV cache; None takes "
-        "[what Tunix computes the actor in](tunix.md#dtype)",
-    ),
-    (
-        "rollout_mapping_config",
-        "mapped",
-        None,
-        "weight mapping with transposes and hooks; without it, the model's own for `sglang_jax`, "
-        "or else the built-in one",
-    ),
-    (
-        "kv_cache_size",
-        "mapped",
-        None,
-        "bounds a sequence if no context length is set: the larger of this value and "
-        "`max_prompt_length` + `max_tokens_to_generate`, of the longest of a cluster's configs",
-    ),
-    (
-        "tensor_parallel_size",
-        "mapped",
-        "tp_size",
-        "-1 takes the size of the mesh's tensor axis, or all devices that `data_parallel_size` "
-        "leaves",
-    ),
-    (
-        "data_parallel_size",
-        "mapped",
-        "data_parallel_size",
-        "-1 takes all devices that `tensor_parallel_size` leaves",
-    ),
-    ("expert_parallel_size", "checked", None, "1 or -1; experts are sharded over the tensor axis"),
+    """
+data_type | mapped | dtype | of weights, activations and KV cache; None takes [what Tunix computes
+  the actor in](tunix.md#dtype)
+rollout_mapping_config | mapped | - | weight mapping with transposes and hooks; without it, the
+  model's own for `sglang_jax`, or else the built-in one
+kv_cache_size | mapped | - | bounds a sequence if no context length is set: the larger of this value
+  and `max_prompt_length` + `max_tokens_to_generate`, of the longest of a cluster's configs
+tensor_parallel_size | mapped | tp_size | -1 takes the size of the mesh's tensor axis, or all
+  devices that `data_parallel_size` leaves
+data_parallel_size | mapped | data_parallel_size | -1 takes all devices that `tensor_parallel_size`
+  leaves
+expert_parallel_size | checked | - | 1 or -1; experts are sharded over the tensor axis
+"""
 )
 """Fields of model and mesh."""
 
 SGLANG_JAX_FIELDS = _table(
-    (
-        "model_version",
-        "mapped",
-        None,
-        "a local Hugging Face folder gives the model's shape and its end tokens; any other name is "
-        "accepted, since shape and weights come from the actor",
-    ),
-    ("context_length", "mapped", "max_model_len", ""),
-    (
-        "mem_fraction_static",
-        "mapped",
-        "mem_fraction_static",
-        "of the memory that the weights leave free; both defaults are 0.2",
-    ),
-    ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
-    (
-        "disable_radix_cache",
-        "mapped",
-        "disable_radix_cache",
-        "its default, True, shares all the same; `SglJaxRollout(disable_radix_cache=True)` does "
-        "not",
-    ),
-    (
-        "enable_deterministic_sampling",
-        "mapped",
-        "enable_deterministic_sampling",
-        "the same bits whatever the batch ([Deterministic sampling](determinism.md))",
-    ),
-    (
-        "use_sort_for_toppk_minp",
-        "named",
-        None,
-        "thresholds are looked up exactly, without a sort",
-    ),
-    ("enable_static_lora", "accepted", None, "the actor's parameters show whether it has LoRA"),
-    ("enable_single_process", "named", None, "it is always one process"),
-    ("lora_target_modules", "accepted", None, "the actor's parameters show where LoRA is"),
-    ("max_lora_rank", "mapped", None, "the maximum rank of LoRA pairs"),
-    (
-        "lora_scaling",
-        "mapped",
-        None,
-        "the factor alpha / rank of LoRA pairs, which is not in their arrays",
-    ),
-    (
-        "precompile_bs_paddings",
-        "mapped",
-        "batch_buckets",
-        "the largest also sets `max_running_requests` unless that is set",
-    ),
-    (
-        "precompile_token_paddings",
-        "mapped",
-        "token_buckets",
-        "the largest also sets `chunked_prefill_size` unless that is set",
-    ),
-    (
-        "chunked_prefill_size",
-        "mapped",
-        "chunked_prefill_size",
-        "-1 is the engine's default of 2048",
-    ),
-    (
-        "page_size",
-        "mapped",
-        "page_size",
-        "at Tunix's default of 128 the engine's default of 16 applies",
-    ),
-    ("load_format", "named", None, "weights come from the actor"),
-    (
-        "max_running_requests",
-        "mapped",
-        "max_running_requests",
-        "None is the engine's default of 256",
-    ),
-    ("log_level", "mapped", None, 'level of the two packages\' loggers; "info" leaves them alone'),
-    (
-        "kwargs",
-        "mapped",
-        None,
-        "engine options by their own names, and by SGLang's and vLLM's as "
-        "[below](#names-of-engine-options); unknown ones are refused",
-    ),
+    """
+model_version | mapped | - | a local Hugging Face folder gives the model's shape and its end tokens;
+  any other name is accepted, since shape and weights come from the actor
+context_length | mapped | max_model_len |
+mem_fraction_static | mapped | mem_fraction_static | of the memory that the weights leave free; both
+  defaults are 0.2
+init_with_random_weights | named | - | weights come from the actor, never from a file
+disable_radix_cache | mapped | disable_radix_cache | its default, True, shares all the same;
+  `SglJaxRollout(disable_radix_cache=True)` does not
+enable_deterministic_sampling | mapped | enable_deterministic_sampling | the same bits whatever the
+  batch ([Deterministic sampling](determinism.md))
+use_sort_for_toppk_minp | named | - | thresholds are looked up exactly, without a sort
+enable_static_lora | accepted | - | the actor's parameters show whether it has LoRA
+enable_single_process | named | - | it is always one process
+lora_target_modules | accepted | - | the actor's parameters show where LoRA is
+max_lora_rank | mapped | - | the maximum rank of LoRA pairs
+lora_scaling | mapped | - | the factor alpha / rank of LoRA pairs, which is not in their arrays
+precompile_bs_paddings | mapped | batch_buckets | the largest also sets `max_running_requests`
+  unless that is set
+precompile_token_paddings | mapped | token_buckets | the largest also sets `chunked_prefill_size`
+  unless that is set
+chunked_prefill_size | mapped | chunked_prefill_size | -1 is the engine's default of 2048
+page_size | mapped | page_size | at Tunix's default of 128 the engine's default of 16 applies
+load_format | named | - | weights come from the actor
+max_running_requests | mapped | max_running_requests | None is the engine's default of 256
+log_level | mapped | - | level of the two packages' loggers; "info" leaves them alone
+kwargs | mapped | - | engine options by their own names, and by SGLang's and vLLM's as
+  [below](#names-of-engine-options); unknown ones are refused
+""",
     prefix="rollout_sglang_jax_",
 )
 """Fields read when the rollout is made."""
 
 VLLM_FIELDS = _table(
-    ("server_mode", "named", None, "calls of all threads are always batched"),
-    ("server_mode_submission_threshold", "named", None, "requests never wait for others"),
-    ("server_mode_submission_timeout_s", "named", None, "requests never wait for others"),
-    (
-        "model_version",
-        "mapped",
-        None,
-        "a local Hugging Face folder gives the model's end tokens; shape and weights come from the "
-        "actor",
-    ),
-    (
-        "lora_config",
-        "translated",
-        None,
-        "`max_lora_rank` is the maximum rank of LoRA pairs; the actor's parameters show the rest",
-    ),
-    (
-        "hbm_utilization",
-        "translated",
-        "mem_fraction_static",
-        "of the memory that the weights leave free, not of all; both defaults are 0.2",
-    ),
-    ("init_with_random_weights", "named", None, "weights come from the actor, never from a file"),
-    ("tpu_backend_type", "named", None, "it is always JAX"),
-    ("async_scheduling", "named", None, "the host always works while the device runs"),
-    (
-        "logprobs_mode",
-        "translated",
-        None,
-        '`SglJaxRollout(logprobs_mode=...)`: "raw_logprobs" is that mode; the default gives the '
-        "trainer's log-probs, which are the same without filters",
-    ),
-    ("hf_config_path", "named", None, "shape and weights come from the actor"),
-    ("additional_config", "named", None, "settings of vLLM's TPU plugin and of MaxText"),
-    ("enable_dp_attention", "named", None, "the mesh decides how the engine is sharded"),
-    ("delete_dst_buffers", "named", None, "old weights are freed when the new ones serve"),
-    (
-        "max_num_batched_tokens",
-        "translated",
-        "chunked_prefill_size",
-        "the maximum tokens of a prefill; its activations take memory beside the KV cache",
-    ),
-    ("max_num_seqs", "translated", "max_running_requests", ""),
-    ("reshard_chunk_size", "named", None, "an update takes no more memory than it needs"),
-    (
-        "kwargs",
-        "translated",
-        None,
-        "vLLM's engine options, as [below](#names-of-engine-options); those without a counterpart, "
-        "and those that are not known, are named in the warning",
-    ),
-    (
-        "sampling_kwargs",
-        "translated",
-        None,
-        "fields of [SamplingParams](sampling.md), by vLLM's names or the engine's; "
-        "[below](#vllms-sampling-fields)",
-    ),
+    """
+server_mode | named | - | calls of all threads are always batched
+server_mode_submission_threshold | named | - | requests never wait for others
+server_mode_submission_timeout_s | named | - | requests never wait for others
+model_version | mapped | - | a local Hugging Face folder gives the model's end tokens; shape and
+  weights come from the actor
+lora_config | translated | - | `max_lora_rank` is the maximum rank of LoRA pairs; the actor's
+  parameters show the rest
+hbm_utilization | translated | mem_fraction_static | of the memory that the weights leave free, not
+  of all; both defaults are 0.2
+init_with_random_weights | named | - | weights come from the actor, never from a file
+tpu_backend_type | named | - | it is always JAX
+async_scheduling | named | - | the host always works while the device runs
+logprobs_mode | translated | - | `SglJaxRollout(logprobs_mode=...)`: "raw_logprobs" is that mode;
+  the default gives the trainer's log-probs, which are the same without filters
+hf_config_path | named | - | shape and weights come from the actor
+additional_config | named | - | settings of vLLM's TPU plugin and of MaxText
+enable_dp_attention | named | - | the mesh decides how the engine is sharded
+delete_dst_buffers | named | - | old weights are freed when the new ones serve
+max_num_batched_tokens | translated | chunked_prefill_size | the maximum tokens of a prefill; its
+  activations take memory beside the KV cache
+max_num_seqs | translated | max_running_requests |
+reshard_chunk_size | named | - | an update takes no more memory than it needs
+kwargs | translated | - | vLLM's engine options, as [below](#names-of-engine-options); those without
+  a counterpart, and those that are not known, are named in the warning
+sampling_kwargs | translated | - | fields of [SamplingParams](sampling.md), by vLLM's names or the
+  engine's; [below](#vllms-sampling-fields)
+""",
     prefix="rollout_vllm_",
 )
 """vLLM's fields; read when the rollout is made, except `sampling_kwargs`."""

@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import nnx
 from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, Mode, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.metrics_logger import MetricsLoggerOptions
+from tunix.sft.profiler import ProfilerOptions
 
-from sgljax_engine import load_model_config
+from sgljax_engine import InvalidConfigError, load_model_config
 from tunix_sgljax.factory import RLCluster
-from tunix_sgljax.lora import check_lora_mode
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.rollout import SglJaxRollout
-from tunix_sgljax.training.checks import (
-    check_num_devices,
-    engine_options,
-    has_reference_model,
-    num_updates,
-)
-from tunix_sgljax.training.lora import apply_lora
+from tunix_sgljax.rollout.options import rollout_options
+from tunix_sgljax.training.checks import make_checked, refuse_unknown
+from tunix_sgljax.training.lora import apply_lora, checkpoint_root
 from tunix_sgljax.training.models import ModelSpec, copy_of, load_policy, make_critic
-from tunix_sgljax.training.resuming import checkpoint_root
 from tunix_sgljax.training.rewards import whole_numbers
 from tunix_sgljax.training.rollouts import SeededVanillaRollout
-from tunix_sgljax.training.schema import OptimizerSection, TrainConfig
+from tunix_sgljax.training.schema import MeshConfig, TrainConfig
 
-RolloutEngine = Callable[..., BaseRollout]
-"""What `ClusterConfig.rollout_engine` takes."""
+T = TypeVar("T")
+
+_OPTIMIZER_KEYS = {
+    *("opt_type", "learning_rate", "schedule_type", "peak_value", "init_value", "end_value"),
+    *("warmup_ratio", "warmup_steps", "decay_steps", "b1", "b2", "weight_decay", "max_grad_norm"),
+}
+"""Keys of Tunix's optimizer sections; each optimizer and schedule reads some."""
+
+
+def check_sections(config: TrainConfig) -> None:
+    """Has Tunix's classes check the sections that are theirs.
+
+    Raises:
+        InvalidConfigError: names the section, and what Tunix says.
+    """
+    make_algorithm(config)
+    rollout_configs(config, None)
+    _training_config(config)
+    if config.rollout_engine == "sgljax":
+        options = rollout_options(config.sgljax_config)
+        longest, needed = options.get("max_model_len"), sum(config.max_tokens)
+        if longest is not None and longest < needed:
+            raise InvalidConfigError(
+                "sgljax_config.max_model_len must hold max_prompt_length + "
+                f"total_generation_steps ({needed}), got {longest}"
+            )
 
 
 def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
@@ -48,34 +68,27 @@ def make_meshes(config: TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Me
     Raises:
         InvalidConfigError: there are too few devices.
     """
-    devices = jax.devices()
-    check_num_devices(config, len(devices))
-    section = config.mesh
-    num_trainer = math.prod(section.shape)
-    trainer = _make_mesh(section.shape, section.axis_names, devices[:num_trainer])
-    if section.rollout_shape is None:
-        return trainer, trainer
-    rest = devices[num_trainer : num_trainer + math.prod(section.rollout_shape)]
-    return trainer, _make_mesh(section.rollout_shape, section.axis_names, rest)
+    devices, trainer = jax.devices(), config.actor_model_config.mesh
+    rollout = config.rollout_model_config.mesh
+    num_trainer = math.prod(trainer.shape)
+    needed = num_trainer + (0 if rollout is None else math.prod(rollout.shape))
+    if needed > len(devices):
+        shapes = f"{trainer.shape}" if rollout is None else f"{trainer.shape} and {rollout.shape}"
+        raise InvalidConfigError(
+            f"meshes of {shapes} take {needed} devices, but there are {len(devices)}"
+        )
+    made = _make_mesh(trainer, devices[:num_trainer])
+    return made, made if rollout is None else _make_mesh(rollout, devices[num_trainer:needed])
 
 
-def rollout_engine(config: TrainConfig, progress: Progress | None = None) -> RolloutEngine:
-    """The rollout engine: the line that a user changes in their own program."""
+def rollout_engine(
+    config: TrainConfig, progress: Progress | None = None
+) -> Callable[..., BaseRollout]:
+    """What `ClusterConfig.rollout_engine` takes: the line that a user changes in a program."""
     if config.rollout_engine == "vanilla":
         return functools.partial(SeededVanillaRollout, seed=config.seed)
-    engine = config.engine
-    return functools.partial(
-        SglJaxRollout,
-        sampling_params=engine.sampling_params,
-        logprobs_mode=engine.logprobs_mode,
-        match_batch_size=engine.match_batch_size,
-        weight_update_mode=engine.weight_update_mode,
-        release_kv_between_steps=engine.release_kv_between_steps,
-        strict_config=engine.strict_config,
-        lora="merged" if config.lora is None else check_lora_mode(config.lora.mode),
-        progress=progress,
-        **engine_options(config),
-    )
+    options = {"random_seed": config.seed} | rollout_options(config.sgljax_config)
+    return functools.partial(SglJaxRollout, progress=progress, **options)
 
 
 def end_tokens(config: TrainConfig, eos_id: int | None) -> list[int] | None:
@@ -84,124 +97,113 @@ def end_tokens(config: TrainConfig, eos_id: int | None) -> list[int] | None:
     An instruct model's generation_config.json often has more than its tokenizer. None leaves it to
     Tunix, which takes the tokenizer's.
     """
-    if config.rollout.eos_tokens is not None or config.model.path is None:
-        return config.rollout.eos_tokens
+    given, folder = config.rollout_config.get("eos_tokens"), config.actor_model_config.model_path
+    if given is not None or folder is None:
+        return given
     own = () if eos_id is None or eos_id < 0 else (int(eos_id),)
-    return list(dict.fromkeys((*own, *load_model_config(config.model.path).eos_token_ids))) or None
+    return list(dict.fromkeys((*own, *load_model_config(folder).eos_token_ids))) or None
 
 
 def rollout_configs(config: TrainConfig, eos_tokens: list[int] | None) -> dict[Mode, RolloutConfig]:
     """Sampling configs of training and evaluation, for Tunix; `eos_tokens` as `end_tokens`."""
-    rollout = config.rollout
-    needed = rollout.max_prompt_length + rollout.max_tokens_to_generate
     configs = {}
-    for mode, section in ((Mode.TRAIN, rollout), (Mode.EVAL, rollout.eval or rollout)):
-        top_p = section.top_p
-        if config.rollout_engine == "vanilla" and section.temperature == 0:
-            top_p = None  # vanilla's greedy; with a top_p it would return nothing
-        configs[mode] = RolloutConfig(
-            max_tokens_to_generate=rollout.max_tokens_to_generate,
-            max_prompt_length=rollout.max_prompt_length,
-            kv_cache_size=rollout.kv_cache_size or needed,
-            temperature=section.temperature,
-            top_p=top_p,
-            top_k=section.top_k,
-            eos_tokens=eos_tokens,
-            return_logprobs=rollout.return_logprobs,
+    for mode, changes in ((Mode.TRAIN, {}), (Mode.EVAL, config.eval_rollout_config)):
+        values = {"kv_cache_size": sum(config.max_tokens), **config.rollout_config, **changes}
+        values["eos_tokens"] = values.get("eos_tokens", eos_tokens)
+        if "total_generation_steps" in values:  # the name in Tunix's files
+            values["max_tokens_to_generate"] = values.pop("total_generation_steps")
+        if config.rollout_engine == "vanilla" and values.get("temperature") == 0:
+            values["top_p"] = None  # vanilla's greedy; with a top_p it would return nothing
+        name = "rollout_config" if mode is Mode.TRAIN else "eval_rollout_config"
+        configs[mode] = make_checked(RolloutConfig, name, values)
+    if configs[Mode.TRAIN].temperature == 0:
+        raise InvalidConfigError(
+            "rollout_config.temperature must be above 0: greedy completions have no advantages; "
+            "set eval_rollout_config.temperature for evaluation"
         )
     return configs
 
 
-def make_optimizer(section: OptimizerSection, total: int) -> optax.GradientTransformation:
-    """An optimizer for `total` updates."""
-    schedule = _make_schedule(section, total)
-    if section.opt_type == "adam":
-        optimizer = optax.adam(schedule, b1=section.b1, b2=section.b2)
-    elif section.opt_type == "adamw":
-        optimizer = optax.adamw(
-            schedule, b1=section.b1, b2=section.b2, weight_decay=section.weight_decay
-        )
-    else:
-        optimizer = optax.sgd(schedule)
-    if section.max_grad_norm is None:
+def make_optimizer(
+    key: str, section: Mapping[str, Any], total: int
+) -> optax.GradientTransformation:
+    """An optimizer for `total` updates, as Tunix's files describe it.
+
+    `opt_type` is a function of optax, `schedule_type` one of optax.schedules, and other keys are
+    their arguments. `max_grad_norm` scales gradients down to that norm.
+
+    Raises:
+        InvalidConfigError: names the key that is unknown or missing.
+    """
+    function = _function_of(optax, f"{key}.opt_type", str(section.get("opt_type", "adam")).lower())
+    values, schedule = dict(section), section.get("schedule_type")
+    known = _OPTIMIZER_KEYS | inspect.signature(function).parameters.keys()
+    if schedule:
+        make_schedule = _function_of(optax.schedules, f"{key}.schedule_type", schedule)
+        known |= inspect.signature(make_schedule).parameters.keys()
+        values.setdefault("peak_value", values.get("learning_rate"))
+        values["decay_steps"] = values.get("decay_steps") or total
+        default = values.get("warmup_ratio", 0.0) * total
+        values["warmup_steps"] = int(values.get("warmup_steps") or default)
+        values["learning_rate"] = _call(key, make_schedule, {"init_value": 0.0, **values})
+    refuse_unknown(key, section, known)
+    max_norm = values.pop("max_grad_norm", None)
+    optimizer = _call(key, function, values)
+    if max_norm is None:
         return optimizer
-    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), optimizer)
+    return optax.chain(optax.clip_by_global_norm(max_norm), optimizer)
 
 
 def make_optimizers(
     config: TrainConfig,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Optimizers of the policy and of the critic."""
-    training, total = config.training, num_updates(config)
-    critic = training.critic_optimizer or training.optimizer
-    return make_optimizer(training.optimizer, total), make_optimizer(critic, total)
-
-
-def cluster_config(
-    config: TrainConfig,
-    meshes: tuple[jax.sharding.Mesh, jax.sharding.Mesh],
-    engine: RolloutEngine,
-    eos_tokens: list[int] | None,
-) -> ClusterConfig:
-    """The cluster's config, without its models."""
-    training = config.training
-    trainer, rollout = meshes
-    roles = (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
-    optimizer, critic_optimizer = make_optimizers(config)
-    every = training.eval_every_n_steps or num_updates(config) + 1
-    checkpoints = checkpoint_root(config)
-    return ClusterConfig(
-        role_to_mesh={**dict.fromkeys(roles, trainer), Role.ROLLOUT: rollout},
-        rollout_engine=engine,  # pyright: ignore[reportArgumentType]  a partial will do
-        offload_to_cpu=config.offload_to_cpu,
-        rollout_config=rollout_configs(config, eos_tokens),
-        training_config=RLTrainingConfig(
-            actor_optimizer=optimizer,
-            critic_optimizer=critic_optimizer if config.algorithm.name == "ppo" else None,
-            max_steps=num_updates(config),
-            eval_every_n_steps=every,
-            mini_batch_size=training.mini_batch_size or training.batch_size,
-            train_micro_batch_size=training.train_micro_batch_size
-            or training.mini_batch_size
-            or training.batch_size,
-            rollout_micro_batch_size=training.rollout_micro_batch_size or training.batch_size,
-            compute_logps_micro_batch_size=training.compute_logps_micro_batch_size,
-            checkpoint_root_directory=None if checkpoints is None else str(checkpoints),
-            checkpointing_options=ocp.CheckpointManagerOptions(
-                save_interval_steps=training.save_interval_steps,
-                max_to_keep=training.max_to_keep,
-            ),
-            metrics_logging_options=None
-            if training.metrics_log_dir is None
-            else MetricsLoggerOptions(
-                log_dir=_absolute(training.metrics_log_dir), flush_every_n_steps=1
-            ),
-        ),
+    """Optimizers of the policy and of the critic, which takes the policy's if it has none."""
+    given, key, total = config.rl_training_config, "rl_training_config", config.num_updates
+    of_actor = {"learning_rate": 1e-6, **(given.get("actor_optimizer_config") or {})}
+    of_critic = given.get("critic_optimizer_config") or of_actor
+    return (
+        make_optimizer(f"{key}.actor_optimizer_config", of_actor, total),
+        make_optimizer(f"{key}.critic_optimizer_config", of_critic, total),
     )
+
+
+def make_algorithm(config: TrainConfig) -> GRPOConfig | PPOConfig:
+    """Tunix's config of the learner that `training_mode` names."""
+    if config.training_mode == "ppo":
+        return make_checked(PPOConfig, "ppo_config", config.ppo_config)
+    return make_checked(GRPOConfig, "grpo_config", config.grpo_config)
 
 
 def make_cluster(
     config: TrainConfig,
     spec: ModelSpec,
     tokenizer: Any,
-    engine: RolloutEngine,
+    engine: Callable[..., BaseRollout],
     perf_config: PerfMetricsConfig | None = None,
 ) -> RLCluster:
     """The cluster with loaded models; `perf_config` makes Tunix trace its steps."""
-    meshes = make_meshes(config)
-    policy = load_policy(config.model, spec, meshes[0])
-    actor, reference = _actor_and_reference(config, policy)
-    is_ppo = config.algorithm.name == "ppo"
-    critic: nnx.Module | None = None
-    if is_ppo:
-        critic = make_critic(spec, policy, meshes[0], config.seed)
+    trainer, rollout = make_meshes(config)
+    model = config.actor_model_config
+    actor = policy = load_policy(model, spec, trainer)
+    reference = copy_of(policy)
+    if model.lora_config is not None:
+        actor = apply_lora(policy, model.lora_config, config.seed)
+        # New pairs change nothing; but a quantised base differs from the policy.
+        reference = policy if model.lora_config.weight_qtype is None else copy_of(actor)
+    is_ppo = config.training_mode == "ppo"
+    roles = (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
+    eos_tokens = end_tokens(config, tokenizer.eos_id())
     cluster = RLCluster(
         actor=actor,
-        reference=reference if has_reference_model(config) else None,
-        critic=critic,
+        reference=reference if config.has_reference_model else None,
+        critic=make_critic(spec, policy, trainer, config.seed) if is_ppo else None,
         tokenizer=tokenizer,
-        cluster_config=cluster_config(
-            config, meshes, engine, end_tokens(config, tokenizer.eos_id())
+        cluster_config=ClusterConfig(
+            role_to_mesh={**dict.fromkeys(roles, trainer), Role.ROLLOUT: rollout},
+            rollout_engine=engine,  # pyright: ignore[reportArgumentType]  a partial will do
+            offload_to_cpu=config.offload_to_cpu,
+            rollout_config=rollout_configs(config, eos_tokens),
+            training_config=_training_config(config),
         ),
         perf_config=perf_config,
     )
@@ -212,80 +214,70 @@ def make_cluster(
     return cluster
 
 
-def _actor_and_reference(config: TrainConfig, policy: nnx.Module) -> tuple[nnx.Module, nnx.Module]:
-    """The trained model and its initial state; both have the same arrays."""
-    if config.lora is None:
-        return policy, copy_of(policy)
-    actor = apply_lora(policy, config.lora, config.seed)
-    # New pairs change nothing; but a quantised base differs from the policy.
-    return actor, policy if config.lora.weight_qtype is None else copy_of(actor)
-
-
 def make_learner(
     config: TrainConfig, cluster: RLCluster, reward_fns: list[Callable[..., Any]]
 ) -> GRPOLearner[GRPOConfig] | PPOLearner:
-    """The learner that `algorithm` names."""
-    if config.algorithm.name == "ppo":
-        ppo = config.algorithm.ppo
-        ppo_config = PPOConfig(
-            num_iterations=ppo.num_iterations,
-            gamma=ppo.gamma,
-            gae_lambda=ppo.gae_lambda,
-            beta=ppo.beta,
-            epsilon=ppo.epsilon,
-            epsilon_low=ppo.epsilon_low,
-            epsilon_high=ppo.epsilon_high,
-            epsilon_c=ppo.epsilon_c,
-            entropy_coef=ppo.entropy_coef,
-            clip_range_value=ppo.clip_range_value,
-            kl_method=ppo.kl_method,
-            kl_clamp_value=ppo.kl_clamp_value,
-        )
-        return PPOLearner(cluster, ppo_config, [whole_numbers(fn) for fn in reward_fns])
-    grpo = config.algorithm.grpo
-    grpo_config = GRPOConfig(
-        num_generations=grpo.num_generations,
-        num_iterations=grpo.num_iterations,
-        beta=grpo.beta,
-        epsilon=grpo.epsilon,
-        kl_loss_mode=grpo.kl_loss_mode,
-        kl_clamp_value=grpo.kl_clamp_value,
-        loss_algo=grpo.loss_algo,
-        loss_agg_mode=grpo.loss_agg_mode,
+    """The learner that `training_mode` names."""
+    algorithm = make_algorithm(config)
+    if isinstance(algorithm, PPOConfig):
+        return PPOLearner(cluster, algorithm, [whole_numbers(fn) for fn in reward_fns])
+    return GRPOLearner(cluster, algorithm, reward_fns)
+
+
+def _training_config(config: TrainConfig) -> RLTrainingConfig:
+    given, name = dict(config.rl_training_config), "rl_training_config"
+    for key in ("actor_optimizer_config", "critic_optimizer_config"):
+        given.pop(key, None)
+    for key, kind in (
+        ("checkpointing_options", ocp.CheckpointManagerOptions),
+        ("metrics_logging_options", MetricsLoggerOptions),
+        ("profiler_options", ProfilerOptions),
+    ):
+        if given.get(key):
+            given[key] = make_checked(kind, f"{name}.{key}", given[key])
+    if given.get("metrics_logging_options"):
+        options = given["metrics_logging_options"]
+        options.log_dir = str(Path(options.log_dir).expanduser().absolute())
+    if "data_sharding_axis" in given:
+        given["data_sharding_axis"] = tuple(given["data_sharding_axis"])
+    root, (optimizer, critic_optimizer) = checkpoint_root(config), make_optimizers(config)
+    return make_checked(
+        RLTrainingConfig,
+        name,
+        {
+            "rollout_micro_batch_size": config.batch_size,  # as continuous batching needs
+            **given,
+            "actor_optimizer": optimizer,
+            "critic_optimizer": critic_optimizer if config.training_mode == "ppo" else None,
+            "max_steps": config.num_updates,
+            "eval_every_n_steps": given.get("eval_every_n_steps") or config.num_updates + 1,
+            "mini_batch_size": config.mini_batch_size,
+            "train_micro_batch_size": config.micro_batch_size,
+            "checkpoint_root_directory": None if root is None else str(root),
+        },
     )
-    return GRPOLearner(cluster, grpo_config, reward_fns)
 
 
-def close_rollout(rollout: BaseRollout) -> None:
-    """Ends the engine of a rollout that has one."""
-    if isinstance(rollout, SglJaxRollout):
-        rollout.close()
+def _call(key: str, function: Callable[..., T], values: Mapping[str, Any]) -> T:
+    """Calls a function with those of the values that it takes."""
+    names = inspect.signature(function).parameters
+    taken = {name: value for name, value in values.items() if name in names}
+    return make_checked(function, key, taken)
 
 
-def _make_mesh(shape: list[int], names: list[str], devices: list[Any]) -> jax.sharding.Mesh:
+def _function_of(module: Any, key: str, name: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InvalidConfigError(f"{key} {name!r} is no function of {module.__name__}{hint}")
+    return function
+
+
+def _make_mesh(section: MeshConfig, devices: list[Any]) -> jax.sharding.Mesh:
+    shape, names = tuple(section.shape), tuple(section.axis_names)
     if len(devices) == 1:
-        return jax.sharding.Mesh(np.array(devices).reshape(shape), tuple(names))
+        return jax.sharding.Mesh(np.array(devices).reshape(shape), names)
     return jax.make_mesh(
-        tuple(shape),
-        tuple(names),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(names),
-        devices=devices,
+        shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names), devices=devices
     )
-
-
-def _make_schedule(section: OptimizerSection, total: int) -> float | optax.Schedule:
-    peak, warmup = section.learning_rate, section.warmup_steps
-    decay = section.decay_steps or total
-    if section.schedule_type == "constant":
-        return peak
-    if section.schedule_type == "warmup_cosine_decay":
-        return optax.warmup_cosine_decay_schedule(
-            section.init_value, peak, warmup, decay, section.end_value
-        )
-    rise = optax.linear_schedule(section.init_value, peak, warmup)
-    fall = optax.linear_schedule(peak, section.end_value, decay - warmup)
-    return optax.join_schedules([rise, fall], [warmup])
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())

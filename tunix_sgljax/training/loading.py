@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
+import difflib
 import functools
+import logging
 import os
 import types
 import typing
@@ -13,17 +17,49 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.training.checks import check_config, value_of
-from tunix_sgljax.training.schema import LoraSection, TrainConfig
+from tunix_sgljax.training.checks import check_config
+from tunix_sgljax.training.schema import (
+    MeshConfig,
+    ModelSection,
+    RolloutModelSection,
+    TokenizerSection,
+    TrainConfig,
+)
 
-INPUT_PATHS = ("model.path", "model.checkpoint", "tokenizer.path", "task.code_dir")
+logger = logging.getLogger(__name__)
+
+_MODEL, _TOKENIZER, _TASK = "actor_model_config", "tokenizer_config", "task"
+_DATASETS = ((_TASK, "dataset"), (_TASK, "eval_dataset"))
+_INPUT_PATHS = (
+    *((_MODEL, "model_path"), (_MODEL, "checkpoint"), (_TOKENIZER, "tokenizer_path")),
+    *((_TASK, "code_dir"), *_DATASETS),
+)
 """Input paths: relative to the config file, or if from the command line, to the working folder."""
 
-_DATASETS = ("task.dataset", "task.eval_dataset")
-_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_TYPE_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "keys and values",
+    list: "a list of strings",
+}
+_UNREAD: dict[type, tuple[str, ...]] = {
+    ModelSection: (
+        *("model_id", "model_source", "model_download_path", "intermediate_ckpt_dir"),
+        *("model_display", "same_mesh_as"),
+    ),
+    TokenizerSection: ("tokenizer_type", "add_bos", "add_eos"),
+    MeshConfig: ("allocation_policy",),
+}
+_UNREAD[RolloutModelSection] = (
+    *_UNREAD[ModelSection],
+    *(field.name for field in dataclasses.fields(ModelSection) if field.name != "mesh"),
+)
+"""Keys of Tunix's sections that say how Tunix finds a model of its registry."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -47,13 +83,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if not isinstance(given, DictConfig):
         raise InvalidConfigError(f"{path} must hold keys and values, got {type(given).__name__}")
     changes = _parse_overrides(overrides)
-    for part in (given, changes):
-        check_names(OmegaConf.to_container(part, resolve=False))
-    given = _make_absolute(given, path.resolve().parent)
-    given = OmegaConf.merge(given, _make_absolute(changes, Path.cwd()))
-    assert isinstance(given, DictConfig)
-    config = _to_config(given)
-    check_config(config, _changed_keys(config))
+    try:
+        _make_absolute(given, path.resolve().parent)
+        _make_absolute(changes, Path.cwd())
+        merged = OmegaConf.to_container(OmegaConf.merge(given, changes), resolve=True)
+    except OmegaConfBaseException as error:
+        raise InvalidConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    config = _build(TrainConfig, merged)
+    check_config(config)
     return config
 
 
@@ -62,57 +99,24 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def check_names(given: Any, kind: type = TrainConfig, prefix: str = "") -> None:
-    """Refuses keys that the schema does not have.
-
-    Raises:
-        InvalidConfigError: names the key with its path and the nearest known one.
-    """
-    if not isinstance(given, Mapping):
-        return  # a wrong type, or null; found later
-    fields = _field_types(kind)
-    for name, value in given.items():
-        if name not in fields:
-            raise InvalidConfigError(_unknown_key(str(name), prefix, list(fields)))
-        section = _section_of(fields[name])
-        if section is not None:
-            check_names(value, section, f"{prefix}{name}.")
-
-
-def field_rows(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Every key with its type, in words, and its default; sections in the order of the schema."""
-    types_of = _field_types(kind)
-    for field in dataclasses.fields(kind):
-        section = _section_of(types_of[field.name])
-        if section is not None:
-            yield from field_rows(section, f"{prefix}{field.name}.")
-            continue
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        yield f"{prefix}{field.name}", type_name(types_of[field.name]), default
-
-
-def type_name(annotation: Any) -> str:
-    """A field's type in words."""
-    args = [arg for arg in typing.get_args(annotation) if arg is not types.NoneType]
-    if isinstance(annotation, types.UnionType):
-        return f"{type_name(args[0])} or null"
-    origin = typing.get_origin(annotation)
-    if origin is list:
-        return {int: "a list of integers", str: "a list of strings"}[args[0]]
-    if origin is dict or dataclasses.is_dataclass(annotation):
-        return "keys and values"
-    return _TYPE_NAMES[annotation]
+def field_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Every key of the schema, sections in its order."""
+    for name, annotation in field_types(kind).items():
+        section = section_of(annotation)
+        if section is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from field_keys(section, f"{prefix}{name}.")
 
 
 @functools.cache
-def _field_types(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
+    """The types of a section's keys."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _section_of(annotation: Any) -> type | None:
+def section_of(annotation: Any) -> type | None:
     """The dataclass of a field that holds one or null."""
     for kind in (annotation, *typing.get_args(annotation)):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -120,20 +124,19 @@ def _section_of(annotation: Any) -> type | None:
     return None
 
 
-def _unknown_key(name: str, prefix: str, known: list[str]) -> str:
-    import difflib
+def type_name(annotation: Any) -> str:
+    """A field's type in words."""
+    if isinstance(annotation, types.UnionType):
+        return f"{type_name(typing.get_args(annotation)[0])} or null"
+    if annotation == list[int]:
+        return "a list of integers"
+    return _TYPE_NAMES[typing.get_origin(annotation) or annotation]
 
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"unknown key {prefix}{name}; did you mean {prefix}{near[0]}?"
-    if "lora" in name.lower():  # Tunix has a lora_config in each model's section
-        keys = ", ".join(_field_types(LoraSection))
-        return f"unknown key {prefix}{name}; LoRA is the section lora, with the keys {keys}"
-    everywhere = {key.rpartition(".")[2]: key for key, _, _ in field_rows()}
-    near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
-    if near:
-        return f"unknown key {prefix}{name}; did you mean {everywhere[near[0]]}?"
-    return f"unknown key {prefix}{name}; known here: {', '.join(known)}"
+
+def is_function(value: str) -> bool:
+    """Whether a dataset is "module:function" rather than a file."""
+    module, colon, name = value.rpartition(":")
+    return bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
@@ -148,73 +151,74 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         raise InvalidConfigError(f"cannot read the overrides {list(overrides)}: {text}") from None
 
 
-def _make_absolute(given: DictConfig, folder: Path) -> DictConfig:
-    for key in (*INPUT_PATHS, *_DATASETS):
-        section, _, name = key.partition(".")
+def _make_absolute(given: DictConfig, folder: Path) -> None:
+    for key in _INPUT_PATHS:
+        section, name = key
         node = given.get(section)
         if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, name):
             continue
         value = node.get(name)
-        if isinstance(value, str) and not (key in _DATASETS and is_function(value)):
+        is_path = isinstance(value, str) and value != ""
+        if is_path and not (key in _DATASETS and is_function(value)):
             node[name] = os.path.normpath(folder / Path(value).expanduser())
-    return given
 
 
-def is_function(value: str) -> bool:
-    """Whether a dataset is "module:function" rather than a file."""
-    module, colon, name = value.rpartition(":")
-    return bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
+def _build(kind: type, given: Any, prefix: str = "") -> Any:
+    """A section from keys and values, read as Tunix's files have them."""
+    if not isinstance(given, Mapping):
+        raise InvalidConfigError(f"{prefix[:-1]} must be keys and values, got {given!r}")
+    annotations, values = field_types(kind), {}
+    for name, value in given.items():
+        if name in _UNREAD.get(kind, ()):
+            if value:
+                text = "%s%s=%r is not read: it is for Tunix's own loader of models"
+                logger.warning(text, prefix, name, value)
+        elif name not in annotations:
+            raise InvalidConfigError(_unknown_key(str(name), prefix, list(annotations)))
+        else:
+            value = None if value == "" and kind in _UNREAD else value
+            values[name] = _convert(annotations[name], value, f"{prefix}{name}")
+    for field in dataclasses.fields(kind):
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and field.name not in values:
+            raise _missing(f"{prefix}{field.name}")
+    return kind(**values)
 
 
-def _to_config(given: DictConfig) -> TrainConfig:
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
-        # A merge with ??? in the file would keep the default.
-        missing = sorted(OmegaConf.missing_keys(given) | OmegaConf.missing_keys(merged))
-        if missing:
-            raise InvalidConfigError(
-                f"{missing[0]} must be given, in the file or as {missing[0]}=..."
-            )
-        config = OmegaConf.to_object(merged)
-    except InterpolationKeyError as error:
-        raise InvalidConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    except OmegaConfBaseException as error:
-        raise InvalidConfigError(_wrong_type(error, given)) from None
-    assert isinstance(config, TrainConfig)
-    return config
+def _convert(annotation: Any, value: Any, key: str) -> Any:
+    """The value of a key: meshes may be text, and no LoRA {}."""
+    is_optional = isinstance(annotation, types.UnionType)
+    section = section_of(annotation)
+    if value == "???":
+        raise _missing(key)
+    if is_optional and (value is None or (section is not None and value == {})):
+        return None
+    if section is not None:
+        return _build(section, value, f"{key}.")
+    kind = typing.get_args(annotation)[0] if is_optional else annotation
+    if kind is float and type(value) is int:
+        return float(value)
+    if isinstance(value, str) and value.startswith("(") and typing.get_origin(kind) is list:
+        with contextlib.suppress(SyntaxError, TypeError, ValueError):
+            value = list(ast.literal_eval(value))
+    is_right = type(value) is (typing.get_origin(kind) or kind)
+    if is_right and isinstance(value, list):
+        is_right = all(type(item) is typing.get_args(kind)[0] for item in value)
+    if not is_right:
+        raise InvalidConfigError(f"{key} must be {type_name(annotation)}, got {value!r}")
+    return value
 
 
-def _wrong_type(error: OmegaConfBaseException, given: DictConfig) -> str:
-    """Names the key, its value, and what is expected."""
-    if error.full_key:
-        key = error.full_key.partition("[")[0]
-        expected = type_name(functools.reduce(_type_below, key.split("."), TrainConfig))
-        value = error.value if isinstance(error, ValidationError) else None
-        return f"{error.full_key} must be {expected}, got {value!r}"
-    # OmegaConf does not say where a value stands in place of a section.
-    container = OmegaConf.to_container(given, resolve=False)
-    for key, value in _sections(container):
-        if not isinstance(value, Mapping):
-            return f"{key} must be keys and values, got {value!r}"
-    return str(error).splitlines()[0]
+def _missing(key: str) -> InvalidConfigError:
+    return InvalidConfigError(f"{key} must be given, in the file or as {key}=...")
 
 
-def _type_below(kind: Any, name: str) -> Any:
-    section = _section_of(kind)
-    assert section is not None
-    return _field_types(section)[name]
-
-
-def _sections(given: Any, kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, annotation in _field_types(kind).items():
-        section = _section_of(annotation)
-        if section is None or name not in given:
-            continue
-        yield f"{prefix}{name}", given[name]
-        if isinstance(given[name], Mapping):
-            yield from _sections(given[name], section, f"{prefix}{name}.")
-
-
-def _changed_keys(config: TrainConfig) -> list[str]:
-    """Keys whose values are not their defaults."""
-    return [key for key, _, default in field_rows() if value_of(config, key) != default]
+def _unknown_key(name: str, prefix: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"unknown key {prefix}{name}; did you mean {prefix}{near[0]}?"
+    everywhere = {key.rpartition(".")[2]: key for key in field_keys()}
+    near = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
+    if near:
+        return f"unknown key {prefix}{name}; did you mean {everywhere[near[0]]}?"
+    return f"unknown key {prefix}{name}; known here: {', '.join(known)}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from tunix.rl.rl_cluster import Mode, RLCluster
 from tunix.rl.rl_learner import TrainingInputT
@@ -18,28 +15,27 @@ from sgljax_engine import InvalidConfigError
 from tunix_sgljax.observability.progress import Progress
 from tunix_sgljax.observability.rollout_metrics import log_rollout_metrics
 from tunix_sgljax.observability.timeline import Timeline
-from tunix_sgljax.training.checks import updates_per_step
 from tunix_sgljax.training.cluster import (
-    close_rollout,
+    check_sections,
     make_cluster,
     make_learner,
     make_meshes,
     make_optimizers,
     rollout_engine,
 )
+from tunix_sgljax.training.lora import check_resume, keep_lora_settings
 from tunix_sgljax.training.memory import MemoryEstimate, estimate_memory
-from tunix_sgljax.training.models import ModelSpec, find_model
-from tunix_sgljax.training.records import StepRecorder, settings_of
-from tunix_sgljax.training.report import EvalRecord, StepRecord, write_json, write_plot
-from tunix_sgljax.training.resuming import check_resume, keep_lora_settings
-from tunix_sgljax.training.rollouts import TimedRollout, weight_version_of
+from tunix_sgljax.training.models import ModelSpec, find_model, load_tokenizer
+from tunix_sgljax.training.report import EvalRecord, StepRecord, StepRecorder, write_json
+from tunix_sgljax.training.rollouts import TimedRollout
 from tunix_sgljax.training.schema import TrainConfig
 from tunix_sgljax.training.task import Task, batches, load_task, to_batch
-from tunix_sgljax.training.tokenizers import load_tokenizer
+
+_SKIPPED_STEPS = 1
+"""Steps of a run before the one that a timeline records: the first ones compile."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunResult:
+class RunResult(NamedTuple):
     """The result of a run.
 
     Attributes:
@@ -47,41 +43,18 @@ class RunResult:
         evals: Evaluations between the steps, and a last one at the end.
         resumed_from: Number of steps in the checkpoint.
         was_stopped: Whether `should_stop` ended it early.
-        files: Files that it wrote.
+        file: records.json; None without records.
     """
 
     records: list[StepRecord]
     evals: list[EvalRecord]
     resumed_from: int
     was_stopped: bool
-    files: list[Path]
+    file: Path | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimelineSteps:
-    """Steps to record.
-
-    Attributes:
-        path: Path of the file, for the Perfetto UI.
-        skipped_steps: Steps of this run before the first recorded one; the first steps compile.
-        num_steps: Number of steps to record.
-    """
-
-    path: Path
-    skipped_steps: int = 1
-    num_steps: int = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A run before its weights are loaded.
-
-    Attributes:
-        spec: The model.
-        tokenizer: Tunix's adapter.
-        task: Data and rewards.
-        memory: Estimated memory on each device.
-    """
+class Prepared(NamedTuple):
+    """A run before its weights are loaded; `memory` is an estimate for each device."""
 
     spec: ModelSpec
     tokenizer: Any
@@ -95,14 +68,15 @@ def prepare(config: TrainConfig) -> Prepared:
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
     """
+    check_sections(config)
+    if config.task.eval_dataset and not config.rl_training_config.get("eval_every_n_steps"):
+        raise InvalidConfigError("task.eval_dataset needs rl_training_config.eval_every_n_steps")
     mesh, _ = make_meshes(config)
-    spec = find_model(config.model)
+    spec = find_model(config.actor_model_config)
     check_resume(config, spec)
     memory = estimate_memory(config, spec, mesh, make_optimizers(config))
     tokenizer = load_tokenizer(config)
-    return Prepared(
-        spec=spec, tokenizer=tokenizer, task=load_task(config.task, tokenizer), memory=memory
-    )
+    return Prepared(spec, tokenizer, load_task(config.task, tokenizer), memory)
 
 
 def run(
@@ -112,13 +86,12 @@ def run(
     on_eval: Callable[[EvalRecord], None] = lambda record: None,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
-    timeline: TimelineSteps | None = None,
+    timeline: Path | None = None,
 ) -> RunResult:
     """Trains as the config says, with Tunix's learner.
 
-    Resumes from the newest checkpoint of `training.checkpoint_root_directory`, if there is one.
-    Writes records.json and, if matplotlib is installed, training.png. Metrics of the engine's
-    rollouts go to Tunix's loggers.
+    Resumes from the newest checkpoint of `checkpoint_root_directory`, if there is one, and writes
+    records.json. Metrics of the engine's rollouts go to Tunix's loggers.
 
     Args:
         config: From `load_config`.
@@ -127,76 +100,63 @@ def run(
         should_stop: Called before each step; True ends the run as if its data had ended, with a
             last checkpoint.
         progress: Draws bars of the engine's rollouts; None writes a line for each slow phase.
-        timeline: Steps to record for Perfetto.
+        timeline: Records the second step of this run there, for the Perfetto UI.
 
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
     """
-    _check_timeline(config, timeline)
+    if timeline is not None:
+        _check_timeline(config)
     prepared = prepare(config)
     keep_lora_settings(config)
     recorder = StepRecorder(on_step, on_eval)
     tracer = None if timeline is None else Timeline()
     timed = functools.partial(
-        TimedRollout,
-        engine=rollout_engine(config, progress),
-        weight_version=weight_version_of,
-        on_generate=recorder.add_rollout,
+        TimedRollout, engine=rollout_engine(config, progress), on_generate=recorder.add_rollout
     )
     perf_config = None if tracer is None else tracer.perf_config
     cluster = make_cluster(config, prepared.spec, prepared.tokenizer, timed, perf_config)
-    worker = cluster.rollout
+    worker, task = cluster.rollout, prepared.task
     assert isinstance(worker, TimedRollout)
     try:
-        learner = make_learner(config, cluster, prepared.task.reward_fns)
-        done = cluster.actor_trainer.train_steps // updates_per_step(config)
+        learner = make_learner(config, cluster, task.reward_fns)
+        done = cluster.actor_trainer.train_steps // config.updates_per_step
         cluster.global_steps = done  # Tunix's last checkpoint of a run does not hold it
         cluster.with_external_metrics_logger(recorder.add_metrics)
         if config.rollout_engine == "sgljax":
             log_rollout_metrics(cluster)
         if tracer is not None and timeline is not None:
-            first_step = done + timeline.skipped_steps
-            tracer.record_steps(
-                cluster, timeline.path, first_step=first_step, num_steps=timeline.num_steps
-            )
+            tracer.record_steps(cluster, timeline, first_step=done + _SKIPPED_STEPS, num_steps=1)
         recorder.start(done + 1)
-        if done < config.training.steps:
-            learner.train(
-                _TrainingData(config, prepared.task, should_stop),
-                _eval_batches(config, prepared.task),
-            )
-        was_stopped = done + len(recorder.records) < config.training.steps
-        if prepared.task.eval_rows and not was_stopped:
-            reward = evaluate(cluster, prepared.task)
-            recorder.evals.append(EvalRecord(num_steps=config.training.steps, reward=reward))
+        if done < config.num_steps:
+            rows, size = task.eval_rows, config.batch_size
+            held_out = [to_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+            learner.train(_TrainingData(config, task, should_stop), held_out or None)
+        was_stopped = done + len(recorder.records) < config.num_steps
+        if task.eval_rows and not was_stopped:
+            recorder.evals.append(EvalRecord(config.num_steps, evaluate(cluster, task)))
     finally:
-        close_rollout(worker.inner)
-    return RunResult(
-        records=recorder.records,
-        evals=recorder.evals,
-        resumed_from=done,
-        was_stopped=was_stopped,
-        files=_write(config, recorder),
-    )
+        worker.close()
+    file = None
+    if recorder.records:
+        file = Path(config.output_dir) / "records.json"
+        write_json(file, config, recorder.records, recorder.evals)
+    return RunResult(recorder.records, recorder.evals, done, was_stopped, file)
 
 
-def _check_timeline(config: TrainConfig, timeline: TimelineSteps | None) -> None:
-    if timeline is None:
-        return
+def _check_timeline(config: TrainConfig) -> None:
     if config.rollout_engine != "sgljax":
         raise InvalidConfigError(
             f"a timeline is of the engine 'sgljax'; rollout_engine is {config.rollout_engine!r}"
         )
-    needed = timeline.skipped_steps + timeline.num_steps
-    if needed > config.training.steps:
+    if config.num_steps <= _SKIPPED_STEPS:
         raise InvalidConfigError(
-            f"a timeline of {timeline.num_steps} step(s) after {timeline.skipped_steps} needs "
-            f"training.steps >= {needed}, got {config.training.steps}"
+            f"a timeline of the second step needs num_batches >= 2, got {config.num_steps}"
         )
 
 
 def evaluate(cluster: RLCluster, task: Task) -> float:
-    """The mean reward of one completion for each held-out row, as `rollout.eval` samples."""
+    """The mean reward of one completion for each held-out row, as `eval_rollout_config` samples."""
     batch = to_batch(task.eval_rows)
     prompts = [str(prompt) for prompt in batch.pop("prompts")]
     completions = cluster.generate(prompts, mode=Mode.EVAL).text
@@ -219,30 +179,9 @@ class _TrainingData:
     def __iter__(self) -> Iterator[TrainingInputT]:
         config = self._config
         seed = config.seed if config.task.shuffle else None
-        drawn = batches(
-            self._task.rows, config.training.batch_size, shuffle_seed=seed, num_batches=None
-        )
+        drawn = batches(self._task.rows, config.batch_size, seed)
         yield next(drawn)  # Tunix looks at its size before it trains
         for batch in drawn:
             if self._should_stop():
                 return
             yield batch
-
-
-def _eval_batches(config: TrainConfig, task: Task) -> list[TrainingInputT] | None:
-    rows, size = task.eval_rows, config.training.batch_size
-    return [to_batch(rows[i : i + size]) for i in range(0, len(rows), size)] or None
-
-
-def _write(config: TrainConfig, recorder: StepRecorder) -> list[Path]:
-    if not recorder.records:
-        return []
-    folder = Path(config.training.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    device = jax.devices()[0].device_kind
-    files = [folder / "records.json"]
-    write_json(files[0], settings_of(config, device), recorder.records, recorder.evals)
-    with contextlib.suppress(ImportError):
-        write_plot(folder / "training.png", config.title, recorder.records, recorder.evals)
-        files.append(folder / "training.png")
-    return files

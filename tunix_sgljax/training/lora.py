@@ -1,35 +1,34 @@
-"""The `lora` section of a config: qwix's low-rank pairs beside a frozen base."""
+"""The section `lora_config`: qwix's low-rank pairs beside a frozen base, and their checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import qwix
 from flax import nnx
 
 from sgljax_engine import InvalidConfigError
-from tunix_sgljax.lora import check_lora_mode
-from tunix_sgljax.training.models import ModelSpec
-from tunix_sgljax.training.schema import LoraSection
+from tunix_sgljax.checkpoints.lora_settings import LoraSettings, read_settings, write_settings
+from tunix_sgljax.checkpoints.tunix import find_latest, stored_shapes
+from tunix_sgljax.lora import is_lora_name
+from tunix_sgljax.training.models import ModelSpec, check_shapes
+from tunix_sgljax.training.schema import LoraConfig, TrainConfig
 
 _EMBEDDER = "embedder"
 
 
 class AbstractActor(NamedTuple):
-    """The parts of a LoRA actor, as states of shapes and dtypes.
-
-    Attributes:
-        pairs: The trained pairs.
-        base: The frozen base, quantised if the section says so.
-    """
+    """The trained pairs and the frozen base of a LoRA actor, as states of shapes and dtypes."""
 
     pairs: nnx.State
     base: nnx.State
 
 
-def apply_lora(model: nnx.Module, section: LoraSection, seed: int) -> nnx.Module:
+def apply_lora(model: nnx.Module, section: LoraConfig, seed: int) -> nnx.Module:
     """Adds pairs that change nothing yet: A is random, and B is 0.
 
     Args:
@@ -39,12 +38,7 @@ def apply_lora(model: nnx.Module, section: LoraSection, seed: int) -> nnx.Module
         seed: Seed of A.
     """
     given: Any = model
-    provider = qwix.LoraProvider(
-        module_path=section.module_path,
-        rank=section.rank,
-        alpha=section.alpha,
-        weight_qtype=section.weight_qtype,
-    )
+    provider = qwix.LoraProvider(**dataclasses.asdict(section))
     inputs = given.get_model_input()
     with _without_remat(given.config):
         actor: Any = qwix.apply_lora_to_model(given, provider, **inputs, rngs=nnx.Rngs(seed))
@@ -62,25 +56,20 @@ def _without_remat(config: Any) -> Iterator[None]:
         object.__setattr__(config, "remat_config", before)
 
 
-def abstract_actor(spec: ModelSpec, section: LoraSection) -> AbstractActor:
+def abstract_actor(spec: ModelSpec, section: LoraConfig) -> AbstractActor:
     """A LoRA actor without weights.
 
     Raises:
-        InvalidConfigError: for a mode that the rollout lacks; for a `module_path` that matches the
-            embedding, or no projection (the message lists them); or for weights that Tunix cannot
-            use once quantised.
+        InvalidConfigError: for a `module_path` that matches the embedding, or no projection (the
+            message lists them); or for weights that Tunix cannot use once quantised.
     """
-    try:
-        check_lora_mode(section.mode)
-    except InvalidConfigError as error:
-        raise InvalidConfigError(f"lora.mode: {error}") from None
     try:
         made = _abstract(spec, section)
     except TypeError as error:  # of Tunix's layers, for a weight that is no array
         if section.weight_qtype is None:
             raise
         raise InvalidConfigError(
-            f"lora.weight_qtype {section.weight_qtype!r} with lora.module_path "
+            f"lora_config.weight_qtype {section.weight_qtype!r} with module_path "
             f"{section.module_path!r}: Tunix's {spec.family} cannot compute with all of these "
             f"weights quantised ({error}); try '.*mlp.*', or null"
         ) from None
@@ -88,20 +77,20 @@ def abstract_actor(spec: ModelSpec, section: LoraSection) -> AbstractActor:
     paths = _module_paths(pairs)
     if _EMBEDDER in paths:
         raise InvalidConfigError(
-            f"lora.module_path {section.module_path!r} fits the embedding, beside which Tunix "
-            "cannot train a pair; '.*(attn|mlp).*' leaves it out"
+            f"lora_config.module_path {section.module_path!r} fits the embedding, beside which "
+            "Tunix cannot train a pair; '.*(attn|mlp).*' leaves it out"
         )
     if not paths:
-        everything = LoraSection(rank=1, alpha=1.0, module_path=".*")
+        everything = LoraConfig(rank=1, alpha=1.0, module_path=".*")
         paths = _module_paths(nnx.state(_abstract(spec, everything), nnx.LoRAParam))
         raise InvalidConfigError(
-            f"lora.module_path {section.module_path!r} fits no projection of the model; it must "
-            f"match the whole of a path: {', '.join(p for p in paths if p != _EMBEDDER)}"
+            f"lora_config.module_path {section.module_path!r} fits no projection of the model; it "
+            f"must match the whole of a path: {', '.join(p for p in paths if p != _EMBEDDER)}"
         )
     return AbstractActor(pairs, nnx.state(made, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
 
 
-def _abstract(spec: ModelSpec, section: LoraSection) -> nnx.Module:
+def _abstract(spec: ModelSpec, section: LoraConfig) -> nnx.Module:
     def make() -> nnx.Module:
         actor: Any = apply_lora(spec.model_class(spec.config, rngs=nnx.Rngs(0)), section, 0)
         if section.weight_qtype is not None:
@@ -121,3 +110,46 @@ def _module_paths(pairs: nnx.State) -> list[str]:
         for key, _ in nnx.to_flat_state(pairs)
     )
     return list(dict.fromkeys(names))
+
+
+def checkpoint_root(config: TrainConfig) -> Path | None:
+    """Absolute path of Tunix's checkpoints."""
+    given = config.rl_training_config.get("checkpoint_root_directory")
+    return None if given is None else Path(given).expanduser().absolute()
+
+
+def check_resume(config: TrainConfig, spec: ModelSpec) -> None:
+    """Refuses a checkpoint whose LoRA pairs differ from the config's. Reads no weights.
+
+    Raises:
+        InvalidConfigError: names what differs.
+    """
+    root = checkpoint_root(config)
+    folder = None if root is None else find_latest(root)
+    if root is None or folder is None:
+        return
+    stored, lora = stored_shapes(folder), config.actor_model_config.lora_config
+    where = f"rl_training_config.checkpoint_root_directory {root}"
+    has_pairs = any(map(is_lora_name, stored))
+    if has_pairs != (lora is not None):
+        raise InvalidConfigError(
+            f"{where} holds {'LoRA pairs' if has_pairs else 'whole models'}, but lora_config "
+            f"is {'null' if has_pairs else 'given'}; name another folder"
+        )
+    if lora is None:
+        return
+    ours, theirs = _settings(lora), read_settings(root)
+    if theirs is not None and theirs != ours:
+        raise InvalidConfigError(f"{where} was trained with {theirs}, but lora_config is {ours}")
+    check_shapes(where, stored, abstract_actor(spec, lora).pairs)
+
+
+def keep_lora_settings(config: TrainConfig) -> None:
+    """Writes the LoRA settings, which checkpoints lack, beside them."""
+    root, lora = checkpoint_root(config), config.actor_model_config.lora_config
+    if root is not None and lora is not None:
+        write_settings(root, _settings(lora))
+
+
+def _settings(lora: LoraConfig) -> LoraSettings:
+    return LoraSettings(**dataclasses.asdict(lora))

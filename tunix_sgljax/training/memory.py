@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
 
-from sgljax_engine import EngineConfig, InvalidConfigError
+from sgljax_engine import InvalidConfigError
 from tunix_sgljax.model_config import engine_dtype
-from tunix_sgljax.training.checks import engine_options, has_reference_model
+from tunix_sgljax.rollout.options import engine_config_of
 from tunix_sgljax.training.lora import abstract_actor
 from tunix_sgljax.training.models import ModelSpec, abstract_critic
 from tunix_sgljax.training.schema import TrainConfig
@@ -21,8 +20,7 @@ from tunix_sgljax.training.schema import TrainConfig
 _FLOAT32 = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes on one device of the trainer's mesh, without activations other than logits.
 
     Attributes:
@@ -49,12 +47,12 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The sum of all parts, as if all existed at once."""
-        return sum(dataclasses.asdict(self).values())
+        return sum(self)
 
     def __str__(self) -> str:
         """A line for each part, in GB."""
-        rows = [*dataclasses.asdict(self).items(), ("total", self.total)]
-        return "\n".join(f"  {name:<15}{size / 1e9:9.3f} GB" for name, size in rows)
+        rows = {**self._asdict(), "total": self.total}
+        return "\n".join(f"  {name:<15}{size / 1e9:9.3f} GB" for name, size in rows.items())
 
 
 def estimate_memory(
@@ -67,31 +65,34 @@ def estimate_memory(
 
     Args:
         config: Config of the run.
-        spec: The run's model.
+        spec: Its model.
         mesh: The trainer's mesh.
-        optimizers: Optimizers of the policy and of the critic.
+        optimizers: Of the policy and of the critic.
 
     Raises:
         InvalidConfigError: a parameter cannot be split over the mesh.
     """
-    dtype = None if config.model.dtype is None else np.dtype(config.model.dtype)
+    model = config.actor_model_config
+    lora, dtype = model.lora_config, None if model.dtype is None else np.dtype(model.dtype)
     base = nnx.state(spec.abstract(), nnx.Param)
     trained, frozen, reference = _shards(base, mesh, dtype), {}, _shards(base, mesh, dtype)
-    if config.lora is not None:
-        actor = abstract_actor(spec, config.lora)
+    if lora is not None:
+        actor = abstract_actor(spec, lora)
         trained, frozen = _shards(actor.pairs, mesh, dtype), _shards(actor.base, mesh, dtype)
-        reference = frozen if config.lora.weight_qtype is None else trained | frozen
+        reference = frozen if lora.weight_qtype is None else trained | frozen
     of_critic = 0
-    if config.algorithm.name == "ppo":
+    if config.training_mode == "ppo":
         critic = _shards(nnx.state(abstract_critic(spec), nnx.Param), mesh, dtype)
         of_critic = 2 * _num_bytes(critic) + _num_bytes(jax.eval_shape(optimizers[1].init, critic))
+    num_tokens = config.micro_batch_size * config.num_generations * sum(config.max_tokens)
+    num_logits = num_tokens * spec.config.vocab_size
     return MemoryEstimate(
         policy=_num_bytes([trained, frozen]),
         gradients=_num_bytes(trained),
         optimizer=_num_bytes(jax.eval_shape(optimizers[0].init, trained)),
-        reference=_num_bytes(reference) if has_reference_model(config) else 0,
+        reference=_num_bytes(reference) if config.has_reference_model else 0,
         critic=of_critic,
-        logits=_logits_bytes(config, spec, mesh),
+        logits=2 * num_logits * _FLOAT32 // mesh.size,
         **_engine_bytes(config, spec.config, base, dtype),
     )
 
@@ -106,7 +107,7 @@ def _shards(state: nnx.State, mesh: jax.sharding.Mesh, dtype: np.dtype | None) -
             shape = sharding.get_value().shard_shape(param.shape)
         except ValueError:
             raise InvalidConfigError(
-                f"mesh.shape {dict(mesh.shape)} cannot split {name} of shape {param.shape}, which "
+                f"a mesh of {dict(mesh.shape)} cannot split {name} of shape {param.shape}, which "
                 f"Tunix shards by {sharding.get_value().spec}"
             ) from None
         is_float = jax.numpy.issubdtype(param.dtype, jax.numpy.floating)
@@ -118,29 +119,19 @@ def _num_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _logits_bytes(config: TrainConfig, spec: ModelSpec, mesh: jax.sharding.Mesh) -> int:
-    training, rollout = config.training, config.rollout
-    rows = training.train_micro_batch_size or training.mini_batch_size or training.batch_size
-    if config.algorithm.name == "grpo":
-        rows *= config.algorithm.grpo.num_generations
-    tokens = rows * (rollout.max_prompt_length + rollout.max_tokens_to_generate)
-    return 2 * tokens * spec.config.vocab_size * _FLOAT32 // mesh.size
-
-
 def _engine_bytes(
     config: TrainConfig, model: Any, params: nnx.State, dtype: np.dtype | None
 ) -> dict[str, int]:
     if config.rollout_engine == "vanilla":
         return {"engine_weights": 0, "kv_cache": 0}
-    rollout = config.rollout
-    shape = config.mesh.rollout_shape or config.mesh.shape
-    num_shards = dict(zip(config.mesh.axis_names, shape, strict=True))["tp"]
+    mesh = config.rollout_mesh
+    num_shards = dict(zip(mesh.axis_names, mesh.shape, strict=True))["tp"]
     num_copies = max(num_shards // model.num_kv_heads, 1)  # of each kv head
     leaves = jax.tree.leaves(params)
-    options = EngineConfig.from_options(engine_options(config))
+    options = engine_config_of(config.sgljax_config)
     stored = np.dtype(dtype or leaves[0].dtype).name
     itemsize = jax.numpy.dtype(options.runtime.dtype or engine_dtype(model, stored)).itemsize
-    length = options.max_model_len or rollout.max_prompt_length + rollout.max_tokens_to_generate
+    length = options.max_model_len or sum(config.max_tokens)
     cache = options.cache
     num_tokens = cache.num_kv_tokens or options.scheduler.max_running_requests * (
         -(-length // cache.page_size) * cache.page_size

@@ -1,10 +1,10 @@
-"""The policy of a run, its reference and its critic, as Tunix's models."""
+"""The policy of a run, its reference and its critic, as Tunix's models; and its tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import automodel
 
 from sgljax_engine import (
     InvalidConfigError,
@@ -22,8 +24,9 @@ from sgljax_engine import (
     read_safetensors,
 )
 from tunix_sgljax.model_config import as_trained
-from tunix_sgljax.training.checks import CRITIC_FAMILIES, FAMILIES
-from tunix_sgljax.training.schema import ModelSection, ShapeConfig
+from tunix_sgljax.training.checks import FAMILIES, make_checked
+from tunix_sgljax.training.schema import ModelSection, TrainConfig
+from tunix_sgljax.training.task import add_code_dir, import_function
 
 _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
@@ -32,9 +35,16 @@ _ARCHITECTURES = {
     "LlamaForCausalLM": "llama3",
 }
 _CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama3": "Llama3"}
+_CRITIC_FAMILIES = ("qwen2", "qwen3")
+"""Families that support a critic: Tunix 0.1.7 cannot ask its Llama 3 for values."""
+
 _TIED = {"qwen2": "use_tied_embedding", "qwen3": "use_tied_embedding", "llama3": "weight_tying"}
 """The field of each family's config that ties the output projection to the embedding."""
 
+_SHAPE_FIELDS = (
+    *("num_layers", "vocab_size", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads"),
+    *("head_dim", "num_experts", "num_experts_per_tok"),
+)
 _EMPTY_KERNELS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -63,22 +73,17 @@ def find_model(section: ModelSection) -> ModelSpec:
         InvalidConfigError: names the key, for a model that Tunix or the loader lacks.
         WeightLoadError: for a folder with weights of two models.
     """
-    if section.path is not None:
-        family, fields = _read_folder(section.path)
-        check_weight_files(section.path)
-        config = _make_config(family, fields)
-        if section.name is not None:
-            _check_same_shape(section, config)
-        as_trained(_engine_config(section.path), config)  # warns where Tunix computes differently
-    elif section.name is not None:
-        family, config = _named_config(section.name)
+    if section.model_path is not None:
+        family, config = _read_folder(section.model_path)
+        if section.model_name is not None:
+            _check_name(section, family, config)
+    elif section.model_name is not None:
+        family, config = _read_name(section.model_name)
     else:
         assert section.family is not None
-        assert section.shape is not None
-        family = section.family
-        config = _make_config(family, section.shape)
+        family, config = section.family, _make_config(section.family, section.shape)
     if section.checkpoint is not None and not Path(section.checkpoint).is_file():
-        raise InvalidConfigError(f"model.checkpoint {section.checkpoint} is no file")
+        raise InvalidConfigError(f"checkpoint {section.checkpoint} is no file")
     module = importlib.import_module(f"tunix.models.{family}.model")
     changes: dict[str, Any] = {"remat_config": module.RematConfig[section.remat.upper()]}
     names = {field.name for field in dataclasses.fields(config)}
@@ -89,38 +94,20 @@ def find_model(section: ModelSection) -> ModelSpec:
     return ModelSpec(family, getattr(module, _CLASSES[family]), config)
 
 
-def check_weight_files(folder: str | Path) -> None:
-    """Refuses a folder of which Tunix's loader would read other weights than transformers.
-
-    Tunix reads every safetensors file of the folder, so that shards of an older model would win
-    over, or mix with, the files of the newer one.
-
-    Raises:
-        WeightLoadError: names the files that are not the model's.
-    """
-    files = find_weight_files(folder)
-    beside = sorted({path.name for path in files.folder.glob("*.safetensors")} - {*files.names})
-    if beside:
-        raise WeightLoadError(
-            f"{folder} holds {', '.join(beside)} beside the model's {', '.join(files.names)}: "
-            "Tunix would read them too; move them away"
-        )
-
-
 def load_policy(section: ModelSection, spec: ModelSpec, mesh: jax.sharding.Mesh) -> nnx.Module:
     """The policy with its first weights, sharded over the mesh.
 
     Raises:
         InvalidConfigError: the folder or the checkpoint does not hold this model.
     """
-    if section.path is not None:
+    if section.model_path is not None:
         params = importlib.import_module(f"tunix.models.{spec.family}.params")
         dtype = None if section.dtype is None else jnp.dtype(section.dtype)
-        return params.create_model_from_safe_tensors(section.path, spec.config, mesh, dtype)
+        return params.create_model_from_safe_tensors(section.model_path, spec.config, mesh, dtype)
     if section.checkpoint is not None:
         arrays = _read_checkpoint(Path(section.checkpoint), spec)
     else:
-        arrays = _random_weights(spec, section.init_seed)
+        arrays = _random_weights(spec, section.rng_seed)
     graphdef, state = nnx.split(spec.abstract())
     for (key, param), (_, sharding) in zip(
         nnx.to_flat_state(state),
@@ -166,9 +153,9 @@ def abstract_critic(spec: ModelSpec) -> nnx.Module:
     Raises:
         InvalidConfigError: Tunix cannot train a critic of this family.
     """
-    if spec.family not in CRITIC_FAMILIES:
+    if spec.family not in _CRITIC_FAMILIES:
         raise InvalidConfigError(
-            f"algorithm.name ppo needs a model of {' or '.join(CRITIC_FAMILIES)}, got "
+            f"training_mode ppo needs a model of {' or '.join(_CRITIC_FAMILIES)}, got "
             f"{spec.family}: Tunix 0.1.7 asks a critic with arguments that it does not take"
         )
     untied = dataclasses.replace(spec.config, **{_TIED[spec.family]: False})
@@ -185,47 +172,54 @@ def _value_head(spec: ModelSpec, seed: int) -> nnx.Linear:
     return nnx.Linear(spec.config.embed_dim, 1, use_bias=False, rngs=nnx.Rngs(seed))
 
 
-def _engine_config(folder: str) -> ModelConfig:
+def _read_folder(folder: str) -> tuple[str, Any]:
     if not (Path(folder) / "config.json").is_file():
-        raise InvalidConfigError(f"model.path {folder} has no config.json; it must be an HF folder")
-    return load_model_config(folder)
-
-
-def _read_folder(folder: str) -> tuple[str, ShapeConfig]:
-    model = _engine_config(folder)
-    if model.architecture not in _ARCHITECTURES:
+        raise InvalidConfigError(f"model_path {folder} has no config.json; it must be an HF folder")
+    model = load_model_config(folder)
+    family = _ARCHITECTURES.get(model.architecture)
+    if family is None:
         raise InvalidConfigError(
-            f"model.path {folder} holds a {model.architecture}; training reads "
+            f"model_path {folder} holds a {model.architecture}; training reads "
             f"{', '.join(_ARCHITECTURES)}"
         )
-    shape = ShapeConfig(
-        num_layers=model.num_layers,
-        vocab_size=model.vocab_size,
-        embed_dim=model.hidden_size,
-        hidden_dim=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        norm_eps=model.rms_norm_eps,
-        rope_theta=int(model.rope.theta),
-        use_tied_embedding=model.tie_word_embeddings,
-        num_experts=None if model.moe is None else model.moe.num_experts,
-        num_experts_per_tok=None if model.moe is None else model.moe.num_experts_per_token,
-    )
-    return _ARCHITECTURES[model.architecture], shape
+    files = find_weight_files(folder)
+    beside = sorted({path.name for path in files.folder.glob("*.safetensors")} - {*files.names})
+    if beside:  # such as shards of an older model, with which Tunix would mix the newer one's
+        raise WeightLoadError(
+            f"{folder} holds {', '.join(beside)} beside the model's {', '.join(files.names)}: "
+            "Tunix would read them too; move them away"
+        )
+    config = tunix_config(model)
+    as_trained(model, config)
+    return family, config
 
 
-def _make_config(family: str, shape: ShapeConfig) -> Any:
+def tunix_config(model: ModelConfig) -> Any:
+    """Tunix's ModelConfig of a model that the engine describes, of a known architecture."""
+    family = _ARCHITECTURES[model.architecture]
+    shape = {
+        "num_layers": model.num_layers,
+        "vocab_size": model.vocab_size,
+        "embed_dim": model.hidden_size,
+        "hidden_dim": model.intermediate_size,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "norm_eps": model.rms_norm_eps,
+        "rope_theta": int(model.rope.theta),
+        _TIED[family]: model.tie_word_embeddings,
+    }
+    if model.moe is not None:
+        shape |= {
+            "num_experts": model.moe.num_experts,
+            "num_experts_per_tok": model.moe.num_experts_per_token,
+        }
+    return _make_config(family, shape)
+
+
+def _make_config(family: str, shape: Mapping[str, Any]) -> Any:
     module = importlib.import_module(f"tunix.models.{family}.model")
-    fields = dataclasses.asdict(shape)
-    if shape.num_experts is None or family != "qwen3":
-        if shape.num_experts is not None:
-            raise InvalidConfigError(
-                f"model.shape.num_experts must be null for {family}: only qwen3 has experts"
-            )
-        del fields["num_experts"], fields["num_experts_per_tok"]
-    fields[_TIED[family]] = fields.pop("use_tied_embedding")
-    return module.ModelConfig(**fields)
+    return make_checked(module.ModelConfig, "actor_model_config.shape", shape)
 
 
 def named_config(name: str) -> Any:
@@ -234,49 +228,37 @@ def named_config(name: str) -> Any:
     Raises:
         InvalidConfigError: when Tunix knows no such name.
     """
-    from tunix.models import automodel
-
     try:
         return automodel.call_model_config(name)
     except (ValueError, AttributeError, ImportError) as error:
         raise InvalidConfigError(
-            f"model.name {name!r} is no model that Tunix knows: {str(error).splitlines()[0]}"
+            f"model_name {name!r} is no model that Tunix knows: {str(error).splitlines()[0]}"
         ) from None
 
 
-def _named_config(name: str) -> tuple[str, Any]:
+def _read_name(name: str) -> tuple[str, Any]:
     config = named_config(name)
     family = type(config).__module__.split(".")[-2]
     if family not in FAMILIES:
         raise InvalidConfigError(
-            f"model.name {name!r} is a {family}; training reads {', '.join(FAMILIES)}"
+            f"model_name {name!r} is a {family}; training reads {', '.join(FAMILIES)}"
         )
     return family, config
 
 
-def _check_same_shape(section: ModelSection, config: Any) -> None:
-    assert section.name is not None
-    _, named = _named_config(section.name)
-    if type(named) is not type(config):
-        raise InvalidConfigError(
-            f"model.path {section.path} is no {section.name}: it holds a {type(config).__module__}"
-        )
-    for name in (
-        "num_layers",
-        "vocab_size",
-        "embed_dim",
-        "hidden_dim",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "num_experts",
-        "num_experts_per_tok",
-    ):
-        ours, theirs = getattr(config, name, None), getattr(named, name, None)
+def _check_name(section: ModelSection, family: str, config: Any) -> None:
+    """Refuses a folder that holds another model than `model_name`."""
+    assert section.model_name is not None
+    named_family, named = _read_name(section.model_name)
+    pairs = {"family": (family, named_family)}
+    pairs |= {
+        name: (getattr(config, name, None), getattr(named, name, None)) for name in _SHAPE_FIELDS
+    }
+    for name, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise InvalidConfigError(
-                f"model.path {section.path} is no {section.name}: its {name} is {ours}, not "
-                f"{theirs}"
+                f"model_path {section.model_path} is no {section.model_name}: its {name} is "
+                f"{ours}, not {theirs}"
             )
 
 
@@ -284,17 +266,25 @@ def _read_checkpoint(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
     try:
         arrays = read_safetensors(path)
     except WeightLoadError as error:
-        raise InvalidConfigError(f"model.checkpoint {path} cannot be read: {error}") from None
-    _, state = nnx.split(spec.abstract())
-    wanted = {_name(key): tuple(param.shape) for key, param in nnx.to_flat_state(state)}
+        raise InvalidConfigError(f"checkpoint {path} cannot be read: {error}") from None
     stored = {name: array.shape for name, array in arrays.items()}
+    check_shapes(f"checkpoint {path}", stored, nnx.state(spec.abstract()))
+    return arrays
+
+
+def check_shapes(where: str, stored: Mapping[str, Sequence[int]], state: nnx.State) -> None:
+    """Refuses stored parameters that are not those of a state.
+
+    Raises:
+        InvalidConfigError: names a parameter that differs.
+    """
+    wanted = {_name(key): tuple(param.shape) for key, param in nnx.to_flat_state(state)}
     for name in sorted(wanted.keys() | stored.keys()):
         if wanted.get(name) != stored.get(name):
-            raise WeightLoadError(
-                f"model.checkpoint {path} does not fit the model: {name} has shape "
-                f"{stored.get(name)} there and {wanted.get(name)} in the model"
+            raise InvalidConfigError(
+                f"{where} does not fit: {name} has shape {stored.get(name)} there and "
+                f"{wanted.get(name)} in the model"
             )
-    return arrays
 
 
 def _random_weights(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
@@ -313,3 +303,36 @@ def _random_weights(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
 
 def _name(key: Sequence[Any]) -> str:
     return ".".join(map(str, key))
+
+
+def load_tokenizer(config: TrainConfig) -> TokenizerAdapter:
+    """Tunix's adapter around the tokenizer.
+
+    Raises:
+        InvalidConfigError: it cannot be read.
+    """
+    section = config.tokenizer_config
+    if section.function is not None:
+        add_code_dir(config.task.code_dir)
+        tokenizer = import_function("tokenizer_config.function", section.function)()
+    else:
+        tokenizer = _read_tokenizer(section.tokenizer_path or config.actor_model_config.model_path)
+    adapter = TokenizerAdapter(tokenizer)
+    if section.pad_token is not None:
+        if section.pad_token not in tokenizer.get_vocab():
+            raise InvalidConfigError(
+                f"tokenizer_config.pad_token {section.pad_token!r} is no token"
+            )
+        adapter.tokenizer.pad_token = section.pad_token
+    return adapter
+
+
+def _read_tokenizer(folder: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InvalidConfigError(
+            f"tokenizer_path {folder} holds no tokenizer: {str(error).splitlines()[0]}"
+        ) from None

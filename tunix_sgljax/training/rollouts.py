@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from flax import nnx
 from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig, RolloutOutput
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
@@ -20,32 +19,19 @@ from tunix_sgljax.in_flight.wrapping import RolloutWrapper
 from tunix_sgljax.rollout import SglJaxRollout
 
 
-class RolloutTiming(NamedTuple):
-    """One call of `generate`."""
-
-    seconds: float
-    """Seconds from the call to the finished tokens."""
-    num_tokens: int
-    """Generated tokens without end tokens, which only some engines return."""
-    weight_version: int | None
-    """Version of the weights that sampled, if the engine counts them."""
-
-
-def weight_version_of(rollout: BaseRollout) -> int | None:
-    """The weight version of a rollout that counts it."""
-    return rollout.weight_version if isinstance(rollout, SglJaxRollout) else None
-
-
 class TimedRollout(RolloutWrapper):
-    """Wraps another rollout worker, and measures the time of `generate`."""
+    """Wraps another rollout worker, and measures the time of `generate`.
+
+    `on_generate` gets the seconds from the call to the finished tokens; their number without end
+    tokens, which only some engines return; and the version of the weights, if the engine counts it.
+    """
 
     def __init__(
         self,
         *,
         engine: Callable[..., BaseRollout],
-        weight_version: Callable[[BaseRollout], int | None],
-        on_generate: Callable[[RolloutTiming], None],
-        rollout_actor: nnx.Module,
+        on_generate: Callable[[float, int, int | None], None],
+        rollout_actor: Any,
         tokenizer: Any,
         mesh: jax.sharding.Mesh,
         rollout_config: RolloutConfig,
@@ -58,21 +44,25 @@ class TimedRollout(RolloutWrapper):
                 rollout_config=rollout_config,
             )
         )
-        self._weight_version = weight_version
         self._on_generate = on_generate
 
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
         """Generates with the inner worker and reports how long it took."""
-        weight_version = self._weight_version(self.inner)
+        version = self.inner.weight_version if isinstance(self.inner, SglJaxRollout) else None
         start = time.perf_counter()
         output = self.inner.generate(prompts, rollout_config, **kwargs)
         seconds = time.perf_counter() - start
         end = set(rollout_config.eos_tokens or [self.eos_id()])
         num_tokens = sum(len(ids) - (len(ids) > 0 and int(ids[-1]) in end) for ids in output.tokens)
-        self._on_generate(RolloutTiming(seconds, num_tokens, weight_version))
+        self._on_generate(seconds, num_tokens, version)
         return output
+
+    def close(self) -> None:
+        """Ends the engine of a worker that has one."""
+        if isinstance(self.inner, SglJaxRollout):
+            self.inner.close()
 
 
 class SeededVanillaRollout(VanillaRollout):

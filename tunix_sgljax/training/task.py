@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ from tunix_sgljax.training.schema import TaskSection
 Row = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """The data and rewards of a run.
 
     Attributes:
@@ -40,23 +38,15 @@ class Task:
 def load_task(section: TaskSection, tokenizer: Any) -> Task:
     """Reads the data and finds the reward functions.
 
-    Args:
-        section: The config's section `task`.
-        tokenizer: Tunix's `TokenizerAdapter`, for chat templates.
-
     Raises:
         InvalidConfigError: names the key and what is wrong with it.
     """
-    add_code_dir(section.code_dir)
-    rows = _read_rows("task.dataset", section.dataset, section.dataset_args)
-    eval_rows = []
-    if section.eval_dataset is not None:
-        eval_rows = _read_rows("task.eval_dataset", section.eval_dataset, section.eval_dataset_args)
-    return Task(
-        rows=[_to_row(section, row, tokenizer) for row in rows],
-        eval_rows=[_to_row(section, row, tokenizer) for row in eval_rows],
-        reward_fns=find_reward_functions(section),
+    reward_fns = find_reward_functions(section)
+    rows, eval_rows = (
+        [_to_row(section, row, tokenizer) for row in _read_rows(section, key)]
+        for key in ("dataset", "eval_dataset")
     )
+    return Task(rows, eval_rows, reward_fns)
 
 
 def check_task(section: TaskSection) -> None:
@@ -67,30 +57,27 @@ def check_task(section: TaskSection) -> None:
     """
     find_reward_functions(section)
     for key in ("dataset", "eval_dataset"):
-        source = getattr(section, key)
-        if source is None:
-            continue
-        if is_function(source):
-            import_function(f"task.{key}", source)
-            continue
-        _refuse_arguments(f"task.{key}", source, getattr(section, f"{key}_args"))
-        if not Path(source).is_file():
+        source = _find_source(section, key)
+        if isinstance(source, Path) and not source.is_file():
             raise InvalidConfigError(f"task.{key} {source} is no file")
 
 
 def find_reward_functions(section: TaskSection) -> list[Callable[..., Any]]:
     """The functions that `task.reward_functions` names, with `task.code_dir` on the path."""
     add_code_dir(section.code_dir)
-    return [_find_reward(name) for name in section.reward_functions]
+    key, functions = "task.reward_functions", []
+    for name in section.reward_functions:
+        if name not in BUILT_IN and not is_function(name):
+            raise InvalidConfigError(unknown_choice(key, name, [*BUILT_IN, "module:function"]))
+        functions.append(BUILT_IN.get(name) or import_function(key, name))
+    return functions
 
 
 def add_code_dir(code_dir: str | None) -> None:
     """Lets modules be imported from a folder."""
-    if code_dir is None:
-        return
-    if not Path(code_dir).is_dir():
+    if code_dir is not None and not Path(code_dir).is_dir():
         raise InvalidConfigError(f"task.code_dir {code_dir} is no folder")
-    if code_dir not in sys.path:
+    if code_dir is not None and code_dir not in sys.path:
         sys.path.insert(0, code_dir)
 
 
@@ -117,26 +104,23 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def batches(
-    rows: Sequence[Row], batch_size: int, *, shuffle_seed: int | None, num_batches: int | None
+    rows: Sequence[Row], batch_size: int, shuffle_seed: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Batches for Tunix's learners: an array for each column.
+    """Endless batches for Tunix's learners: an array for each column.
 
     Args:
         rows: Rows, each used once per epoch; those that do not fill a batch open the next epoch.
         batch_size: Rows of a batch.
         shuffle_seed: Draws the order of each epoch; None keeps it.
-        num_batches: Number of batches; None never ends.
     """
     rng = None if shuffle_seed is None else np.random.default_rng(shuffle_seed)
     order: list[int] = []
-    made = 0
-    while num_batches is None or made < num_batches:
+    while True:
         while len(order) < batch_size:
             epoch = np.arange(len(rows)) if rng is None else rng.permutation(len(rows))
             order.extend(epoch.tolist())
         picked, order = order[:batch_size], order[batch_size:]
         yield to_batch([rows[i] for i in picked])
-        made += 1
 
 
 def to_batch(rows: Sequence[Row]) -> dict[str, Any]:
@@ -144,37 +128,39 @@ def to_batch(rows: Sequence[Row]) -> dict[str, Any]:
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
-def _find_reward(name: str) -> Callable[..., Any]:
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if not is_function(name):
-        raise InvalidConfigError(
-            unknown_choice("task.reward_functions", name, [*BUILT_IN, "module:function"])
-        )
-    return import_function("task.reward_functions", name)
-
-
-def _read_rows(key: str, source: str, arguments: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _find_source(section: TaskSection, key: str) -> Callable[..., Any] | Path | None:
+    """The function or file of a dataset; None where there is none."""
+    source, arguments = getattr(section, key), getattr(section, f"{key}_args")
+    if source is None:
+        return None
     if is_function(source):
-        function = import_function(key, source)
-        try:
-            rows = list(function(**arguments))
-        except TypeError as error:
-            raise InvalidConfigError(f"{key}_args {dict(arguments)}: {error}") from error
+        return import_function(f"task.{key}", source)
+    if arguments:
+        raise InvalidConfigError(
+            f"task.{key}_args needs a function as task.{key}, got the file {source}"
+        )
+    return Path(source)
+
+
+def _read_rows(section: TaskSection, name: str) -> list[Mapping[str, Any]]:
+    key, source = f"task.{name}", _find_source(section, name)
+    if source is None:
+        return []
+    if isinstance(source, Path):
+        rows = _read_file(key, source)
     else:
-        _refuse_arguments(key, source, arguments)
-        rows = _read_file(key, Path(source))
+        arguments = getattr(section, f"{name}_args")
+        try:
+            rows = list(source(**arguments))
+        except TypeError as error:
+            raise InvalidConfigError(f"{key}_args {arguments}: {error}") from error
+    where = f"{key} {getattr(section, name)}"
     if not rows:
-        raise InvalidConfigError(f"{key} {source} holds no rows")
+        raise InvalidConfigError(f"{where} holds no rows")
     for row in rows:
         if not isinstance(row, Mapping):
-            raise InvalidConfigError(f"{key} {source} must hold mappings, got {row!r}")
+            raise InvalidConfigError(f"{where} must hold mappings, got {row!r}")
     return rows
-
-
-def _refuse_arguments(key: str, source: str, arguments: Mapping[str, Any]) -> None:
-    if arguments:
-        raise InvalidConfigError(f"{key}_args needs a function as {key}, got the file {source}")
 
 
 def _read_file(key: str, path: Path) -> list[Any]:
@@ -201,39 +187,27 @@ def _read_file(key: str, path: Path) -> list[Any]:
 
 
 def _to_row(section: TaskSection, row: Mapping[str, Any], tokenizer: Any) -> Row:
-    if section.prompt_template is not None:
-        try:
-            prompt = section.prompt_template.format_map(row)
-        except KeyError as error:
-            raise InvalidConfigError(
-                unknown_choice("a column of task.prompt_template", error.args[0], row)
-            ) from None
-    else:
-        prompt = _column(row, section.prompt_column, "task.prompt_column")
+    try:
+        prompt = section.prompt_template.format_map(row)
+    except KeyError as error:
+        key = "a column of task.prompt_template"
+        raise InvalidConfigError(unknown_choice(key, error.args[0], row)) from None
     if section.chat:
-        prompt = _chat_prompt(section, prompt, tokenizer)
-    if section.columns is None:
-        names = [name for name in row if name != section.prompt_column]
-    else:
-        names = section.columns
-    columns = {name: _column(row, name, "task.columns") for name in names}
-    for name, value in columns.items():
-        if not isinstance(value, (str, int, float, np.generic)):
+        messages = [{"role": "user", "content": prompt}]
+        if section.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": section.system_prompt})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    names = section.columns
+    if names is None:
+        names = [name for name in row if name != "prompts"]
+    columns = {}
+    for name in names:
+        if name not in row:
+            raise InvalidConfigError(unknown_choice("task.columns", name, row))
+        if not isinstance(row[name], (str, int, float, np.generic)):
             raise InvalidConfigError(
-                f"column {name} must hold strings or numbers, got {value!r}; choose others with "
-                "task.columns"
+                f"column {name} must hold strings or numbers, got {row[name]!r}; choose others "
+                "with task.columns"
             )
+        columns[name] = row[name]
     return {"prompts": str(prompt), **columns}
-
-
-def _column(row: Mapping[str, Any], name: str, key: str) -> Any:
-    if name not in row:
-        raise InvalidConfigError(unknown_choice(key, name, row))
-    return row[name]
-
-
-def _chat_prompt(section: TaskSection, prompt: str, tokenizer: Any) -> str:
-    messages = [{"role": "user", "content": str(prompt)}]
-    if section.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": section.system_prompt})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
