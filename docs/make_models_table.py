@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md: every model that Tunix lists, as this code reads it.
+"""Writes the table of docs/models.md: every model that Tunix lists, as this code reads it.
 
     python docs/make_models_table.py
 
@@ -33,19 +33,6 @@ _HEAD = (
     "| models | parameters | folder | Tunix model | difference |",
     "|---|---:|---|---|---|",
 )
-_FAMILIES = {
-    "gemma": "Gemma",
-    "gemma1p1": "Gemma",
-    "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3",
-    "gemma4": "Gemma 4",
-    "llama3": "Llama 3",
-    "llama3p1": "Llama 3.1",
-    "llama3p2": "Llama 3.2",
-    "qwen2p5": "Qwen2.5",
-    "qwen3": "Qwen3",
-    "deepseek_r1_distill_qwen": "DeepSeek-R1-Distill-Qwen",
-}
 _SHAPES = (
     "vocab_size",
     "hidden_size",
@@ -62,7 +49,7 @@ _SHAPES = (
 
 
 def render(text: str) -> str:
-    """The text of docs/models.md with its tables regenerated."""
+    """The text of docs/models.md with its table regenerated."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return head + _BEGIN + "\n" + "\n".join(_sections()) + "\n" + _END + tail
@@ -71,17 +58,14 @@ def render(text: str) -> str:
 def _sections() -> Iterator[str]:
     files, counts = _read("models"), _read("parameters")
     file_of = {name: file for file, names in files.items() for name in names}
-    tables: dict[str, dict[str, list[str]]] = {}
+    rows: dict[str, list[str]] = {}
     for model in registry.MODEL_CATALOG:
-        name, family = str(model.model_name), _FAMILIES[str(model.model_family)]
-        config = _read(file_of[name])
-        cells = _cells(name, config, counts[file_of[name]])
-        rows = tables.setdefault(f"{family}: {config['architectures'][0]}", {})
+        name = str(model.model_name)
+        cells = _cells(name, _read(file_of[name]), counts[file_of[name]])
         rows.setdefault(cells, []).append(f"`{name}`")
     yield f"Read from google-tunix {importlib.metadata.version('google-tunix')}.\n"
-    for title, rows in tables.items():
-        lines = [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
-        yield "\n".join([f"### {title}\n", *_HEAD, *lines, ""])
+    lines = [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
+    yield "\n".join([*_HEAD, *lines, ""])
 
 
 def _read(name: str) -> dict[str, Any]:

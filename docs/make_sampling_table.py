@@ -171,10 +171,11 @@ def foreign_list(fields: Iterable[ForeignField]) -> list[str]:
     groups: dict[str, list[ForeignField]] = {}
     for field in fields:
         groups.setdefault(field.instead, []).append(field)
-    return [f"- {', '.join(map(_named, group))}: {instead}" for instead, group in groups.items()]
+    return [f"- {', '.join(map(named, group))}: {instead}" for instead, group in groups.items()]
 
 
-def _named(field: ForeignField) -> str:
+def named(field: ForeignField) -> str:
+    """A field's name, with the values that it may have in brackets."""
     values = [f"`{_json(value)}`" for value in field.neutral]
     values += [] if field.takes_false else ["not false"]
     return f"`{field.name}`" + (f" ({', '.join(values)})" if values else "")

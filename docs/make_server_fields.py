@@ -38,10 +38,9 @@ _BEGIN, _END = "<!-- fields: made by docs/make_server_fields.py -->\n", "<!-- en
 _FOREIGN_TEXT = """### Accepted when empty, refused else
 
 Clients send these with values that ask for nothing: null, false, an empty text or list or object,
-and the values in brackets. Any other value gets status 400 and a message that says what to do
-instead.
-In `sampling_params` they are those that [Sampling](sampling.md#refused) refuses, but for the two
-names above.
+and the values in brackets. Any other value gets status 400 and a message that says why, and what to
+do instead. In `sampling_params` they are those that [Sampling](sampling.md#refused) refuses, but
+for the two names above.
 """
 
 
@@ -81,9 +80,9 @@ def _sections() -> Iterator[str]:
         "In `/v1/chat/completions`": {name: chat[name] for name in chat if name not in both},
         "In `stream_options`": StreamOptions.foreign,
     }
-    foreign_list = _sampling_maker().foreign_list
+    named = _sampling_maker().named
     for title, fields in in_each.items():
-        yield "\n".join([f"{title}:\n", *foreign_list(fields.values()), ""])
+        yield f"{title}: {', '.join(map(named, fields.values()))}.\n"
 
 
 def _sampling_maker() -> Any:
