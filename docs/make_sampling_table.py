@@ -83,13 +83,11 @@ Logits of each step go through
 5. `temperature`; at 0 the most likely token is taken, and filters do not matter;
 6. `top_k`, then `top_p` over what remains, then `min_p`, as in SGLang; vLLM applies `min_p` first.
 
-Ties with the last kept token are kept. The tokens that filters keep are those of a sort in float64,
-at every temperature (`tests/engine/test_sampling_filters.py`); the rest is compared with float64
-too (`test_sampling_numerics.py`).
+Ties with the last kept token are kept. All steps are tested against float64.
 
-Draws depend on `seed`, on the step and on the row's own distribution. So a request with a seed
-gives the same tokens in any batch, also after a retraction, up to [rounding](determinism.md). With
-the JIT-compiled CPU kernels a seed draws other tokens than with portable code.
+A request with a seed gives the same tokens in any batch, also after a retraction, up to
+[rounding](determinism.md). With the JIT-compiled CPU kernels a seed draws other tokens than with
+portable code.
 
 ## Log-probs
 
@@ -111,11 +109,10 @@ The Tunix rollout returns the *scaled* ones, which are what Tunix's trainer reco
 ## Experts
 
 With `enable_return_routed_experts=True`, which a model without experts refuses, each output says
-which experts its tokens went through, so that a trainer can replay the choices.
-`RequestOutput.routed_experts`, in dicts `meta_info["routed_experts"]`, is an array [tokens,
-layers, experts of a token], uint8 for up to 256 experts, the most probable expert first. It has a
-row for each token of prompt and output but the last one, which the model has not seen. A stream has
-it in its last item.
+which experts its tokens went through. `RequestOutput.routed_experts`, in dicts
+`meta_info["routed_experts"]`, is an array [tokens, layers, experts of a token], uint8 for up to 256
+experts, the most probable expert first. It has a row for each token of prompt and output but the
+last one, which the model has not seen. A stream has it in its last item.
 
 The choices are kept beside the keys of each token, through prefix cache and sleep: they are those
 of the pass that computed the keys. So a retracted request has the choices of the weights that
@@ -127,9 +124,9 @@ finished when a [checkpoint](checkpoints.md) was saved. Checkpoints leave KV pag
 ## Streaming
 
 `generate(stream=True)` returns an iterator immediately. Each item has `index`, the position of its
-output in the call, and what is new since that output's last item: text, `output_ids` and
-log-probs. The items add up to what `stream=False` returns; text is held back until no later token
-can change it. Closing or dropping the iterator aborts unfinished requests.
+output in the call, and what is new: text, `output_ids` and log-probs. The items add up to what
+`stream=False` returns; text is held back until no later token can change it. Closing or dropping
+the iterator aborts unfinished requests.
 """
 
 
