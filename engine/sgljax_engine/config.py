@@ -194,8 +194,8 @@ class RuntimeConfig:
         attention_backend: One of `ATTENTION_BACKENDS`. "auto" picks "native" where it is
             available, on one x86-64 CPU, "tpu" on TPUs, "pallas" on NVIDIA GPUs, and a
             portable one elsewhere. See docs/performance.md.
-        linear_backend: Backend of projections: one of `LINEAR_BACKENDS`, with
-            "auto" as above.
+        linear_backend: Backend of all but attention (projections, norms, sampling): one of
+            `LINEAR_BACKENDS`, with "auto" as above.
         quantization: "int8" stores projections and output tables as 8-bit numbers with one scale
             per output, computed at each weight sync. They take a quarter of float32's memory, and
             of its time where memory is the limit. The log-probs are those of the rounded model, see

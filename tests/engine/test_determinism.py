@@ -31,7 +31,7 @@ from tests.engine.determinism_cases import (
     run,
     using,
 )
-from tests.engine.gates import check_bits
+from tests.engine.exactness_checks import check_bits
 from tests.engine.interrupts import wait_until
 from tests.engine.models import MIXED_HEADS, SHARED_KEYS, spread_weights
 from tests.threads import LIMIT_S, start

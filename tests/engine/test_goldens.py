@@ -16,7 +16,7 @@ from sgljax_engine.layers.basic import Layout
 from sgljax_engine.layers.kernels import XlaKernels
 from sgljax_engine.models.registry import MODELS
 from sgljax_engine.placement import submeshes
-from tests.engine.gates import check_golden, check_golden_scores
+from tests.engine.exactness_checks import check_golden, check_golden_scores
 from tests.tiers import tiered
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -20,7 +20,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.runner import results
 from sgljax_engine.weights import apply
-from tests.engine import gates
+from tests.engine import exactness_checks as gates
 from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run
 from tests.engine.models import TINY, spread_weights
 

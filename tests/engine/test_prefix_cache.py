@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sgljax_engine import Engine, EngineStepError, SamplingParams
-from tests.engine.gates import check_reuse_changes_nothing, check_update_leaves_no_prefix
+from tests.engine.exactness_checks import check_reuse_changes_nothing, check_update_leaves_no_prefix
 from tests.engine.interrupts import update_in_flight
 from tests.engine.models import TINY, spread_weights
 from tests.threads import wait_for

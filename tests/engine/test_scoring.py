@@ -7,7 +7,7 @@ import pytest
 
 from sgljax_engine import InvalidRequestError, SamplingParams
 from sgljax_engine.runner.batches.packing import pack_scores
-from tests.engine.gates import check_scaled_logprobs
+from tests.engine.exactness_checks import check_scaled_logprobs
 from tests.engine.interrupts import make_engine
 from tests.engine.models import TINY, random_prompts
 
