@@ -20,7 +20,7 @@ from sgljax_engine.cache.pool import PagePool
 from sgljax_engine.cache.radix import RadixCache
 from sgljax_engine.runner import results
 from sgljax_engine.weights import apply
-from tests.engine import exactness_checks as gates
+from tests.engine import exactness_checks
 from tests.engine.determinism_cases import MODEL, Way, make_engine, requests, run
 from tests.engine.models import TINY, spread_weights
 
@@ -87,13 +87,13 @@ class TestOneBitOfAWeight:
     @pytest.mark.parametrize("name", [NORM, PROJECTION, "model.embed_tokens.weight"])
     def test_checksums(self, tiny, name, bit):
         weights, checksums = spread_weights(), tiny.get_weights_checksum()
-        gates.check_weights(tiny, weights, checksums)
+        exactness_checks.check_weights(tiny, weights, checksums)
         with flipped(tiny, name, bit):
             assert tiny.find_differing_weights(weights) == [name]
             with pytest.raises(AssertionError):
-                gates.check_weights(tiny, weights, checksums)
+                exactness_checks.check_weights(tiny, weights, checksums)
             assert tiny.get_weights_checksum() != checksums
-        gates.check_weights(tiny, weights, checksums)
+        exactness_checks.check_weights(tiny, weights, checksums)
 
     def test_verified_update(self, tiny, monkeypatch):
         real = apply._make
@@ -111,16 +111,16 @@ class TestOneBitOfAWeight:
     def test_goldens(self, golden):
         with flipped(golden, NORM, HIGH_EXPONENT):
             with pytest.raises(AssertionError):
-                gates.check_golden(golden, GOLDEN)
+                exactness_checks.check_golden(golden, GOLDEN)
             with pytest.raises(AssertionError):
-                gates.check_golden_scores(golden, GOLDEN)
-        gates.check_golden(golden, GOLDEN)
+                exactness_checks.check_golden_scores(golden, GOLDEN)
+        exactness_checks.check_golden(golden, GOLDEN)
 
     def test_bits(self, deterministic):
         engine, expected = deterministic
         with flipped(engine, NORM, LOWEST), pytest.raises(AssertionError):
-            gates.check_bits(run(engine, ASKED, Way({})), expected)
-        gates.check_bits(run(engine, ASKED, Way({})), expected)
+            exactness_checks.check_bits(run(engine, ASKED, Way({})), expected)
+        exactness_checks.check_bits(run(engine, ASKED, Way({})), expected)
 
 
 class TestStalePrefix:
@@ -141,7 +141,7 @@ class TestStalePrefix:
         ):
             monkeypatch.setattr(PagePool, "reset_cache", lambda self, adapter=None: 0)
             with pytest.raises(AssertionError):
-                gates.check_update_leaves_no_prefix(engine, fresh, weights, prompt)
+                exactness_checks.check_update_leaves_no_prefix(engine, fresh, weights, prompt)
             # Its tokens alone would tell.
             outputs = [gates._greedy(each, prompt).output_ids for each in (engine, fresh)]
             assert outputs[0] != outputs[1]
@@ -150,7 +150,7 @@ class TestStalePrefix:
         """The lookup takes a first token for another one."""
         tiny.flush_cache()
         other, prompt = [3, *range(40)], [4, *range(40)]
-        gates.check_reuse_changes_nothing(tiny, reference, other)
+        exactness_checks.check_reuse_changes_nothing(tiny, reference, other)
         real = RadixCache.find
 
         def faulty(self, tokens, *args):
@@ -161,10 +161,10 @@ class TestStalePrefix:
 
         monkeypatch.setattr(RadixCache, "find", faulty)
         with pytest.raises(AssertionError):
-            gates.check_reuse_changes_nothing(tiny, reference, prompt)
+            exactness_checks.check_reuse_changes_nothing(tiny, reference, prompt)
         monkeypatch.undo()
         tiny.flush_cache()
-        gates.check_reuse_changes_nothing(tiny, reference, prompt)
+        exactness_checks.check_reuse_changes_nothing(tiny, reference, prompt)
 
 
 def swapped(rows: list[Any]) -> list[Any]:
@@ -183,16 +183,16 @@ class TestTwoRowsSwapped:
 
     def test_goldens(self, golden):
         with pytest.raises(AssertionError):
-            gates.check_golden(golden, GOLDEN)
+            exactness_checks.check_golden(golden, GOLDEN)
 
     def test_bits(self, deterministic):
         engine, expected = deterministic
         with pytest.raises(AssertionError):
-            gates.check_bits(run(engine, ASKED, Way({})), expected)
+            exactness_checks.check_bits(run(engine, ASKED, Way({})), expected)
 
     def test_scores(self, tiny):
         with pytest.raises(AssertionError):
-            gates.check_scaled_logprobs(tiny, 0.7)
+            exactness_checks.check_scaled_logprobs(tiny, 0.7)
 
 
 class TestLogprobOfAnotherTemperature:
@@ -205,12 +205,12 @@ class TestLogprobOfAnotherTemperature:
         )
 
     def test_scores(self, tiny):
-        gates.check_scaled_logprobs(tiny, 1.0)
+        exactness_checks.check_scaled_logprobs(tiny, 1.0)
         for temperature in (0.7, 0.999):
             with pytest.raises(AssertionError):
-                gates.check_scaled_logprobs(tiny, temperature)
+                exactness_checks.check_scaled_logprobs(tiny, temperature)
 
     def test_bits(self, deterministic):
         engine, expected = deterministic
         with pytest.raises(AssertionError):
-            gates.check_bits(run(engine, ASKED, Way({})), expected)
+            exactness_checks.check_bits(run(engine, ASKED, Way({})), expected)

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 class Sleep(GroupCommand):
     """Free the devices' memory; answers with its bytes.
 
+    Without a rollback: to prepare only copies, and an engine that prepared has not slept.
+
     Attributes:
         level: 1 keeps the weights on the host, 2 gives them up.
         preserve_state: Keep weights, KV pages and prefix cache on the host, whatever the level.
