@@ -1,6 +1,6 @@
 """Each gate of exactness finds the fault that it is there for.
 
-The gates are the checks of `gates.py`, which other modules call; a fault goes into a function of
+The gates are the checks of `exactness_checks.py`, which other modules call; a fault goes into a function of
 the engine's, or into its weights. `test_sampling_filters.py` has those of the samplers' kept sets.
 """
 
@@ -143,7 +143,9 @@ class TestStalePrefix:
             with pytest.raises(AssertionError):
                 exactness_checks.check_update_leaves_no_prefix(engine, fresh, weights, prompt)
             # Its tokens alone would tell.
-            outputs = [gates._greedy(each, prompt).output_ids for each in (engine, fresh)]
+            outputs = [
+                exactness_checks._greedy(each, prompt).output_ids for each in (engine, fresh)
+            ]
             assert outputs[0] != outputs[1]
 
     def test_of_another_prompt(self, tiny, reference, monkeypatch):
