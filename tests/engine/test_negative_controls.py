@@ -1,8 +1,8 @@
 """Each gate of exactness finds the fault that it is there for.
 
 The gates are the checks of `exactness_checks.py`, which other modules call; a fault goes into a
-function of the engine's, or into its weights. `test_sampling_filters.py` has those of the kept sets of
-the samplers.
+function of the engine's, or into its weights. `test_sampling_filters.py` has those of the
+samplers' kept sets.
 """
 
 from __future__ import annotations
