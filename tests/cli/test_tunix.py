@@ -88,7 +88,7 @@ def test_a_recipe_runs_with_our_engine(lora, folder, monkeypatch, capsys):
         assert (config.temperature, config.top_k) == (0.9, 50)
         assert config.max_tokens_to_generate == 8
         assert rollout.weight_update_mode == "in_place"
-        engine = rollout._engine_config
+        engine = rollout._builder.engine_config
         assert (engine.cache.page_size, engine.scheduler.max_running_requests) == (8, 4)
     for *_, rollout in calls[:1]:
         rollout.close()
