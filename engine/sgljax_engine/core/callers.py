@@ -34,7 +34,7 @@ class Callers:
 
     A caller may be interrupted anywhere: then its requests are aborted, submitted or not.
 
-    The group's threads end when the engine and all its streams are gone.
+    The group's threads end when this object is gone, after the engine and all its streams.
     """
 
     def __init__(self, group: EngineGroup) -> None:
@@ -95,22 +95,14 @@ class Callers:
     def stream(self, requests: list[Request]) -> TokenStream:
         """Submits requests and returns the iterator over their pieces."""
         pieces = TokenStream(requests, self.abandon)
-        try:
-            self._submit(requests, pieces.make_answers())
-            return pieces
-        except BaseException:
-            self.abandon(requests)
-            raise
+        self._submit_or_abandon(requests, pieces.make_answers)
+        return pieces
 
     def async_stream(self, requests: list[Request]) -> AsyncTokenStream:
         """`stream` for the running event loop."""
         pieces = AsyncTokenStream(requests, self.abandon)
-        try:
-            self._submit(requests, pieces.make_answers())
-            return pieces
-        except BaseException:
-            self.abandon(requests)
-            raise
+        self._submit_or_abandon(requests, pieces.make_answers)
+        return pieces
 
     def restore(
         self, checkpoint: EngineCheckpoint, requests: RequestFactory, answers: Mapping[str, Answer]
@@ -132,6 +124,15 @@ class Callers:
         """Aborts requests that nobody waits for, without waiting."""
         with contextlib.suppress(EngineShutdownError):
             self._group.submit(cmd.AbandonRequests(requests, Future()))
+
+    def _submit_or_abandon(
+        self, requests: list[Request], make_answers: Callable[[], list[Answer]]
+    ) -> None:
+        try:
+            self._submit(requests, make_answers())
+        except BaseException:
+            self.abandon(requests)
+            raise
 
     def _submit(self, requests: list[Request], answers: list[Answer]) -> None:
         command = cmd.AddRequests(requests, answers)

@@ -52,12 +52,31 @@ class AddRequests(Command):
         _refuse(self.answers, make_error)
 
 
+def _refuse(answers: Sequence[Answer], make_error: Callable[[], BaseException]) -> None:
+    for answer in answers:
+        reject(answer.future, make_error())
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TakeIn(Task):
-    """Queue an engine's part of a call's requests, which `RequestGroups` has already."""
+class _RequestsTask(Task):
+    """Something about one engine's requests.
+
+    Attributes:
+        requests: In the caller's order.
+        answers: `answers[i]` gets the output of `requests[i]`.
+    """
 
     requests: list[Request]
     answers: list[Answer]
+
+    def refuse(self, make_error: Callable[[], BaseException]) -> None:
+        """Answers each request with its own error."""
+        _refuse(self.answers, make_error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TakeIn(_RequestsTask):
+    """Queue an engine's part of a call's requests, which `RequestGroups` has already."""
 
     def run(self, core: EngineCore) -> None:
         """Queues each request, or answers it with the reason why not."""
@@ -71,31 +90,15 @@ class TakeIn(Task):
                 continue
             core.take_in(request, answer)
 
-    def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers each request with its own error."""
-        _refuse(self.answers, make_error)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TakeOver(Task):
+class TakeOver(_RequestsTask):
     """Queue requests that another engine of the group accepted but did not start."""
-
-    requests: list[Request]
-    answers: list[Answer]
 
     def run(self, core: EngineCore) -> None:
         """Queues all of them, without a check: they had one."""
         for request, answer in zip(self.requests, self.answers, strict=True):
             core.take_in(request, answer)
-
-    def refuse(self, make_error: Callable[[], BaseException]) -> None:
-        """Answers each request with its own error."""
-        _refuse(self.answers, make_error)
-
-
-def _refuse(answers: Sequence[Answer], make_error: Callable[[], BaseException]) -> None:
-    for answer in answers:
-        reject(answer.future, make_error())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
