@@ -65,7 +65,8 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived values."""
-        values = dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s(self.runs_s)}
+        values: dict[str, Any] = dataclasses.asdict(self)
+        values["tokens_per_s"] = self.tokens_per_s(self.runs_s)
         if self.against is not None:
             values["against"] |= {
                 "tokens_per_s": self.tokens_per_s(self.against.runs_s),

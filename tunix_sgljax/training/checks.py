@@ -5,7 +5,6 @@ The sections that are Tunix's are checked by Tunix's classes, when a run is prep
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
 import math
@@ -74,9 +73,8 @@ def make_checked(kind: Callable[..., T], section: str, values: Mapping[str, Any]
     Raises:
         InvalidConfigError: names the section.
     """
-    names: Collection[str] = inspect.signature(kind).parameters
-    if dataclasses.is_dataclass(kind):
-        names = {field.name for field in dataclasses.fields(kind)}
+    fields = getattr(kind, "__dataclass_fields__", None)
+    names: Collection[str] = inspect.signature(kind).parameters if fields is None else fields
     refuse_unknown(section, values, names)
     try:
         return kind(**values)
