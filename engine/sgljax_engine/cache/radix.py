@@ -319,7 +319,7 @@ class RadixCache:
         return self._roots.setdefault(space, _Node((), -1, None, 1))
 
     def _is_current(self, root: _Node) -> bool:
-        return any(root is known for known in self._roots.values())
+        return root in self._roots.values()
 
     def _add(self, parent: _Node, key: tuple[int, ...], page: int) -> _Node:
         if key in parent.children:

@@ -191,10 +191,11 @@ class EngineLoop:
             while self._do_tasks():
                 # Before a step, since no task waits then: whoever keeps asking for the state
                 # must not keep requests from moving.
-                if self._share is not None and self._core.can_step and self.num_movable:
+                if self._share is not None and self.num_movable:
                     self._share(self)
-                if self._core.can_step:
-                    self._core.step()
+                    if not self._core.can_step:
+                        continue
+                self._core.step()
         except BaseException as error:  # a bug: never leave a caller waiting
             logger.exception("the engine thread failed")
             self._close_reason = f"the engine thread failed: {error!r}"
@@ -206,7 +207,7 @@ class EngineLoop:
             self._over.put(None)
 
     def _do_tasks(self) -> bool:
-        """Does queued tasks, waiting for one when nothing may run; False at shutdown.
+        """Does queued tasks, waiting for one while no step can be taken; False at shutdown.
 
         Does all of them, but takes a step after each part of a long job.
         """
@@ -214,11 +215,12 @@ class EngineLoop:
         while True:
             settle(core)
             self._note_halt()
-            if not core.can_step:
+            can_step = core.can_step
+            if not can_step:
                 core.outputs.flush()
             try:
                 # Kept in no variable: a task that was done must not keep its arrays alive.
-                go_on = self._do(self._tasks.get(block=not core.can_step))
+                go_on = self._do(self._tasks.get(block=not can_step))
             except queue.Empty:
                 return True
             if not go_on:

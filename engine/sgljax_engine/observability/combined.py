@@ -89,6 +89,8 @@ def combine_states(states: Sequence[EngineState]) -> EngineState:
 
 def combine_progress(progresses: Sequence[EngineProgress]) -> EngineProgress:
     """The progress of the group."""
+    if len(progresses) == 1:
+        return progresses[0]
     halts = [progress.halted_s for progress in progresses if progress.halted_s is not None]
     fields = [field.name for field in dataclasses.fields(EngineProgress)]
     sums = _sums(progresses, [name for name in fields if name.startswith("num_")])
@@ -97,7 +99,7 @@ def combine_progress(progresses: Sequence[EngineProgress]) -> EngineProgress:
 
 def _sums(objects: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
     """Sums of fields over all engines."""
-    return {name: sum(getattr(each, name) for each in objects) for name in names}
+    return {name: sum([getattr(each, name) for each in objects]) for name in names}
 
 
 def combine_recordings(recordings: Sequence[Recording]) -> Recording:

@@ -9,6 +9,7 @@ numpy arrays of the same shapes and dtypes.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ class DecodeBatch(NamedTuple):
 
 def pick_bucket(buckets: Sequence[int], size: int) -> int:
     """The smallest bucket that holds `size`. `buckets` ascend, and the last holds any size."""
-    return next(bucket for bucket in buckets if bucket >= size)
+    return buckets[bisect.bisect_left(buckets, size)]
 
 
 def rows_above_smaller_bucket(buckets: Sequence[int], size: int) -> int:

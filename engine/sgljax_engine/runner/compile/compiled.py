@@ -47,7 +47,7 @@ class ProgramCall(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """Key of the compiled program. All calls with the same name have the same dtypes."""
         leaves, structure = jax.tree.flatten(self.args)
-        return (self.name, structure, *(np.shape(leaf) for leaf in leaves))
+        return (self.name, structure, *map(np.shape, leaves))
 
 
 class ProgramState(NamedTuple):
@@ -145,7 +145,8 @@ class ProgramCache:
             with reporting(self.progress, f"compile {call.name}", 1, "program") as advance:
                 self.compile([call], state, lambda: advance(1))
         program = _PROGRAMS[call.name]
-        out = self._programs[key](*(getattr(state, part) for part in program.takes), *call.args)
+        taken = [getattr(state, part) for part in program.takes]
+        out = self._programs[key](*taken, *call.args)
         made = dict(zip(program.gives, out if len(program.gives) > 1 else (out,), strict=True))
         result = made.pop("result", None)
         return state._replace(**made), result
