@@ -96,6 +96,7 @@ def _make_one_by_one(
         made[name] = jax.block_until_ready(move(one, target.sharding))
         if check_finite:
             flags.append(flag)
+        del one, flag  # before the next ones are made
     refuse_not_finite(list(made), [bool(flag) for flag in flags] if check_finite else None)
     return made
 
