@@ -41,7 +41,7 @@ test-all: $(STAMP) ## Run all tests, fast and long ones in one go.
 	$(BIN)/python -m pytest -m "not recipes and not soak" $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(STAMP) ## Run the longest random tests, before a release, and record it in tests/soak.txt.
+soak: $(STAMP) ## Run the longest tests, before a release, and record it in tests/soak.txt.
 	$(BIN)/python -m pytest -m soak -p tests.soak $(PYTEST_ARGS)
 
 .PHONY: test-tunix

@@ -51,6 +51,7 @@ def test_growth_with_the_batch(tmp_path):
     assert "| [growth](growth.md) |" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.soak
 def test_experts(tmp_path):
     data = written(options.main, tmp_path, "moe", "--pairs", "1", "--tables", "moe")
     assert list(data["seconds"]) == ["1 rows", "8 rows", "64 rows"]

@@ -20,7 +20,7 @@ from tests.devices import run_python
         "faults",
         pytest.param("routing", marks=pytest.mark.slow),
         pytest.param("gpu_kernel", marks=pytest.mark.slow),
-        pytest.param("tpu_kernel", marks=pytest.mark.slow),
+        pytest.param("tpu_kernel", marks=pytest.mark.soak),
         pytest.param("trainers_weights", marks=pytest.mark.slow),
         pytest.param("scores", marks=pytest.mark.slow),
         pytest.param("checkpoints", marks=pytest.mark.slow),
@@ -39,7 +39,7 @@ def test_refusals_interrupts_and_faults(step):
 
 
 @pytest.mark.parametrize(
-    ("num_examples", "num_steps"), [(300, 8), pytest.param(60, 40, marks=pytest.mark.soak)]
+    ("num_examples", "num_steps"), [(80, 8), pytest.param(60, 40, marks=pytest.mark.soak)]
 )
 def test_interrupt_machine(num_examples, num_steps):
     """As for one engine, with adapters, stop strings and interrupted callers too."""

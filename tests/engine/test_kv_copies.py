@@ -15,7 +15,7 @@ from tests.devices import run_python
     [
         "placement",
         pytest.param("outputs", marks=pytest.mark.slow),
-        pytest.param("families", marks=pytest.mark.slow),
+        pytest.param("families", marks=pytest.mark.soak),
         pytest.param("states", marks=pytest.mark.slow),
     ],
 )

@@ -14,11 +14,11 @@ from tests.devices import run_python
     "case",
     [
         "refusals",
-        pytest.param("gpu_kernel", marks=pytest.mark.slow),
+        pytest.param("gpu_kernel", marks=pytest.mark.soak),
         pytest.param("eight_devices", marks=pytest.mark.slow),
         pytest.param("shared_keys", marks=pytest.mark.slow),
-        pytest.param("deterministic", marks=pytest.mark.slow),
-        pytest.param("tpu_kernel", marks=pytest.mark.slow),
+        pytest.param("deterministic", marks=pytest.mark.soak),
+        pytest.param("tpu_kernel", marks=pytest.mark.soak),
     ],
 )
 def test_on_eight_devices(case):

@@ -35,7 +35,7 @@ TOGETHER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["native", "portable"])
+@pytest.mark.parametrize("backend", ["native", pytest.param("portable", marks=pytest.mark.soak)])
 def test_no_bit_differs(backend, monkeypatch):
     """Alone or together, in other chunks, orders and pages; as XLA computes it too."""
     if backend == "portable":

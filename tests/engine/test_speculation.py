@@ -234,7 +234,7 @@ def test_streams():
 # ---------------------------------------------------------------------- distribution
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_frequencies():
     """In default mode without JIT-compiled kernels: drafts change no frequency.
 
@@ -291,7 +291,7 @@ def test_nothing_is_compiled_after_warm_up():
     [
         ("native", test_window_pages.MODEL),
         ("native", TINY_MOE),
-        ("portable", TINY),
+        pytest.param("portable", TINY, marks=pytest.mark.soak),
     ],
     ids=["windows", "experts", "portable"],
 )

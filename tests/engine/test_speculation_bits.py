@@ -49,7 +49,7 @@ def backend(request):
 
 NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
 BOTH = pytest.mark.parametrize(
-    "backend", ["native", pytest.param("portable", marks=pytest.mark.slow)], indirect=True
+    "backend", ["native", pytest.param("portable", marks=pytest.mark.soak)], indirect=True
 )
 
 
@@ -90,7 +90,7 @@ def test_some_requests(backend):
     assert counters.num_drafted_ngram > counters.num_accepted_ngram
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 def test_all_requests(expected):
     """200 of all sampling kinds."""
@@ -111,7 +111,7 @@ def test_each_drafter(expected, drafter):
 
 @pytest.mark.slow
 @NATIVE
-@pytest.mark.parametrize("num_drafts", [2, 30])
+@pytest.mark.parametrize("num_drafts", [2, pytest.param(30, marks=pytest.mark.soak)])
 def test_each_width(expected, num_drafts):
     """Most drafts of a row, from which the widths of steps follow."""
     options = {"speculative_num_draft_tokens": num_drafts, "batch_buckets": (4,)}
