@@ -69,8 +69,7 @@ def test_options_are_checked(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.first
-@pytest.mark.slow
+@pytest.mark.soak
 def test_comparison_end_to_end(tmp_path, capsys):
     arguments = ["--quick", "--workloads", "rl_uniform", "single_stream"]
     arguments += ["--skip-sync", "--alone", "single_stream"]

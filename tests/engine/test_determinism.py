@@ -157,7 +157,7 @@ def test_no_bit_differs(backend, alone, index):
             assert len(way.interrupt.counts) >= 3, "of the ways to interrupt"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @NATIVE
 @pytest.mark.usefixtures("backend")
 def test_every_width_from_1_to_64():
@@ -258,7 +258,7 @@ class TestControl:
                 found.append(run(engine, PLAIN, plain))
         return len(differing(*found))
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     @PORTABLE
     def test_default_mode(self):
         assert self.differing(enable_deterministic_sampling=False) > 10
@@ -280,7 +280,7 @@ class TestControl:
         monkeypatch.setattr(compiled, "_jitted", functools.cache(compiled._jitted.__wrapped__))
         assert self.differing() > 10
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     @PORTABLE
     def test_attention_in_no_particular_order(self, monkeypatch):
         """Requests that lose their pages are prefilled as far as they were decoded."""

@@ -94,7 +94,7 @@ def test_random_rows(backend):
     assert sum(map(backend.check, cases)) == 320
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_random_rows_of_all_vocabularies(backend):
     """Tests some of ten thousand: `python -m tests.engine.filter_cases` does all."""
     for case in random_cases(2, 416, VOCABULARIES):
