@@ -104,6 +104,9 @@ class PerEngineCommand(Command):
     def hand_out(self, group: Recipients) -> None:
         """Gives each engine its part."""
         parts = self.parts(group.num_engines)
+        if len(parts) == 1 and type(self).combine is PerEngineCommand.combine:
+            group.give(0, Part(parts[0], self.future))
+            return
         gathered = Gathered(self.future, self.combine, len(parts))
         for index, part in enumerate(parts):
             group.give(index, Part(part, gathered.future(index)))

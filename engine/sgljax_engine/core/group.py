@@ -16,7 +16,14 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from sgljax_engine.core.checkpoint_writer import CheckpointWriter, SaveJob
-from sgljax_engine.core.command import SHUT_DOWN, Command, Part, PerEngineCommand, Task
+from sgljax_engine.core.command import (
+    SHUT_DOWN,
+    Command,
+    Part,
+    PerEngineCommand,
+    Recipients,
+    Task,
+)
 from sgljax_engine.core.commands.requests import TakeOver
 from sgljax_engine.core.engine_core import EngineCore
 from sgljax_engine.core.loop import EngineLoop, OwnHandOut
@@ -115,7 +122,7 @@ class EngineGroup:
         self._is_stopping = False
         stop = functools.partial(self._stop_engines, SHUT_DOWN)
         self._hand_out: HandOut | OwnHandOut = (
-            OwnHandOut(self._distribute, stop, self.loops[0])
+            OwnHandOut(self._distribute_alone, stop, self.loops[0])
             if count == 1
             else HandOut(self._distribute, stop, f"{name}-commands")
         )
@@ -196,10 +203,11 @@ class EngineGroup:
             EngineStateError: on an engine's thread, and for a job on the worker that does it.
         """
         current = threading.current_thread()
-        answering = {thread for loop in self.loops for thread in loop.threads}
-        answering.add(self._hand_out.thread)
+        answering = [self._hand_out.thread]
+        for loop in self.loops:
+            answering += loop.threads
         if not isinstance(asked, Command):
-            answering.add(
+            answering.append(
                 self._saves.thread if isinstance(asked, SaveJob) else self._weights.thread
             )
         if current in answering:
@@ -240,6 +248,11 @@ class EngineGroup:
         for request, engine in zip(requests, self._router.route(requests), strict=True):
             request.engine = engine
 
+    def _distribute_alone(self, command: Command) -> None:
+        """`_distribute` on the thread of the only engine, which does the command's tasks next."""
+        with self._lock:
+            self._distribute_to(_OnlyEngine(self), command)
+
     def _distribute(self, command: Command) -> None:
         """Gives a command to all engines that it concerns; on the thread of the `HandOut`."""
         with self._lock:
@@ -250,13 +263,16 @@ class EngineGroup:
                 reason = str(error)
                 command.refuse(lambda: EngineShutdownError(reason))
                 return
-            try:
-                command.hand_out(self)
-            except BaseException as error:  # a bug: never leave a caller waiting
-                logger.exception("handing out a command failed")
-                reason = f"handing out a command failed: {error!r}"
-                self._stop_engines(reason)
-                command.refuse(lambda: EngineShutdownError(reason))
+            self._distribute_to(self, command)
+
+    def _distribute_to(self, recipients: Recipients, command: Command) -> None:
+        try:
+            command.hand_out(recipients)
+        except BaseException as error:  # a bug: never leave a caller waiting
+            logger.exception("handing out a command failed")
+            reason = f"handing out a command failed: {error!r}"
+            self._stop_engines(reason)
+            command.refuse(lambda: EngineShutdownError(reason))
 
     def _finished(self, request: Request) -> None:
         """Notes that a request is over, or will not come; on its engine's thread."""
@@ -328,3 +344,20 @@ class EngineGroup:
             self._weights.stop()
             self._saves.stop()
             atexit.unregister(self.stop)
+
+
+class _OnlyEngine:
+    """The `Recipients` of a command that the only engine's thread hands out."""
+
+    num_engines = 1
+
+    def __init__(self, group: EngineGroup) -> None:
+        """For one command; holds no state of its own."""
+        self.groups = group.groups
+        self.route = group.route
+        self._loop = group.loops[0]
+
+    def give(self, index: int, task: Task) -> None:
+        """Has the thread do it next: no queue in between, in which others may come first."""
+        del index
+        self._loop.do_next(task)

@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -70,6 +71,7 @@ class EngineLoop:
         self._is_step_due = False
         self._halted_since_s: float | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._next: collections.deque[Task] = collections.deque()
         self._lock = lock
         self._is_closed = False
         self._close_reason = SHUT_DOWN
@@ -143,7 +145,11 @@ class EngineLoop:
         """
         with self._lock:
             self.check_open()
-            self._tasks.put(task)
+            self.put(task)
+
+    def put(self, task: Task) -> None:
+        """`submit` for a caller who holds the lock and called `check_open`."""
+        self._tasks.put(task)
 
     def check_open(self) -> None:
         """Raises EngineShutdownError when `submit` accepts no tasks."""
@@ -181,6 +187,10 @@ class EngineLoop:
         if is_busy or not core.has_no_room:
             return 0
         return core.scheduler.waiting.num_new
+
+    def do_next(self, task: Task) -> None:
+        """Has the thread do a task right after the one that it is doing."""
+        self._next.append(task)
 
     def hand_over(self, count: int) -> tuple[list[Request], list[Answer]]:
         """Gives up the newest requests that have not started, for another engine to take."""
@@ -225,6 +235,8 @@ class EngineLoop:
                 return True
             if not go_on:
                 return False
+            while self._next:
+                self._do(self._next.popleft())
             if self._is_step_due and core.can_step:
                 return True
 
@@ -239,7 +251,8 @@ class EngineLoop:
         if task is None:
             return False
         self._is_step_due = task.is_part_of_long_job
-        name, started = task.name, time.perf_counter()
+        recorder = self._core.recorder
+        name, started = (task.name, time.perf_counter()) if recorder.is_on else ("", 0.0)
         try:
             self._core.outputs.flush()
             task.run(self._core)
@@ -249,8 +262,8 @@ class EngineLoop:
             raise
         finally:
             del task  # see `command.answer`
-            if self.recorder.is_on:
-                self.recorder.slice(ENGINE_TRACK, name, started, time.perf_counter(), {})
+            if name:
+                recorder.slice(ENGINE_TRACK, name, started, time.perf_counter(), {})
         return True
 
     # ------------------------------------------------------------------ the end
@@ -259,6 +272,8 @@ class EngineLoop:
         with self._lock:
             self._is_closed = True
         self._core.close(self._closed_error)
+        while self._next:
+            self._next.popleft().refuse(self._closed_error)
         while not self._tasks.empty():
             task = self._tasks.get()
             if task is not None:
@@ -282,7 +297,7 @@ class Distribute(Task):
     command: Command | None
 
     def run(self, core: EngineCore) -> None:
-        """Queues the command's tasks, all for this engine."""
+        """Has the thread do the command's tasks next: they are all for this engine."""
         del core
         self.act()
 
@@ -319,12 +334,8 @@ class OwnHandOut:
         return self._loop.threads[0]
 
     def put(self, command: Command) -> None:
-        """Queues a command. Any thread.
-
-        Raises:
-            EngineShutdownError: when nobody would answer it.
-        """
-        self._loop.submit(Distribute(functools.partial(self._distribute, command), command))
+        """Queues a command. Any thread, under the group's lock and after `check_open`."""
+        self._loop.put(Distribute(functools.partial(self._distribute, command), command))
 
     def stop(self) -> None:
         """Ends the engine after the commands that came before. Any thread; idempotent."""

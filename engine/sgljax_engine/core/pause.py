@@ -52,13 +52,14 @@ class PauseState:
     @property
     def holds_new_requests(self) -> bool:
         """Whether requests that have not started must wait for a later call."""
-        is_draining = self.is_drained or any(not each.is_pause for each in self._pending)
-        return self.mode is not None or is_draining
+        if self.mode is not None or self.is_drained:
+            return True
+        return bool(self._pending) and not all(each.is_pause for each in self._pending)
 
     @property
     def has_pauses(self) -> bool:
         """Whether a pause waits."""
-        return any(each.is_pause for each in self._pending)
+        return bool(self._pending) and any(each.is_pause for each in self._pending)
 
     def wait(self, drain: PendingDrain) -> None:
         """Adds a caller, to be answered when no started request is left."""
