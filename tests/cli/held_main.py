@@ -58,14 +58,14 @@ def hold_decoding() -> None:
 
 
 def let_go_on_abort() -> None:
-    submit = EngineLoop.submit
+    put = EngineLoop.put
 
-    def submit_and_let_go(self: EngineLoop, task: cmd.Task) -> None:
-        submit(self, task)
+    def put_and_let_go(self: EngineLoop, task: cmd.Task) -> None:
+        put(self, task)
         if isinstance(task, Distribute) and isinstance(task.command, cmd.Abort):
             _goes_on.set()
 
-    EngineLoop.submit = submit_and_let_go
+    EngineLoop.put = put_and_let_go
 
 
 if __name__ == "__main__":
