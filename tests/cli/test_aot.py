@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from sgljax_engine import EngineConfig, preview_engine
-from sgljax_engine.aot import CHIPS, AotReport, OpCount, ProgramMemory, ProgramReport
+from sgljax_engine.aot import (
+    CHIPS,
+    AotReport,
+    OpCount,
+    ProgramMemory,
+    ProgramReport,
+    StepLaunches,
+)
 from sgljax_engine.aot.roofline import estimate
 from tests.aot.programs import TWO_LAYERS
 from tests.aot.topologies import needs_libtpu, run_compiler
@@ -159,6 +166,25 @@ def test_the_table():
     assert NOT_RUN in table
     assert "an estimate" in table
     assert " It fits.\n" in table
+
+
+def test_launches_of_a_gpu():
+    launches = StepLaunches(
+        products=113,
+        own=28,
+        fusions=309,
+        copies=0,
+        conditionals=1,
+        others=0,
+        per_layer=15.25,
+        large_copies=0,
+    )
+    (decode,) = report_of().programs
+    report = report_of(programs=(dataclasses.replace(decode, launches=launches),))
+    table = describe(report, "a model", "h100:1")
+    assert "- decode of 8 rows: 451, 15.2 a layer: 113 products, 28 kernels of ours, " in table
+    assert "copies of KV pages or a weight: none\n" in table
+    assert "Launches" not in describe(report_of(), "a model", "v5e:1x1")
 
 
 def test_what_does_not_fit():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sgljax_engine.aot import AotReport, Estimate, OpCount, ProgramReport
+    from sgljax_engine.aot import AotReport, Estimate, OpCount, ProgramReport, StepLaunches
 
 NOT_RUN = "Compiled by the vendor's compiler, not yet run."
 _COLUMNS = (
@@ -39,8 +39,15 @@ def describe(report: AotReport, title: str, topology: str) -> str:
     memory = f"Memory: {'; '.join(_memory_lines(report))}."
     times = [f"- {_estimate_line(each)}" for each in report.estimates]
     below = ["Least times at the chip's published rates, an estimate:", "", *times] if times else []
+    counted = [
+        f"- {_title(program)}: {_launches_line(program.launches)}"
+        for program in report.programs
+        if program.launches is not None
+    ]
+    launches = ["Launches of a step, read off the compiled program:", "", *counted, ""]
     verdict = "It fits." if report.problem is None else f"It does not fit: {report.problem}"
-    return "\n".join([about, "", *table, "", f"{memory} {verdict}", "", *below]).rstrip()
+    after = [*(launches if counted else ()), f"{memory} {verdict}", "", *below]
+    return "\n".join([about, "", *table, "", *after]).rstrip()
 
 
 def _memory_lines(report: AotReport) -> Iterator[str]:
@@ -83,6 +90,16 @@ def _total(ops: Sequence[OpCount]) -> str:
     if not ops:
         return "none"
     return f"{sum(op.count for op in ops)}, {size(sum(op.num_bytes for op in ops))}"
+
+
+def _launches_line(launches: StepLaunches) -> str:
+    copies = launches.large_copies or "none"
+    return (
+        f"{launches.total}, {launches.per_layer:.1f} a layer: {launches.products} products, "
+        f"{launches.own} kernels of ours, {launches.fusions} other fusions, {launches.copies} "
+        f"copies, {launches.conditionals} conditionals, {launches.others} others; copies of KV "
+        f"pages or a weight: {copies}"
+    )
 
 
 def _estimate_line(estimate: Estimate) -> str:

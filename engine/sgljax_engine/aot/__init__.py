@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sgljax_engine.aot.chips import CHIPS, Chip, parse_topology
 from sgljax_engine.aot.compile import WHICH, AotReport, compile_programs
+from sgljax_engine.aot.launches import StepLaunches
 from sgljax_engine.aot.report import OpCount, ProgramMemory, ProgramReport
 from sgljax_engine.aot.roofline import Estimate
 from sgljax_engine.aot.topology import topology_mesh
@@ -21,6 +22,7 @@ __all__ = [
     "OpCount",
     "ProgramMemory",
     "ProgramReport",
+    "StepLaunches",
     "compile_programs",
     "parse_topology",
     "topology_mesh",

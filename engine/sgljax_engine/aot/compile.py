@@ -120,10 +120,11 @@ def compile_programs(
     is_all = which == "all"
     calls = list(warm_calls(runner, include_score=is_all, include_table=is_all))
     large = _large_sizes(runner)
+    num_layers = model.num_layers if chip.platform == "gpu" else None
     programs = []
     for call in calls if is_all else largest(calls):
         on_program(call.name, call_size(call))
-        programs.append(_compile(runner, call, large))
+        programs.append(_compile(runner, call, large, num_layers))
     fitting = [program for program in programs if program.memory is not None]
     estimates = [
         each
@@ -149,7 +150,9 @@ def _large_sizes(runner: ModelRunner) -> set[int]:
     return {math.prod(array.sharding.shard_shape(array.shape)) for array in arrays}
 
 
-def _compile(runner: ModelRunner, call: ProgramCall, large: set[int]) -> ProgramReport:
+def _compile(
+    runner: ModelRunner, call: ProgramCall, large: set[int], num_layers: int | None
+) -> ProgramReport:
     started = time.perf_counter()
     name, size = call.name, call_size(call)
     try:
@@ -158,4 +161,6 @@ def _compile(runner: ModelRunner, call: ProgramCall, large: set[int]) -> Program
         compile_s = time.perf_counter() - started
         return ProgramReport(name=name, size=size, problem=str(error), compile_s=compile_s)
     compile_s = time.perf_counter() - started
-    return read_program(compiled, name=name, size=size, large=large, compile_s=compile_s)
+    return read_program(
+        compiled, name=name, size=size, large=large, num_layers=num_layers, compile_s=compile_s
+    )

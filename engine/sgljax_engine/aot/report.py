@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from sgljax_engine.aot.hlo import Array, Instruction, Module, Visit
+from sgljax_engine.aot.launches import OWN, StepLaunches, count_launches
 from sgljax_engine.aot.traffic import count_traffic
 from sgljax_engine.runner.compile.memory import ProgramMemory
 
@@ -25,7 +26,7 @@ _BOTH_IN_RESULT = ("all-gather-start", "collective-permute-start")
 """Their result holds the operand too."""
 
 _COPIES = ("copy", "transpose")
-_KERNELS = re.compile(r"tpu_custom_call|__gpu\$|triton|mosaic")
+_TPU_KERNELS = re.compile(r'custom_call_target="[^"]*tpu_custom_call')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -69,6 +70,7 @@ class ProgramReport:
         collectives: Exchanges between devices.
         kernels: Calls of kernels that XLA did not make.
         copies: Copies and transpositions of arrays as large as a layer's KV pages or a weight.
+        launches: Kernels that a GPU launches in a step; None for other devices.
         compile_s: Seconds that lowering and compilation took here.
     """
 
@@ -81,11 +83,18 @@ class ProgramReport:
     collectives: tuple[OpCount, ...] = ()
     kernels: tuple[OpCount, ...] = ()
     copies: tuple[OpCount, ...] = ()
+    launches: StepLaunches | None = None
     compile_s: float
 
 
 def read_program(
-    compiled: Any, *, name: str, size: int, large: Collection[int], compile_s: float
+    compiled: Any,
+    *,
+    name: str,
+    size: int,
+    large: Collection[int],
+    num_layers: int | None = None,
+    compile_s: float,
 ) -> ProgramReport:
     """The report of a compiled program.
 
@@ -94,6 +103,7 @@ def read_program(
         name: Name of the program.
         size: Size of its batch.
         large: Numbers of elements of the arrays whose copies are reported.
+        num_layers: The model's layers, for a GPU, whose launches are counted; else None.
         compile_s: Seconds that it took.
     """
     costs = compiled.cost_analysis() or {}
@@ -107,6 +117,7 @@ def read_program(
         collectives=count_collectives(module),
         kernels=count_kernels(module),
         copies=count_copies(module, large),
+        launches=None if num_layers is None else count_launches(module, large, num_layers),
         compile_s=compile_s,
     )
 
@@ -130,7 +141,8 @@ def count_kernels(module: Module) -> tuple[OpCount, ...]:
         if visit.instruction.opcode != "custom-call":
             continue
         target = _TARGET.search(visit.instruction.text)
-        if target is not None and _KERNELS.search(target[1]):
+        text = visit.instruction.text
+        if target is not None and (OWN.search(text) or _TPU_KERNELS.search(text)):
             own = re.sub(r"(\.\d+|\.clone)+$", "", visit.instruction.name)
             found.add(visit, f"{target[1]} {own}", "", _bytes_of(visit.instruction.arrays))
     return found.result()
